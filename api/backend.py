@@ -1,6 +1,6 @@
 """Declares what the front needs from the layers below it: an engine and a catalog of adapters.
 
-protocol/transport.py implements the engine client, and cluster/serve/adapter_lookup.py implements the catalog.
+protocol/transport/engine_socket.py implements the engine client, and cluster/serve/adapter_lookup.py the catalog.
 """
 
 from __future__ import annotations

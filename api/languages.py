@@ -19,7 +19,7 @@ from lorafleet.api.text.language_cache import LanguageCache
 from lorafleet.api.text.templates import TemplateSandbox
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.api.text.tokenizers import Encoders
-from lorafleet.protocol.adapter_files import AdapterFolder
+from lorafleet.protocol.adapter_formats.adapter_files import AdapterFolder
 from lorafleet.protocol.errors import AdapterError, InvalidRequest, QueueFull
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, turn_group
 from lorafleet.protocol.names import tenant_of

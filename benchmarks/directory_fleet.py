@@ -26,7 +26,7 @@ BUSY_S, IDLE_S = 0.1, 1.0  # between stats; workers/worker.py, and an engine tha
 
 
 class SimulatedEngine:
-    """What cluster/serve/reporting.py needs of protocol/transport.py. Busy: every stats differ from the
+    """What cluster/serve/reporting.py needs of protocol/transport/engine_socket.py. Busy: every stats differ from the
     last."""
 
     def __init__(self, number: int, digests: list[str]) -> None:

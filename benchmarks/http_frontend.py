@@ -50,7 +50,7 @@ END_OF_BODY = b"0\r\n\r\n"
 
 
 class InstantEngine:
-    """Shaped like EngineClient of protocol/transport.py; every token is there at once."""
+    """Shaped like EngineClient of protocol/transport/engine_socket.py; every token is there at once."""
 
     def __init__(self) -> None:
         self.hello = EngineHello(vocab_size=32_000, max_model_len=8192, kv_cache_tokens=1 << 20, eos_token_ids=[])

@@ -6,7 +6,7 @@ import tarfile
 from pathlib import Path
 from typing import IO
 
-from lorafleet.protocol.adapter_files import BIN_NAME, CONFIG_NAME, LANGUAGE_NAMES, SAFETENSORS_NAME
+from lorafleet.protocol.adapter_formats.adapter_files import BIN_NAME, CONFIG_NAME, LANGUAGE_NAMES, SAFETENSORS_NAME
 
 
 def pack(folder: Path, packed: IO[bytes]) -> int:

@@ -1,7 +1,8 @@
 """The messages between a replica and its GPUWorker, encoded as msgpack: at most one ClientBatch and one StepBatch per
 step.
 
-They are plain data without behavior. protocol/transport.py carries them; workers/engine.py creates and consumes them.
+They are plain data without behavior. protocol/transport/engine_socket.py carries them; workers/engine.py creates and
+consumes them.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lorafleet.protocol.adapter_files import folder_digest
+from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
 from lorafleet.protocol.errors import AdapterError, AdapterTooLarge, AdapterUnavailable, ConfigError
 from lorafleet.resolvers.deadline import FetchDeadline
 from lorafleet.resolvers.durable import sync

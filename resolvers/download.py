@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Protocol
 
-from lorafleet.protocol.adapter_files import CHUNK_BYTES, read_buffer
+from lorafleet.protocol.adapter_formats.adapter_files import CHUNK_BYTES, read_buffer
 from lorafleet.protocol.errors import AdapterMalformed, AdapterUnavailable
 from lorafleet.resolvers.checksum import Checker
 from lorafleet.resolvers.deadline import FetchDeadline

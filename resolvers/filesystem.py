@@ -12,7 +12,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from lorafleet.protocol.adapter_files import AdapterFolder, read_config
+from lorafleet.protocol.adapter_formats.adapter_files import AdapterFolder, read_config
 from lorafleet.protocol.errors import AdapterChanged, AdapterError, AdapterMissing, ConfigError
 from lorafleet.protocol.lora_request import LoRARequest, adapter_number
 from lorafleet.protocol.names import check_adapter_name

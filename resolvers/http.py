@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from urllib.parse import unquote, urlsplit
 
-from lorafleet.protocol.adapter_files import BIN_NAME, CONFIG_NAME, LANGUAGE_NAMES, SAFETENSORS_NAME
+from lorafleet.protocol.adapter_formats.adapter_files import BIN_NAME, CONFIG_NAME, LANGUAGE_NAMES, SAFETENSORS_NAME
 from lorafleet.protocol.errors import Forbidden
 from lorafleet.protocol.sources import HTTPConfig
 from lorafleet.resolvers.deadline import FetchDeadline

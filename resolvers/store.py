@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from lorafleet.protocol.adapter_files import CONFIG_NAME, MAX_CONFIG_BYTES, AdapterFolder, read_config
+from lorafleet.protocol.adapter_formats.adapter_files import CONFIG_NAME, MAX_CONFIG_BYTES, AdapterFolder, read_config
 from lorafleet.protocol.errors import (
     AdapterChanged,
     AdapterError,

@@ -43,7 +43,7 @@ IMPORT_BUDGETS = {
     "lorafleet.protocol.engine_config": (10, False),
     "lorafleet.protocol.lora_config": (10, False),
     "lorafleet.protocol.sources": (10, False),
-    "lorafleet.protocol.torch_archive": (10, False),
+    "lorafleet.protocol.adapter_formats.torch_archive": (10, False),
     "lorafleet.cluster.config": (12, False),
     "lorafleet.workers.schedule.scheduler": (20, True),
     "lorafleet.workers.slots.slot_policy": (5, False),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from lorafleet.protocol.adapter_files import AdapterFolder
+from lorafleet.protocol.adapter_formats.adapter_files import AdapterFolder
 
 TOKENIZER_FILES = (
     "tokenizer.json",

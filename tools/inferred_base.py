@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NoReturn
 
-from lorafleet.protocol.adapter_files import CONFIG_NAME, AdapterFolder, open_weights, read_config
+from lorafleet.protocol.adapter_formats.adapter_files import CONFIG_NAME, AdapterFolder, open_weights, read_config
+from lorafleet.protocol.adapter_formats.safetensors_header import TensorInfo
 from lorafleet.protocol.errors import AdapterTooLarge, ConfigError
-from lorafleet.protocol.safetensors_header import TensorInfo
 from lorafleet.protocol.strict_json import read_json_object
 from lorafleet.workers.adapters.base_layout import EMBEDDING, HEAD, TABLES, BaseLayout, peft_name
 from lorafleet.workers.adapters.kinds.kind import Base

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lorafleet.protocol.adapter_files import CONFIG_NAME, AdapterFolder, folder_digest, read_config
+from lorafleet.protocol.adapter_formats.adapter_files import CONFIG_NAME, AdapterFolder, folder_digest, read_config
 from lorafleet.protocol.errors import ConfigError, LorafleetError
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.strict_json import read_json_object

@@ -12,10 +12,16 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from lorafleet.protocol.adapter_files import BIN_NAME, CONFIG_NAME, AdapterFolder, open_weights, read_config
+from lorafleet.protocol.adapter_formats.adapter_files import (
+    BIN_NAME,
+    CONFIG_NAME,
+    AdapterFolder,
+    open_weights,
+    read_config,
+)
+from lorafleet.protocol.adapter_formats.safetensors_header import TensorInfo
 from lorafleet.protocol.errors import AdapterMalformed, ConfigError
 from lorafleet.protocol.lora_config import MAX_RANK_BOUND
-from lorafleet.protocol.safetensors_header import TensorInfo
 from lorafleet.protocol.strict_json import read_json_object, shown
 from lorafleet.tools.inferred_base import base_of
 from lorafleet.tools.mlx import is_mlx, read_mlx

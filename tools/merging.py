@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lorafleet.protocol.adapter_files import AdapterFolder
+from lorafleet.protocol.adapter_formats.adapter_files import AdapterFolder
 from lorafleet.protocol.errors import AdapterMalformed, AdapterMismatch, AdapterUnsupported
 from lorafleet.tools.base_checkpoint import BaseModel
 from lorafleet.tools.copied_tokenizer import copy_file, tokenizer_files

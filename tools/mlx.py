@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from lorafleet.protocol.adapter_files import CONFIG_NAME, MAX_WEIGHTS_BYTES, AdapterFolder
+from lorafleet.protocol.adapter_formats.adapter_files import CONFIG_NAME, MAX_WEIGHTS_BYTES, AdapterFolder
 from lorafleet.protocol.errors import AdapterMalformed, AdapterUnsupported
 from lorafleet.protocol.strict_json import shown
 from lorafleet.tools.peft_files import PEFTFiles, load_tensors

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lorafleet.protocol.adapter_files import CONFIG_NAME, SAFETENSORS_NAME
+from lorafleet.protocol.adapter_formats.adapter_files import CONFIG_NAME, SAFETENSORS_NAME
 from lorafleet.protocol.errors import AdapterUnsupported
 from lorafleet.protocol.strict_json import shown
 from lorafleet.tools.safetensors_file import Entry, write_safetensors

@@ -12,9 +12,9 @@ from concurrent.futures import Future
 
 import torch
 
-from lorafleet.protocol.addresses import RankAddresses
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import EngineDead, LorafleetError, to_wire
+from lorafleet.protocol.transport.addresses import RankAddresses
 from lorafleet.workers.slots.loader import AdapterLoader
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.packed_adapter import PackedAdapter

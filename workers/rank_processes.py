@@ -13,9 +13,9 @@ from multiprocessing.connection import wait
 
 import torch
 
-from lorafleet.protocol.addresses import RankAddresses
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import ConfigError, EngineDead
+from lorafleet.protocol.transport.addresses import RankAddresses
 
 log = logging.getLogger(__name__)
 

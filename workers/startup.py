@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 from lorafleet.kernels.quant.fp8 import FP8
-from lorafleet.protocol.addresses import RankAddresses
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.messages import EngineHello
+from lorafleet.protocol.transport.addresses import RankAddresses
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.adapters.base_layout import BaseLayout
 from lorafleet.workers.adapters.base_source import BaseWeights

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from lorafleet.protocol.addresses import RankAddresses
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import EngineDead, LorafleetError, fault_of, to_wire
 from lorafleet.protocol.lora_request import AdapterInfo
@@ -30,7 +29,8 @@ from lorafleet.protocol.messages import (
     UnpinAdapter,
 )
 from lorafleet.protocol.sealing import CALL, REQUEST, unseal
-from lorafleet.protocol.transport import WorkerSocket
+from lorafleet.protocol.transport.addresses import RankAddresses
+from lorafleet.protocol.transport.engine_socket import WorkerSocket
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.startup import build_engine
 

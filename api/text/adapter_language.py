@@ -27,7 +27,7 @@ from lorafleet.api.text.tokenizers import (
     TokenizerLimits,
     read_tokenizer,
 )
-from lorafleet.protocol.adapter_files import (
+from lorafleet.protocol.adapter_formats.adapter_files import (
     SAFETENSORS_NAME,
     AdapterFolder,
     OpenFile,
@@ -35,13 +35,13 @@ from lorafleet.protocol.adapter_files import (
     open_weights,
     read_language,
 )
+from lorafleet.protocol.adapter_formats.safetensors_header import TensorInfo, parse_header, read_header
+from lorafleet.protocol.adapter_formats.torch_archive import TorchArchive
 from lorafleet.protocol.errors import AdapterMalformed, InvalidRequest
 from lorafleet.protocol.lru_cache import LRUCache
 from lorafleet.protocol.messages import Vocabulary
-from lorafleet.protocol.safetensors_header import TensorInfo, parse_header, read_header
 from lorafleet.protocol.strict_json import read_json_object, shown
 from lorafleet.protocol.structured_spec import ADAPTERS_DEFAULT, StructuredOutputs, response_format
-from lorafleet.protocol.torch_archive import TorchArchive
 
 MAX_TOKENIZERS_LIKE_BASE = 4096  # Cached digests of file sets that hold the base's tokenizer.
 MAX_NEW_TOKENS = 65_536  # Tokens that an adapter's tokenizer may have beyond the base's vocabulary.

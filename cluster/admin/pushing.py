@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from lorafleet.api.access.fair_threads import FairThreads
 from lorafleet.cluster.catalogue.catalogue_files import stage
 from lorafleet.cluster.catalogue.catalogue_store import Store
-from lorafleet.protocol.adapter_files import AdapterFolder
+from lorafleet.protocol.adapter_formats.adapter_files import AdapterFolder
 from lorafleet.protocol.admin_answers import Adapter
 from lorafleet.protocol.admin_verbs import PushTerms, RegisterAdapter, SeedAdapter, Verb
 from lorafleet.protocol.errors import StoreRefused

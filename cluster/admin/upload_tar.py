@@ -15,7 +15,7 @@ from typing import IO
 from starlette.requests import Request
 
 from lorafleet.cluster.admin.pushing import AdapterAdmin, as_store_error
-from lorafleet.protocol.adapter_files import (
+from lorafleet.protocol.adapter_formats.adapter_files import (
     BIN_NAME,
     CONFIG_NAME,
     LANGUAGE_NAMES,

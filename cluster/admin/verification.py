@@ -9,7 +9,7 @@ from pathlib import Path
 from lorafleet.api.access.fair_threads import FairThreads
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, VersionRecord
-from lorafleet.protocol.adapter_files import folder_digest
+from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
 from lorafleet.protocol.errors import AdapterChanged, InvalidRequest
 from lorafleet.protocol.lora_request import turn_group
 from lorafleet.protocol.names import tenant_of

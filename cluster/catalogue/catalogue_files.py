@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from lorafleet.protocol.adapter_files import (
+from lorafleet.protocol.adapter_formats.adapter_files import (
     CONFIG_NAME,
     SAFETENSORS_NAME,
     AdapterFolder,

@@ -16,7 +16,7 @@ from boto3.exceptions import Boto3Error
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
 
-from lorafleet.protocol.adapter_files import CONFIG_NAME
+from lorafleet.protocol.adapter_formats.adapter_files import CONFIG_NAME
 from lorafleet.protocol.errors import AdapterMissing, ConfigError, StoreError, StoreRefused
 from lorafleet.resolvers.s3_client import RenewedClient, boto_client, error_code, rejects_credentials
 

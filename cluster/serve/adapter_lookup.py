@@ -40,8 +40,8 @@ logger = logging.getLogger("lorafleet.cluster")
 
 
 class AdapterEngine(Protocol):
-    """The methods of an engine that DirectoryCatalog needs. EngineClient (protocol/transport.py) and CheckingEngine
-    have them."""
+    """The methods of an engine that DirectoryCatalog needs. EngineClient (protocol/transport/engine_socket.py) and
+    CheckingEngine have them."""
 
     async def load_adapter(self, lora: LoRARequest) -> AdapterInfo: ...
     async def drop_adapter(self, digest: str) -> None: ...

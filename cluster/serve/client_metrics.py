@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from lorafleet.protocol.transport import EngineClient
+from lorafleet.protocol.transport.engine_socket import EngineClient
 
 
 class ClientMetrics(Collector):

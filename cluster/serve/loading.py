@@ -12,7 +12,7 @@ from lorafleet.cluster.directory.membership import Membership
 from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog
 from lorafleet.protocol.errors import AdapterError
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
-from lorafleet.protocol.transport import EngineClient
+from lorafleet.protocol.transport.engine_socket import EngineClient
 
 
 class CheckingEngine:

@@ -19,7 +19,7 @@ from lorafleet.cluster.serve.start_checks import check_otel
 from lorafleet.cluster.serve.state_folder import state_folder
 from lorafleet.cluster.tenancy.quota_client import Admit
 from lorafleet.cluster.tenancy.tenancy import Tenancy
-from lorafleet.protocol.transport import EngineClient
+from lorafleet.protocol.transport.engine_socket import EngineClient
 from lorafleet.resolvers.filesystem import FilesystemResolver
 from lorafleet.resolvers.registry import LoRAResolverRegistry
 from lorafleet.resolvers.remote import RemoteResolver

@@ -46,12 +46,12 @@ from lorafleet.cluster.serve.scraping import scrape_all
 from lorafleet.cluster.serve.worker_actor import StartOrder
 from lorafleet.cluster.task_set import TaskSet
 from lorafleet.cluster.tenancy.tenancy import Tenancy
-from lorafleet.protocol.addresses import RankAddresses
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import EngineDead
 from lorafleet.protocol.lora_request import AdapterInfo
 from lorafleet.protocol.random_numbers import named_seed
-from lorafleet.protocol.transport import EngineClient, ipc_address
+from lorafleet.protocol.transport.addresses import RankAddresses
+from lorafleet.protocol.transport.engine_socket import EngineClient, ipc_address
 from lorafleet.resolvers.store import AdapterStore
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from lorafleet.cluster.directory.membership import Membership
 from lorafleet.cluster.directory.residency import Report
 from lorafleet.cluster.routing.routing import ReplicaLoad, Tier
 from lorafleet.protocol.messages import EngineStats
-from lorafleet.protocol.transport import EngineClient
+from lorafleet.protocol.transport.engine_socket import EngineClient
 
 AGAIN_S = 0.1  # Seconds from a report that was not accepted to the next one.
 FULL_S = 5.0  # Seconds between full reports.

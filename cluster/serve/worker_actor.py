@@ -18,10 +18,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from lorafleet.cluster.directory.directory_actor import DirectoryPlace, get_or_create
 from lorafleet.cluster.directory.directory_calls import ProgressCall
 from lorafleet.cluster.directory.directory_messages import Progress
-from lorafleet.protocol.addresses import RankAddresses
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import EngineDead
 from lorafleet.protocol.messages import EngineHello
+from lorafleet.protocol.transport.addresses import RankAddresses
 
 FIRST_BUNDLE = 1  # Rank 0's bundle in the replica's placement group; the replica itself has bundle 0.
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from file_server import FileServer
-from lorafleet.protocol.adapter_files import LANGUAGE_NAMES
+from lorafleet.protocol.adapter_formats.adapter_files import LANGUAGE_NAMES
 from lorafleet.protocol.errors import (
     AdapterChanged,
     AdapterMalformed,

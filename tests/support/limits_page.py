@@ -39,9 +39,10 @@ from lorafleet.cluster.directory.directory_timing import TIMING
 from lorafleet.cluster.proxy import haproxy_answers, haproxy_config, haproxy_sessions
 from lorafleet.cluster.serve import adapter_lookup, serve_environment
 from lorafleet.cluster.tenancy import audit_log, key_file, usage_log
-from lorafleet.protocol import adapter_files, limits, names, safetensors_header, torch_archive, torch_index, transport
+from lorafleet.protocol import limits, names
 from lorafleet.protocol import lora_config as lora_config
 from lorafleet.protocol import sources as resolver_config
+from lorafleet.protocol.adapter_formats import adapter_files, safetensors_header, torch_archive, torch_index
 from lorafleet.protocol.limits import Range
 from lorafleet.resolvers import deadline, ranges, store
 from lorafleet.sandbox import shunned
@@ -276,7 +277,7 @@ PROCESSES = [
     Limit("job that had to be ended is refused without a try for", seconds(shunned.SHUN_S), "", REFUSED),
     Limit(
         "worker that leaves a message unacknowledged",
-        seconds(transport.UNACKNOWLEDGED_S),
+        seconds(engine_socket.UNACKNOWLEDGED_S),
         "",
         "503, and it is replaced",
     ),

@@ -34,7 +34,7 @@ from lorafleet.cluster.serve.reporting import keep_reporting
 from lorafleet.cluster.tenancy.tenancy import Tenancy
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.lora_config import LoRAConfig
-from lorafleet.protocol.transport import EngineClient, ipc_address
+from lorafleet.protocol.transport.engine_socket import EngineClient, ipc_address
 from lorafleet.workers.worker import GPUWorker
 
 ADMIN_KEY = "admin-key-of-tests"

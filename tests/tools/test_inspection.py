@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lorafleet.offline.llm import LLM, LoRARequest
-from lorafleet.protocol.adapter_files import folder_digest
+from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
 from lorafleet.protocol.errors import AdapterError, AdapterMissing
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.tools.base_checkpoint import BaseModel

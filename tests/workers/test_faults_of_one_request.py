@@ -15,7 +15,7 @@ from lorafleet.protocol.errors import EngineDead, InvalidRequest, LorafleetError
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.messages import AdapterMove, EngineHello, EngineRequest, EngineStats, StepBatch, Vocabulary
 from lorafleet.protocol.sampling_params import SamplingParams
-from lorafleet.protocol.transport import EngineClient, WorkerSocket, ipc_address
+from lorafleet.protocol.transport.engine_socket import EngineClient, WorkerSocket, ipc_address
 from lorafleet.workers.worker import GPUWorker
 
 

@@ -14,7 +14,7 @@ from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.messages import EngineHello, EngineRequest, TokenOutput
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.protocol.sealing import CALL, unseal
-from lorafleet.protocol.transport import EngineClient, WorkerSocket, ipc_address
+from lorafleet.protocol.transport.engine_socket import EngineClient, WorkerSocket, ipc_address
 from lorafleet.workers.worker import GPUWorker
 
 

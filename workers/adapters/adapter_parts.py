@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lorafleet.protocol.adapter_formats.safetensors_header import TensorInfo
 from lorafleet.protocol.errors import AdapterMalformed, AdapterMismatch, AdapterUnsupported
-from lorafleet.protocol.safetensors_header import TensorInfo
 from lorafleet.protocol.strict_json import shown
 from lorafleet.protocol.yield_gil import yielding_gil
 from lorafleet.workers.adapters.base_layout import EMBEDDING, HEAD, TABLES, peft_name

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lorafleet.protocol.adapter_formats.safetensors_header import TensorInfo
 from lorafleet.protocol.errors import AdapterMalformed, AdapterUnsupported
-from lorafleet.protocol.safetensors_header import TensorInfo
 from lorafleet.protocol.strict_json import shown
 from lorafleet.protocol.yield_gil import yielding_gil
 from lorafleet.workers.adapters.base_layout import ExpertsLayout, peft_name

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lorafleet.protocol.adapter_files import CONFIG_NAME
+from lorafleet.protocol.adapter_formats.adapter_files import CONFIG_NAME
 from lorafleet.protocol.errors import AdapterMalformed
 from lorafleet.protocol.strict_json import read_json_object, shown
 from lorafleet.workers.adapters.patterns import Budget, NameList, Pattern

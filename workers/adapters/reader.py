@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.quant.fp8 import FP8
-from lorafleet.protocol.adapter_files import (
+from lorafleet.protocol.adapter_formats.adapter_files import (
     AdapterFolder,
     check_same_config,
     language_digest,

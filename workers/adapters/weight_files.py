@@ -1,7 +1,7 @@
 """Turns an adapter's weights file into named tensors: first their shapes, and later, on request, their values.
 
-protocol/safetensors_header.py and protocol/torch_archive.py read the shapes in the two formats. This module adds the
-values. peft_names.py and adapter_parts.py interpret the names and shapes.
+protocol/adapter_formats has safetensors_header.py and torch_archive.py, which read the shapes in the two formats. This
+module adds the values. peft_names.py and adapter_parts.py interpret the names and shapes.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorafleet.protocol.adapter_files import SAFETENSORS_NAME, OpenFile
-from lorafleet.protocol.safetensors_header import TensorInfo, parse_header, read_header
-from lorafleet.protocol.torch_archive import TorchArchive
-from lorafleet.protocol.torch_index import StoredTensor
+from lorafleet.protocol.adapter_formats.adapter_files import SAFETENSORS_NAME, OpenFile
+from lorafleet.protocol.adapter_formats.safetensors_header import TensorInfo, parse_header, read_header
+from lorafleet.protocol.adapter_formats.torch_archive import TorchArchive
+from lorafleet.protocol.adapter_formats.torch_index import StoredTensor
 from lorafleet.protocol.yield_gil import yielding_gil
 
 if TYPE_CHECKING:

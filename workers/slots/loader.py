@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from lorafleet.protocol.adapter_files import AdapterFolder
+from lorafleet.protocol.adapter_formats.adapter_files import AdapterFolder
 from lorafleet.protocol.errors import LorafleetError
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.lora_request import LoRARequest

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from lorafleet.protocol.addresses import RankAddresses
 from lorafleet.protocol.errors import EngineDead
+from lorafleet.protocol.transport.addresses import RankAddresses
 from lorafleet.workers.tp.rank_messages import Answer, Order, RankFailed, ShardLoaded, Stop
 
 log = logging.getLogger(__name__)

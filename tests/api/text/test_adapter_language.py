@@ -17,7 +17,7 @@ from lorafleet.api.text.adapter_language import LanguageReader
 from lorafleet.api.text.templates import TemplateSandbox
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.api.text.tokenizers import Encoders
-from lorafleet.protocol.adapter_files import folder_digest
+from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
 from lorafleet.protocol.errors import AdapterMalformed, AdapterUnsupported
 from lorafleet.protocol.messages import Vocabulary
 

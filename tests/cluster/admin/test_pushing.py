@@ -17,7 +17,7 @@ from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, VersionRecord
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.directory.directory import AdapterDirectory
-from lorafleet.protocol.adapter_files import folder_digest
+from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
 from lorafleet.protocol.admin_verbs import PushTerms, RegisterAdapter, Verb
 from lorafleet.protocol.errors import QueueFull, StoreRefused
 from lorafleet.protocol.names import full_name

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lorafleet.cluster.catalogue.catalogue_files import stage
-from lorafleet.protocol.adapter_files import folder_digest
+from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
 
 
 def test_staging_takes_what_the_digest_covers_and_nothing_else(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from lorafleet.client.admin import AdminClient
 from lorafleet.client.results import Adapter
 from lorafleet.cluster.cli.upload_progress import upload_progress
-from lorafleet.protocol.adapter_files import CONFIG_NAME, SAFETENSORS_NAME
+from lorafleet.protocol.adapter_formats.adapter_files import CONFIG_NAME, SAFETENSORS_NAME
 
 
 class Terminal(io.StringIO):

@@ -11,7 +11,7 @@ import pytest
 
 from lorafleet.api.routes.build_api import build_api
 from lorafleet.cluster.console.page import PAGE_ROUTES, STATIC
-from lorafleet.protocol.adapter_files import BIN_NAME, CONFIG_NAME, LANGUAGE_NAMES, SAFETENSORS_NAME
+from lorafleet.protocol.adapter_formats.adapter_files import BIN_NAME, CONFIG_NAME, LANGUAGE_NAMES, SAFETENSORS_NAME
 from state_fronts import bare_front
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,7 +57,8 @@ class Cluster:
         self.stats = EngineStats(lora_slots_total=4)
         self.front = bare_front(keys, self.stats)
         self.behind_s = 0.0
-        self.front.history = TrafficHistory(lambda: time.time() - self.behind_s)
+        history = TrafficHistory(lambda: time.time() - self.behind_s)
+        self.front.telemetry = replace(self.front.telemetry, history=history)
         self.sequence = 0
         self.looked: Callable[[ViewQuery], None] = lambda _: None
         api = StateApi(self.view, self.view_adapter, self.view_replicas)
@@ -330,7 +332,7 @@ def count_for_charts(cluster: Cluster, tenant: str | None, name: str, times: int
     """Counts requests that ended twenty seconds ago."""
     cluster.behind_s = 20.0
     for _ in range(times):
-        cluster.front.history.count(tenant, name, 10, 20, 0.1, 0.5, failed=False)
+        cluster.front.telemetry.history.count(tenant, name, 10, 20, 0.1, 0.5, failed=False)
     cluster.behind_s = 0.0
 
 

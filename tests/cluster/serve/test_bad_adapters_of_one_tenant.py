@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerFast
 
 from living import command, family
 from lorafleet.api.answer.error_responses import TABLE
-from lorafleet.protocol.adapter_files import TICK_S
+from lorafleet.protocol.adapter_formats.adapter_files import TICK_S
 from lorafleet.protocol.limits import MAX_MODEL_CHARS
 from tests.cluster.harness import descendants_named, running_server
 from tests.workers.adapters.bad_adapters.cases import CASES

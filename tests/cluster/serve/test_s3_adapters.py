@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from lorafleet.protocol.adapter_files import folder_digest
+from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
 from lorafleet.resolvers.cache import AdapterCache
 from s3_server import BUCKET, KEY, SECRET, RadosGateway
 from tests.cluster.harness import running_server

@@ -34,7 +34,7 @@ from lorafleet.cluster.tenancy.tenancy import Tenancy
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.messages import EngineRequest, TokenOutput
-from lorafleet.protocol.transport import EngineClient, ipc_address
+from lorafleet.protocol.transport.engine_socket import EngineClient, ipc_address
 from lorafleet.resolvers.lora_resolver import LoRAResolver
 from lorafleet.workers.worker import GPUWorker
 

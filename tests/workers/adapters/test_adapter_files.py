@@ -1,4 +1,4 @@
-"""Files that change while they are read, and what is no file: protocol/adapter_files.py."""
+"""Files that change while they are read, and what is no file: protocol/adapter_formats/adapter_files.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lorafleet.protocol.adapter_files import (
+from lorafleet.protocol.adapter_formats.adapter_files import (
     CHUNK_BYTES,
     AdapterFolder,
     OpenFile,
@@ -75,7 +75,7 @@ def test_a_file_that_is_being_written_is_not_begun_with(adapter: Any, monkeypatc
         sleep(seconds)
         path.write_bytes(path.read_bytes())
 
-    monkeypatch.setattr("lorafleet.protocol.adapter_files.time.sleep", sleep_and_write)
+    monkeypatch.setattr("lorafleet.protocol.adapter_formats.adapter_files.time.sleep", sleep_and_write)
     path.write_bytes(path.read_bytes())
     with (
         pytest.raises(AdapterChanged, match=r"safetensors is being written"),
@@ -91,7 +91,7 @@ def test_a_clock_that_lags_is_waited_for(adapter: Any, monkeypatch: pytest.Monke
     written_ns, real = path.stat().st_ctime_ns, time.clock_gettime_ns
     lagging = [written_ns - 4_000_000, written_ns, written_ns]
     monkeypatch.setattr(
-        "lorafleet.protocol.adapter_files.time.clock_gettime_ns",
+        "lorafleet.protocol.adapter_formats.adapter_files.time.clock_gettime_ns",
         lambda clock: lagging.pop(0) if lagging else real(clock),
     )
     with AdapterFolder.at(adapter.path).open(path.name, 1 << 20):

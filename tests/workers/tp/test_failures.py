@@ -14,12 +14,12 @@ import pytest
 
 from living import is_alive
 from lorafleet.offline.llm import SamplingParams
-from lorafleet.protocol.addresses import RankAddresses
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import AdapterMalformed, ConfigError, EngineDead
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.messages import EngineRequest, TokenOutput
+from lorafleet.protocol.transport.addresses import RankAddresses
 from lorafleet.workers.follower import RankWorker
 from lorafleet.workers.slots.lora_model import LoRAModel
 from lorafleet.workers.startup import build_engine

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lorafleet.protocol.adapter_formats.safetensors_header import TensorInfo
 from lorafleet.protocol.errors import AdapterMalformed, AdapterMismatch, AdapterTooLarge, AdapterUnsupported
-from lorafleet.protocol.safetensors_header import TensorInfo
 from lorafleet.protocol.strict_json import shown
 from lorafleet.workers.adapters.base_layout import EMBEDDING, HEAD, TABLES, peft_name
 from lorafleet.workers.adapters.forms import LinearForm, LowRank, VocabForm

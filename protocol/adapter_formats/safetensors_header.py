@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lorafleet.protocol.adapter_files import OpenFile
+from lorafleet.protocol.adapter_formats.adapter_files import OpenFile
 from lorafleet.protocol.errors import AdapterMalformed
 from lorafleet.protocol.strict_json import read_json_object, shown
 from lorafleet.protocol.yield_gil import yielding_gil

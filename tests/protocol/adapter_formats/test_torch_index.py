@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lorafleet.protocol.adapter_files import BIN_NAME, AdapterFolder
+from lorafleet.protocol.adapter_formats.adapter_files import BIN_NAME, AdapterFolder
+from lorafleet.protocol.adapter_formats.torch_index import MAX_STEPS, read_index
 from lorafleet.protocol.errors import AdapterMalformed, AdapterUnsupported
-from lorafleet.protocol.torch_index import MAX_STEPS, read_index
 from lorafleet.workers.adapters.weight_files import read_weights
 
 WHOLE = torch.arange(24, dtype=torch.float32).view(4, 6)

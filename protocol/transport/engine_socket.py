@@ -22,7 +22,6 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from lorafleet.protocol.batch_sender import BatchSender
 from lorafleet.protocol.errors import EngineDead, from_wire
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.messages import (
@@ -40,8 +39,9 @@ from lorafleet.protocol.messages import (
     TokenOutput,
     UnpinAdapter,
 )
-from lorafleet.protocol.requests_in_flight import RequestsInFlight
 from lorafleet.protocol.sealing import seal
+from lorafleet.protocol.transport.batch_sender import BatchSender
+from lorafleet.protocol.transport.requests_in_flight import RequestsInFlight
 
 HELLO = b""
 UNACKNOWLEDGED_S = 10.0  # Longest time that a worker that sends other messages may leave a batch unacknowledged.

@@ -7,8 +7,8 @@ import time
 
 import msgspec
 
-from lorafleet.protocol.batch_sender import BatchSender
 from lorafleet.protocol.messages import ClientBatch, Sealed
+from lorafleet.protocol.transport.batch_sender import BatchSender
 
 LIMIT_S = 10.0
 

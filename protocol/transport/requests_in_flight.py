@@ -7,7 +7,7 @@ from collections import Counter
 
 from lorafleet.protocol.errors import EngineDead
 from lorafleet.protocol.messages import EngineRequest
-from lorafleet.protocol.output_stream import OutputStream
+from lorafleet.protocol.transport.output_stream import OutputStream
 
 
 class RequestsInFlight:

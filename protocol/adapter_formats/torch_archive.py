@@ -12,11 +12,11 @@ import zipfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from lorafleet.protocol.adapter_files import OpenFile
+from lorafleet.protocol.adapter_formats.adapter_files import OpenFile
+from lorafleet.protocol.adapter_formats.safetensors_header import MAX_TENSORS, TensorInfo
+from lorafleet.protocol.adapter_formats.torch_index import StoredTensor, read_index
 from lorafleet.protocol.errors import AdapterMalformed, AdapterUnsupported
-from lorafleet.protocol.safetensors_header import MAX_TENSORS, TensorInfo
 from lorafleet.protocol.strict_json import shown
-from lorafleet.protocol.torch_index import StoredTensor, read_index
 from lorafleet.protocol.yield_gil import yielding_gil
 
 if TYPE_CHECKING:

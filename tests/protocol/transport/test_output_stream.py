@@ -9,7 +9,7 @@ import pytest
 
 from lorafleet.protocol.errors import EngineDead, InvalidRequest, to_wire
 from lorafleet.protocol.messages import TokenLogprobs, TokenOutput
-from lorafleet.protocol.output_stream import OutputStream
+from lorafleet.protocol.transport.output_stream import OutputStream
 
 
 def logprobs_of(token_id: int) -> TokenLogprobs:
