@@ -44,6 +44,7 @@ from lorafleet.protocol import lora_config as lora_config
 from lorafleet.protocol import sources as resolver_config
 from lorafleet.protocol.adapter_formats import adapter_files, safetensors_header, torch_archive, torch_index
 from lorafleet.protocol.limits import Range
+from lorafleet.protocol.transport import engine_socket
 from lorafleet.resolvers import deadline, ranges, store
 from lorafleet.sandbox import shunned
 from lorafleet.workers.adapters import patterns, peft_helper, peft_names

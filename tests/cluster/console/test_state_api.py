@@ -24,7 +24,7 @@ from lorafleet.cluster.console.replica_view import replica_view
 from lorafleet.cluster.console.state_api import StateApi
 from lorafleet.cluster.console.view import AdapterView, DirectoryView, ReplicaQuery, ReplicaView, Viewer, ViewQuery
 from lorafleet.cluster.directory.directory import AdapterDirectory
-from lorafleet.cluster.directory.directory_calls import DoneCall
+from lorafleet.cluster.directory.directory_calls import DoneCall, JoinCall
 from lorafleet.cluster.directory.residency import Report
 from lorafleet.cluster.routing.routing import ReplicaLoad
 from lorafleet.protocol.errors import AdapterMissing, to_wire
@@ -352,7 +352,7 @@ async def test_time_series_are_sent_only_if_they_are_requested(open_cluster: Clu
 
 
 async def test_one_replica_can_be_shown_alone(open_cluster: Cluster) -> None:
-    await open_cluster.directory.join("r1", "", [], [], True)
+    await open_cluster.directory.ask(JoinCall("r1", "", [], [], True))
     assert [one["replica"] for one in (await open_cluster.state())["replicas"]] == ["r0", "r1"]
     alone = await open_cluster.state(replica="r0")
     assert ([one["replica"] for one in alone["replicas"]], alone["more_replicas"]) == (["r0"], False)
@@ -376,7 +376,7 @@ async def test_a_tenants_charts_have_its_own_requests_and_no_names_of_others(sha
 
 
 async def test_a_public_name_that_is_kept_for_a_tenant_is_in_no_other_tenants_charts(shared: Cluster) -> None:
-    cast(Any, shared.front).tenants = Kept()
+    shared.front.models.tenants = Kept()
     for tenant in ("acme", "other"):
         count_for_charts(shared, tenant, "kept/1")
     assert "kept" not in (await shared.get(key="key of acme", history="true")).text
