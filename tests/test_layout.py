@@ -43,7 +43,6 @@ LARGE_CLASSES = {
     "EngineClient": 255,
     "EngineReplica": 255,
     "LoRAModelManager": 295,
-    "Scheduler": 340,
     "WorkerLoRAManager": 355,
 }
 # How many of our modules importing one brings along, itself not counted, and whether it may need torch.

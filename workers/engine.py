@@ -31,8 +31,8 @@ from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.memory import fixed_memory
 from lorafleet.workers.schedule.admission import QueueAdmission
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
-from lorafleet.workers.schedule.scheduler import Chunk, Scheduler
-from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
+from lorafleet.workers.schedule.scheduler import Scheduler
+from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.slots.worker_manager import LoadCounts, WorkerLoRAManager
 from lorafleet.workers.step.runner import LaunchedStep, ModelRunner, Sampled
 from lorafleet.workers.structured.decoding import StructuredDecoding
@@ -319,8 +319,7 @@ class Engine:
 
     def _launch(self, chunks: list[Chunk], plan: StepPlan, began_s: float) -> _UnderWay:
         step = self.runner.launch(chunks, plan)
-        for chunk in chunks:
-            self.scheduler.launched(chunk)
+        self.scheduler.launched(chunks)
         return _UnderWay(step, [chunk.sequence.num_computed for chunk in chunks], began_s)
 
     def _refuse_faulty(self, step: LaunchedStep) -> list[TokenOutput]:

@@ -106,3 +106,16 @@ class Sequence:
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.params.prompt_logprobs is not None and self.num_generated == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next tokens of one sequence that a step computes, from num_computed on."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk reaches the sequence's last token, so that the next one is sampled."""
+        return self.num_tokens == self.sequence.num_uncomputed

@@ -13,8 +13,7 @@ import numpy as np
 from lorafleet.kernels.lora.lora_batch import BASE_SLOT
 from lorafleet.workers.attention.attention_backend import AttentionBatch
 from lorafleet.workers.device.step_plan import FIELDS, Rows, StepPlan
-from lorafleet.workers.schedule.scheduler import Chunk
-from lorafleet.workers.schedule.sequence import UNKNOWN
+from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk
 
 SCORED_ROWS = 128  # rows of logits that are computed at once for prompt logprobs; startup.py reserves memory for them
 

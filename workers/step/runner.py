@@ -22,8 +22,7 @@ from lorafleet.workers.device.host_copy import Download, Upload, to_device
 from lorafleet.workers.device.logit_edits import EditedRow, LogitEditor
 from lorafleet.workers.device.sampler import PendingLogprobs, SamplingRow, sample
 from lorafleet.workers.device.step_plan import StepPlan
-from lorafleet.workers.schedule.scheduler import Chunk
-from lorafleet.workers.schedule.sequence import Sequence
+from lorafleet.workers.schedule.sequence import Chunk, Sequence
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
 from lorafleet.workers.step.gpu_step_clock import GPUStepClock
 from lorafleet.workers.step.planner import plan_step, scored_spans

@@ -9,8 +9,7 @@ from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.device.step_inputs import StepInputs
 from lorafleet.workers.device.step_plan import Rows
 from lorafleet.workers.schedule.kv_cache import SequenceBlocks
-from lorafleet.workers.schedule.scheduler import Chunk
-from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
+from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.slots.activation import NEVER
 from lorafleet.workers.step.planner import plan_step
 

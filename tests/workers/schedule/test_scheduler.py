@@ -28,8 +28,7 @@ def scheduler(*, max_num_seqs=256, most=8192, mixed=512, caching=False, loras=No
 def step(scheduled: Scheduler) -> dict[str, int]:
     """The next step's tokens by sequence; the step is taken as done."""
     chunks = scheduled.schedule()
-    for chunk in chunks:
-        scheduled.launched(chunk)
+    scheduled.launched(chunks)
     return {chunk.sequence.request_id: chunk.num_tokens for chunk in chunks}
 
 
