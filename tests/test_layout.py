@@ -39,7 +39,6 @@ LARGE_CLASSES = {
     "AdapterDirectory": 500,
     "Administration": 485,
     "AppArgs": 350,  # A declaration of options.
-    "Engine": 405,
     "EngineClient": 255,
     "EngineReplica": 255,
     "LoRAModelManager": 295,

@@ -86,6 +86,7 @@ class Sequence:
     times: SequenceTimes | None = None  # None if the request is not traced.
     deadline_number: int | None = None  # Number of its entry among QueueAdmission's deadlines.
     vocab_size: int = 0  # Size of its own vocabulary: all of its tokens are below.
+    ended: bool = False  # It has ended or was aborted; what steps in flight compute for it is dropped.
 
     def __post_init__(self) -> None:
         self.num_rotated = self.num_prompt

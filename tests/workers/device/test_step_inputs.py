@@ -24,8 +24,8 @@ def chunk(name: str, tokens: list[int], num_computed: int, table: list[int], num
     )
 
 
-def fields(inputs: StepInputs, chunks: list[Chunk], row_of: dict[str, int]) -> Rows:
-    return plan_step(chunks, row_of, inputs.first_known, BLOCK, []).fields_FT
+def fields(inputs: StepInputs, chunks: list[Chunk], row_by_request: dict[str, int]) -> Rows:
+    return plan_step(chunks, row_by_request, inputs.first_known, BLOCK, []).fields_FT
 
 
 def test_tokens_come_from_the_host_or_from_the_last_step_and_padding_goes_to_the_trash():
