@@ -72,7 +72,7 @@ class StepPipeline:
         return self._in_flight is not None
 
     def plan(self, chunks: list[Chunk]) -> PlannedStep:
-        """Plans a step. The tokens of the one in flight need not be chosen yet."""
+        """Plans a step of these chunks. The tokens of the one in flight need not be chosen yet."""
         if not chunks:
             return PlannedStep(chunks, None)
         before = None if self._in_flight is None else self._in_flight.launched
