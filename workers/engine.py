@@ -124,7 +124,7 @@ class Engine:
         outputs = self._fail_all(self._adapters.poll()) + self._fail_all(self._pending.poll())
         if self.pipeline.has_step and self.scheduler.may_preempt:
             outputs += self._choose() + self._collect()
-        chunks = self.scheduler.schedule()
+        chunks = self.scheduler.schedule(self.pipeline.chunks)
         outputs += self._fail_all(self._admission.expired())
         self.stalled = not chunks and not self.pipeline.has_step
         if self.stalled:

@@ -20,6 +20,7 @@ Source of the policy: continuous batching as in Orca (OSDI 22), chunked prefill 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from lorafleet.protocol.lora_request import LoRARequest
@@ -97,13 +98,14 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.add(sequence)
 
-    def schedule(self) -> list[Chunk]:
-        """Returns the next step's chunks, in the order of their tokens.
+    def schedule(self, in_flight: Many[Chunk] = ()) -> list[Chunk]:
+        """Returns the next step's chunks, in the order of their tokens. `in_flight` are those of a step whose tokens
+        are not known yet.
 
         Decodes come first, so that attention can handle them separately. There are no chunks if everything waits for
         an adapter.
         """
-        favored = self._favor_a_tenant() if self.waiting else None
+        favored = self._favor_a_tenant(in_flight) if self.waiting else None
         chunks, budget = self._schedule_running()
         self.waiting.sort(self.loras.slots.digests if self.loras is not None else ())
         if self.loras is not None:
@@ -233,12 +235,15 @@ class Scheduler:
                 return False
         return True
 
-    def _favor_a_tenant(self) -> str | None:
+    def _favor_a_tenant(self, in_flight: Many[Chunk]) -> str | None:
         """Starts at most one sequence of a tenant that runs too few. Returns the tenant if only its adapter's slot was
-        freed."""
+        freed. A sequence in flight is not preempted, since its step still writes to its blocks."""
+        self._must_yield = False
         favor = find_favor(self.running, self.waiting, self.loras, self._has_room)
-        self._must_yield = favor is not None and any(victim.tokens[-1] == UNKNOWN for victim in favor.victims)
-        if favor is None or self._must_yield:
+        if favor is None:
+            return None
+        if favor.victims and not {chunk.sequence for chunk in in_flight}.isdisjoint(favor.victims):
+            self._must_yield = True
             return None
         for victim in reversed(favor.victims):
             self.preempt(victim)

@@ -70,9 +70,8 @@ def _holders_of_a_slot_for(
 ) -> list[Sequence]:
     """Returns the running sequences that hold the slot that one of the heads would take next, if all of their tenants
     run more than the head's."""
-    assert loras is not None
-    for head in heads:
-        assert head.lora is not None
+    for head in heads:  # there are none if the tenant waits only with preempted sequences
+        assert head.lora is not None and loras is not None
         if loras.slots.find(head.lora.digest) is not None:
             continue  # its slot is being filled
         claimed = loras.claims(head.lora.digest, set(), head.tenant)

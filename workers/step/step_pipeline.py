@@ -71,6 +71,11 @@ class StepPipeline:
         """Whether a step is in flight."""
         return self._in_flight is not None
 
+    @property
+    def chunks(self) -> list[Chunk]:
+        """The chunks of the step in flight."""
+        return [] if self._in_flight is None else self._in_flight.launched.chunks
+
     def plan(self, chunks: list[Chunk]) -> PlannedStep:
         """Plans a step of these chunks. The tokens of the one in flight need not be chosen yet."""
         if not chunks:
