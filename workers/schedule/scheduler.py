@@ -31,7 +31,7 @@ from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.schedule.sequence_memory import SequenceMemory
 from lorafleet.workers.schedule.slot_claims import SlotClaims
-from lorafleet.workers.schedule.tenant_balance import find_favor, poorest_first
+from lorafleet.workers.schedule.tenant_balance import Favor, find_favor, poorest_first
 
 PREFETCH_SCAN = 1024  # heads of the queue that are examined for adapters to load ahead
 
@@ -237,13 +237,10 @@ class Scheduler:
 
     def _favor_a_tenant(self, in_flight: Many[Chunk]) -> str | None:
         """Starts at most one sequence of a tenant that runs too few. Returns the tenant if only its adapter's slot was
-        freed. A sequence in flight is not preempted, since its step still writes to its blocks."""
-        self._must_yield = False
+        freed."""
         favor = find_favor(self.running, self.waiting, self.loras, self._has_room)
-        if favor is None:
-            return None
-        if favor.victims and not {chunk.sequence for chunk in in_flight}.isdisjoint(favor.victims):
-            self._must_yield = True
+        self._must_yield = favor is not None and bool(in_flight) and self._might_preempt(favor, in_flight)
+        if favor is None or self._must_yield:
             return None
         for victim in reversed(favor.victims):
             self.preempt(victim)
@@ -252,6 +249,14 @@ class Scheduler:
         # its chunk is scheduled with those of the running sequences
         self._start(favor.head, SlotClaims(self.loras).slot_for(favor.head))
         return None
+
+    def _might_preempt(self, favor: Favor, in_flight: Many[Chunk]) -> bool:
+        """Returns whether the favor might preempt a sequence in flight, because it is a victim or because too few
+        blocks would be left for those that run."""
+        if not {chunk.sequence for chunk in in_flight}.isdisjoint(favor.victims):
+            return True
+        num_taken = 0 if favor.head is None else self.kv.blocks_for(len(favor.head.tokens))
+        return self.kv.num_free - num_taken < len(self.running)
 
     def _has_room(self, sequence: Sequence) -> bool:
         return self._memory.fits(sequence) and len(self.running) < self.max_num_seqs

@@ -373,6 +373,20 @@ def test_a_part_of_a_prompt_that_is_under_way_is_not_preempted_either():
     assert "quiet first" in step(s)
 
 
+def test_a_tenant_does_not_take_the_blocks_that_those_under_way_need_next():
+    s = scheduler(num_blocks=16)
+    for i in range(3):
+        s.add(of_tenant("noisy", str(i), 16))
+    chunks = s.schedule()
+    s.launched(chunks)
+    s.add(of_tenant("quiet", "first", 13 * 16))
+    assert not s.may_preempt
+    assert "quiet first" not in step(s, in_flight=chunks)
+    assert (s.num_preemptions, s.may_preempt) == (0, True)
+    answered(s)
+    assert "quiet first" in step(s)
+
+
 def test_a_tenant_may_wait_with_a_preempted_sequence_alone():
     s = scheduler()
     for i in range(3):
