@@ -379,7 +379,7 @@ def test_a_tenant_does_not_take_the_blocks_that_those_under_way_need_next():
         s.add(of_tenant("noisy", str(i), 16))
     chunks = s.schedule()
     s.launched(chunks)
-    s.add(of_tenant("quiet", "first", 13 * 16))
+    s.add(of_tenant("quiet", "first", 11 * 16))
     assert not s.may_preempt
     assert "quiet first" not in step(s, in_flight=chunks)
     assert (s.num_preemptions, s.may_preempt) == (0, True)
