@@ -69,7 +69,7 @@ def measure(engine: Engine, batch: int, case: str, args: argparse.Namespace) -> 
         full = len(engine.step()) == batch
         if full:
             steps.append(time.perf_counter() - began_s)
-            overlapped += engine._under_way is not None
+            overlapped += engine.pipeline.has_step
     for i in range(batch):
         engine.abort(f"{case} {i}")
     while engine.has_work:

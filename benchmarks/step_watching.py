@@ -81,12 +81,12 @@ def main() -> None:
             )
         )
         loras = load(engine, adapters)
-        watched: dict[str, Any] = {"metrics": engine._step_metrics, "clock": engine.runner._clock}
+        watched: dict[str, Any] = {"metrics": engine._statistics.steps, "clock": engine.runner._clock}
         taken: dict[int, dict[str, list[float]]] = {batch: {arm: [] for arm in ARMS} for batch in args.batches}
         for turn in range(args.rounds):
             for batch in args.batches:
                 for arm in (ARMS[(turn + i) % len(ARMS)] for i in range(len(ARMS))):
-                    engine._step_metrics = Unwatched() if arm == "unwatched" else watched["metrics"]
+                    engine._statistics.steps = Unwatched() if arm == "unwatched" else watched["metrics"]
                     engine.runner._clock = None if arm == "unwatched" else watched["clock"]
                     taken[batch][arm].append(mean_step_ms(engine, arm, batch, args.generated, loras))
         engine.close()

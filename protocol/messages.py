@@ -1,8 +1,8 @@
 """The messages between a replica and its GPUWorker, encoded as msgpack: at most one ClientBatch and one StepBatch per
 step.
 
-They are plain data without behavior. protocol/transport/engine_socket.py carries them; workers/engine.py creates and
-consumes them.
+They are plain data without behavior. protocol/transport/engine_socket.py carries them; workers/ creates and consumes
+them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class TokenizerFile(msgspec.Struct, frozen=True):
     """A file from which the worker reads one of the front's tokenizers, for structured output."""
 
     path: str
-    digest: str
-    vocab_size: int
+    digest: str  # sha256 of the file.
+    vocab_size: int  # Width of the masks: all token ids are below.
 
 
 class EngineRequest(msgspec.Struct, kw_only=True):
     """One sequence to generate."""
 
-    request_id: str
+    request_id: str  # Unique among the requests in flight.
     prompt_token_ids: list[int]
     params: SamplingParams  # `params.n` is 1 here: the front sends one request per sample.
     lora: LoRARequest | None = None
@@ -92,7 +92,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: list[TokenLogprobs] | None = None
     # Sent once, with the first token. The first prompt token has None, because it has no predecessor.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = 0  # Tokens of the prompt that were in the cache; sent once, with the first token.
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # The eos or stop_token_ids entry that ended the sequence; token_ids includes it.
     error: WireError | None = None
@@ -173,17 +173,17 @@ class StepStats(msgspec.Struct, frozen=True):
     seconds: dict[str, Distribution] = {}  # By kind of step.
     tokens: Distribution = Distribution()
     sequences: Distribution = Distribution()
-    base_tokens: int = 0
-    adapter_tokens: int = 0
-    adapter_steps: int = 0
-    on_gpu: list[GPUSteps] = []
+    base_tokens: int = 0  # Tokens without an adapter.
+    adapter_tokens: int = 0  # Tokens with one.
+    adapter_steps: int = 0  # Steps with such tokens.
+    on_gpu: list[GPUSteps] = []  # The steps that were timed on the GPU.
 
 
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges and running totals of one GPUWorker, for /metrics and the router."""
 
-    num_running: int = 0
-    num_waiting: int = 0
+    num_running: int = 0  # Sequences in steps.
+    num_waiting: int = 0  # Sequences in the queue, or outside of it for a grammar.
     running_tokens: int = 0  # Tokens of the running sequences: prompts and answers so far.
     waiting_tokens: int = 0
     kv_blocks_total: int = 0
@@ -231,28 +231,28 @@ class ClientBatch(msgspec.Struct):
 
     sequence: int  # Counts up; the worker repeats it in StepBatch.acknowledged.
     requests: list[Sealed[str]] = []
-    aborts: list[str] = []
+    aborts: list[str] = []  # Request ids.
     adapter_calls: list[Sealed[int]] = []
 
 
 class StepBatch(msgspec.Struct):
     """A message from the worker to the replica, sent once per step."""
 
-    acknowledged: int
+    acknowledged: int  # ClientBatch.sequence of the last batch that the worker has read.
     outputs: list[TokenOutput] = []
     adapter_replies: list[AdapterReply] = []
     adapter_moves: list[AdapterMove] = []
     stats: EngineStats | None = None
-    fatal: str | None = None
+    fatal: str | None = None  # The reason why the worker ends; None while it works.
     sent_s: float = 0.0  # Monotonic time.
 
 
 class EngineHello(msgspec.Struct, frozen=True):
     """The properties of a worker that its replica receives at the start."""
 
-    vocab_size: int
-    max_model_len: int
-    kv_cache_tokens: int
-    eos_token_ids: list[int]
-    hidden_size: int = 0
+    vocab_size: int  # The base's.
+    max_model_len: int  # Largest number of tokens of a prompt and its answer together.
+    kv_cache_tokens: int  # Number of tokens that the KV cache holds.
+    eos_token_ids: list[int]  # The base's tokens that end an answer.
+    hidden_size: int = 0  # Dimensions of an embedding.
     falls_back_to_base: bool = False  # Whether the base answers if an adapter fails to load.

@@ -14,8 +14,8 @@ def fixed_memory(steps: StepRunner, slots: LoRAModelManager | None) -> dict[str,
     - kv_cache: all its blocks, free or not
     - lora_slots: reserved for adapters' A and B
     """
-    weights = sum(one.numel() * one.element_size() for one in steps.model.parameters())
-    cache = sum(one.numel() * one.element_size() for kv in steps.caches for one in (kv.k_NPGD, kv.v_NPGD))
+    weights = sum(weight.nbytes for weight in steps.model.parameters())
+    cache = sum(kv.k_NPGD.nbytes + kv.v_NPGD.nbytes for kv in steps.caches)
     arena = 0 if slots is None else slots.arena_bytes
     size = steps.model.group.size
     return {"weights": weights * size, "kv_cache": cache * size, "lora_slots": arena * size}

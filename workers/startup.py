@@ -85,6 +85,34 @@ def build_rank(
     """
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
+    base = _build_model(config, rank, addresses, progress, check)
+    # Slots come before the KV cache, which gets the memory that is left.
+    slots, loader = (None, None) if config.lora is None else _build_adapters(config, config.lora, base)
+    steps, num_blocks, max_model_len = _build_steps(config, base, slots)
+    model, device, name = base.model, base.device, Path(config.model).name
+    if slots is not None:
+        _bound_extra_memory(slots.extra_memory, model.group, device)
+    log.info("rank %d ready: %s on %s in %s, context %d", rank, name, device, base.dtype, max_model_len)
+    return Rank(model.group, steps, model.config, device, slots, loader, num_blocks, max_model_len)
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadedModel:
+    """The base model's part of one rank."""
+
+    model: DecoderModel
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _build_model(
+    config: EngineConfig,
+    rank: int,
+    addresses: RankAddresses | None,
+    progress: Progress | None,
+    check: Callable[[], None],
+) -> _LoadedModel:
+    """Joins the other ranks and loads this rank's part of the model."""
     device = _device(config)
     folder = Path(config.model)
     model_config = read_model_config(folder)
@@ -93,14 +121,26 @@ def build_rank(
     Shard.of(model_config, rank, config.tensor_parallel_size)  # raises before the other ranks are waited for
     assert (addresses is None) == (config.tensor_parallel_size == 1)
     group = TPGroup() if addresses is None else TPGroup.join(rank, addresses.size, addresses.meeting, device, check)
-    model = _load_model(config, model_config, group, dtype, device, progress)
-    slots = loader = None
-    if config.lora is not None:
-        lora_dtype = _lora_dtype(config.lora, dtype, device)
-        slots = LoRAModelManager(model, config.lora, lora_dtype, device)
-        store = AdapterStore(config.sources)
-        base = Base(BaseLayout.of(model_config), _base_weights(config, model, dtype), folder.name)
-        loader = AdapterLoader(base, config.lora, slots, lora_dtype, device, store)
+    return _LoadedModel(_load_model(config, model_config, group, dtype, device, progress), dtype, device)
+
+
+def _build_adapters(
+    config: EngineConfig, lora: LoRAConfig, base: _LoadedModel
+) -> tuple[LoRAModelManager, AdapterLoader]:
+    """Allocates the slots, and starts the loader that reads adapters for them."""
+    dtype = _lora_dtype(lora, base.dtype, base.device)
+    slots = LoRAModelManager(base.model, lora, dtype, base.device)
+    weights = _base_weights(config, base.model, base.dtype)
+    described = Base(BaseLayout.of(base.model.config), weights, Path(config.model).name)
+    return slots, AdapterLoader(described, lora, slots, dtype, base.device, AdapterStore(config.sources))
+
+
+def _build_steps(
+    config: EngineConfig, base: _LoadedModel, slots: LoRAModelManager | None
+) -> tuple[StepRunner, int, int]:
+    """Allocates the KV cache and captures the graphs. Returns the runner, the number of KV blocks and the longest
+    sequence served."""
+    model, device, model_config = base.model, base.device, base.model.config
     spec = AttentionSpec(
         num_heads=model.shard.local.num_heads,
         num_kv_heads=model.shard.local.num_kv_heads,
@@ -108,8 +148,8 @@ def build_rank(
         scale=model_config.attention_scale,
         sliding_windows=model_config.sliding_windows,
         block_size=config.block_size,
-        dtype=dtype,
-        kv_dtype=_kv_dtype(config, dtype, device),
+        dtype=base.dtype,
+        kv_dtype=_kv_dtype(config, base.dtype, device),
         device=device,
         softcap=model_config.attention_softcap,
     )
@@ -129,10 +169,7 @@ def build_rank(
         started = time.monotonic()
         steps.warm_up(config.max_num_batched_tokens, config.lora.max_lora_rank)
         log.info("adapters in steps without graphs: warmed up in %.1f s", time.monotonic() - started)
-    if slots is not None:
-        _bound_extra_memory(slots.extra_memory, group, device)
-    log.info("rank %d ready: %s on %s in %s, context %d", rank, folder.name, device, dtype, max_model_len)
-    return Rank(group, steps, model_config, device, slots, loader, num_blocks, max_model_len)
+    return steps, num_blocks, max_model_len
 
 
 def build_engine(

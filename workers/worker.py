@@ -82,7 +82,7 @@ class EngineLoop(threading.Thread):
         self._stopping = False
         self._acknowledged = 0
         self._replies: list[AdapterReply] = []
-        self._stats_due_s, self._told_moves, self._told_idle = 0.0, 0, True
+        self._stats_due_s, self._sent_moves, self._sent_idle = 0.0, 0, True
 
     def stop(self) -> None:
         self._stopping = True
@@ -115,7 +115,7 @@ class EngineLoop(threading.Thread):
         outputs = [output for batch in batches for output in self._take_in(batch)]
         stepped = self._engine.step()
         outputs += stepped
-        self._send(outputs, heard=bool(batches))
+        self._send(outputs, received=bool(batches))
         return self._engine.stalled and not batches
 
     def _take_in(self, batch: ClientBatch) -> list[TokenOutput]:
@@ -169,20 +169,20 @@ class EngineLoop(threading.Thread):
         load = self._engine.pin_adapter if isinstance(call, PinAdapter) else self._engine.load_adapter
         load(call.lora).add_done_callback(answer)
 
-    def _send(self, outputs: list[TokenOutput], heard: bool) -> None:
+    def _send(self, outputs: list[TokenOutput], received: bool) -> None:
         now = time.monotonic()
         moves, is_idle = self._engine.num_adapter_moves, self._engine.num_unfinished == 0
-        became_idle = is_idle and not self._told_idle
-        stats_due = now >= self._stats_due_s or moves != self._told_moves or became_idle
-        if not (outputs or heard or self._replies or stats_due):
+        became_idle = is_idle and not self._sent_idle
+        stats_due = now >= self._stats_due_s or moves != self._sent_moves or became_idle
+        if not (outputs or received or self._replies or stats_due):
             return
         batch = StepBatch(self._acknowledged, outputs, self._replies, sent_s=now)
         if stats_due or self._replies:
             batch.stats = self._engine.stats()
             if self._engine.loras is not None:
                 batch.adapter_moves = self._engine.loras.take_moves()
-            self._stats_due_s, self._told_moves = now + STATS_PERIOD_S, moves
-        self._told_idle = is_idle
+            self._stats_due_s, self._sent_moves = now + STATS_PERIOD_S, moves
+        self._sent_idle = is_idle
         self._socket.send(batch)
         self._replies = []
 

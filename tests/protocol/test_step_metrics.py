@@ -83,11 +83,11 @@ def test_the_gpus_clock_times_one_step_in_so_many_and_never_waits_for_it() -> No
         return timed
 
     assert steps(8) == 2
-    assert clock.told() == [GPUSteps("decode", True, 8, 2, pytest.approx(0.012))]  # type: ignore[arg-type]  # of pytest
+    assert clock.totals() == [GPUSteps("decode", True, 8, 2, pytest.approx(0.012))]  # type: ignore[arg-type]  # of pytest
     assert steps(4) == 1
     device.idle = False
     assert steps(4) == 0, "the last one that was timed has not ended"
-    assert clock.told()[0].count == 2
+    assert clock.totals()[0].count == 2
     device.idle = True
     assert steps(4) == 1
-    assert clock.told() == [GPUSteps("decode", True, 8, 4, pytest.approx(0.024))]  # type: ignore[arg-type]  # of pytest
+    assert clock.totals() == [GPUSteps("decode", True, 8, 4, pytest.approx(0.024))]  # type: ignore[arg-type]  # of pytest

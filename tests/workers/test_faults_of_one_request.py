@@ -16,6 +16,7 @@ from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.messages import AdapterMove, EngineHello, EngineRequest, EngineStats, StepBatch, Vocabulary
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.protocol.transport.engine_socket import EngineClient, WorkerSocket, ipc_address
+from lorafleet.workers.schedule.sequence import Sequence
 from lorafleet.workers.worker import GPUWorker
 
 
@@ -108,24 +109,24 @@ async def test_an_exception_while_a_call_about_an_adapter_is_taken_in_refuses_th
 
 
 async def test_an_exception_while_a_request_is_taken_in_refuses_that_request(client, worker, prompt, monkeypatch):
-    make = worker._engine._make_sequence
+    add = worker._engine.scheduler.add
 
-    def trip(asked: EngineRequest, eos: list[int]) -> object:
-        return 1 // 0 if asked.request_id == "trips" else make(asked, eos)
+    def trip(sequence: Sequence) -> object:
+        return 1 // 0 if sequence.request_id == "trips" else add(sequence)
 
-    monkeypatch.setattr(worker._engine, "_make_sequence", trip)
+    monkeypatch.setattr(worker._engine.scheduler, "add", trip)
     with pytest.raises(LorafleetError, match="ZeroDivisionError"):
         await tokens_of(client, request("trips", prompt(5)))
     assert len(await tokens_of(client, request("after", prompt(5)))) == 4
 
 
 async def test_an_exception_of_one_sequence_in_a_step_ends_that_sequence(client, worker, prompt, monkeypatch):
-    finish = worker._engine._finish_reason
+    commit = worker._engine.scheduler.commit
 
-    def trip(sequence: Any, token: int, count: int) -> object:
-        return 1 // 0 if (sequence.request_id, count) == ("trips", 2) else finish(sequence, token, count)
+    def trip(sequence: Sequence, num_known: int) -> object:
+        return 1 // 0 if (sequence.request_id, num_known) == ("trips", 6) else commit(sequence, num_known)
 
-    monkeypatch.setattr(worker._engine, "_finish_reason", trip)
+    monkeypatch.setattr(worker._engine.scheduler, "commit", trip)
     good, refused = await asyncio.gather(
         tokens_of(client, request("good", prompt(5))),
         tokens_of(client, request("trips", prompt(5))),

@@ -52,9 +52,9 @@ def greedy(logits_BV: Tensor) -> Tensor:
     """
     num_rows, vocab = logits_BV.shape
     parts = next(parts for parts in range(MOST_PARTS, 0, -1) if vocab % parts == 0)
-    best_BP, at_BP = logits_BV.view(num_rows, parts, -1).max(dim=-1)
+    best_BP, index_BP = logits_BV.view(num_rows, parts, -1).max(dim=-1)
     part_B1 = best_BP.argmax(dim=-1, keepdim=True)
-    return torch.add(at_BP.gather(1, part_B1), part_B1, alpha=vocab // parts).squeeze(1)
+    return torch.add(index_BP.gather(1, part_B1), part_B1, alpha=vocab // parts).squeeze(1)
 
 
 def greedy_of_ranks(logits_BW: Tensor, group: TPGroup) -> Tensor:
@@ -63,11 +63,11 @@ def greedy_of_ranks(logits_BW: Tensor, group: TPGroup) -> Tensor:
 
     The ranks exchange only their best logit and its token. float64 holds both exactly.
     """
-    at_B = greedy(logits_BW)
+    column_B = greedy(logits_BW)
     if group.size == 1:
-        return at_B
-    best_B = logits_BW.gather(1, at_B.unsqueeze(1)).squeeze(1)
-    token_B = at_B + group.rank * logits_BW.shape[1]
+        return column_B
+    best_B = logits_BW.gather(1, column_B.unsqueeze(1)).squeeze(1)
+    token_B = column_B + group.rank * logits_BW.shape[1]
     best_NB, token_NB = group.all_gather(torch.stack((best_B.double(), token_B.double()))).unbind(1)
     # The first of the largest is the lowest rank's, whose tokens come first.
     return token_NB.gather(0, best_NB.argmax(dim=0, keepdim=True)).squeeze(0).long()

@@ -99,15 +99,15 @@ class QueueAdmission:
         """
         now = self._clock()
         waiting = self._scheduler.waiting
-        self._rate.note(now, waiting.started_tokens, backlog=len(waiting) > 0)
-        found: list[tuple[Sequence, QueueTimeout]] = []
+        self._rate.record(now, waiting.started_tokens, backlog=len(waiting) > 0)
+        expired: list[tuple[Sequence, QueueTimeout]] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, number = heappop(self._deadlines)
             sequence, timeout_s = self._timed.pop(number, (None, 0.0))
             if sequence is not None and not sequence.group.started:
                 self.refused["deadline"] += 1
-                found.append((sequence, self._timeout(timeout_s)))
-        return found
+                expired.append((sequence, self._timeout(timeout_s)))
+        return expired
 
     def retry_after_s(self) -> float:
         """Returns the seconds that the waiting tokens will take at the measured rate, between 1 and MAX_RETRY_S."""
@@ -177,20 +177,20 @@ class _Rate:
     rate at which they arrive."""
 
     def __init__(self, now: float) -> None:
-        self._noted = now
+        self._recorded_s = now
         self._total = 0
         self._backlog = False
         self._tokens = 0.0
         self._seconds = 0.0
 
-    def note(self, now: float, total: int, *, backlog: bool) -> None:
+    def record(self, now: float, total: int, *, backlog: bool) -> None:
         """Records one measurement; `total` is the number of tokens started so far."""
         if self._backlog:
-            self._seconds += now - self._noted
+            self._seconds += now - self._recorded_s
             self._tokens += total - self._total
         if self._seconds > RATE_MEMORY_S:
             self._seconds, self._tokens = self._seconds / 2, self._tokens / 2
-        self._noted, self._total, self._backlog = now, total, backlog
+        self._recorded_s, self._total, self._backlog = now, total, backlog
 
     def seconds_for(self, num_tokens: int) -> float:
         """Returns the seconds for this many tokens. If none has started yet, returns the seconds waited so far."""

@@ -45,7 +45,7 @@ class FairQueue:
         self._least_tenant = 0  # least counter of the waiting tenants, as of the last sort()
         self._order: list[Lane] = []  # lanes with waiting sequences, sorted by sort()
         self._last_left = Lane("", TenantTurn(""))  # lane that most recently lost its last waiting sequence
-        self._forget_at = MAX_IDLE_LANES
+        self._prune_size = MAX_IDLE_LANES
         self._length = 0
 
     def __len__(self) -> int:
@@ -97,7 +97,7 @@ class FairQueue:
 
     def waiting_tenants(self) -> list[str]:
         """Returns the tenants with waiting sequences, the one with the least service first."""
-        return [one.name for one in sorted(self._waiting_tenants.values(), key=attrgetter("served"))]
+        return [turn.name for turn in sorted(self._waiting_tenants.values(), key=attrgetter("served"))]
 
     def tokens_of(self, tenant: str) -> int:
         """Returns the number of tokens of the tenant's waiting sequences."""
@@ -114,8 +114,8 @@ class FairQueue:
         of them."""
         self._least_tenant = self._least_tenant_served()
         for lane in self._order:
-            ahead = not lane.digest or lane.digest in in_slots
-            lane.place = self._place(lane, at_hand=ahead)
+            in_slot = not lane.digest or lane.digest in in_slots
+            lane.place = self._place(lane, in_slot=in_slot)
         self._order.sort(key=attrgetter("place"))  # stable, and nearly sorted since the last call
 
     def heads(self) -> list[Sequence]:
@@ -147,22 +147,22 @@ class FairQueue:
             head = lane.waiting[0]
             yield head
             if lane.waiting and lane.waiting[0] is not head:
-                heappush(again, (self._place(lane, at_hand=True), next(numbers), lane))
+                heappush(again, (self._place(lane, in_slot=True), next(numbers), lane))
 
-    def _place(self, lane: Lane, *, at_hand: bool) -> tuple[int, int]:
+    def _place(self, lane: Lane, *, in_slot: bool) -> tuple[int, int]:
         """Returns the sort key: how far the tenant is too far ahead of others, then the lane's service."""
         lead = max(0, lane.tenant.served - self._least_tenant - self._slot_credit)
-        return lead, lane.served - self._slot_credit if at_hand else lane.served
+        return lead, lane.served - self._slot_credit if in_slot else lane.served
 
     def _least_tenant_served(self) -> int:
-        served = (one.served for one in self._waiting_tenants.values())
+        served = (turn.served for turn in self._waiting_tenants.values())
         return min(served, default=self._last_left.tenant.served)
 
     def _lane(self, tenant: str, digest: str) -> Lane:
         lane = self._lanes.get((tenant, digest))
         if lane is None:
-            if len(self._lanes) >= self._forget_at:
-                self._forget_idle()
+            if len(self._lanes) >= self._prune_size:
+                self._prune_idle()
             turn = self._tenants.setdefault(tenant, TenantTurn(tenant))
             lane = self._lanes[tenant, digest] = Lane(digest, turn)
         return lane
@@ -194,11 +194,11 @@ class FairQueue:
         else:
             del self._waiting_tenants[tenant.name]
 
-    def _forget_idle(self) -> None:
+    def _prune_idle(self) -> None:
         """Removes idle lanes at or below the least counter, which would be lifted to it anyway."""
         least = self._least_served()
         self._lanes = {key: lane for key, lane in self._lanes.items() if lane.unfinished or lane.served > least}
-        self._forget_at = max(MAX_IDLE_LANES, 2 * len(self._lanes))
+        self._prune_size = max(MAX_IDLE_LANES, 2 * len(self._lanes))
 
 
 def _charge(lane: Lane, tokens: int) -> None:
@@ -208,7 +208,7 @@ def _charge(lane: Lane, tokens: int) -> None:
 
 def _insert(waiting: deque[Sequence], sequence: Sequence) -> None:
     """Inserts the sequence behind those of its priority. Nearly all have the same."""
-    at = len(waiting)
-    while at and waiting[at - 1].priority > sequence.priority:
-        at -= 1
-    waiting.insert(at, sequence)
+    index = len(waiting)
+    while index and waiting[index - 1].priority > sequence.priority:
+        index -= 1
+    waiting.insert(index, sequence)

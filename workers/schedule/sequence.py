@@ -24,68 +24,73 @@ class TenantTurn:
     """One tenant in the FairQueue."""
 
     name: str
-    served: int = 0  # virtual counter in weighted tokens, as in Lane
-    num_waiting: int = 0
-    waiting_tokens: int = 0
+    served: int = 0  # Virtual counter in weighted tokens, as in Lane.
+    num_waiting: int = 0  # Number of its sequences that wait.
+    waiting_tokens: int = 0  # Tokens of these sequences.
 
 
 @dataclass(slots=True, eq=False)
 class Lane:
     """One tenant's requests for one adapter in the FairQueue."""
 
-    digest: str
+    digest: str  # "" for the base.
     tenant: TenantTurn
-    served: int = 0  # virtual counter in weighted tokens
-    place: tuple[int, int] = (0, 0)  # sort key: the smaller it is, the sooner a sequence starts
-    waiting: deque[Sequence] = field(default_factory=deque)
-    unfinished: int = 0  # sequences that wait or run
+    served: int = 0  # Virtual counter in weighted tokens.
+    place: tuple[int, int] = (0, 0)  # Sort key: the smaller it is, the sooner a sequence starts.
+    waiting: deque[Sequence] = field(default_factory=deque)  # In the order in which they start.
+    unfinished: int = 0  # Sequences that wait or run.
 
 
 @dataclass(slots=True, eq=False)
 class Group:
     """The sequences of one client's request."""
 
-    name: str
-    unfinished: int = 0
-    started: bool = False  # a sequence has been in a step, or will be in the next
+    name: str  # EngineRequest.group; "" for a single sequence.
+    unfinished: int = 0  # Sequences that wait or run.
+    started: bool = False  # A sequence has been in a step, or will be in the next.
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """The state of one sequence in the engine."""
 
+    # The request
     request_id: str
     tokens: list[int]  # Prompt, then answer; the last is UNKNOWN while the step that samples it is in flight.
-    num_prompt: int
+    num_prompt: int  # Number of tokens of the prompt.
     params: SamplingParams
     seed: int  # The request's own, or one drawn for it.
-    max_tokens: int
-    lora: LoRARequest | None = None
-    slot: int | None = None  # The adapter's slot while the sequence holds it.
-    # First token that the adapter works on (workers/slots/activation.py); known once the slot is.
-    first_adapted: int = 0
-    blocks: SequenceBlocks | None = None  # None while the sequence waits.
-    num_computed: int = 0  # Tokens with keys and values in the cache, including those of the step in flight.
-    num_cached: int = 0
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # Filled chunk by chunk; sent with the first token.
-    fallback_reason: str | None = None
+    max_tokens: int  # Largest number of answer tokens, bounded by the longest sequence served.
+    lora: LoRARequest | None = None  # The adapter; None for the base, which may answer if the adapter fails to load.
     own_vocabulary: bool = False  # The adapter's vocabulary is not the base's, which could not answer in its place.
-    stop_ids: frozenset[int] = field(default_factory=frozenset)
-    group: Group = field(default_factory=lambda: Group(""))
-    priority: int = 0
-    pooling: Pooling | None = None
-    pooled_D: Tensor | None = None  # For mean pooling, the sum so far.
-    num_rotated: int = field(init=False)
-    lane: Lane = field(init=False)  # The adapter's lane, set by FairQueue.add().
-    tier: Tier | Literal[""] = ""  # Where its adapter was when it was queued.
-    grammar: Grammar | None = None
-    queued_s: float = 0.0  # time.monotonic(); 0 until then.
-    started_s: float = 0.0  # time.monotonic(); 0 until then.
-    cache_salt: str = ""  # Blocks are shared only among sequences with the same salt.
-    tenant: str = ""
-    times: SequenceTimes | None = None  # None if the request is not traced.
-    deadline_number: int | None = None  # Number of its entry among QueueAdmission's deadlines.
     vocab_size: int = 0  # Size of its own vocabulary: all of its tokens are below.
+    stop_ids: frozenset[int] = field(default_factory=frozenset)  # Tokens that end the answer.
+    pooling: Pooling | None = None  # If set, it gets an embedding in place of an answer.
+    priority: int = 0  # Among the sequences of its lane, lower values start sooner.
+    tenant: str = ""  # "" for all callers without a tenant.
+    cache_salt: str = ""  # Blocks are shared only among sequences with the same salt.
+    group: Group = field(default_factory=lambda: Group(""))
+    # What it holds
+    slot: int | None = None  # The adapter's slot while the sequence holds it.
+    blocks: SequenceBlocks | None = None  # None while the sequence waits.
+    grammar: Grammar | None = None  # Set if the answer has one, until the sequence ends.
+    pooled_D: Tensor | None = None  # For mean pooling, the sum so far.
+    # How far it is
+    num_computed: int = 0  # Tokens with keys and values in the cache, including those of the step in flight.
+    num_cached: int = 0  # Tokens of the prompt that were in the cache at its first start.
+    num_rotated: int = field(init=False)  # Tokens that were computed as a prompt, see RopeConfig.turns_anew.
+    first_adapted: int = 0  # First token that the adapter works on (activation.py); known once the slot is.
+    ended: bool = False  # It has ended or was aborted; what steps in flight compute for it is dropped.
+    # Its place in the queue
+    lane: Lane = field(init=False)  # The adapter's lane, set by FairQueue.add().
+    deadline_number: int | None = None  # Number of its entry among QueueAdmission's deadlines.
+    # For its outputs
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # Filled chunk by chunk; sent with the first token.
+    fallback_reason: str | None = None  # The error of its adapter, if the base answers in the adapter's place.
+    tier: Tier | Literal[""] = ""  # Where its adapter was when it was queued.
+    queued_s: float = 0.0  # time.monotonic(); 0 until then.
+    started_s: float = 0.0  # time.monotonic() of its first start; 0 until then.
+    times: SequenceTimes | None = None  # None if the request is not traced.
 
     def __post_init__(self) -> None:
         self.num_rotated = self.num_prompt
@@ -106,3 +111,16 @@ class Sequence:
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.params.prompt_logprobs is not None and self.num_generated == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next tokens of one sequence that a step computes, from num_computed on."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk reaches the sequence's last token, so that the next one is sampled."""
+        return self.num_tokens == self.sequence.num_uncomputed

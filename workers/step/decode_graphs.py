@@ -111,7 +111,7 @@ class DecodeGraphs:
         if self._loras is not None and self._loras.adds_kronecker(lora_slots):
             return self._with_kronecker[size]
         needed = count_tiles(lora_slots, size)
-        return self._graphs[size, min(tiles for at, tiles in self._graphs if at == size and tiles >= needed)]
+        return self._graphs[size, min(tiles for rows, tiles in self._graphs if rows == size and tiles >= needed)]
 
     def run(
         self, decode: DecodeGraph, batch: AttentionBatch, lora_slots: list[int], slot_ranks: list[int]

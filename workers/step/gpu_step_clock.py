@@ -62,7 +62,8 @@ class GPUStepClock:
         self._end.record()
         self._timed = shape
 
-    def told(self) -> list[GPUSteps]:
+    def totals(self) -> list[GPUSteps]:
+        """Returns the steps that were timed so far, by kind."""
         self._read()
         return [
             GPUSteps(kind, adapters, tokens, count, seconds)

@@ -13,8 +13,7 @@ import numpy as np
 from lorafleet.kernels.lora.lora_batch import BASE_SLOT
 from lorafleet.workers.attention.attention_backend import AttentionBatch
 from lorafleet.workers.device.step_plan import FIELDS, Rows, StepPlan
-from lorafleet.workers.schedule.scheduler import Chunk
-from lorafleet.workers.schedule.sequence import UNKNOWN
+from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk
 
 SCORED_ROWS = 128  # rows of logits that are computed at once for prompt logprobs; startup.py reserves memory for them
 
@@ -30,7 +29,7 @@ class ScoredSpan:
 
 def plan_step(
     chunks: Sequence[Chunk],
-    row_of: Mapping[str, int],
+    row_by_request: Mapping[str, int],
     first_known: int,
     block_size: int,
     slot_ranks: list[int],
@@ -38,13 +37,13 @@ def plan_step(
     """Returns the plan of one step.
 
     Args:
-        row_of: Row of each request that the last step sampled for, if the host has not read its token yet.
+        row_by_request: Row of each request that the last step sampled for, if the host has not read its token yet.
         first_known: Index in the pool of tokens where those that the host knows begin, see StepInputs.
     """
     ends = list(accumulate(chunk.num_tokens for chunk in chunks))
     sampling = [chunk.sequence for chunk in chunks if chunk.samples]
     return StepPlan(
-        fields_FT=_fields(chunks, row_of, first_known, block_size),
+        fields_FT=_fields(chunks, row_by_request, first_known, block_size),
         attention=AttentionBatch(
             query_lens=[chunk.num_tokens for chunk in chunks],
             context_lens=[chunk.sequence.num_computed + chunk.num_tokens for chunk in chunks],
@@ -101,32 +100,32 @@ def _predicted_tokens(chunk: Chunk) -> list[int]:
     return after[: seq.num_prompt - seq.num_computed - 1]
 
 
-def _fields(chunks: Sequence[Chunk], row_of: Mapping[str, int], first_known: int, size: int) -> Rows:
+def _fields(chunks: Sequence[Chunk], row_by_request: Mapping[str, int], first_known: int, size: int) -> Rows:
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
     rows_FT: Rows = np.empty((FIELDS, num_tokens), np.int64)
     token_T, source_T, position_T, rope_length_T, kv_slot_T = rows_FT
     source_T[:] = np.arange(first_known, first_known + num_tokens)
     singles: list[tuple[int, ...]] = []
-    at = 0
+    first = 0  # the chunk's first column
     for chunk in chunks:
         seq = chunk.sequence
         assert seq.blocks is not None
         start, end, table = seq.num_computed, seq.num_computed + chunk.num_tokens, seq.blocks.table
         last = seq.tokens[end - 1]
-        source = row_of[seq.request_id] if last == UNKNOWN else first_known + at + chunk.num_tokens - 1
+        source = row_by_request[seq.request_id] if last == UNKNOWN else first_known + first + chunk.num_tokens - 1
         if chunk.num_tokens == 1:  # nearly all chunks; numpy calls would take several times as long for each
             length = max(seq.num_rotated, end)
-            singles.append((at, last, source, start, length, table[start // size] * size + start % size))
+            singles.append((first, last, source, start, length, table[start // size] * size + start % size))
         else:
-            span = slice(at, at + chunk.num_tokens)
+            span = slice(first, first + chunk.num_tokens)
             positions = np.arange(start, end)
             token_T[span] = seq.tokens[start:end]
-            source_T[at + chunk.num_tokens - 1] = source
+            source_T[first + chunk.num_tokens - 1] = source
             position_T[span] = positions
             rope_length_T[span] = np.maximum(positions + 1, seq.num_rotated)
             kv_slot_T[span] = np.asarray(table)[positions // size] * size + positions % size
-        at += chunk.num_tokens
+        first += chunk.num_tokens
     if singles:
-        where, *fields = np.array(singles).T
-        rows_FT[:, where] = fields
+        columns, *fields = np.array(singles).T
+        rows_FT[:, columns] = fields
     return rows_FT

@@ -1,15 +1,15 @@
 """Turns the scheduler's chunks into tokens: plans a step, runs it on the device and samples. It decides nothing.
 
-launch() queues a step, and LaunchedStep.collect() waits for its tokens. In between, the host may prepare the next
-step.
+launch() queues a step, choose() the choice of its tokens, and ChosenStep.collect() waits for them. In between, the host
+may prepare the next step; step_pipeline.py knows in which order.
 """
 
-# B rows that sample · V vocabulary
+# B rows that sample · N rows with a mask · P rows with logprobs · V vocabulary
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ from lorafleet.workers.device.host_copy import Download, Upload, to_device
 from lorafleet.workers.device.logit_edits import EditedRow, LogitEditor
 from lorafleet.workers.device.sampler import PendingLogprobs, SamplingRow, sample
 from lorafleet.workers.device.step_plan import StepPlan
-from lorafleet.workers.schedule.scheduler import Chunk
-from lorafleet.workers.schedule.sequence import Sequence
+from lorafleet.workers.schedule.sequence import Chunk, Sequence
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
 from lorafleet.workers.step.gpu_step_clock import GPUStepClock
 from lorafleet.workers.step.planner import plan_step, scored_spans
@@ -31,6 +30,8 @@ from lorafleet.workers.step.step_runner import StepLogits, StepRunner
 from lorafleet.workers.structured.decoding import TokenMasks
 from lorafleet.workers.tp.link import OtherRanks
 from lorafleet.workers.tp.rank_messages import RunStep
+
+PromptLogprobs = list[tuple[int, PendingLogprobs]]  # logprobs of spans of prompts, each with its chunk's index
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,51 +45,61 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class StepChoice:
-    """A step's tokens on their way to the host."""
-
-    sampled: Tensor
-    asked: list[int]  # rows with logprobs
-    logprobs: PendingLogprobs | None
-
-
-@dataclass(slots=True)
 class LaunchedStep:
-    """A step on the device. collect() waits for it, and is the only place where the engine waits for the device."""
+    """A step on the device. Its tokens must be chosen before the next launch, which overwrites its logits."""
 
     chunks: list[Chunk]
     shape: StepShape
     sampling: list[Sequence]  # One sequence for each row of StepInputs.sampled_B.
-    rows: list[SamplingRow]  # One Row for each of these sequences.
+    rows: list[SamplingRow]  # One SamplingRow for each of these sequences.
     edited: list[EditedRow]  # Rows whose logits are changed.
     faults: list[tuple[Sequence, Exception]]  # Sequences that cannot go on after the step, and why.
-    row_of: dict[str, int]  # Row by request id.
-    scored: list[tuple[int, PendingLogprobs]]  # Logprobs of prompt tokens: each span with its chunk's index.
+    row_by_request: dict[str, int]  # Row of each of these sequences, by request id.
+    prompt_logprobs: PromptLogprobs
     logits: StepLogits
-    pooled: dict[int, Tensor]  # By chunk, for prompts that end in the step.
+    pooled: dict[int, Tensor]  # Pooled vectors by chunk's index, for prompts that end in the step.
     download: Download
-    choice: StepChoice | None = None  # None until ModelRunner.choose(), which must come before the next launch.
-    late: list[Sequence] = field(default_factory=list)  # Sequences of the step that get no token from it.
+
+    @property
+    def needs_masks(self) -> bool:
+        """Whether a sequence has a grammar, whose mask says which tokens may be chosen."""
+        return any(sequence.grammar is not None for sequence in self.sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenStep:
+    """A step whose tokens are on their way to the host."""
+
+    launched: LaunchedStep
+    token_B: Tensor  # On the host; valid once the download is done.
+    logprob_rows: list[int]  # Rows whose logprobs are requested.
+    logprobs: PendingLogprobs | None  # The logprobs of these rows; None if there are none.
+    late: Many[Sequence]  # Sequences of the step that get no token from it.
 
     def collect(self) -> list[Sampled]:
-        """Returns one Sampled for each chunk, in order."""
-        choice = self.choice
-        assert choice is not None
-        self.download.wait()
-        tokens = choice.sampled.tolist()
-        found = dict(zip(choice.asked, choice.logprobs.read(), strict=True)) if choice.logprobs is not None else {}
+        """Waits for the step, and returns one Sampled for each chunk, in order. Nothing else waits for the device."""
+        launched = self.launched
+        launched.download.wait()
+        tokens = self.token_B.tolist()
+        logprobs: dict[int, TokenLogprobs] = {}
+        if self.logprobs is not None:
+            logprobs = dict(zip(self.logprob_rows, self.logprobs.read(), strict=True))
         prompts: dict[int, list[TokenLogprobs]] = {}
-        for i, span in self.scored:
+        for i, span in launched.prompt_logprobs:
             prompts.setdefault(i, []).extend(span.read())
+        row_by_request = launched.row_by_request
+        if self.late:
+            late = {sequence.request_id for sequence in self.late}
+            row_by_request = {name: row for name, row in row_by_request.items() if name not in late}
         results: list[Sampled] = []
-        for i, chunk in enumerate(self.chunks):
-            row = self.row_of.get(chunk.sequence.request_id)
+        for i, chunk in enumerate(launched.chunks):
+            row = row_by_request.get(chunk.sequence.request_id)
             prompt = prompts.get(i, [])
             if row is None:
                 results.append(Sampled(None, None, prompt))
             else:
-                embedding = self.pooled[i].numpy().tobytes() if i in self.pooled else b""
-                results.append(Sampled(tokens[row], found.get(row), prompt, embedding))
+                embedding = launched.pooled[i].numpy().tobytes() if i in launched.pooled else b""
+                results.append(Sampled(tokens[row], logprobs.get(row), prompt, embedding))
         return results
 
 
@@ -112,7 +123,7 @@ class ModelRunner:
         """Plans the next step. `last` is the step before, if the host has not read its tokens yet."""
         return plan_step(
             chunks,
-            row_of={} if last is None else last.row_of,
+            row_by_request={} if last is None else last.row_by_request,
             first_known=self._inputs.first_known,
             block_size=self._block_size,
             slot_ranks=[] if self.loras is None else self.loras.slots.ranks,
@@ -120,7 +131,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, chunks: list[Chunk], plan: StepPlan) -> LaunchedStep:
-        """Queues a step on the device, and the choice of its tokens unless that waits for masks."""
+        """Queues a step on the device, up to its logits."""
         if self._others is not None:
             self._others.check()
             self._others.send(RunStep.of(plan, self._block_size, self._generations(plan.slots)))
@@ -128,52 +139,65 @@ class ModelRunner:
         is_timed = self._clock is not None and self._clock.begin()
         # If a peer is gone, the device waits for it in a collective forever.
         download = Download(self._device, None if self._others is None else self._others.check)
-        scored: list[tuple[int, PendingLogprobs]] = []
-        logits = self._run(chunks, plan, download, scored)
+        prompt_logprobs: PromptLogprobs = []
+        logits = self._run(chunks, plan, download, prompt_logprobs)
         if is_timed and self._clock is not None:
             self._clock.end(shape)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        row_of = {sequence.request_id: i for i, sequence in enumerate(sampling)}
         pooled = _pool(chunks, logits.hidden_TD, download)
-        rows = [SamplingRow(one.params, len(one.tokens), one.seed, one.vocab_size) for one in sampling]
         edited, faults = self._prepare_edits(sampling)
-        step = LaunchedStep(chunks, shape, sampling, rows, edited, faults, row_of, scored, logits, pooled, download)
-        if all(sequence.grammar is None for sequence in sampling):
-            self.choose(step, None)
-        return step
+        return LaunchedStep(
+            chunks=chunks,
+            shape=shape,
+            sampling=sampling,
+            rows=[SamplingRow(seq.params, len(seq.tokens), seq.seed, seq.vocab_size) for seq in sampling],
+            edited=edited,
+            faults=faults,
+            row_by_request={sequence.request_id: row for row, sequence in enumerate(sampling)},
+            prompt_logprobs=prompt_logprobs,
+            logits=logits,
+            pooled=pooled,
+            download=download,
+        )
 
     def _run(
-        self, chunks: list[Chunk], plan: StepPlan, download: Download, scored: list[tuple[int, PendingLogprobs]]
+        self,
+        chunks: list[Chunk],
+        plan: StepPlan,
+        download: Download,
+        prompt_logprobs: list[tuple[int, PendingLogprobs]],
     ) -> StepLogits:
-        """Runs the step, and appends the logprobs of prompt tokens to `scored`."""
+        """Runs the step, and appends the logprobs of prompt tokens to `prompt_logprobs`."""
         spans = scored_spans(chunks)
 
         def score(i: int, logits_TV: Tensor) -> None:
             span = spans[i]
             chosen_T = to_device(span.tokens, torch.int64, self._device)
             num_top = [chunks[span.chunk].sequence.params.prompt_logprobs or 0] * len(span.tokens)
-            scored.append((span.chunk, PendingLogprobs(logits_TV, chosen_T, num_top, download)))
+            prompt_logprobs.append((span.chunk, PendingLogprobs(logits_TV, chosen_T, num_top, download)))
 
         return self.steps.run(plan, score)
 
     @torch.inference_mode()
-    def choose(self, step: LaunchedStep, masks: TokenMasks | None, late: Many[Sequence] = ()) -> None:
-        """Queues the choice of a launched step's tokens. Tokens that masks forbid have no chance.
+    def choose(self, step: LaunchedStep, masks: TokenMasks | None = None, late: Many[Sequence] = ()) -> ChosenStep:
+        """Queues the choice of a launched step's tokens, and their copy to the host. Tokens that masks forbid have no
+        chance.
 
         `late` are sequences that get no token. The tokens chosen in their rows are dropped and not counted.
         """
         num_rows = len(step.rows)
-        asked, found = [], None
-        step.late = list(late)
-        late_rows = {step.row_of.pop(sequence.request_id) for sequence in late}
-        step.edited = [row for row in step.edited if row.index not in late_rows]
+        logprob_rows, logprobs = [], None
         if step.logits.sampled_BV is not None:
-            asked = [i for i, row in enumerate(step.rows) if row.params.logprobs is not None and i not in late_rows]
-            found = self._sample(step.logits.sampled_BV, step, asked, masks)
+            late_rows = {step.row_by_request[sequence.request_id] for sequence in late}
+            edited = [row for row in step.edited if row.index not in late_rows]
+            logprob_rows = [
+                i for i, row in enumerate(step.rows) if row.params.logprobs is not None and i not in late_rows
+            ]
+            logprobs = self._sample(step.logits.sampled_BV, step, edited, logprob_rows, masks)
             self.steps.share(num_rows)
-        sampled = step.download.add(self._inputs.sampled_B[:num_rows])
+        token_B = step.download.add(self._inputs.sampled_B[:num_rows])
         step.download.close()
-        step.choice = StepChoice(sampled, asked, found)
+        return ChosenStep(step, token_B, logprob_rows, logprobs, late)
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
@@ -201,7 +225,7 @@ class ModelRunner:
 
     def steps_on_gpu(self) -> list[GPUSteps]:
         """Returns the steps that were timed. There are none on a CPU."""
-        return [] if self._clock is None else self._clock.told()
+        return [] if self._clock is None else self._clock.totals()
 
     def close(self) -> None:
         """Stops the other ranks, and leaves their group."""
@@ -220,31 +244,32 @@ class ModelRunner:
         self,
         logits_BV: Tensor,
         step: LaunchedStep,
-        asked: list[int],
+        edited: list[EditedRow],
+        logprob_rows: list[int],
         masks: TokenMasks | None,
     ) -> PendingLogprobs | None:
-        """Samples a step's tokens into sampled_B. `asked` are the rows whose logprobs are requested."""
+        """Samples a step's tokens into sampled_B. Returns the logprobs of `logprob_rows`, or None without such rows."""
         rows = step.rows
-        where = to_device(asked, torch.int64, self._device) if asked else None
-        raw_BV = None if where is None else logits_BV[where]  # a copy: masks and edits are written in place
+        row_P = to_device(logprob_rows, torch.int64, self._device) if logprob_rows else None
+        raw_PV = None if row_P is None else logits_BV[row_P]  # a copy: masks and edits are written in place
         sampled_B = self._inputs.sampled_B[: len(rows)]
         logits_BV = logits_BV.float()
         if masks is not None:
             row_N = to_device(masks.rows, torch.int64, self._device)
             mask_tokens(logits_BV, row_N, self._upload_masks(masks.bits_NW))
-        self._editor.apply(logits_BV, step.edited)
+        self._editor.apply(logits_BV, edited)
         sampled_B.copy_(sample(logits_BV, rows))
-        self._editor.count(sampled_B, step.edited)
-        if where is None or raw_BV is None:
+        self._editor.count(sampled_B, edited)
+        if row_P is None or raw_PV is None:
             return None
-        num_top = [rows[i].params.logprobs or 0 for i in asked]
-        return PendingLogprobs(raw_BV, sampled_B[where], num_top, step.download)
+        num_top = [rows[i].params.logprobs or 0 for i in logprob_rows]
+        return PendingLogprobs(raw_PV, sampled_B[row_P], num_top, step.download)
 
 
 def _pool(chunks: Many[Chunk], hidden_TD: Tensor, download: Download) -> dict[int, Tensor]:
     """Returns the pooled vectors [D] of the prompts that end in the step, by chunk. For a mean, partial sums stay with
     their sequences."""
-    found: dict[int, Tensor] = {}
+    pooled: dict[int, Tensor] = {}
     start = 0
     for i, chunk in enumerate(chunks):
         sequence, end = chunk.sequence, start + chunk.num_tokens
@@ -254,8 +279,8 @@ def _pool(chunks: Many[Chunk], hidden_TD: Tensor, download: Download) -> dict[in
                 sum_D += sequence.pooled_D
             sequence.pooled_D = sum_D
             if chunk.samples:
-                found[i] = download.add(sequence.pooled_D / sequence.num_prompt)
+                pooled[i] = download.add(sequence.pooled_D / sequence.num_prompt)
         elif sequence.pooling == "last" and chunk.samples:
-            found[i] = download.add(hidden_TD[end - 1].float())
+            pooled[i] = download.add(hidden_TD[end - 1].float())
         start = end
-    return found
+    return pooled

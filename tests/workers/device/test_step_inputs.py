@@ -9,8 +9,7 @@ from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.device.step_inputs import StepInputs
 from lorafleet.workers.device.step_plan import Rows
 from lorafleet.workers.schedule.kv_cache import SequenceBlocks
-from lorafleet.workers.schedule.scheduler import Chunk
-from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
+from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.slots.activation import NEVER
 from lorafleet.workers.step.planner import plan_step
 
@@ -25,8 +24,8 @@ def chunk(name: str, tokens: list[int], num_computed: int, table: list[int], num
     )
 
 
-def fields(inputs: StepInputs, chunks: list[Chunk], row_of: dict[str, int]) -> Rows:
-    return plan_step(chunks, row_of, inputs.first_known, BLOCK, []).fields_FT
+def fields(inputs: StepInputs, chunks: list[Chunk], row_by_request: dict[str, int]) -> Rows:
+    return plan_step(chunks, row_by_request, inputs.first_known, BLOCK, []).fields_FT
 
 
 def test_tokens_come_from_the_host_or_from_the_last_step_and_padding_goes_to_the_trash():

@@ -57,8 +57,7 @@ class Queue:
     def step(self, seconds: float = 0.0) -> list[str]:
         """Names of those whose time is up."""
         self.now += seconds
-        for chunk in self.scheduler.schedule():
-            self.scheduler.launched(chunk)
+        self.scheduler.launched(self.scheduler.schedule())
         refused = [sequence for sequence, _ in self.admission.expired()]
         for sequence in refused:
             self.end(sequence)
@@ -195,7 +194,7 @@ def test_a_preempted_sequence_is_not_refused():
     queue = Queue(max_queued=None)
     started = queue.add("started", timeout_s=1.0)
     queue.step()
-    queue.scheduler._preempt(started)
+    queue.scheduler.preempt(started)
     queue.scheduler.max_num_seqs = 0
     assert queue.step(10.0) == []
     assert list(queue.scheduler.waiting) == [started]

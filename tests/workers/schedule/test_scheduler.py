@@ -4,6 +4,7 @@ test_matches_transformers.py."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence as Many
 from typing import Any
 
 from lorafleet.protocol.lora_request import LoRARequest
@@ -11,7 +12,7 @@ from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.bases.rope_config import RopeConfig
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.scheduler import Scheduler
-from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
+from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.slots.slot_policy import Slot
 
 
@@ -25,11 +26,10 @@ def scheduler(*, max_num_seqs=256, most=8192, mixed=512, caching=False, loras=No
     return Scheduler(KVCacheManager(num_blocks, 16, caching), loras, rope, max_num_seqs, most, mixed)
 
 
-def step(scheduled: Scheduler) -> dict[str, int]:
+def step(scheduled: Scheduler, in_flight: Many[Chunk] = ()) -> dict[str, int]:
     """The next step's tokens by sequence; the step is taken as done."""
-    chunks = scheduled.schedule()
-    for chunk in chunks:
-        scheduled.launched(chunk)
+    chunks = scheduled.schedule(in_flight)
+    scheduled.launched(chunks)
     return {chunk.sequence.request_id: chunk.num_tokens for chunk in chunks}
 
 
@@ -287,10 +287,11 @@ def test_what_a_step_under_way_computes_is_not_preempted_and_the_next_step_waits
     s = scheduler(max_num_seqs=2)
     for i in range(4):
         s.add(of_tenant("noisy", str(i)))
-    step(s)
+    chunks = s.schedule()
+    s.launched(chunks)
     s.add(of_tenant("quiet", "first"))
     assert not s.may_preempt
-    assert "quiet first" not in step(s)
+    assert "quiet first" not in step(s, in_flight=chunks)
     assert s.may_preempt, "the engine has to wait for the tokens"
     answered(s)
     assert "quiet first" in step(s)
@@ -355,3 +356,44 @@ def test_a_slot_is_not_taken_from_a_tenant_that_runs_as_few():
     s.add(of_tenant("quiet", "first", lora=lora("cold")))
     step(s)
     assert running(s) == {"noisy": 3, "other": 1}
+
+
+def test_a_part_of_a_prompt_that_is_under_way_is_not_preempted_either():
+    s = scheduler(max_num_seqs=2, most=16)
+    s.add(of_tenant("noisy", "short", 10))
+    s.add(of_tenant("noisy", "long", 100))
+    step(s)
+    answered(s)
+    chunks = s.schedule()
+    s.launched(chunks)
+    s.add(of_tenant("quiet", "first", 5))
+    assert "quiet first" not in step(s, in_flight=chunks)
+    assert s.may_preempt
+    answered(s)
+    assert "quiet first" in step(s)
+
+
+def test_a_tenant_does_not_take_the_blocks_that_those_under_way_need_next():
+    s = scheduler(num_blocks=16)
+    for i in range(3):
+        s.add(of_tenant("noisy", str(i), 16))
+    chunks = s.schedule()
+    s.launched(chunks)
+    s.add(of_tenant("quiet", "first", 11 * 16))
+    assert not s.may_preempt
+    assert "quiet first" not in step(s, in_flight=chunks)
+    assert (s.num_preemptions, s.may_preempt) == (0, True)
+    answered(s)
+    assert "quiet first" in step(s)
+
+
+def test_a_tenant_may_wait_with_a_preempted_sequence_alone():
+    s = scheduler()
+    for i in range(3):
+        s.add(of_tenant("rich", str(i)))
+    poor = of_tenant("poor", "only")
+    s.add(poor)
+    step(s)
+    answered(s)
+    s.preempt(poor)
+    assert "poor only" in step(s)

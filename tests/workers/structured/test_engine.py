@@ -51,8 +51,8 @@ def finished(engine: Engine, name: str) -> TokenOutput:
 
 def test_others_run_while_a_grammar_is_compiled(engine: Engine, file, prompt):
     add(engine, file, "bound", prompt(5), structured_spec.choice(["ab"], "x"))
-    [bound] = engine._preparing
-    pid = bound.grammar.process.program.process.pid
+    [process] = engine._structured._vocabularies.processes
+    pid = process.program.process.pid
     os.kill(pid, signal.SIGSTOP)
     try:
         add(engine, file, "free", prompt(6), None)

@@ -1,0 +1,83 @@
+"""Adds the results of steps to sequences, and turns them into the outputs that leave the engine."""
+
+from __future__ import annotations
+
+import time
+
+from lorafleet.protocol.messages import FinishReason, SequenceTimes, TokenOutput
+from lorafleet.workers.schedule.scheduler import Scheduler
+from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
+from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
+from lorafleet.workers.step.runner import Sampled
+
+
+class AnswerProgress:
+    def __init__(self, scheduler: Scheduler, loras: WorkerLoRAManager | None) -> None:
+        self.num_prompt_tokens = 0  # of all sequences that have a token
+        self.num_generated_tokens = 0
+        self._scheduler = scheduler
+        self._loras = loras
+
+    def advance(self, sequence: Sequence, end: int, sampled: Sampled) -> TokenOutput | None:
+        """Takes in what a step computed for a sequence. Returns its output, or None if no token was sampled.
+
+        `end` is the number of the sequence's tokens that the step had computed. The sampled token comes behind them.
+        """
+        self._scheduler.commit(sequence, end)
+        if sequence.prompt_logprobs is not None:
+            sequence.prompt_logprobs += sampled.prompt
+        if sampled.token is None:
+            return None
+        assert sequence.tokens[end] == UNKNOWN
+        sequence.tokens[end] = sampled.token
+        num_generated = end + 1 - sequence.num_prompt
+        pools = sequence.pooling is not None  # it has sampled a token all the same, which is dropped
+        self.num_generated_tokens += not pools
+        output = TokenOutput(
+            request_id=sequence.request_id,
+            token_ids=[] if pools else [sampled.token],
+            embedding=sampled.embedding,
+            logprobs=[sampled.logprobs] if sampled.logprobs is not None else None,
+            finish_reason=_finish_reason(sequence, sampled.token, num_generated),
+        )
+        if num_generated == 1:
+            self._describe_start(sequence, output)
+        if sequence.times is not None and (num_generated == 1 or output.finish_reason is not None):
+            output.times = _recorded(sequence, sequence.times, output.finish_reason)
+        if output.finish_reason == "stop":
+            output.stop_token_id = sampled.token
+        return output
+
+    def _describe_start(self, sequence: Sequence, output: TokenOutput) -> None:
+        """Adds to the first output what is known of the sequence's start."""
+        self.num_prompt_tokens += sequence.num_prompt
+        output.num_cached_tokens = sequence.num_cached
+        output.queue_s = sequence.started_s - sequence.queued_s
+        output.tier = sequence.tier
+        output.lora_rank = self._rank_of(sequence)
+        output.fallback_reason = sequence.fallback_reason
+        if sequence.prompt_logprobs is not None:
+            output.prompt_logprobs = [None, *sequence.prompt_logprobs]
+
+    def _rank_of(self, sequence: Sequence) -> int:
+        """Returns the rank of the sequence's adapter, or 0 for the base."""
+        if sequence.slot is None or self._loras is None:
+            return 0
+        adapter = self._loras.slots.slots[sequence.slot].adapter
+        assert adapter is not None, "a sequence holds its slot until it ends"
+        return adapter.info.rank
+
+
+def _finish_reason(sequence: Sequence, token: int, num_generated: int) -> FinishReason | None:
+    if token in sequence.stop_ids and num_generated >= sequence.params.min_tokens:
+        return "stop"
+    return "length" if num_generated >= sequence.max_tokens else None
+
+
+def _recorded(sequence: Sequence, times: SequenceTimes, finish_reason: FinishReason | None) -> SequenceTimes:
+    """Records the times of a sequence at its first token and at its last."""
+    now = time.monotonic()
+    times.queued_s, times.started_s = sequence.queued_s, sequence.started_s
+    times.first_s = times.first_s or now
+    times.ended_s = 0.0 if finish_reason is None else now
+    return times

@@ -1,0 +1,113 @@
+"""Collects the gauges and totals of one engine, for /metrics and the router."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from lorafleet.protocol.messages import EngineStats
+from lorafleet.protocol.step_metrics import StepMetrics
+from lorafleet.resolvers.fetch_metrics import FetchTotals
+from lorafleet.workers.answer_progress import AnswerProgress
+from lorafleet.workers.memory import fixed_memory
+from lorafleet.workers.schedule.admission import QueueAdmission
+from lorafleet.workers.schedule.scheduler import Scheduler
+from lorafleet.workers.schedule.sequence import Sequence
+from lorafleet.workers.slots.slot_policy import Slot
+from lorafleet.workers.slots.worker_manager import LoadCounts, WorkerLoRAManager
+from lorafleet.workers.step.runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class _NoSlots:
+    """Stands in for SlotPolicy in an engine without LoRA."""
+
+    slots: tuple[Slot, ...] = ()
+    num_idle: int = 0
+    num_pinned: int = 0
+    num_activations: int = 0
+    num_evictions: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _NoAdapters:
+    """Stands in for WorkerLoRAManager in an engine without LoRA."""
+
+    slots: _NoSlots = _NoSlots()
+    counts: LoadCounts = field(default_factory=LoadCounts)
+    fetched: FetchTotals = field(default_factory=FetchTotals)
+    cpu_bytes: int = 0
+
+    def resident_cpu(self) -> list[str]:
+        return []
+
+
+class EngineStatistics:
+    def __init__(
+        self, runner: ModelRunner, scheduler: Scheduler, admission: QueueAdmission, answers: AnswerProgress
+    ) -> None:
+        self.steps = StepMetrics()
+        self._runner = runner
+        self._scheduler = scheduler
+        self._admission = admission
+        self._answers = answers
+        self._adapters: WorkerLoRAManager | _NoAdapters = runner.loras or _NoAdapters()
+        self._fixed_memory = fixed_memory(runner.steps, None if runner.loras is None else runner.loras.model_manager)
+
+    @property
+    def num_adapter_moves(self) -> int:
+        """Number of moves of adapters between tiers so far."""
+        slots = self._adapters.slots
+        return self._adapters.counts.loads + slots.num_activations + slots.num_evictions
+
+    def read(self, sequences: Collection[Sequence], num_pending: int) -> EngineStats:
+        """Returns the present values. `sequences` are all unfinished ones, of which num_pending wait for a grammar."""
+        scheduler, kv, adapters, slots = self._scheduler, self._scheduler.kv, self._adapters, self._adapters.slots
+        resident = [slot.digest or "" for slot in slots.slots]
+        cpu = adapters.resident_cpu()
+        fetched = adapters.fetched
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting) + num_pending + scheduler.num_aside,
+            running_tokens=sum(len(sequence.tokens) for sequence in scheduler.running),
+            waiting_tokens=scheduler.waiting.num_tokens,
+            kv_blocks_total=kv.num_blocks,
+            kv_blocks_free=kv.num_free,
+            prompt_tokens_total=self._answers.num_prompt_tokens,
+            generation_tokens_total=self._answers.num_generated_tokens,
+            prefix_cache_queries_total=kv.query_tokens,
+            prefix_cache_hits_total=kv.hit_tokens,
+            preemptions_total=scheduler.num_preemptions,
+            refused_total=dict(self._admission.refused),
+            steps_total=self.steps.num_steps,
+            steps=self.steps.stats(self._runner.steps_on_gpu()),
+            memory_bytes=self._memory(),
+            lora_slots_total=len(slots.slots),
+            lora_slots_used=sum(map(bool, resident)),
+            lora_slots_idle=slots.num_idle,
+            lora_slots_pinned=slots.num_pinned,
+            lora_adapters_wanted=len({sequence.lora.digest for sequence in sequences if sequence.lora is not None}),
+            lora_cpu_adapters=len(cpu),
+            lora_loads_total=adapters.counts.loads,
+            lora_load_failures_total=adapters.counts.failures,
+            lora_load_seconds_total=adapters.counts.seconds,
+            lora_fetches_total=fetched.fetched,
+            lora_fetch_failures_total=fetched.failed,
+            lora_fetched_bytes_total=fetched.num_bytes,
+            lora_activations_total=slots.num_activations,
+            lora_evictions_total=slots.num_evictions,
+            lora_cpu_evictions_total=adapters.counts.cpu_evictions,
+            lora_slot_bytes=slots.num_bytes,
+            lora_cpu_bytes=adapters.cpu_bytes,
+            waiting_adapters=[lora.digest for lora in scheduler.waiting_adapters()[0]],
+            resident_slots=resident,
+            resident_cpu=cpu,
+        )
+
+    def _memory(self) -> dict[str, int]:
+        memory = self._fixed_memory | {"penalties": self._runner.counts_bytes}
+        if self._runner.loras is None:
+            return memory
+        extra = self._runner.loras.slots.extra_memory.num_bytes * self._runner.steps.model.group.size
+        return memory | {"lora_extra": extra, "lora_cpu": self._adapters.cpu_bytes}

@@ -1,0 +1,69 @@
+"""Gives a sequence the memory that it holds while it runs, and takes it back: its KV blocks and its adapter's slot."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from lorafleet.workers.bases.rope_config import RopeConfig
+from lorafleet.workers.schedule.adapter_slots import AdapterSlots, SlotView
+from lorafleet.workers.schedule.kv_cache import KVCacheManager
+from lorafleet.workers.schedule.sequence import Sequence
+from lorafleet.workers.slots.activation import first_adapted
+
+BASE_SALT = ""  # for keys and values without an adapter
+
+
+class SequenceMemory:
+    def __init__(self, kv: KVCacheManager, loras: AdapterSlots | None, rope: RopeConfig) -> None:
+        self._kv = kv
+        self._loras = loras
+        self._rope = rope
+
+    def fits(self, sequence: Sequence) -> bool:
+        """Returns whether enough blocks are free for all of the sequence's tokens."""
+        return self._kv.blocks_for(len(sequence.tokens)) <= self._kv.num_free
+
+    def take(self, sequence: Sequence, slot: SlotView | None) -> bool:
+        """Gives the sequence its slot, the cached blocks of its prefix, and free blocks for all of its other tokens.
+
+        Returns False and gives nothing if too few blocks are free, so that a prompt does not start only to be
+        preempted.
+        """
+        if slot is not None and slot.adapter is not None and slot.adapter.info.invocation_tokens:
+            prompt = sequence.tokens[: sequence.num_prompt]
+            sequence.first_adapted = first_adapted(prompt, slot.adapter.info.invocation_tokens)
+        digest = sequence.lora.digest if sequence.lora is not None else BASE_SALT
+        blocks = self._kv.open(
+            self._cache_salt(sequence, digest), self._cache_salt(sequence, BASE_SALT), sequence.first_adapted
+        )
+        num_cached = self._kv.reuse_prefix(blocks, sequence.tokens) if sequence.reuses_prefixes else 0
+        if not self._kv.grow(blocks, len(sequence.tokens)):
+            self._kv.release(blocks)
+            return False
+        sequence.blocks = blocks
+        sequence.num_computed = num_cached
+        if sequence.num_generated == 0:
+            sequence.num_cached = num_cached
+        if slot is not None:
+            assert self._loras is not None
+            self._loras.slots.hold(slot.index, sequence.tenant)
+            sequence.slot = slot.index
+        return True
+
+    def release(self, sequence: Sequence) -> None:
+        assert sequence.blocks is not None
+        self._kv.release(sequence.blocks)
+        sequence.blocks = None
+        if sequence.slot is not None and self._loras is not None:
+            self._loras.slots.let_go(sequence.slot)
+            sequence.slot = None
+
+    def _cache_salt(self, sequence: Sequence, digest: str) -> Hashable:
+        """Returns everything besides the tokens that blocks must have in common to be shared.
+
+        Keys and values depend on the adapter, and under some rope scalings on the sequence's length too. Nobody may
+        find out from a prompt's latency that another tenant has sent it.
+        """
+        if not self._rope.depends_on_length:
+            return sequence.cache_salt, digest
+        return sequence.cache_salt, digest, self._rope.key_variant(sequence.num_rotated, len(sequence.tokens))

@@ -1,0 +1,146 @@
+"""Runs the steps of one engine in a pipeline, so that the host's work is hidden behind the device's.
+
+The host launches a step before it has read the tokens of the step before, which the device stores:
+
+    host     launch 1   choose 1   launch 2   collect 1   choose 2   launch 3   collect 2
+    device              step 1 ...............            step 2 ...............
+
+A step passes plan(), launch(), choose() and collect(), in this order. launch() chooses the tokens at once, unless they
+need masks. Masks are computed by other processes beside the step, so choose() comes as late as it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+from lorafleet.protocol.step_metrics import StepShape
+from lorafleet.workers.device.step_plan import StepPlan
+from lorafleet.workers.schedule.scheduler import Scheduler
+from lorafleet.workers.schedule.sequence import Chunk, Sequence
+from lorafleet.workers.step.runner import ChosenStep, LaunchedStep, ModelRunner, Sampled
+from lorafleet.workers.structured.decoding import Fault, StructuredDecoding
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A step on the host."""
+
+    chunks: list[Chunk]
+    plan: StepPlan | None  # None if there are no chunks.
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedStep:
+    """A step whose tokens the host has read."""
+
+    chunks: list[Chunk]
+    ends: list[int]  # Number of computed tokens of each chunk's sequence after the step.
+    sampled: list[Sampled]  # The result of each chunk.
+    late: Many[Sequence]  # Sequences that got no token, since their masks were late.
+    shape: StepShape
+    began_s: float  # Start of the step by time.perf_counter().
+
+
+@dataclass(slots=True)
+class _StepInFlight:
+    """A step that has been launched and not collected."""
+
+    launched: LaunchedStep
+    ends: list[int]  # As in CollectedStep.
+    began_s: float
+    masks_are_requested: bool
+    chosen: ChosenStep | None  # None until choose(), if the choice waits for masks.
+
+
+class StepPipeline:
+    """The steps in flight: at most one between two calls of Engine.step, and two in between.
+
+    A step is launched only behind one whose tokens have been chosen, and that one is collected next.
+    """
+
+    def __init__(self, runner: ModelRunner, structured: StructuredDecoding, scheduler: Scheduler) -> None:
+        self._runner = runner
+        self._structured = structured
+        self._scheduler = scheduler
+        self._in_flight: _StepInFlight | None = None
+        self._next: _StepInFlight | None = None  # launched behind the one in flight, whose place it takes in collect()
+
+    @property
+    def has_step(self) -> bool:
+        """Whether a step is in flight."""
+        return self._in_flight is not None
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """The chunks of the step in flight."""
+        return [] if self._in_flight is None else self._in_flight.launched.chunks
+
+    def plan(self, chunks: list[Chunk]) -> PlannedStep:
+        """Plans a step of these chunks. The tokens of the one in flight need not be chosen yet."""
+        if not chunks:
+            return PlannedStep(chunks, None)
+        before = None if self._in_flight is None else self._in_flight.launched
+        return PlannedStep(chunks, self._runner.plan(chunks, before))
+
+    def choose(self) -> list[Fault]:
+        """Queues the choice of the tokens in flight if it waits for masks. Returns the sequences that cannot go on."""
+        step = self._in_flight
+        if step is None or step.chosen is not None:
+            return []
+        assert self._next is None, "a launch overwrites the logits from which tokens are chosen"
+        assert step.masks_are_requested
+        masked = self._structured.finish()
+        step.chosen = self._runner.choose(step.launched, masked.masks, masked.late)
+        return masked.faults
+
+    def launch(self, planned: PlannedStep, began_s: float) -> list[tuple[Sequence, Exception]]:
+        """Launches a step, without sequences that have ended since it was planned or get no token from the step in
+        flight. `began_s` is the step's start by time.perf_counter().
+
+        Returns the sequences whose sampling could not be prepared. Others may share what the step computes for them.
+        """
+        assert self._next is None, "collect() comes between two launches"
+        planned = self._without_ended(planned)
+        runs_ahead = self._in_flight is not None
+        if not runs_ahead:
+            self._structured.start([chunk.sequence for chunk in planned.chunks if chunk.samples])
+        if planned.plan is None:
+            return []
+        launched = self._runner.launch(planned.chunks, planned.plan)
+        chosen = None if launched.needs_masks else self._runner.choose(launched)
+        self._scheduler.launched(planned.chunks)
+        ends = [chunk.sequence.num_computed for chunk in planned.chunks]
+        self._next = _StepInFlight(launched, ends, began_s, masks_are_requested=not runs_ahead, chosen=chosen)
+        return launched.faults
+
+    def collect(self) -> CollectedStep | None:
+        """Waits for the step in flight and returns it, or None if there is none. The step launched behind it takes its
+        place."""
+        step, self._in_flight, self._next = self._in_flight, self._next, None
+        if step is None:
+            return None
+        assert step.chosen is not None, "choose() comes before collect()"
+        launched = step.launched
+        return CollectedStep(
+            launched.chunks, step.ends, step.chosen.collect(), step.chosen.late, launched.shape, step.began_s
+        )
+
+    def request_masks(self) -> None:
+        """Requests the masks of the step in flight, unless they were requested before its launch.
+
+        Call it when the tokens of all earlier steps are known. The masks are computed while the step runs.
+        """
+        step = self._in_flight
+        if step is not None and not step.masks_are_requested:
+            assert self._next is None
+            self._structured.start(step.launched.sampling)
+            step.masks_are_requested = True
+
+    def _without_ended(self, planned: PlannedStep) -> PlannedStep:
+        """Returns the step without the sequences that cannot go on now, planned again if there are any."""
+        before = self._in_flight
+        assert before is None or before.chosen is not None, "choose() comes before the next launch"
+        late = set(before.chosen.late) if before is not None and before.chosen is not None else ()
+        chunks = [c for c in planned.chunks if not c.sequence.ended and c.sequence not in late]
+        return planned if len(chunks) == len(planned.chunks) else self.plan(chunks)
