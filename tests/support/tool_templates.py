@@ -1,4 +1,5 @@
-"""Chat templates after the manner of three families that show their models tools, far shorter than theirs."""
+"""Has chat templates in the style of three families that show tools to their models; they are far shorter than the
+originals."""
 
 HERMES = """\
 {%- if tools %}<|im_start|>system
