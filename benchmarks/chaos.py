@@ -4,7 +4,8 @@
     python benchmarks/chaos.py --only haproxy,router --clients 20
 
 Clients send requests in closed loops, half of them streaming. They compare every answer with the answer to the same
-prompt and model before the first fault. The time to recover ends when the last failing request begins.
+prompt and model before the first fault. The time to recover is from the fault to the start of the last request that
+failed.
 """
 
 from __future__ import annotations

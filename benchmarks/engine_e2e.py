@@ -10,7 +10,7 @@ decodes. The byte floor is the time to read the weights, the batch's distinct ad
 copy bandwidth measured in the same run. Prefill is the time from submitting all prompts to the first token of the last
 one, in steps of 8192 tokens, whether or not a step also decodes.
 
---quantization: repeats everything for each of these values in one run; none is bf16.
+--quantization: repeats everything for each of these values in one run; the value none keeps bf16.
 
 --mixed-tokens: for each value of max_num_mixed_tokens, a prompt of 8000 tokens then arrives amid 32 streams, which use
 32 adapters. The results are the time until its first token and the gaps of the streams until then.

@@ -72,7 +72,8 @@ class Counts:
         )
 
 
-Plan = Callable[[float, Callable[[float], None]], None]  # Calls a function after this many seconds of simulated time.
+# Plans a call of a function at this simulated time, in seconds.
+Plan = Callable[[float, Callable[[float], None]], None]
 
 
 @dataclass(slots=True, eq=False)

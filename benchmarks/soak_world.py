@@ -51,15 +51,16 @@ MIXES = 6  # The number of mixes of each tenant.
 class Adapter:
     """One adapter of a soak, and what it stands for at the moment."""
 
-    # None stands for a public adapter.
-    tenant: str | None
+    tenant: str | None  # None stands for a public adapter.
     name: str
     kind: Kind
-    rank: int  # The weights by letter: "a", and "b" if the adapter changes.
+    rank: int
+    # The weights by letter: "a", and "b" if the adapter changes.
     contents: dict[str, bytes] = field(default_factory=dict)
-    truth: Truth = field(default_factory=lambda: Truth({}, ABSENT))  # The letters of its versions' contents.
-    letters: dict[int, str] = field(default_factory=dict)  # The number of moves of its alias.
-    num_moves: int = 0  # The letters that the alias stands for: one, or several if it is split.
+    truth: Truth = field(default_factory=lambda: Truth({}, ABSENT))
+    letters: dict[int, str] = field(default_factory=dict)  # The letters of its versions' contents.
+    num_moves: int = 0  # The number of moves of its alias.
+    # The letters that the alias stands for: one, or several if it is split.
     stands_for: set[str] = field(default_factory=set)
 
     def packed(self, letter: str, tag: str) -> bytes:

@@ -19,9 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-os.environ["LORAFLEET_STATE_DIR"] = tempfile.mkdtemp(
-    prefix="lorafleet-state-"
-)  # The default state folder of all tests.
+os.environ["LORAFLEET_STATE_DIR"] = tempfile.mkdtemp(prefix="lorafleet-state-")  # The tests' own folder.
 
 import torch
 

@@ -94,7 +94,7 @@ class ScriptedEngine:
             yield output
 
     def _logprobs(self, token: int, k: int) -> TokenLogprobs:
-        """Makes the token always the second best; the best one has a logprob that JSON can hold only after clamping."""
+        """Makes the token the second best; all but the best two have -inf, which JSON holds only after clamping."""
         best = [40, token, *range(50, 50 + k)][:k]
         return TokenLogprobs(token, -0.5, 2, best, [-0.25, -0.5, *([float("-inf")] * k)][:k])
 

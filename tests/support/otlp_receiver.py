@@ -51,8 +51,7 @@ class Receiver:
             return list(self._spans)
 
     def trace(self, trace_id: str) -> tuple[Seen, list[Seen]]:
-        """Waits for the request's own span, and returns it with the spans below it in the order of their start
-        times."""
+        """Waits for the request's own span, and returns it with the spans below it by start time."""
         with self._came:
             assert self._came.wait_for(lambda: _of_request(self._spans, trace_id), ARRIVE_S), self._spans
             whole = _of_request(self._spans, trace_id)

@@ -45,8 +45,7 @@ def with_values(model: Path, folder: Path, rounded: Callable[[Tensor], Tensor]) 
 def bitsandbytes_checkpoint(
     model: Path, folder: Path, kind: str = "nf4", nested: bool = True, skipped: str = "lm_head"
 ) -> tuple[Path, Path]:
-    """Writes a checkpoint as transformers saves it, quantized by bitsandbytes itself, and the plain one with its
-    values.
+    """Writes a checkpoint that bitsandbytes quantized, as transformers saves it, and the plain one of its values.
 
     Modules whose names contain one of `skipped` are left alone.
     """
@@ -76,8 +75,7 @@ def bitsandbytes_checkpoint(
 
 
 def compressed_checkpoint(model: Path, folder: Path) -> Path:
-    """Writes a checkpoint as llm-compressor's FP8_DYNAMIC does; its values are those of with_values(…,
-    rounded_to_fp8)."""
+    """Writes a checkpoint as llm-compressor's FP8_DYNAMIC, with the values of with_values(…, rounded_to_fp8)."""
 
     def entries(name: str, weight: Tensor) -> dict[str, Tensor]:
         if not is_linear(name):

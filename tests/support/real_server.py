@@ -75,8 +75,7 @@ def running(
     lora: LoRAConfig = LORA,
     **engine: Any,
 ) -> Iterator[RealServer]:
-    """Starts the server and yields it. `config` has fields of FrontConfig; `lora` and `engine` are those of
-    EngineConfig."""
+    """Yields a running server. `config` has fields of FrontConfig; `lora` and `engine` have those of EngineConfig."""
     server, ready, failed = RealServer(), threading.Event(), list[BaseException]()
 
     def run() -> None:

@@ -15,8 +15,7 @@ ADMIN_KEY = "the admin key"
 
 
 def bare_front(keys: dict[str, Caller] | None = None, stats: EngineStats | None = None) -> Front:
-    """Returns the front of the replica "r0". Without `keys` the server has none, except that the admin key is always
-    valid."""
+    """Returns the front of the replica "r0". The admin key is always valid; without `keys` it is the only one."""
     known = None if keys is None else {_digest(key): KnownKey(caller) for key, caller in keys.items()}
     gate = Gate(ADMIN_KEY, None if known is None else lambda: known)
     engine = SimpleNamespace(

@@ -313,8 +313,7 @@ class Reference:
 
 
 def make_layered_adapter(folder: Path, model: Path, *, seed: int = 1, **options: Any) -> Path:
-    """Saves an adapter as PEFT did under transformers 4, where a router and each expert's projections were Linear
-    layers.
+    """Saves an adapter as PEFT did under transformers 4, where routers and experts' projections were Linear layers.
 
     The adapter covers all of these, and q_proj.
     """

@@ -1,5 +1,4 @@
-"""Has chat templates in the style of three families that show tools to their models; they are far shorter than the
-originals."""
+"""Has short chat templates in the style of three families of models that are shown tools."""
 
 HERMES = """\
 {%- if tools %}<|im_start|>system

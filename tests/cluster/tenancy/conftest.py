@@ -15,8 +15,7 @@ from tests.cluster.tenancy.house import PATIENT_S, House, running_engine
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shortens waits that no test here needs. The time until a silent replica counts as gone stays, as machines are
-    slow."""
+    """Shortens waits that no test needs, but not the time after which a silent replica counts as gone."""
     monkeypatch.setattr(directory_module, "HOLD_S", 0.05)
     monkeypatch.setattr(catalog_module, "SETTLE_S", 0.01)
     monkeypatch.setattr(membership_module, "ADMIT_S", PATIENT_S)
