@@ -1,17 +1,24 @@
-"""Decode with adapters of every form, at 8B shape with random weights: milliseconds a step, beside plain LoRA's.
+"""Measures decode steps with adapters of every form, at 8B shape with random weights, against plain LoRA.
 
     python benchmarks/adapter_kinds.py [--short] [--kinds plain dora ...] [--lora-dtype auto|fp8] [--json FILE]
 
-64 sequences, 8 adapters of one kind, request i with adapter i modulo 8; bf16, greedy; prompts of 512 random tokens, 128
-generated (--short: 128 and 64). A step is timed on the host as engine_e2e.py does; the kinds take turns, three times,
-and the median counts. Excess: over the base alone, with the same engine. Ratio: to plain LoRA's excess.
+A batch has 64 sequences and 8 adapters of one kind; request i uses adapter i modulo 8. The model runs in bf16 and
+samples greedily. Prompts have 512 random tokens and answers 128 tokens (--short: 128 and 64). A step is timed on the
+host as in engine_e2e.py. The kinds take turns three times, and the median counts. The excess is the time above the base
+alone on the same engine; the ratio is the excess divided by that of plain LoRA.
 
-The forms are made here, not read from PEFT's files: plain is rank 16 on all seven projections; dora has a scale of
-every output besides, bias a bias of it; ia3 scales k, v and down alone; norms replaces every norm; lokr adds Kronecker
-products of square factors; vocab_lora is plain with rank 16 on embedding and head besides, vocab_rows with 64 rows of
-both replaced; head replaces the whole head, a GB each (not where --short is). mixed has all kinds of linears and norms
-in one batch, mixed_but_lokr all but lokr, for whose products steps take graphs of their own; one_lokr is plain LoRA
-beside one lokr.
+The forms are made here rather than read from PEFT files:
+
+- plain has rank 16 on all seven projections;
+- dora adds a scale for every output to plain, and bias adds a bias for every output;
+- ia3 only scales k, v and down;
+- norms replaces every norm;
+- lokr adds Kronecker products of square factors;
+- vocab_lora adds rank 16 on embedding and head to plain, and vocab_rows replaces 64 rows of both;
+- head replaces the whole head, which takes a GB per adapter (it is left out with --short);
+- mixed has all kinds of linears and norms in one batch;
+- mixed_but_lokr leaves out lokr, whose products need CUDA graphs of their own;
+- one_lokr is plain LoRA beside a single lokr.
 """
 
 from __future__ import annotations
@@ -39,7 +46,7 @@ from lorafleet.workers.startup import build_engine
 
 BATCH, ADAPTERS, ROUNDS = 64, 8, 3
 VOCAB = CONFIG["vocab_size"]
-EXTRA_GIB = 10.0  # for eight whole heads
+EXTRA_GIB = 10.0  # Additional memory for eight whole heads.
 MODULES = {f"layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in SHAPES.items()}
 NORMS = [
     *(f"layers.{i}.{name}" for i in range(LAYERS) for name in ("input_layernorm", "post_attention_layernorm")),
@@ -48,7 +55,7 @@ NORMS = [
 
 
 class Forms:
-    """Every adapter of a kind has the same numbers: in a slot each has its own copy."""
+    """Makes the forms of each kind. The adapters of a kind have the same numbers, and each has its own slot."""
 
     def __init__(self) -> None:
         self._low_rank = {
@@ -104,7 +111,7 @@ KINDS: dict[str, Callable[[Forms], AdapterForms]] = {
         Forms.head,
     )
 }
-# Of each adapter of a batch, its kind.
+# The kind of each adapter in a batch.
 BATCHES = {kind: [kind] * ADAPTERS for kind in KINDS} | {
     "mixed_but_lokr": ["plain", "dora", "bias", "ia3", "norms", "dora", "plain", "bias"],
     "mixed": ["plain", "dora", "bias", "ia3", "norms", "lokr", "dora", "lokr"],
@@ -121,7 +128,7 @@ def _scale(size: int) -> torch.Tensor:
 
 
 def _factor(size: int) -> int:
-    """The largest up to its root: what LoKr's own default takes."""
+    """Returns the largest divisor up to the square root, which is LoKr's default factor."""
     return next(f for f in range(int(size**0.5), 0, -1) if size % f == 0)
 
 
@@ -131,7 +138,7 @@ def _kronecker(inputs: int, outputs: int) -> Kronecker:
 
 
 def start(checkpoint: Path, kinds: list[str], lora_dtype: str) -> tuple[Engine, dict[str, list[LoRARequest]]]:
-    """An engine, and every kind's adapters in its host memory."""
+    """Returns an engine, and the adapters of every kind loaded into its host memory."""
     forms = Forms()
     made = {kind: KINDS[kind](forms) for kind in kinds}
 
@@ -139,7 +146,7 @@ def start(checkpoint: Path, kinds: list[str], lora_dtype: str) -> tuple[Engine, 
         kind = Path(path).name.partition("-")[0]
         return ReadAdapter(made[kind], f"digest of {Path(path).name}", 0.0)
 
-    lora_model.read_adapter = read  # the forms are what is measured, not the files
+    lora_model.read_adapter = read  # The benchmark measures the forms, so it bypasses reading files.
     count = ADAPTERS * len(kinds)
     engine = build_engine(
         EngineConfig(

@@ -1,12 +1,15 @@
-"""What adapters cost on their way in: CPU memory to slot, disk to first token, and what other streams notice of it.
+"""Measures the cost of loading adapters: CPU memory to slot, disk to first token, and the effect on other streams.
 
     python benchmarks/adapter_loading.py [--ranks 16 64] [--streams 1 8 64] [--json FILE]
 
-8B Llama shape with random weights, bf16, adapters on all seven projections. Activation: the time until a slot may be
-used, and what of it the engine loop itself is held up. Streams: decoding sequences over four adapters, the time from
-one step's tokens to the next one's, alone, with another adapter put into a slot every 100 ms, and with another one read
-from disk every 250 ms. Disk: from asking for an adapter that the server has never seen to the first token of a prompt
-of 16 tokens, nothing else running; "cold" after the kernel was told to forget the file, which it does on real disks.
+The model is an 8B Llama shape with random weights in bf16, with adapters on all seven projections.
+
+- Activation is the time until a slot may be used, and how much of that time the engine loop itself is blocked.
+- Streams are decoding sequences over four adapters. Their gap is the time from one step's tokens to the next step's:
+  alone, with another adapter put into a slot every 100 ms, and with another adapter read from disk every 250 ms.
+- Disk is the time from requesting an adapter that the server has never seen to the first token of a prompt of 16
+  tokens, while nothing else runs. For "cold", the kernel first drops the file from its page cache, which only works on
+  real disks.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ from lorafleet.workers.startup import build_engine
 from random_llama import write_adapters
 
 SLOTS, STREAM_ADAPTERS = 8, 4
-NUM_RESIDENT, NUM_FRESH = 12, 3  # adapters in CPU memory, and read from disk again and again
+# Adapters that stay in CPU memory, and adapters that are read from disk again and again.
+NUM_RESIDENT, NUM_FRESH = 12, 3
 STEPS = 800
 ACTIVATE_EVERY_S, LOAD_EVERY_S = 0.1, 0.25
 DISK_REPEATS = 5
@@ -47,7 +51,7 @@ PROMPT = 512
 
 
 class Bench:
-    """The engine, driven as the worker's loop does: it sleeps only where every request waits for an adapter."""
+    """Drives the engine as the worker's loop does: it sleeps only when every request waits for an adapter."""
 
     def __init__(self, folder: Path, max_rank: int, cpu_loras: int, streams: int) -> None:
         (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -60,7 +64,7 @@ class Bench:
                 kv_cache_tokens=200_000,
                 max_num_seqs=streams,
                 max_num_batched_tokens=8192,
-                max_num_mixed_tokens=8192,  # the streams start at once, not one after the other
+                max_num_mixed_tokens=8192,  # All streams start at once.
                 enable_prefix_caching=False,
                 lora=LoRAConfig(max_loras=SLOTS, max_lora_rank=max_rank, max_cpu_loras=cpu_loras),
             ),
@@ -70,8 +74,8 @@ class Bench:
         self.loras = self.engine.loras
         self._ids = iter(range(1 << 30))
 
-    def turn(self) -> int:
-        """One step; how many tokens came out."""
+    def step(self) -> int:
+        """Runs one step and returns the number of tokens that it produced."""
         outputs = self.engine.step()
         if self.engine.stalled:
             self._awake.wait(0.001)
@@ -82,7 +86,7 @@ class Bench:
         asked = LoRARequest(path.name, 1, str(path))
         future: Future[AdapterInfo] = self.engine.load_adapter(asked)
         while not future.done():
-            self.turn()
+            self.step()
         return msgspec.structs.replace(asked, digest=future.result().digest)
 
     def submit(self, length: int, max_tokens: int, lora: LoRARequest | None) -> None:
@@ -93,7 +97,7 @@ class Bench:
 
     def drain(self) -> None:
         while self.engine.has_work:
-            self.turn()
+            self.step()
         torch.cuda.synchronize()
 
 
@@ -108,7 +112,7 @@ class Activation:
 
 
 def measure_activation(bench: Bench, rank: int, adapters: list[LoRARequest]) -> Activation:
-    """All are in CPU memory; each goes into the slot that has waited longest."""
+    """Times moves from CPU memory to a slot. Each adapter replaces the one that has been unused for longest."""
     ready: list[float] = []
     loop: list[float] = []
     size = 0
@@ -124,13 +128,13 @@ def measure_activation(bench: Bench, rank: int, adapters: list[LoRARequest]) -> 
         ready.append((time.perf_counter() - before) * 1e3)
         loop.append((returned - before) * 1e3)
         size = slot.adapter.block.numel()
-    ready, loop = ready[SLOTS:], loop[SLOTS:]  # the first round fills empty slots
+    ready, loop = ready[SLOTS:], loop[SLOTS:]  # The first round fills empty slots.
     return Activation(rank, size / 1e6, statistics.median(ready), max(ready), statistics.median(loop), max(loop))
 
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """Between one step's tokens and the next one's, in milliseconds."""
+    """Times between one step's tokens and the next step's."""
 
     streams: int
     beside: str
@@ -145,13 +149,13 @@ class Gaps:
 def measure_gaps(
     bench: Bench, streams: int, held: list[LoRARequest], every_s: float, event: Callable[[], None]
 ) -> tuple[float, float, float, int]:
-    """p50, p99 and longest, and how many events there were."""
+    """Returns the 50th and 99th percentiles, the longest gap, and the number of events."""
     for i in range(streams):
         bench.submit(PROMPT, STEPS + 80, held[i % len(held)])
-    while bench.turn() < streams:
+    while bench.step() < streams:
         pass
     for _ in range(30):
-        bench.turn()
+        bench.step()
     gaps: list[float] = []
     events = 0
     last = due = time.perf_counter()
@@ -160,7 +164,7 @@ def measure_gaps(
             event()
             events += 1
             due += every_s
-        assert bench.turn() == streams
+        assert bench.step() == streams
         now = time.perf_counter()
         gaps.append((now - last) * 1e3)
         last = now
@@ -196,7 +200,7 @@ def measure_streams(
         alone = rows[0].p99_ms if rows else p99
         rows.append(Gaps(streams, beside, rank, p50, p99, most, p99 / alone, events))
     while not all(future.done() for future in loaded):
-        bench.turn()
+        bench.step()
     for future in loaded:
         bench.loras.drop(future.result().digest)
     return rows
@@ -204,17 +208,16 @@ def measure_streams(
 
 @dataclass(frozen=True, slots=True)
 class FromDisk:
-    """Milliseconds, medians. load: until the loop has the adapter in CPU memory, of which read (with the digest), check
-    and pack. slot: the copy to the GPU. step: from there to the token."""
+    """Median times of loading an adapter from disk until its first token."""
 
     rank: int
     cache: str
-    read_ms: float
+    read_ms: float  # Time to read the file and compute its digest.
     check_ms: float
     pack_ms: float
-    load_ms: float
-    slot_ms: float
-    step_ms: float
+    load_ms: float  # Time until the loop has the adapter in CPU memory; it includes reading, checking and packing.
+    slot_ms: float  # Time of the copy to the GPU.
+    step_ms: float  # Time from the end of the copy to the first token.
     total_ms: float
     worst_ms: float
 
@@ -228,13 +231,13 @@ def measure_disk(bench: Bench, rank: int, path: Path, cold: bool) -> FromDisk:
         lora = bench.load(path)
         loaded = time.perf_counter()
         bench.submit(16, 1, lora)
-        bench.turn()  # starts the copy
+        bench.step()  # This step starts the copy.
         slot = bench.loras.slots.find(lora.digest)
         assert slot is not None and slot.adapter is not None
         while not slot.is_ready:
-            bench.turn()
+            bench.step()
         ready = time.perf_counter()
-        while not bench.turn():
+        while not bench.step():
             pass
         done = time.perf_counter()
         times = slot.adapter.times
@@ -242,14 +245,14 @@ def measure_disk(bench: Bench, rank: int, path: Path, cold: bool) -> FromDisk:
         rows.append([1e3 * t for t in (times.read_s, times.check_s, times.pack_s, *marks)])
         bench.drain()
         bench.loras.drop(lora.digest)
-    # the first one warms up
+    # The first repeat only warms up.
     medians = [statistics.median(column) for column in zip(*rows[1:], strict=True)]
     return FromDisk(rank, "cold" if cold else "warm", *medians, max(row[-1] for row in rows[1:]))
 
 
 def forget(path: Path) -> None:
     with path.open("rb+") as file:
-        os.fsync(file.fileno())  # pages that were never written cannot be forgotten
+        os.fsync(file.fileno())  # The kernel can drop only pages that have been written to disk.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -266,9 +269,9 @@ def main() -> None:
         bench = Bench(Path(folder), max(args.ranks), cpu_loras, max(args.streams))
         print(torch.cuda.get_device_name())
         for rank in args.ranks:
-            at = Path(folder, f"rank{rank}")
-            write_adapters(at, CONFIG, NUM_RESIDENT + NUM_FRESH, rank)
-            paths = [at / f"a{i}" for i in range(NUM_RESIDENT + NUM_FRESH)]
+            parent = Path(folder, f"rank{rank}")
+            write_adapters(parent, CONFIG, NUM_RESIDENT + NUM_FRESH, rank)
+            paths = [parent / f"a{i}" for i in range(NUM_RESIDENT + NUM_FRESH)]
             resident = [bench.load(path) for path in paths[:NUM_RESIDENT]]
             a = measure_activation(bench, rank, resident)
             results["activation"].append(asdict(a))

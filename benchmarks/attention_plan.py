@@ -1,11 +1,16 @@
-"""What planning a step's attention costs the host, in microseconds.
+"""Measures the host time of planning a step's attention, in microseconds.
 
     python benchmarks/attention_plan.py [--batches 1 8 64 256] [--json FILE]
 
-FlashInfer at an 8B Llama's shape, one kind of layer. Sequences have 512 to 1023 tokens of context, one more with each
-step. graph: plan() of a captured decode step; eager: of the same step without a graph; mixed: of a step that also
-prefills 512 tokens. busy: a graph's plan while the device is busy for some 30 ms, which it must not wait for.
-Medians of 200 plans; of 5 for the busy device.
+The backend is FlashInfer at an 8B Llama's shape with one kind of layer. Sequences have 512 to 1023 tokens of context,
+and one more with each step. The columns are:
+
+- graph: plan() of a captured decode step;
+- eager: plan() of the same step without a graph;
+- mixed: plan() of a step that also prefills 512 tokens;
+- busy: plan() of a graph while the device is busy for about 30 ms, which plan() must not wait for.
+
+The figures are medians of 200 plans, and of 5 plans for the busy device.
 """
 
 from __future__ import annotations
@@ -68,7 +73,7 @@ def main() -> None:
         kv_dtype=torch.bfloat16,
         device=torch.device("cuda", torch.cuda.current_device()),
     )
-    shape = (2, 1, BLOCK, spec.num_kv_heads, spec.head_dim)  # plans never read the cache
+    shape = (2, 1, BLOCK, spec.num_kv_heads, spec.head_dim)  # Plans never read the cache.
     cache = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
     eager = FlashInferAttention(spec, [KVCache(cache[0], cache[1])])
     rows = []

@@ -1,10 +1,10 @@
-"""Kills and stops each kind of process of a server under load, and says what its clients saw.
+"""Kills and stops each kind of process of a server under load, and reports what its clients saw.
 
     python benchmarks/chaos.py                     # two replicas of the demo model on this machine's CPUs
     python benchmarks/chaos.py --only haproxy,router --clients 20
 
-Clients ask in closed loops, half of them for streams, and compare every answer with the one that the same prompt and
-model had before anything was killed. The time to recover is the time from the fault until the last request began that
+Clients send requests in closed loops, half of them streaming. They compare every answer with the answer to the same
+prompt and model before the first fault. The time to recover is from the fault to the start of the last request that
 failed.
 """
 
@@ -34,12 +34,12 @@ DEMO = Path(__file__).resolve().parents[1] / "demo"
 MODELS = ("demo", "shout", "json", "pirate")
 PROMPTS = ("What colour is a lime?", "Name a fruit.", "How are you today?")
 STOPPED_S = 8.0
-CALM_S = 3.0  # under load before each fault
-WATCHED_S = 15.0  # under load after it; a server whose raylet or GCS has ended takes longer to be back
-WHOLE_S = 180.0  # for all processes to be there again
+CALM_S = 3.0  # Time under load before each fault.
+WATCHED_S = 15.0  # Time under load after a fault; a server whose raylet or GCS has ended takes longer to recover.
+WHOLE_S = 180.0  # Time within which all processes must be running again.
 REQUEST_S = 60.0
-UNANSWERED_S = 5.0  # a request that has waited so long when the watching ends counts as a failure
-TARGETS = {  # name of a kind of process: what its title or command line contains
+UNANSWERED_S = 5.0  # A request that has waited this long when the observation ends counts as a failure.
+TARGETS = {  # Maps the name of a kind of process to a part of its title or command line.
     "haproxy": "/haproxy -db",
     "haproxy-manager": "ray::WatchedHAProxyManager",
     "router": "ray::ServeReplica:lorafleet:AdapterRouter",
@@ -57,29 +57,29 @@ TARGETS = {  # name of a kind of process: what its title or command line contain
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    began_s: float  # all three on the monotonic clock
-    first_s: float | None  # when the first byte of the answer came
+    began_s: float  # All three times are on the monotonic clock.
+    first_s: float | None  # Time of the first byte of the answer.
     ended_s: float
-    kind: str  # "ok", or how it failed
+    kind: str  # Either "ok" or the way in which it failed.
 
 
 @dataclass(slots=True)
 class Clients:
-    """Closed loops against one server."""
+    """Sends requests to one server in closed loops."""
 
     url: str
     expected: dict[tuple[str, str], str] = field(default_factory=dict)
     outcomes: list[Outcome] = field(default_factory=list)
 
     async def learn(self) -> None:
-        """Asks for every answer once, while all is well."""
+        """Records the correct answer to every request before the first fault."""
         async with self._http() as http:
             for model, prompt in itertools.product(MODELS, PROMPTS):
                 answer = await http.post("/v1/completions", json=_request(model, prompt, stream=False))
                 self.expected[model, prompt] = answer.raise_for_status().json()["choices"][0]["text"]
 
     async def run(self, number: int, count: int) -> None:
-        """Cancelled at the end."""
+        """Runs the closed loops until it is cancelled."""
         async with self._http() as http, asyncio.TaskGroup() as group:
             for index in range(count):
                 group.create_task(self._loop(http, number + index))
@@ -96,7 +96,8 @@ class Clients:
             outcome = await self._ask(http, model, prompt, stream=number % 2 == 0)
             self.outcomes.append(outcome)
             if outcome.kind != "ok":
-                await asyncio.sleep(0.05)  # a refused connection costs nothing: do not count it a thousand times
+                # A refused connection returns at once; the pause keeps it from being counted a thousand times.
+                await asyncio.sleep(0.05)
 
     async def _ask(self, http: httpx.AsyncClient, model: str, prompt: str, *, stream: bool) -> Outcome:
         began_s = time.monotonic()
@@ -114,7 +115,7 @@ class Clients:
             kind = "timeout"
         except httpx.HTTPError:
             kind = "cut stream" if stream and first_s is not None else "cut"
-        except asyncio.CancelledError:  # the time of watching is over
+        except asyncio.CancelledError:  # The observation is over.
             if time.monotonic() - began_s > UNANSWERED_S:
                 self.outcomes.append(Outcome(began_s, first_s, time.monotonic(), "unanswered"))
             raise
@@ -122,7 +123,7 @@ class Clients:
 
 
 def _request(model: str, prompt: str, *, stream: bool) -> dict[str, object]:
-    length = {"max_tokens": 32, "ignore_eos": True}  # so that there are always streams in flight
+    length = {"max_tokens": 32, "ignore_eos": True}  # Long answers keep streams in flight at all times.
     return {"model": model, "prompt": prompt, "temperature": 0, "stream": stream, **length}
 
 
@@ -150,7 +151,7 @@ class Fault:
         return f"{self.target} {f'stopped for {STOPPED_S:.0f} s' if self.is_stop else 'killed'}"
 
     async def victim(self, server: LocalServer) -> psutil.Process:
-        for _ in range(50):  # one that changes its title just now has none
+        for _ in range(50):  # A process that is changing its title at this moment has none.
             if found := processes(server.pid, TARGETS[self.target]):
                 return found[0]
             await asyncio.sleep(0.1)
@@ -165,17 +166,17 @@ class Fault:
         try:
             await asyncio.sleep(STOPPED_S)
         finally:
-            with contextlib.suppress(psutil.NoSuchProcess):  # who watches over it may have ended it
+            with contextlib.suppress(psutil.NoSuchProcess):  # A supervisor may have ended it.
                 victim.resume()
 
 
 def processes(pid: int, name: str) -> list[psutil.Process]:
-    """Living ones below pid whose title or command line contains the name."""
+    """Returns the running processes below pid whose title or command line contains the name."""
     found = []
-    for one in psutil.Process(pid).children(recursive=True):
+    for process in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if name in " ".join(one.cmdline()) and one.status() != psutil.STATUS_ZOMBIE:
-                found.append(one)
+            if name in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
     return found
 
 
@@ -189,11 +190,11 @@ class Report:
 
     @classmethod
     def of(cls, fault: Fault, fault_s: float, outcomes: Sequence[Outcome]) -> Report:
-        after = [one for one in outcomes if one.ended_s >= fault_s]
-        failed = [one for one in after if one.kind != "ok"]
-        waits_s = [one.first_s - one.began_s for one in after if one.first_s is not None]
-        recovered_s = max((one.began_s - fault_s for one in failed), default=0.0)
-        return cls(fault, len(after), Counter(one.kind for one in failed), max(recovered_s, 0.0), max(waits_s))
+        after = [outcome for outcome in outcomes if outcome.ended_s >= fault_s]
+        failed = [outcome for outcome in after if outcome.kind != "ok"]
+        waits_s = [outcome.first_s - outcome.began_s for outcome in after if outcome.first_s is not None]
+        recovered_s = max((outcome.began_s - fault_s for outcome in failed), default=0.0)
+        return cls(fault, len(after), Counter(outcome.kind for outcome in failed), max(recovered_s, 0.0), max(waits_s))
 
     def line(self) -> str:
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.failures.most_common()) or "none"
@@ -228,7 +229,7 @@ async def harm(server: LocalServer, faults: Sequence[Fault], num_clients: int, w
 
 
 async def _wait_until_whole(server: LocalServer, counts: dict[str, int], clients: Clients) -> None:
-    """All processes are there again, and every answer comes."""
+    """Waits until all processes run again and every request is answered."""
     deadline_s = time.monotonic() + WHOLE_S
     async with clients._http() as http:
         while time.monotonic() < deadline_s:
@@ -236,24 +237,24 @@ async def _wait_until_whole(server: LocalServer, counts: dict[str, int], clients
             if any(len(processes(server.pid, TARGETS[name])) < count for name, count in counts.items()):
                 continue
             answers = [await clients._ask(http, *job, stream=False) for job in clients.expected]
-            if all(one.kind == "ok" for one in answers):
+            if all(outcome.kind == "ok" for outcome in answers):
                 return
-    sys.exit(f"the server was not whole {WHOLE_S:.0f} s after the fault: {counts}")
+    sys.exit(f"the server had not recovered {WHOLE_S:.0f} s after the fault: {counts}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=10)
-    parser.add_argument("--watched-s", type=float, default=WATCHED_S, help="how long requests go on after a fault")
-    parser.add_argument("--only", default=",".join(TARGETS), help="kinds of processes, parted by commas")
-    parser.add_argument("--attach", metavar="URL,PID", help="a server that runs already, started by `lorafleet serve`")
+    parser.add_argument("--watched-s", type=float, default=WATCHED_S, help="seconds of load after each fault")
+    parser.add_argument("--only", default=",".join(TARGETS), help="kinds of processes to disturb, separated by commas")
+    parser.add_argument("--attach", metavar="URL,PID", help="use a server that `lorafleet serve` has already started")
     options = parser.parse_args()
     faults = [Fault(target, is_stop) for target in options.only.split(",") for is_stop in (False, True)]
     with _server(options.attach) as server:
         print(HEAD, flush=True)
         reports = asyncio.run(harm(server, faults, options.clients, options.watched_s))
     if any(report.failures["WRONG"] for report in reports):
-        sys.exit("there were wrong answers")
+        sys.exit("some answers were wrong")
 
 
 @contextlib.contextmanager

@@ -1,10 +1,16 @@
-"""Tokens per second of the engine on a CPU beside transformers' generate, on the demo model.
+"""Compares tokens per second of the engine on a CPU with those of transformers' generate, on the demo model.
 
     python benchmarks/cpu_engine.py [--requests 16] [--tokens 64] [--threads 2] [--repeats 5] [--json FILE]
 
-Arms, all greedy, the same prompts, the same number of tokens: transformers one request after another; transformers
-with all of them in one padded batch; lorafleet on the base; lorafleet over three adapters in one batch. Each arm runs
-once to warm up, then they take turns, so that a machine that slows down slows all of them; medians are compared.
+All arms sample greedily and use the same prompts and the same number of tokens. The arms are:
+
+- transformers, one request after another;
+- transformers, with all requests in one padded batch;
+- lorafleet on the base;
+- lorafleet over three adapters in one batch.
+
+Each arm runs once to warm up. Then the arms take turns, so that a slowdown of the machine affects all of them. Medians
+are compared.
 """
 
 from __future__ import annotations
@@ -53,7 +59,7 @@ def transformers_arms(model: Path, prompts: list[list[int]], num_tokens: int) ->
 def lorafleet_arms(
     model: Path, adapters: list[Path], prompts: list[list[int]], num_tokens: int
 ) -> dict[str, Callable[[], None]]:
-    # No prefix cache: the arms repeat their prompts, and transformers computes them each time.
+    # The arms repeat their prompts, and transformers computes them each time, so the prefix cache is off.
     llm = LLM(str(model), enable_lora=True, dtype="float32", device="cpu", enable_prefix_caching=False)
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     given: list[Prompt] = [{"prompt_token_ids": p} for p in prompts]
@@ -70,7 +76,7 @@ def lorafleet_arms(
 
 
 def measure(arms: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Median seconds of each arm."""
+    """Returns the median seconds of each arm."""
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for turn in range(repeats + 1):
         for name, run in arms.items():

@@ -1,10 +1,10 @@
-"""The directory's real actor under the reports of 1,000 replicas, with one router: how soon a change of residency is
-in the router's table, what reports cost, and what a killed directory costs requests and routers.
+"""Measures the directory's real actor with the reports of 1,000 replicas and one router.
 
-A Ray cluster of its own on this machine: the directory's process, one with all simulated replicas, and this one with
-the router's table and a replica whose changes are timed.
+It reports how soon a change of residency reaches the router's table, the cost of reports, and the effect of a killed
+directory on requests and routers. It starts a Ray cluster of its own on this machine with three processes: the
+directory, all simulated replicas, and this process with the router's table and a replica whose changes are timed.
 
-python benchmarks/directory_cluster.py [--replicas 1000] [--adapters 100000] [--log FOLDER of directory_scale.py]
+    python benchmarks/directory_cluster.py [--replicas 1000] [--adapters 100000] [--log FOLDER of directory_scale.py]
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from lorafleet.cluster.routing.routing import ReplicaChooser, ReplicaLoad
 NUM_CHANGES = 500
 LOAD_S = 15.0
 PROBE = "probe"
-RETRY_S = 0.1  # cluster/routing/router.py
+RETRY_S = 0.1  # The same value as in cluster/routing/router.py.
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--replicas", type=int, default=1000)
     parser.add_argument("--adapters", type=int, default=100_000)
-    parser.add_argument("--swaps", type=float, default=500, help="changes of residency a second, over all replicas")
-    parser.add_argument("--log", type=Path, help="a folder for the catalogue, kept; what it has is not written again")
+    parser.add_argument("--swaps", type=float, default=500, help="changes of residency per second, over all replicas")
+    parser.add_argument("--log", type=Path, help="folder of the catalogue, which is kept and reused by later runs")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="directory-cluster-") as folder:
         log = args.log or Path(folder)
@@ -83,7 +83,7 @@ class Run:
         ids = await fleet.start.remote()
         self._view.chooser.set_replicas([*ids, PROBE])
         await asyncio.sleep(1.0)
-        print(f"{self._num} replicas have joined after {time.perf_counter() - started:.1f} s, {self._memory()}")
+        print(f"{self._num} replicas joined after {time.perf_counter() - started:.1f} s, {self._memory()}")
         print(f"a change, replicas idle: {_quantiles(await self._visible(directory))}")
         await fleet.set_busy.remote(True, self._swaps_per_s)
         await asyncio.sleep(2.0)
@@ -96,7 +96,7 @@ class Run:
         following.cancel()
 
     async def _visible(self, directory: RemoteDirectory) -> list[float]:
-        """From a report's sending to its change in the router's table."""
+        """Returns the seconds from sending each report until its change is in the router's table."""
         took = []
         assert await directory.ask(ReportCall(Report(PROBE, next(self._sequence), True, {}, ReplicaLoad())))
         for number in range(NUM_CHANGES):
@@ -136,7 +136,7 @@ class Run:
         return (await directory.ask(CountsCall())).reports
 
     async def _kill(self, fleet: Any) -> None:
-        """SIGKILL, and at that moment every replica changes what it holds."""
+        """Kills the directory; at that moment every replica changes its resident adapters."""
         epoch, process = self._view.epoch, self._process()
         lookups = fleet.lookups.remote(12.0)
         await asyncio.sleep(1.0)
@@ -146,7 +146,7 @@ class Run:
         while self._view.epoch == epoch:
             self._applied.clear()
             await self._applied.wait()
-        heard_s = time.perf_counter() - killed
+        answered_s = time.perf_counter() - killed
         while not self._is_right(truth):
             self._applied.clear()
             with contextlib.suppress(TimeoutError):
@@ -154,10 +154,10 @@ class Run:
         right_s = time.perf_counter() - killed
         took = await lookups
         print(
-            f"killed: the next one answers routers after {heard_s:.2f} s, residency is right after {right_s:.2f} s; "
+            f"killed: the new directory answers after {answered_s:.2f} s, residency is correct after {right_s:.2f} s; "
             f"{len(took)} lookups of resident adapters meanwhile: {_quantiles(took)}, at most {1e3 * max(took):.2f} ms"
         )
-        await asyncio.sleep(6.0)  # until leases are as ever
+        await asyncio.sleep(6.0)  # All leases have been renewed by then.
 
     def _is_right(self, truth: dict[str, dict[str, str]]) -> bool:
         tiers = self._view.chooser._tiers
@@ -169,27 +169,30 @@ class Run:
         )
 
     async def _follow(self) -> None:
-        """As cluster/routing/router.py does."""
+        """Polls the directory as cluster/routing/router.py does."""
         directory = get_or_create(self._place)
         while True:
             try:
                 self._view.apply(await directory.ask(RoutesCall(self._view.epoch, self._view.version)))
-            except OSError:  # it was killed
+            except OSError:  # The directory was killed.
                 await asyncio.sleep(RETRY_S)
                 continue
             self._num_polls += 1
             self._applied.set()
 
     def _process(self) -> psutil.Process:
-        """The directory's; workers are children of this process' raylet."""
-        for one in psutil.Process().children(recursive=True):
+        """Returns the directory's process. Ray's workers are children of this process's raylet."""
+        for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if any("DirectoryActor" in part for part in one.cmdline()) and one.status() != psutil.STATUS_ZOMBIE:
-                    return one
-        raise LookupError("no directory runs")
+                if (
+                    any("DirectoryActor" in part for part in process.cmdline())
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
+                    return process
+        raise LookupError("no directory is running")
 
     def _memory(self) -> str:
-        return f"the directory has {self._process().memory_info().rss / 2**20:.0f} MB"
+        return f"the directory uses {self._process().memory_info().rss / 2**20:.0f} MB"
 
 
 def _cpu_s(process: psutil.Process) -> float:

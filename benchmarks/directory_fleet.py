@@ -1,5 +1,7 @@
-"""A thousand simulated replicas in one process: each has a Membership and a Reporter of its own and a connection to the
-directory's real actor; only its engine is made up. benchmarks/directory_cluster.py starts it and tells it what to do.
+"""Runs a thousand simulated replicas in one process.
+
+Each replica has its own Membership and Reporter and its own connection to the directory's real actor; only its engine
+is simulated. benchmarks/directory_cluster.py starts it and controls it.
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ from lorafleet.protocol.lora_request import AdapterInfo
 from lorafleet.protocol.messages import EngineStats
 
 SLOTS, IN_CPU = 32, 128
-BUSY_S, IDLE_S = 0.1, 1.0  # between stats; workers/worker.py, and an engine that does nothing
+# Seconds between statistics, as in workers/worker.py; the second value is for an idle engine.
+BUSY_S, IDLE_S = 0.1, 1.0
 
 
 class SimulatedEngine:
-    """What cluster/serve/reporting.py needs of protocol/transport/engine_socket.py. Busy: every stats differ from the
-    last."""
+    """Implements the part of protocol/transport/engine_socket.py that cluster/serve/reporting.py uses. While it is busy,
+    all statistics differ from the previous ones."""
 
     def __init__(self, number: int, digests: list[str]) -> None:
         self.stats = EngineStats()
@@ -55,9 +58,9 @@ class SimulatedEngine:
         return self.stats
 
     def swap(self) -> None:
-        """The first adapter in host memory changes places with one in a slot."""
-        at = self._random.randrange(SLOTS)
-        self.digests[at], self.digests[SLOTS] = self.digests[SLOTS], self.digests[at]
+        """Exchanges the first adapter in host memory with a random one in a slot."""
+        slot = self._random.randrange(SLOTS)
+        self.digests[slot], self.digests[SLOTS] = self.digests[SLOTS], self.digests[slot]
         self._moved.set()
 
 
@@ -70,24 +73,25 @@ class Fleet:
         rng = random.Random(0)
         self.ids = [f"replica-{i}" for i in range(num_replicas)]
         names = [rng.sample(range(num_adapters), SLOTS + IN_CPU) for _ in self.ids]
-        self.engines = [SimulatedEngine(i, [f"{one:064x}" for one in held]) for i, held in enumerate(names)]
+        self.engines = [SimulatedEngine(i, [f"{number:064x}" for number in held]) for i, held in enumerate(names)]
         self.resident = [f"adapter-{held[0]}" for held in names]
-        self.members = [Membership(get_or_create(place), one, _obey) for one in self.ids]
+        self.members = [Membership(get_or_create(place), replica_id, _obey) for replica_id in self.ids]
         self._reporting: list[asyncio.Task[None]] = []
         self._swapping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         for i in range(0, len(self.members), 50):
-            await asyncio.gather(*(one.start() for one in self.members[i : i + 50]))
-            await asyncio.gather(*(one.become_ready() for one in self.members[i : i + 50]))
+            await asyncio.gather(*(member.start() for member in self.members[i : i + 50]))
+            await asyncio.gather(*(member.become_ready() for member in self.members[i : i + 50]))
         for member, engine in zip(self.members, self.engines, strict=True):
-            work = keep_reporting(engine, member, SLOTS + IN_CPU, 256)  # type: ignore[arg-type]  # what it uses is there
+            work = keep_reporting(engine, member, SLOTS + IN_CPU, 256)  # type: ignore[arg-type]  # It implements all that is used.
             self._reporting.append(asyncio.create_task(work))
         for i in range(len(self.ids)):
             await self.lookup(i)
 
     def set_busy(self, busy: bool, swaps_per_s: float) -> None:
-        """All report ten times a second; so many of them change what they hold, each second."""
+        """Sets the load of all replicas: whether they report ten times a second, and the swaps per second of the
+        fleet."""
         for engine in self.engines:
             engine.busy = busy
         if self._swapping is not None:
@@ -95,18 +99,18 @@ class Fleet:
         self._swapping = asyncio.create_task(self._swap(swaps_per_s)) if swaps_per_s else None
 
     async def lookup(self, replica: int) -> float:
-        """How long a request there waits to learn what its adapter's name stands for."""
+        """Returns the seconds that a request on this replica waits until its adapter's name is resolved."""
         started = time.perf_counter()
         assert await self.members[replica].lookup(self.resident[replica]) is not None
         return time.perf_counter() - started
 
     def swap_all(self) -> dict[str, dict[str, str]]:
-        """Returns what each replica holds then, by tier."""
+        """Swaps an adapter on every replica, and returns each replica's residency by tier."""
         for engine in self.engines:
             engine.swap()
         return {
-            one: dict.fromkeys(engine.digests[SLOTS:], "cpu") | dict.fromkeys(engine.digests[:SLOTS], "gpu")
-            for one, engine in zip(self.ids, self.engines, strict=True)
+            replica_id: dict.fromkeys(engine.digests[SLOTS:], "cpu") | dict.fromkeys(engine.digests[:SLOTS], "gpu")
+            for replica_id, engine in zip(self.ids, self.engines, strict=True)
         }
 
     async def _swap(self, per_s: float) -> None:
@@ -117,10 +121,11 @@ class Fleet:
 
 @ray.remote(num_cpus=0, max_concurrency=100)
 class FleetActor:
-    """Fleet in a process of its own."""
+    """Runs a Fleet in a process of its own."""
 
     def __init__(self, place: DirectoryPlace, num_replicas: int, num_adapters: int) -> None:
-        logging.getLogger("lorafleet").setLevel(logging.ERROR)  # a line for each replica that has lost the directory
+        # The library would log a line for each replica that has lost the directory.
+        logging.getLogger("lorafleet").setLevel(logging.ERROR)
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._fleet = Fleet(place, num_replicas, num_adapters)
@@ -136,7 +141,7 @@ class FleetActor:
         return self._fleet.swap_all()
 
     async def lookups(self, seconds: float) -> list[float]:
-        """Requests for resident adapters, a hundred replicas' at a time, for so long."""
+        """Looks up resident adapters for this many seconds, on a hundred replicas at a time."""
         until, took = time.monotonic() + seconds, list[float]()
         while time.monotonic() < until:
             some = random.sample(range(len(self._fleet.ids)), min(100, len(self._fleet.ids)))

@@ -1,9 +1,11 @@
-"""The directory and a router at size: 1,000 replicas that hold 160 adapters each, a catalogue of 1,000,000.
+"""Measures the directory and a router at size: 1,000 replicas with 160 adapters each, and 1,000,000 adapters in the
+catalogue.
 
-Writes the catalogue's log as a directory does, change by change, then rebuilds the directory from it, and drives it and
-a router's table in one process; benchmarks/directory_cluster.py has what Ray and the network add.
+It writes the catalogue's log as a directory does, change by change, and rebuilds the directory from it. Then it drives
+the directory and a router's table in one process. benchmarks/directory_cluster.py measures what Ray and the network
+add.
 
-python benchmarks/directory_scale.py [--replicas 1000] [--adapters 1000000] [--log FOLDER]
+    python benchmarks/directory_scale.py [--replicas 1000] [--adapters 1000000] [--log FOLDER]
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--replicas", type=int, default=1000)
     parser.add_argument("--adapters", type=int, default=1_000_000)
-    parser.add_argument("--log", type=Path, help="a folder for the catalogue, kept; what it has is not written again")
+    parser.add_argument("--log", type=Path, help="folder of the catalogue, which is kept and reused by later runs")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="directory-scale-") as folder:
         log = args.log or Path(folder)
@@ -46,8 +48,8 @@ def main() -> None:
 
 
 def in_own_process(work: object, *args: object) -> None:
-    """So that its memory is not counted here."""
-    process = multiprocessing.get_context("spawn").Process(target=work, args=args)  # type: ignore[arg-type]  # callable
+    """Runs the function in a process of its own, so that its memory is not counted in this one."""
+    process = multiprocessing.get_context("spawn").Process(target=work, args=args)  # type: ignore[arg-type]  # It is callable.
     process.start()
     process.join()
     assert process.exitcode == 0
@@ -68,7 +70,7 @@ def write_log(folder: Path, num_adapters: int) -> None:
     if there < num_adapters:
         took_s = time.perf_counter() - started
         print(
-            f"log: {num_adapters - there} changes written in {took_s:.0f} s, the slowest (it merged) in "
+            f"log: {num_adapters - there} changes written in {took_s:.0f} s, the slowest, which merged the log, in "
             f"{slowest_s:.2f}; writer's memory {_memory()}"
         )
 
@@ -108,7 +110,7 @@ async def _measure(log: Path, num_replicas: int, num_adapters: int) -> None:
     view.apply(msgspec.msgpack.decode(sent, type=Routes))
     print(f"a router's snapshot: {len(sent) / 1e6:.1f} MB, {time.perf_counter() - started:.2f} s, then {_memory()}")
 
-    for label, alpha in (("S-LoRA's alpha .3", 0.3), ("all alike: nearly all cold", 1.0)):
+    for label, alpha in (("S-LoRA's alpha .3", 0.3), ("uniform: nearly all cold", 1.0)):
         asked = (num_adapters * rng.power(alpha, NUM_DECISIONS)).astype(int).tolist()
         print(f"decision, {label}: {_quantiles([_decide(view, f'adapter-{i}') for i in asked])}")
 
@@ -120,7 +122,7 @@ async def _measure(log: Path, num_replicas: int, num_adapters: int) -> None:
 
 
 def _received(report: Report) -> Report:
-    """As it comes from another process: with strings of its own."""
+    """Returns the report as if it came from another process, with strings of its own."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=Report)
 
 

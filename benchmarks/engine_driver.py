@@ -1,4 +1,4 @@
-"""Drives an engine without a server, for benchmarks: adapters in, batches in, seconds out. And what a GPU can copy."""
+"""Drives an engine without a server for benchmarks, and measures its times and the copy bandwidth."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lorafleet.protocol.messages import EngineRequest
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.engine import Engine
 
-MARGIN = 256  # token ids at the vocabulary's end that are not drawn
+MARGIN = 256  # Token ids at the end of the vocabulary that are not drawn.
 
 
 def load(engine: Engine, paths: Sequence[Path]) -> list[LoRARequest]:
@@ -38,7 +38,7 @@ def submit(
     loras: Sequence[LoRARequest],
     traced: bool = False,
 ) -> None:
-    """Greedy requests with random prompts; request i uses adapter i modulo their number."""
+    """Submits greedy requests with random prompts. Request i uses adapter i modulo the number of adapters."""
     params = SamplingParams(temperature=0, max_tokens=generated, ignore_eos=True)
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     for i in range(count):
@@ -59,7 +59,7 @@ def abort(engine: Engine, name: str, count: int) -> None:
 
 
 def until_all_answer(engine: Engine, name: str, count: int) -> float:
-    """Seconds until each of the requests has its first token."""
+    """Returns the seconds until each of the requests has its first token."""
     waiting = {f"{name} {i}" for i in range(count)}
     started = time.perf_counter()
     while waiting:
@@ -70,7 +70,7 @@ def until_all_answer(engine: Engine, name: str, count: int) -> float:
 def prefill_tokens_per_s(
     engine: Engine, batch: int, num_tokens: int, generated: int, loras: Sequence[LoRARequest], repeats: int
 ) -> float:
-    """Median, from all prompts at once to the last one's first token, after one that warms up."""
+    """Returns the median rate from submitting all prompts to the last first token; the first repeat is a warm-up."""
     seconds: list[float] = []
     for repeat in range(1 + repeats):
         name = f"prefill {batch} {repeat}"
@@ -81,7 +81,7 @@ def prefill_tokens_per_s(
 
 
 def decode_step_ms(engine: Engine, batch: int, num_tokens: int, generated: int, loras: Sequence[LoRARequest]) -> float:
-    """Median on the host, from the scheduler to the tokens, of the steps in which every sequence decodes."""
+    """Returns the median host time, from scheduler to tokens, of the steps in which every sequence decodes."""
     name = f"decode {batch}"
     submit(engine, name, batch, num_tokens, generated, loras)
     until_all_answer(engine, name, batch)
@@ -94,7 +94,7 @@ def decode_step_ms(engine: Engine, batch: int, num_tokens: int, generated: int, 
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second that the GPU reads and writes, in a copy of 4 GiB."""
+    """Returns the bytes per second that the GPU reads and writes while it copies 4 GiB."""
     source = torch.randint(0, 255, (4 << 30,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     times: list[float] = []

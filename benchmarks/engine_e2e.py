@@ -1,18 +1,19 @@
-"""The whole engine at 8B shape with random weights: milliseconds a decode step, prefill tokens a second.
+"""Measures the whole engine at 8B shape with random weights: milliseconds per decode step, prefill tokens per second.
 
     python benchmarks/engine_e2e.py [--batches 1 8 64 256] [--adapters 0 8 64] [--mixed-tokens 512]
         [--quantization none nf4 fp8] [--kv-cache-dtype auto|fp8] [--lora-dtype auto|fp8] [--json FILE]
 
-Prompts of 512 random tokens, 128 generated, greedy, bf16, adapters of rank 16 on all seven projections; request i uses
-adapter i modulo their number. A step is timed on the host from the scheduler to the tokens, as a server lives through
-it; the median of the steps in which every sequence decodes is given. Beside it stands the byte floor: the weights, the
-batch's distinct adapters and the KV cache, read once at the copy bandwidth measured in the same run. Prefill: from all
-prompts at once to the last one's first token, steps of 8192 tokens whether they decode too or not.
+Prompts have 512 random tokens and answers 128 tokens. The model runs in bf16 and samples greedily, with adapters of
+rank 16 on all seven projections; request i uses adapter i modulo their number. A step is timed on the host from the
+scheduler to the tokens, as a server experiences it. The result is the median of the steps in which every sequence
+decodes. The byte floor is the time to read the weights, the batch's distinct adapters and the KV cache once, at the
+copy bandwidth measured in the same run. Prefill is the time from submitting all prompts to the first token of the last
+one, in steps of 8192 tokens, whether or not a step also decodes.
 
---quantization: everything for each of these in turn, in one run; none is bf16.
+--quantization: repeats everything for each of these values in one run; the value none keeps bf16.
 
---mixed-tokens: then, for each value of max_num_mixed_tokens, a prompt of 8000 tokens comes amid 32 streams, of as many
-adapters. How long until its first token, and what gaps the streams see until then.
+--mixed-tokens: for each value of max_num_mixed_tokens, a prompt of 8000 tokens then arrives amid 32 streams, which use
+32 adapters. The results are the time until its first token and the gaps of the streams until then.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from random_llama import write_alike_adapters
 
 PROMPT, GENERATED, RANK = 512, 128, 16
 STREAMS, LONG_PROMPT = 32, 8000
-PREFILL_TOKENS = 8192  # in one step
+PREFILL_TOKENS = 8192  # The most tokens in one step.
 HIDDEN, INNER, LAYERS, KV = 4096, 14336, 32, 1024
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -136,8 +137,8 @@ def measure_mixed(engine: Engine, quantization: str, mixed_tokens: int, loras: l
 def start(
     checkpoint: Path, max_num_seqs: int, mixed_tokens: int, quantization: str, args: argparse.Namespace
 ) -> tuple[Engine, list[LoRARequest]]:
-    """An engine with as many adapters as are measured."""
-    gc.collect()  # the engine before
+    """Returns an engine with as many adapters as are measured."""
+    gc.collect()  # Frees the previous engine.
     torch.cuda.empty_cache()
     most = max(args.adapters)
     config = EngineConfig(

@@ -1,10 +1,10 @@
-"""What the CPU tier reads again because it had to let go of it: the product's own CPUTier beside LRU, on traces.
+"""Measures how often the CPU tier reloads evicted adapters: the product's own CPUTier against LRU, on synthetic traces.
 
     python benchmarks/eviction.py
 
-A request for an adapter that is not in the tier reads it. Adapters are asked for by Zipf's law; ranks are 8 to 64, and
-so are their bytes. "scan": every 3000 requests, 300 names come once each and never again. "shift": every quarter of the
-trace others are the popular ones.
+A request for an adapter that is not in the tier reads it. Adapters are requested by Zipf's law. Ranks are 8 to 64, and
+the bytes of an adapter are proportional to its rank. In "scan", 300 adapters are requested once each after every 3000
+requests and never again. In "shift", other adapters become popular in every quarter of the trace.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """Of a request, on average."""
+    """Average reads per request."""
 
     count: float
-    rank: float  # bytes, in those of one rank
+    rank: float  # Bytes that are read, in units of the bytes of one rank.
 
 
 def trace(kind: str, alpha: float, length: int, seed: int) -> Iterator[int]:
@@ -42,13 +42,13 @@ def trace(kind: str, alpha: float, length: int, seed: int) -> Iterator[int]:
     weights = 1 / np.arange(1, NUM_ADAPTERS + 1) ** alpha
     drawn = random.choice(NUM_ADAPTERS, length, p=weights / weights.sum())
     names, cold = random.permutation(NUM_ADAPTERS), NUM_ADAPTERS
-    for at, one in enumerate(drawn):
-        if kind == "scan" and at % SCAN_EVERY == SCAN_EVERY - 1:
+    for index, popularity_rank in enumerate(drawn):
+        if kind == "scan" and index % SCAN_EVERY == SCAN_EVERY - 1:
             yield from range(cold, cold + SCAN)
             cold += SCAN
-        if kind == "shift" and at % (length // 4) == 0:
+        if kind == "shift" and index % (length // 4) == 0:
             names = random.permutation(NUM_ADAPTERS)
-        yield int(names[one])
+        yield int(names[popularity_rank])
 
 
 def rank_of(adapter: int) -> int:
@@ -58,13 +58,13 @@ def rank_of(adapter: int) -> int:
 def lru_reads(requests: Sequence[int], capacity: int) -> Reads:
     held: OrderedDict[int, None] = OrderedDict()
     read: list[int] = []
-    for one in requests:
-        if one not in held:
-            read.append(one)
+    for adapter in requests:
+        if adapter not in held:
+            read.append(adapter)
             if len(held) == capacity:
                 held.popitem(last=False)
-        held[one] = None
-        held.move_to_end(one)
+        held[adapter] = None
+        held.move_to_end(adapter)
     return _reads(read, len(requests))
 
 
@@ -72,23 +72,23 @@ def tier_reads(requests: Sequence[int], capacity: int) -> Reads:
     demand = Demand(capacity)
     tier = CPUTier(capacity, demand)
     read: list[int] = []
-    for one in requests:
-        demand.count(str(one))
-        if str(one) in tier:
-            tier.touch(str(one))
+    for adapter in requests:
+        demand.count(str(adapter))
+        if str(adapter) in tier:
+            tier.touch(str(adapter))
         else:
-            read.append(one)
-            tier.add(_adapter(one), lambda _: 0)
+            read.append(adapter)
+            tier.add(_adapter(adapter), lambda _: 0)
     return _reads(read, len(requests))
 
 
-def _adapter(one: int) -> PackedAdapter:
-    info = AdapterInfo(str(one), rank_of(one), rank_of(one), [])
+def _adapter(adapter: int) -> PackedAdapter:
+    info = AdapterInfo(str(adapter), rank_of(adapter), rank_of(adapter), [])
     return PackedAdapter(info, NOTHING, torch.float32, AdapterTable.empty(0), LoadTimes(0, 0, 0))
 
 
-def _reads(read: list[int], num_requests: int) -> Reads:
-    return Reads(len(read) / num_requests, sum(rank_of(one) for one in read) / num_requests)
+def _reads(adapters: list[int], num_requests: int) -> Reads:
+    return Reads(len(adapters) / num_requests, sum(rank_of(adapter) for adapter in adapters) / num_requests)
 
 
 def main() -> None:
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=60_000)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
-    print("reads a request and ranks read a request; in brackets beside LRU")
+    print("reads per request and ranks read per request; the ratio to LRU is in parentheses")
     for kind in ("zipf", "scan", "shift"):
         for alpha in (0.8, 1.1):
             for capacity in (32, 128):
@@ -107,7 +107,7 @@ def main() -> None:
                 lru_count, count = (np.mean([pair[i].count for pair in pairs]) for i in (0, 1))
                 lru_rank, rank = (np.mean([pair[i].rank for pair in pairs]) for i in (0, 1))
                 print(
-                    f"{kind:6} alpha {alpha} {capacity:4} places: LRU {lru_count:.3f} {lru_rank:6.2f}  "
+                    f"{kind:6} alpha {alpha} {capacity:4} entries: LRU {lru_count:.3f} {lru_rank:6.2f}  "
                     f"ours {count:.3f} ({count / lru_count:.2f}) {rank:6.2f} ({rank / lru_rank:.2f})",
                     flush=True,
                 )

@@ -1,10 +1,15 @@
-"""What the HTTP front costs: 64 clients stream 100 tokens each from an engine that answers instantly.
+"""Measures the overhead of the HTTP front: 64 clients stream 100 tokens each from an engine that answers instantly.
 
     python benchmarks/http_frontend.py [--clients 64] [--seconds 10]
 
-Three servers in turn, each in a process of its own: `bare`, a uvicorn/FastAPI SSE server that sends 100 prepared
-chunks; `direct`, the real front in a Serve replica behind HAProxy; `plain`, the same behind Serve's own proxy. Prints
-requests a second, server CPU time a request, and the ratios to `bare`; writes benchmarks/results/http_frontend.json.
+Three servers run in turn, each in a process of its own:
+
+- `bare` is a uvicorn/FastAPI SSE server that sends 100 prepared chunks;
+- `direct` is the real front in a Serve replica behind HAProxy;
+- `plain` is the same replica behind Serve's own proxy.
+
+It prints requests per second, server CPU time per request, and the ratios to `bare`, and writes
+benchmarks/results/http_frontend.json.
 """
 
 from __future__ import annotations
@@ -50,7 +55,7 @@ END_OF_BODY = b"0\r\n\r\n"
 
 
 class InstantEngine:
-    """Shaped like EngineClient of protocol/transport/engine_socket.py; every token is there at once."""
+    """Has the interface of EngineClient in protocol/transport/engine_socket.py; every token is available at once."""
 
     def __init__(self) -> None:
         self.hello = EngineHello(vocab_size=32_000, max_model_len=8192, kv_cache_tokens=1 << 20, eos_token_ids=[])
@@ -58,7 +63,7 @@ class InstantEngine:
         self.dead: str | None = None
 
     def listen_to_moves(self, _: Callable[[AdapterMove], None]) -> None:
-        """Nothing is loaded here."""
+        """Ignores the listener, as this engine loads nothing."""
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
         for number in range(1, NUM_TOKENS + 1):
@@ -75,10 +80,10 @@ class InstantEngine:
 class NoAdapters:
     list_version = None
 
-    async def listed(self, after: str, end: str, limit: int) -> list[LoRARequest]:  # noqa: ARG002  # there are none
+    async def listed(self, after: str, end: str, limit: int) -> list[LoRARequest]:  # noqa: ARG002  # There are no adapters.
         return []
 
-    async def resolve(self, name: str, key: str | None = None, group: str = "") -> LoRARequest:  # noqa: ARG002  # none
+    async def resolve(self, name: str, key: str | None = None, group: str = "") -> LoRARequest:  # noqa: ARG002  # There are no adapters.
         raise ModelNotFound(name)
 
     async def add(
@@ -91,7 +96,7 @@ class NoAdapters:
 
 
 class InstantReplica:
-    """EngineReplica of cluster/serve/replica.py without a worker: the same front, the same way into Serve."""
+    """Replaces EngineReplica of cluster/serve/replica.py: it has the same front and ASGI entry, but no worker."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -124,7 +129,7 @@ def serve_bare() -> None:
 
 
 def serve_with_ray(model: str, run_dir: str, *, direct: bool) -> None:
-    """Until it is killed. The deployments are made as in cluster/serve/app.py."""
+    """Serves until it is killed. The deployments are made as in cluster/serve/app.py."""
     from lorafleet.cluster.serve import serve_environment
 
     serve_environment.prepare(run_dir, direct_streaming=direct)
@@ -146,7 +151,7 @@ def serve_with_ray(model: str, run_dir: str, *, direct: bool) -> None:
         ray_actor_options={"num_cpus": 0.1},
         logging_config=app.QUIET,
         request_router_config=RequestRouterConfig(
-            request_router_class=AffinityRouter,  # type: ignore[arg-type]  # as in cluster/serve/app.py
+            request_router_class=AffinityRouter,  # type: ignore[arg-type]  # cluster/serve/app.py does the same.
             request_router_kwargs={"model": model},
         ),
     )(serve.ingress()(InstantReplica)).bind(model)
@@ -155,7 +160,7 @@ def serve_with_ray(model: str, run_dir: str, *, direct: bool) -> None:
 
 
 class Client(asyncio.Protocol):
-    """One connection that asks again as soon as it has an answer."""
+    """Keeps one connection, and sends the next request as soon as an answer is complete."""
 
     def __init__(self, request: bytes) -> None:
         self._request = request
@@ -171,13 +176,13 @@ class Client(asyncio.Protocol):
         self._num_events += data.count(b"data: ")
         if data.endswith(END_OF_BODY):
             if self._num_events < NUM_TOKENS:
-                self.failed = f"{self._num_events} events, the last of them {data[:300]!r}"
+                self.failed = f"{self._num_events} events, of which the last is {data[:300]!r}"
             self._num_events = 0
             self.num_answers += 1
             self._transport.write(self._request)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Between two answers that is HAProxy's right: it does so when its configuration changes."""
+        """Records a failure, except between two answers, where HAProxy may close when its configuration changes."""
         if exc is not None or self._num_events:
             self.failed = f"connection lost after {self._num_events} events: {exc}"
         else:
@@ -188,7 +193,7 @@ class Client(asyncio.Protocol):
 
 
 async def load(num_clients: int, seconds: float) -> dict[str, float]:
-    """Answers and seconds, after a warm-up of a fifth of the time."""
+    """Returns the number of answers and the seconds that they took, after a warm-up of a fifth of the time."""
     body = json.dumps(BODY).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(body)}"
@@ -224,7 +229,7 @@ def measure(arguments: argparse.Namespace, server: str) -> dict[str, Any]:
         "server_cpu_ms_per_request": 1000 * used_s / result["requests"],
         "server_cores": used_s / result["seconds"],
         "client_cores": result["client_cpu_s"] / (1.2 * result["seconds"]),
-        "cpu_ms_by_process": {name: round(1000 * one / result["requests"], 3) for name, one in spent.items()},
+        "cpu_ms_by_process": {name: round(1000 * seconds / result["requests"], 3) for name, seconds in spent.items()},
     }
 
 
@@ -236,9 +241,9 @@ def _child(arguments: argparse.Namespace, *more: str) -> Iterator[subprocess.Pop
         yield process
     finally:
         family = [*psutil.Process(process.pid).children(recursive=True), process]
-        for one in family:
+        for child in family:
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+                child.kill()
         process.wait()
         time.sleep(1)
 
@@ -259,7 +264,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--model", default=str(ROOT / "demo" / "model"), help="folder of the tokenizer")
+    parser.add_argument("--model", default=str(ROOT / "demo" / "model"), help="folder with the tokenizer")
     parser.add_argument("--only", choices=("bare", "direct", "plain"))
     parser.add_argument("--serve", choices=("bare", "direct", "plain"), help=argparse.SUPPRESS)
     parser.add_argument("--run-dir", help=argparse.SUPPRESS)
@@ -278,19 +283,21 @@ def main() -> None:
 def compare(arguments: argparse.Namespace) -> None:
     servers = [arguments.only] if arguments.only else ["bare", "direct", "plain"]
     num_cores = os.cpu_count() or 1
-    print(f"{arguments.clients} clients, {NUM_TOKENS} tokens a stream, {num_cores} cores shared by clients and servers")
+    print(
+        f"{arguments.clients} clients, {NUM_TOKENS} tokens per stream, {num_cores} cores shared by clients and servers"
+    )
     print(
         f"{'server':8}{'requests/s':>12}{'x bare':>8}{'CPU ms/request':>16}{'server cores':>14}{'client cores':>14}"
         "  CPU ms/request by process"
     )
     results: dict[str, Any] = {}
     for server in servers:
-        one = results[server] = measure(arguments, server)
-        one["ratio_to_bare"] = one["requests_per_s"] / results.get("bare", one)["requests_per_s"]
+        row = results[server] = measure(arguments, server)
+        row["ratio_to_bare"] = row["requests_per_s"] / results.get("bare", row)["requests_per_s"]
         print(
-            f"{server:8}{one['requests_per_s']:12.0f}{one['ratio_to_bare']:8.2f}"
-            f"{one['server_cpu_ms_per_request']:16.2f}{one['server_cores']:14.2f}{one['client_cores']:14.2f}  "
-            f"{one['cpu_ms_by_process']}",
+            f"{server:8}{row['requests_per_s']:12.0f}{row['ratio_to_bare']:8.2f}"
+            f"{row['server_cpu_ms_per_request']:16.2f}{row['server_cores']:14.2f}{row['client_cores']:14.2f}  "
+            f"{row['cpu_ms_by_process']}",
             flush=True,
         )
     target = ROOT / "benchmarks" / "results" / "http_frontend.json"

@@ -1,9 +1,10 @@
-"""A client that streams completions at given times, in a process of its own so that measuring it costs no server CPU.
+"""Streams completions at given times from a process of its own, so that measuring them costs no server CPU.
 
     python benchmarks/http_load.py < job.json > report.json
 
-One connection a request. Reads sockets itself (httptools), since a client library costs more than the token it reads:
-the report has the client's own CPU time, and each outcome how late the request was sent.
+Each request has its own connection. The client reads sockets itself with httptools, since a client library costs more
+than the token that it reads. The report has the client's own CPU time; each outcome has the time at which its request
+was sent.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import uvloop
 
 from latency import Outcome
 
-PATIENCE_S = 60.0  # after the last request was due
+PATIENCE_S = 60.0  # The longest wait after the time of the last request.
 
 
 class Call(msgspec.Struct):
@@ -63,7 +64,7 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class _Stream(asyncio.Protocol):
-    """One request on its connection; httptools calls the on_… methods."""
+    """Handles one request on its connection; httptools calls the on_… methods."""
 
     def __init__(self, call: Call, request: bytes, clock_zero: float) -> None:
         self.outcome = Outcome(call.at_s, 0.0, [], 0)
@@ -85,7 +86,7 @@ class _Stream(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, msgspec.DecodeError) as error:
-            self._end(f"an answer that cannot be read: {error!r}")
+            self._end(f"the answer cannot be read: {error!r}")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(f"connection lost: {exc}")
@@ -136,10 +137,10 @@ async def run(job: Job) -> Report:
         except OSError as error:
             return Outcome(call.at_s, call.at_s, [], 0, f"no connection: {error}")
         try:
-            async with asyncio.timeout(max(one.at_s for one in job.calls) - call.at_s + PATIENCE_S):
+            async with asyncio.timeout(max(other.at_s for other in job.calls) - call.at_s + PATIENCE_S):
                 await stream.ended
         except TimeoutError:
-            stream.outcome.error = f"no end after {PATIENCE_S:.0f} s"
+            stream.outcome.error = f"not complete after {PATIENCE_S:.0f} s"
         return stream.outcome
 
     outcomes = await asyncio.gather(*map(ask, job.calls, requests))

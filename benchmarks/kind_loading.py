@@ -1,10 +1,11 @@
-"""What it takes to load adapters that are computed from the base's weights, beside a plain LoRA of the same rank.
+"""Measures the time to load adapters that are computed from the base's weights, against a plain LoRA of the same rank.
 
     python benchmarks/kind_loading.py [--rank 16]
 
-8B Llama shape with random weights, bf16, on one GPU. From asking for an adapter on all seven projections to having it
-in CPU memory, files in the page cache, with nothing else running; the second of two loads of different bytes. PiSSA and
-KaSA decompose every weight, so those are of one layer (seven modules).
+The model is an 8B Llama shape with random weights in bf16 on one GPU. The time runs from requesting an adapter on all
+seven projections to having it in CPU memory. Files are in the page cache, and nothing else runs. Two adapters of
+different bytes are loaded, and the second load counts. PiSSA and KaSA decompose every weight, so their adapters cover
+only one layer (seven modules).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def write_kind(plain: Path, folder: Path, rank: int, fields: dict[str, Any]) -> Path:
-    """The plain LoRA with what the kind has besides."""
+    """Writes the plain LoRA with the additional fields and tensors of the kind."""
     config = json.loads((plain / "adapter_config.json").read_text()) | fields
     tensors = load_file(plain / "adapter_model.safetensors")
     if "layers_to_transform" in fields:
@@ -96,7 +97,9 @@ def main() -> None:
             paths = [write_kind(folder / "plain" / f"a{i}", folder / f"{kind}{i}", rank, fields) for i in range(2)]
             first, second = (load_s(engine, path, 2 * kind + i + 1) for i, path in enumerate(paths))
             peak = torch.cuda.max_memory_reserved() / 2**30
-            print(f"{name}: first {first:.2f} s, second {second:.2f} s; {peak:.2f} GiB reserved at most", flush=True)
+            print(
+                f"{name}: first {first:.2f} s, second {second:.2f} s; {peak:.2f} GiB reserved at the peak", flush=True
+            )
         assert engine.loras is not None
         engine.loras.close()
 

@@ -1,4 +1,4 @@
-"""`lorafleet serve` as a process of its own, and what it costs: CPU time of its processes, the engine's counters."""
+"""Runs `lorafleet serve` in a process of its own, and reads its CPU time and the engine's counters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import psutil
 
-START_S = 300.0  # kernels may have to be compiled
+START_S = 300.0  # Kernels may have to be compiled first.
 STOP_S = 30.0
 ROLES = ("EngineReplica", "WorkerActor", "AdapterRouter", "haproxy", "DirectoryActor", "ProxyActor")
 
@@ -29,7 +29,7 @@ class LocalServer(NamedTuple):
         return cpu_s(self.pid, ROLES)
 
     def engine_counters(self) -> dict[str, float]:
-        """The engine's series of /metrics, without their prefixes and summed over replicas and tiers."""
+        """Returns the engine's series of /metrics without their prefixes, summed over replicas and tiers."""
         with urllib.request.urlopen(f"{self.url}/metrics") as answer:
             lines = answer.read().decode().splitlines()
         sums: Counter[str] = Counter()
@@ -45,25 +45,25 @@ ENGINE_PREFIXES = ("lorafleet_engine_", "vllm:")
 
 
 def cpu_s(pid: int, roles: Sequence[str]) -> Counter[str]:
-    """User and system time of the process and all below it, by the role that its title names."""
+    """Returns user and system time of the process and its descendants, by the role in their titles."""
     total: Counter[str] = Counter()
-    for one in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
-            times, title = one.cpu_times(), (one.cmdline() or [one.name()])[0]
+            times, title = process.cpu_times(), (process.cmdline() or [process.name()])[0]
             total[next((role for role in roles if role in title), "other")] += times.user + times.system
     return total
 
 
 @contextlib.contextmanager
 def running(arguments: Sequence[str], log_file: Path) -> Iterator[LocalServer]:
-    """Ready when entered. log_file gets what it prints."""
+    """Yields the server when it is ready, and writes its output to log_file."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-c", "from lorafleet.cluster.cli.cli import main; main()", "serve", *arguments]
     with log_file.open("wb") as log:
-        # A process group of its own: Ctrl-C reaches it once, from here. Not a session of its own: Linux first divides
-        # processor time among sessions, and would measure the client's share.
+        # The server gets its own process group, so that Ctrl-C reaches it once, from here. It does not get its own
+        # session: Linux first divides processor time among sessions, so the figures would depend on the client's share.
         process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log, process_group=0)
     try:
         _wait_until_ready(process, log_file)

@@ -1,12 +1,12 @@
-"""What adapters add to the GEMMs of a decoder stack, on one GPU.
+"""Measures the time that adapters add to the GEMMs of a decoder stack, on one GPU.
 
     python benchmarks/lora_kernels.py [--layers 32] [--lora-dtype bf16|fp8] [--json FILE]
 
-The four packed linears of each layer of an 8B Llama, each with the kernel that reads its output (rotation, add + norm,
-SiLU times up), bf16, every layer with its own weights so that none is in the cache, in one CUDA graph: the base
-(torch's linear) against the engine's linears with adapters, in turn; medians of replays. Floor: the bytes of the
-step's distinct adapters over the copy bandwidth of the same run. Goal: 1.25 times the floor and 0.15 ms. With
---lora-dtype fp8 the adapters' A and B are e4m3.
+The stack has the four packed linears of each layer of an 8B Llama in bf16, each with the kernel that reads its output
+(rotation, add + norm, SiLU times up). Every layer has its own weights, so that none is in the cache, and all run in one
+CUDA graph. The base (torch's linear) and the engine's linears with adapters take turns; the figures are medians of
+replays. The floor is the bytes of the step's distinct adapters divided by the copy bandwidth of the same run. The goal
+is 1.25 times the floor plus 0.15 ms. With --lora-dtype fp8 the adapters' A and B are e4m3.
 """
 
 # T tokens · D in · O out
@@ -44,7 +44,7 @@ class Case:
     name: str
     num_tokens: int
     num_adapters: int
-    ranks: tuple[int, ...] = (16,)  # adapter i has ranks[i % len]
+    ranks: tuple[int, ...] = (16,)  # Adapter i has rank ranks[i % len(ranks)].
 
     @property
     def rank_of_slot(self) -> list[int]:
@@ -56,7 +56,7 @@ class Case:
 
     @property
     def slot_of_token(self) -> list[int]:
-        """Decode: adapters take turns, as requests arrive. Prefill: one after another."""
+        """Assigns adapters to tokens: in turn for decode steps, as requests arrive, and in blocks for prefills."""
         if self.is_prefill:
             return [t * self.num_adapters // self.num_tokens for t in range(self.num_tokens)]
         return [t % self.num_adapters for t in range(self.num_tokens)]
@@ -79,7 +79,7 @@ CASES = [
 
 
 def check(stack: Stack, case: Case, x_of_size: dict[int, Tensor], batch: LoRABatch) -> float:
-    """Largest relative error of one layer's four outputs, against float64 of some rows."""
+    """Returns the largest relative error of one layer's four outputs, compared with float64 on some rows."""
     worst = 0.0
     batch.begin()
     rows = sorted({0, case.num_tokens // 2, case.num_tokens - 1})

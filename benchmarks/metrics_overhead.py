@@ -1,11 +1,13 @@
-"""What metrics cost: CPU microseconds a step in the worker, a token and a sequence in the front, and a scrape.
+"""Measures the cost of metrics: CPU microseconds per step in the worker, per token and sequence in the front, and per
+scrape.
 
     python benchmarks/metrics_overhead.py [--batches 1 8 64 256] [--json FILE]
 
-Only what counts is run, in a loop, by the thread's CPU time, so that a busy machine does not change it much. per step:
-the step's shape and its counts; per report: what tells them to the front, ten times a second. The share is of the step
-times that one H200 had over an 8B Llama in bf16 (NOTES.md, base step), as if the host's CPU were this one. What the two
-CUDA events of one step in 32 cost is not in it: run benchmarks/engine_e2e.py on a GPU before and behind this change.
+It runs only the counting code, in a loop, and measures the thread's CPU time, so that a busy machine hardly changes the
+figures. The cost per step covers the step's shape and its counts; the cost per report covers sending them to the front,
+ten times a second. The share relates to the step times of one H200 with an 8B Llama in bf16 (NOTES.md, base step), as
+if the host's CPU were this one. It excludes the two CUDA events that are recorded for one step in 32: to measure them,
+run benchmarks/engine_e2e.py on a GPU with and without them.
 """
 
 from __future__ import annotations
@@ -36,14 +38,14 @@ from lorafleet.protocol.step_metrics import StepMetrics
 from lorafleet.workers.attention.attention_backend import AttentionBatch
 from lorafleet.workers.device.step_plan import FIELDS, StepPlan
 
-H200_STEP_MS = {1: 4.73, 8: 4.99, 64: 6.43, 256: 12.83}  # base, NOTES.md
+H200_STEP_MS = {1: 4.73, 8: 4.99, 64: 6.43, 256: 12.83}  # Step times of the base, from NOTES.md.
 REPORTS_S = 10.0
-TOKENS = 200  # of an answer
+TOKENS = 200  # The number of tokens of an answer.
 ROUNDS = 5
 
 
 def cpu_us(work: Callable[[], object], times: int) -> float:
-    """Of one call: the best of some rounds."""
+    """Returns the CPU microseconds of one call: the best of several rounds."""
     best = float("inf")
     for _ in range(ROUNDS):
         started = time.thread_time()
@@ -61,7 +63,7 @@ def decode_step(batch: int) -> StepPlan:
 
 
 def mixed_step(batch: int) -> StepPlan:
-    """Decodes, and two prompts of 256 tokens."""
+    """Returns a step with decodes and two prompts of 256 tokens."""
     lens = [1] * batch + [256, 256]
     attention = AttentionBatch(lens, lens, [[0]] * len(lens))
     slots = [i % 8 for i in range(len(lens))]
@@ -69,7 +71,7 @@ def mixed_step(batch: int) -> StepPlan:
     return StepPlan(fields, attention, slots, [0] * len(lens), list(range(batch)), True, [], [16] * 8)
 
 
-def of_the_worker(batch: int) -> dict[str, float]:
+def worker_costs(batch: int) -> dict[str, float]:
     metrics, encode = StepMetrics(), msgspec.msgpack.Encoder().encode
     decode, mixed = decode_step(batch), mixed_step(batch)
     row = {
@@ -85,7 +87,7 @@ def of_the_worker(batch: int) -> dict[str, float]:
     return row
 
 
-def of_the_front() -> dict[str, float]:
+def front_costs() -> dict[str, float]:
     metrics = Metrics(EngineStats, "base", "r1")
     model: Any = SimpleNamespace(lora=None, fetched=False, fallback_reason=None)
     telemetry = Telemetry(metrics, RecentTraffic(), RecentFailures(), SharedRun(metrics.render))
@@ -94,16 +96,16 @@ def of_the_front() -> dict[str, float]:
     tick = cpu_us(lambda: observer.received(output), 20_000)
 
     def sequence() -> None:
-        """All but its tokens."""
-        one = Stopwatch()
-        one.first, one.gaps, one.lora_rank = 0.1, [0.005] * (TOKENS - 1), 16
+        """Counts everything about a sequence except its tokens."""
+        stopwatch = Stopwatch()
+        stopwatch.first, stopwatch.gaps, stopwatch.lora_rank = 0.1, [0.005] * (TOKENS - 1), 16
         label = metrics.adapters.count("sql")
         metrics.count_start(label, 0.001, "gpu")
-        metrics.count_sequence(label, 100, TOKENS, one, "stop")
+        metrics.count_sequence(label, 100, TOKENS, stopwatch, "stop")
         metrics.count_request("/v1/completions", label, 200)
 
     whole = cpu_us(sequence, 500)
-    for i in range(100):  # as many labels as there can be
+    for i in range(100):  # Creates as many labels as there can be.
         label = metrics.adapters.count(f"adapter-{i}")
         metrics.count_start(label, 0.001, "cpu")
         metrics.count_sequence(label, 100, 1, Stopwatch(), "stop")
@@ -122,7 +124,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    worker, front = [of_the_worker(batch) for batch in args.batches], of_the_front()
+    worker, front = [worker_costs(batch) for batch in args.batches], front_costs()
     for row in (*worker, front):
         print("  ".join(f"{name} {value:.4g}" for name, value in row.items()))
     if args.json is not None:

@@ -1,12 +1,12 @@
-"""The whole engine over a mixture of experts in Qwen3-30B-A3B's shape, with fewer layers and random weights.
+"""Measures the whole engine on a mixture of experts in Qwen3-30B-A3B's shape, with fewer layers and random weights.
 
     python benchmarks/moe_engine.py [--layers 6] [--batches 1 8 64 256] [--json FILE]
 
-Milliseconds a decode step and prefill tokens a second, as engine_e2e.py times them, without adapters, with 8 of rank 16
-on attention alone, and with 8 on attention and all experts, in turn, three times, and the median counts; request i uses
-adapter i modulo their number. The floor is what a step must read, at the copy bandwidth of the same run: attention,
-routers, head, KV cache, of the experts those that so many tokens choose when all are as likely, and of the adapters
-their parts of these.
+It measures milliseconds per decode step and prefill tokens per second, timed as in engine_e2e.py: without adapters,
+with 8 adapters of rank 16 on attention alone, and with 8 on attention and all experts. These take turns three times,
+and the median counts; request i uses adapter i modulo their number. The floor is the time to read what a step needs, at
+the copy bandwidth of the same run: attention, routers, head, KV cache, the experts that so many tokens choose if all
+are equally likely, and the adapters' parts for these.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 1000000.0,
     "torch_dtype": "bfloat16",
 }
-BYTES = 2  # of bfloat16
+BYTES = 2  # The size of a bfloat16.
 
 
 def floor_bytes(layers: int, batch: int, adapters: int, on_experts: bool) -> float:
@@ -62,7 +62,7 @@ def floor_bytes(layers: int, batch: int, adapters: int, on_experts: bool) -> flo
 
 
 def _chosen(tokens: int) -> float:
-    """Experts, on average."""
+    """Returns the expected number of distinct experts that these tokens choose."""
     return EXPERTS * (1 - (1 - PER_TOKEN / EXPERTS) ** tokens)
 
 
@@ -113,7 +113,7 @@ def main() -> None:
             floor = floor_bytes(arguments.layers, batch, len(loras[kind]), kind == "experts") / bandwidth * 1e3
             rows.append({"adapters": kind, "batch": batch, "step_ms": step_ms, "floor_ms": floor, "prefill": prefill})
             print(
-                f"{kind:9} batch {batch:3}: {step_ms:6.2f} ms a step ({min(times):.2f} to {max(times):.2f}), "
+                f"{kind:9} batch {batch:3}: {step_ms:6.2f} ms per step ({min(times):.2f} to {max(times):.2f}), "
                 f"floor {floor:5.2f}; prefill {prefill:8.0f} tokens/s",
                 flush=True,
             )

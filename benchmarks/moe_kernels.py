@@ -1,13 +1,13 @@
-"""The experts of a mixture on one GPU, layer after layer, beside the bytes that they must read.
+"""Measures the experts of a mixture on one GPU, layer after layer, against the bytes that they must read.
 
     python benchmarks/moe_kernels.py [--layers 4] [--rank 16] [--shapes]
 
-Layers of Qwen3-30B-A3B's shape (128 experts, 8 a token, hidden 2048, intermediate 768), bf16, each with weights of its
-own so that none is in the cache, in one CUDA graph: router, choice, experts, sum. Tokens choose at random. Floor: the
-bytes of the experts that are chosen and the router's over the copy bandwidth of the same run; for prompts the FLOP at
-800 TFLOP/s where that is more. The same with 8 adapters on all experts, whose tokens take turns (decode) or follow one
-another (prompts), and the bytes of their chosen experts' A and B. --shapes tries other tile shapes for each number of
-tokens too.
+Layers have Qwen3-30B-A3B's shape (128 experts, 8 per token, hidden 2048, intermediate 768) in bf16. Each layer has its
+own weights, so that none is in the cache. One CUDA graph runs router, choice, experts and sum. Tokens choose at random.
+The floor is the bytes of the chosen experts and of the router divided by the copy bandwidth of the same run; for
+prompts it is the FLOP at 800 TFLOP/s if that takes longer. The same is measured with 8 adapters on all experts, with
+the bytes of their chosen experts' A and B. Their tokens alternate (decode) or follow one another (prompts). --shapes
+also tries other tile shapes for each number of tokens.
 """
 
 # T tokens · E experts · D hidden size · I intermediate size
@@ -56,7 +56,7 @@ class Layers:
             for _ in range(count)
         ]
 
-        # Of an adapter and layer: gate_up's A and B, then down's.
+        # Elements of one adapter in one layer: gate_up's A and B, then down's.
         self.elements = 0 if not rank else EXPERTS * rank * (HIDDEN + 2 * INNER + INNER + HIDDEN)
         self.adapters = [[self._blocks(random, rank) for _ in range(ADAPTERS if rank else 0)] for _ in range(count)]
         self.rank = rank
@@ -64,7 +64,7 @@ class Layers:
 
     @staticmethod
     def _blocks(random: Callable[..., Tensor], rank: int) -> tuple[Tensor, Tensor]:
-        """Two records, each with its matrices behind it."""
+        """Returns two records, each followed by its matrices."""
         blocks = []
         for inputs, outputs in ((HIDDEN, 2 * INNER), (INNER, HIDDEN)):
             a, b = EXPERTS * rank * inputs, EXPERTS * outputs * rank
@@ -89,7 +89,7 @@ class Layers:
         return out_TD
 
     def floor_ms(self, x_TD: Tensor, slot_T: Tensor | None, bandwidth: float) -> float:
-        """Of all layers."""
+        """Returns the floor of all layers together."""
         read = 0.0
         for gate_ED, gate_up_E2ID, down_EDI in self.weights:
             expert_TK = route(F.linear(x_TD, gate_ED), PER_TOKEN, sums_to_one=True).expert_TK
@@ -108,7 +108,7 @@ class Layers:
 
 
 def graph_ms(run: Callable[[], object], repeats: int) -> float:
-    """Median of a captured graph's replays."""
+    """Returns the median time of the replays of a captured graph."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -143,17 +143,17 @@ def main() -> None:
         for name, slot_T in (("base", None), ("all base, launched with", nobody_T), ("8 adapters", own_T)):
             floor = layers.floor_ms(x_TD, slot_T, bandwidth) / arguments.layers
             found = graph_ms(lambda x=x_TD, slots=slot_T: layers.run(x, slots), 12) / arguments.layers
-            print(f"{num_tokens:5} tokens, {name}: {found:7.3f} ms a layer, floor {floor:7.3f}", flush=True)
+            print(f"{num_tokens:5} tokens, {name}: {found:7.3f} ms per layer, floor {floor:7.3f}", flush=True)
         tried: list[tuple[float, moe_triton._Shape]] = []
         for values in TRIED[num_tokens] if arguments.shapes else ():
             shape = moe_triton._Shape(*values)
             moe_triton._SHAPES = ((float("inf"), shape),)
             try:
                 tried.append((graph_ms(lambda x=x_TD: layers.run(x), 7) / arguments.layers, shape))
-            except Exception as error:  # no shared memory for so many stages
+            except Exception as error:  # There is not enough shared memory for so many stages.
                 torch.cuda.synchronize()
                 print("      ", values, type(error).__name__, flush=True)
-        for ms, shape in sorted(tried, key=lambda one: one[0])[:4]:
+        for ms, shape in sorted(tried, key=lambda result: result[0])[:4]:
             print(f"      {ms:7.3f} {shape}", flush=True)
 
 

@@ -1,13 +1,15 @@
-"""How much does a quiet tenant notice of a hostile one? Its time to first token and the gaps between its tokens, alone,
-beside each of many attacks, and beside all of them at once.
+"""Measures how much a hostile tenant affects a quiet one.
 
     python benchmarks/noisy_neighbor.py --json noisy.json
     python benchmarks/noisy_neighbor.py --only logit-bias connections
     python benchmarks/noisy_neighbor.py --list
 
-Starts `lorafleet serve` on the CPU with the demo's model. Attacks (noisy/) come from a process of lower priority, as
-their senders' processors would not be the server's. Ends with status 1 where a bound was not kept: a first token within
-2 s beside any single attack, no replica lost, no process larger by 300 MiB, and nothing but right answers.
+It measures the quiet tenant's time to first token and the gaps between its tokens: alone, beside each of many attacks,
+and beside all of them at once. It starts `lorafleet serve` on the CPU with the demo's model. Attacks (noisy/) come from
+a process of lower priority, as real clients would not use the server's processors.
+
+It exits with status 1 if a bound was broken: a first token within 2 s beside any single attack, no replica lost, no
+process larger by 300 MiB, and only correct answers.
 """
 
 from __future__ import annotations
@@ -36,20 +38,27 @@ from noisy.report import ALL_AT_ONCE, ALONE, Round
 from noisy.watch import Watch, probe, sample_on
 from noisy.world import World, serving
 
-AFTER_S = 3.0  # what an attack leaves behind is seen by questions of this time
-GRACE_S = 60.0  # for an attacking process to end
+AFTER_S = 3.0  # Questions go on for this time after an attack, to see its after-effects.
+GRACE_S = 60.0  # The time within which an attacking process must end.
 NICENESS = 10
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--attack-s", type=float, default=8.0, help="how long each attack goes on")
-    parser.add_argument("--interval-s", type=float, default=0.25, help="between two questions of the quiet tenant")
+    parser.add_argument("--attack-s", type=float, default=8.0, help="seconds that each attack lasts")
+    parser.add_argument(
+        "--interval-s", type=float, default=0.25, help="seconds between two questions of the quiet tenant"
+    )
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="attacks, or areas of them")
-    parser.add_argument("--rounds", choices=("single", "at-once", "both"), default="both", help="one by one, or all")
-    parser.add_argument("--json", type=Path, help="file for the figures")
-    parser.add_argument("--list", action="store_true", help="print the attacks and end")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="attacks, or areas of attacks")
+    parser.add_argument(
+        "--rounds",
+        choices=("single", "at-once", "both"),
+        default="both",
+        help="run attacks one at a time, all at once, or both",
+    )
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    parser.add_argument("--list", action="store_true", help="print the attacks and exit")
     args = parser.parse_args()
     if args.list:
         _print_list()
@@ -66,8 +75,8 @@ def main() -> None:
         rounds = asyncio.run(_rounds(world, groups, args.attack_s, args.interval_s))
     print(f"\n{report.summary(rounds)}")
     if args.json is not None:
-        args.json.write_text(json.dumps([one.as_json() for one in rounds], indent=1))
-    sys.exit(any(one.broken for one in rounds))
+        args.json.write_text(json.dumps([result.as_json() for result in rounds], indent=1))
+    sys.exit(any(result.broken for result in rounds))
 
 
 def _print_list() -> None:
@@ -86,15 +95,15 @@ async def _rounds(world: World, groups: Sequence[Sequence[Attack]], attack_s: fl
     async with contextlib.aclosing(quiet):
         await quiet.learn()
         for group in ([], *groups):
-            one = await _round(world, quiet, group, attack_s)
-            print(report.row(one), flush=True)
-            rounds.append(one)
+            result = await _round(world, quiet, group, attack_s)
+            print(report.row(result), flush=True)
+            rounds.append(result)
             await world.settle()
     return rounds
 
 
 async def _round(world: World, quiet: QuietTenant, attacks: Sequence[Attack], attack_s: float) -> Round:
-    """The quiet tenant beside these attacks, and for a while after them."""
+    """Measures the quiet tenant beside these attacks, and for a while after them."""
     watch = Watch(world.server.pid)
     health_s: list[float] = []
     metrics_s: list[float] = []
@@ -115,17 +124,17 @@ async def _round(world: World, quiet: QuietTenant, attacks: Sequence[Attack], at
 
 
 async def _attacked(target: Target, attacks: Sequence[Attack], seconds: float) -> Counter[str]:
-    """What the attacks were answered, all together. Whatever becomes of them, no process stays stopped."""
+    """Runs the attacks and returns the counts of their answers. In any case, stopped processes are continued."""
     if not attacks:
         await asyncio.sleep(seconds)
         return Counter()
     loop = asyncio.get_running_loop()
     attacker = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
     try:
-        work = loop.run_in_executor(attacker, attack, [name_of(one) for one in attacks], target, seconds)
+        work = loop.run_in_executor(attacker, attack, [name_of(chosen) for chosen in attacks], target, seconds)
         seen = await asyncio.wait_for(work, seconds + GRACE_S)
     finally:
-        # In threads: whatever held this event loop would count as the server's time.
+        # These calls block, so they run in threads: blocking this event loop would count as the server's time.
         await asyncio.to_thread(_let_go_on, target)
         await asyncio.to_thread(attacker.shutdown)
     return sum(seen.values(), Counter())
@@ -146,7 +155,7 @@ def attack(names: Sequence[str], target: Target, seconds: float) -> dict[str, Co
     """
     os.nice(NICENESS)
     os.setsid()
-    with contextlib.suppress(OSError):  # There are no autogroups here.
+    with contextlib.suppress(OSError):  # This kernel has no autogroups.
         Path("/proc/self/autogroup").write_text(str(NICENESS))
     return asyncio.run(run([ALL[name] for name in names], target, seconds))
 

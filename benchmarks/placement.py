@@ -1,12 +1,13 @@
-"""How much placement and routing bring: a discrete-event simulation that drives the product's own code.
+"""Measures the effect of placement and routing in a discrete-event simulation that runs the product's own code.
 
-Eight replicas (simulated_replica.py) serve arrivals by other benchmarks' formulas (placement_workloads.py); only the
-rule that chooses a replica differs (placement_arms.py). Every rule hears the replicas' reports equally late. A row's
-rate is the highest on a grid at which the clairvoyant's p99 TTFT stays below a second on each of TUNING_SEEDS: a
-cluster of the right size. The product's costs and policy were tuned on these seeds, too; others are reported.
+Eight replicas (simulated_replica.py) serve arrivals by the formulas of other benchmarks (placement_workloads.py); only
+the rule that chooses a replica differs (placement_arms.py). Every rule receives the replicas' reports with the same
+delay. The rate of a row is the highest rate of a grid at which the clairvoyant's p99 TTFT stays below a second for each
+of TUNING_SEEDS: a cluster of the right size. The product's costs and policy were also tuned on these seeds; the
+reported results use other seeds.
 
-python benchmarks/placement.py [--seeds 10] [--workloads NAME …] [--arms NAME …] [--ratios 1 4 16] [--processes 1]
-python benchmarks/placement.py --find-rates
+    python benchmarks/placement.py [--seeds 10] [--workloads NAME …] [--arms NAME …] [--ratios 1 4 16] [--processes 1]
+    python benchmarks/placement.py --find-rates
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from slora_workload import Arrival
 
 NUM_REPLICAS = 8
 NUM_SLOTS = 32
-CPU_ADAPTERS = 128  # in each replica's host memory
-RATIOS = (1, 4, 16)  # adapters / (replicas x slots)
-GRID = (320, 280, 240, 200, 160, 120, 80, 40)  # requests a second, over all replicas
-RATES = {  # as --find-rates finds them, for each of RATIOS
+CPU_ADAPTERS = 128  # Adapters in each replica's host memory.
+RATIOS = (1, 4, 16)  # Adapters divided by (replicas x slots).
+GRID = (320, 280, 240, 200, 160, 120, 80, 40)  # Requests per second, over all replicas.
+RATES = {  # The rates that --find-rates finds, for each of RATIOS.
     "S-LoRA, alpha .3": (320, 160, 40),
     "S-LoRA, alpha .6, cv 4": (280, 120, 40),
     "Dynamo, steady": (320, 200, 120),
@@ -43,14 +44,14 @@ RATES = {  # as --find-rates finds them, for each of RATIOS
     "Dynamo, switching": (200, 120, 80),
     "dLoRA": (280, 160, 80),
 }
-REPORT_S = 0.1  # between a replica's reports
-LAG_S = 0.005  # until a router has heard one
-WARM_UP_S = 25.0  # not counted
-SLO_S = 6.0  # of TTFT: S-LoRA's
+REPORT_S = 0.1  # The time between two reports of a replica.
+LAG_S = 0.005  # The delay until a router has received a report.
+WARM_UP_S = 25.0  # Requests before this time are not counted.
+SLO_S = 6.0  # The bound of the TTFT, as in S-LoRA.
 TUNING_SEEDS = (0, 1, 2)
 DURATION_S = 75.0
-NEEDED = {"Ray multiplex sticky", "power of two", "clairvoyant"}  # for the goals
-MIN_REQUESTS = 5  # of an adapter, to count in the worst decile
+NEEDED = {"Ray multiplex sticky", "power of two", "clairvoyant"}  # The arms that the goals compare with.
+MIN_REQUESTS = 5  # An adapter with fewer requests does not count in the worst decile.
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +59,11 @@ class Result:
     p50_s: float
     p99_s: float
     attainment: float
-    worst_decile: float  # attainment of the tenth of the adapters that has the lowest
+    worst_decile: float  # The attainment over the tenth of the adapters that has the lowest.
     read_gb: float
     fill_gb: float
     slot_hits: float
-    max_over_mean: float  # requests of the busiest replica
+    max_over_mean: float  # The number of requests of the busiest replica, divided by the mean.
 
 
 class Clock:
@@ -72,17 +73,17 @@ class Clock:
         self._serial = 0
         self._planned: list[tuple[float, int, Callable[[float], None]]] = []
 
-    def plan(self, at: float, call: Callable[[float], None]) -> None:
+    def plan(self, time_s: float, call: Callable[[float], None]) -> None:
         self._serial += 1
-        heapq.heappush(self._planned, (at, self._serial, call))
+        heapq.heappush(self._planned, (time_s, self._serial, call))
 
     def plan_every(self, period: float, until: float, call: Callable[[float], None]) -> None:
-        def turn(now: float) -> None:
+        def repeat(now: float) -> None:
             call(now)
             if now < until:
-                self.plan(now + period, turn)
+                self.plan(now + period, repeat)
 
-        self.plan(0.0, turn)
+        self.plan(0.0, repeat)
 
     def run(self) -> None:
         while self._planned:
@@ -96,58 +97,58 @@ def simulate(load: Load, arm_name: str) -> Result:
     clock = Clock()
     next_use = _next_use(load.num_adapters, arrivals) if arm_name == "clairvoyant" else None
     replicas = [Replica(f"r{i}", NUM_SLOTS, CPU_ADAPTERS, sizes, clock.plan, next_use) for i in range(NUM_REPLICAS)]
-    by_name = {one.name: one for one in replicas}
+    by_name = {replica.name: replica for replica in replicas}
     arm = placement_arms.make(arm_name, replicas, load.seed, sizes, ranks)
-    requests = [Request(one, one.adapter) for one in arrivals if one.adapter is not None]
+    requests = [Request(arrival, arrival.adapter) for arrival in arrivals if arrival.adapter is not None]
     warm: list[Counts] = []
 
     def report(now: float) -> None:
-        reports = [(one.name, one.load(), one.unread(), one.take_changes()) for one in replicas]
-        clock.plan(now + LAG_S, lambda at: arm.observe(reports, at))
+        reports = [(replica.name, replica.load(), replica.unread(), replica.take_changes()) for replica in replicas]
+        clock.plan(now + LAG_S, lambda time_s: arm.observe(reports, time_s))
 
     def arrive(i: int, now: float) -> None:
         by_name[arm.choose(requests[i], now)].arrive(requests[i], now)
         if i + 1 < len(requests):
-            clock.plan(requests[i + 1].arrival.at_s, lambda at: arrive(i + 1, at))
+            clock.plan(requests[i + 1].arrival.at_s, lambda time_s: arrive(i + 1, time_s))
 
     clock.plan_every(REPORT_S, load.duration_s, report)
     clock.plan_every(1.0, load.duration_s, arm.each_second)
-    clock.plan(WARM_UP_S, lambda _: warm.extend(one.counts.copy() for one in replicas))
-    clock.plan(requests[0].arrival.at_s, lambda at: arrive(0, at))
+    clock.plan(WARM_UP_S, lambda _: warm.extend(replica.counts.copy() for replica in replicas))
+    clock.plan(requests[0].arrival.at_s, lambda time_s: arrive(0, time_s))
     clock.run()
-    return _result(requests, [one.counts.minus(early) for one, early in zip(replicas, warm, strict=True)])
+    return _result(requests, [count.counts.minus(early) for count, early in zip(replicas, warm, strict=True)])
 
 
 def _next_use(num_adapters: int, arrivals: Sequence[Arrival]) -> Callable[[int, float], float]:
     times: list[list[float]] = [[] for _ in range(num_adapters)]
-    for one in arrivals:
-        if one.adapter is not None:
-            times[one.adapter].append(one.at_s)
+    for arrival in arrivals:
+        if arrival.adapter is not None:
+            times[arrival.adapter].append(arrival.at_s)
 
     def next_use(adapter: int, now: float) -> float:
-        at = bisect_right(times[adapter], now)
-        return times[adapter][at] if at < len(times[adapter]) else math.inf
+        index = bisect_right(times[adapter], now)
+        return times[adapter][index] if index < len(times[adapter]) else math.inf
 
     return next_use
 
 
 def _result(requests: Sequence[Request], counts: Sequence[Counts]) -> Result:
-    counted = [one for one in requests if one.arrival.at_s >= WARM_UP_S]
-    ttft_s = np.array([one.first_token_s - one.arrival.at_s for one in counted])
+    counted = [request for request in requests if request.arrival.at_s >= WARM_UP_S]
+    ttft_s = np.array([request.first_token_s - request.arrival.at_s for request in counted])
     assert np.isfinite(ttft_s).all(), "a request was never answered"
     of_adapter: dict[int, list[bool]] = {}
-    for one, late in zip(counted, ttft_s > SLO_S, strict=True):
-        of_adapter.setdefault(one.adapter, []).append(not late)
+    for request, late in zip(counted, ttft_s > SLO_S, strict=True):
+        of_adapter.setdefault(request.adapter, []).append(not late)
     attained = sorted(fmean(met) for met in of_adapter.values() if len(met) >= MIN_REQUESTS)
-    num_requests = [one.requests for one in counts]
+    num_requests = [count.requests for count in counts]
     return Result(
         float(np.quantile(ttft_s, 0.5)),
         float(np.quantile(ttft_s, 0.99)),
         float((ttft_s <= SLO_S).mean()),
         fmean(attained[: max(1, len(attained) // 10)]),
-        sum(one.read_bytes for one in counts) / 1e9,
-        sum(one.fill_bytes for one in counts) / 1e9,
-        sum(one.slot_hits for one in counts) / sum(num_requests),
+        sum(count.read_bytes for count in counts) / 1e9,
+        sum(count.fill_bytes for count in counts) / 1e9,
+        sum(count.slot_hits for count in counts) / sum(num_requests),
         max(num_requests) / fmean(num_requests),
     )
 
@@ -168,12 +169,12 @@ def _star(arguments: tuple[Load, str]) -> Result:
 
 
 def _mean(results: Sequence[Result], field: str) -> float:
-    return fmean(getattr(one, field) for one in results)
+    return fmean(getattr(result, field) for result in results)
 
 
 def describe(arm: str, results: Sequence[Result]) -> str:
-    """Means over seeds; of the p99 also the least and the most."""
-    p99_ms = [one.p99_s * 1e3 for one in results]
+    """Returns a line with the means over seeds; for the p99 it also has the lowest and the highest value."""
+    p99_ms = [result.p99_s * 1e3 for result in results]
     return (
         f"  {arm:21}TTFT {_mean(results, 'p50_s') * 1e3:6.0f}"
         f"{fmean(p99_ms):7.0f} ({min(p99_ms):.0f}-{max(p99_ms):.0f}) ms"
@@ -185,9 +186,10 @@ def describe(arm: str, results: Sequence[Result]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """value: of the arms' results, for the arm that is named."""
+    """One goal of the product's arms."""
 
     name: str
+    # Computes the figure of the named arm from the results of all arms.
     value: Callable[[dict[str, Sequence[Result]], str], float]
     bound: float
     at_least: bool = False
@@ -218,7 +220,7 @@ GOALS = (
 
 
 def compare(arms: dict[str, Sequence[Result]], ours: str) -> dict[str, bool]:
-    """Prints one of ours beside the goals, and returns which are met; the means over seeds count."""
+    """Prints the figures of one of our arms beside the goals, and returns which are met. The means over seeds count."""
     met, texts = {}, []
     for goal in GOALS:
         value = goal.value(arms, ours)
@@ -232,11 +234,11 @@ def compare(arms: dict[str, Sequence[Result]], ours: str) -> dict[str, bool]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--first-seed", type=int, default=100, help="0 to 2 are those that the policy was tuned on")
+    parser.add_argument("--first-seed", type=int, default=100, help="the first seed; the policy was tuned on 0 to 2")
     parser.add_argument("--workloads", nargs="+", default=list(placement_workloads.WORKLOADS))
     parser.add_argument("--arms", nargs="+", default=list(placement_arms.ARMS), choices=placement_arms.ARMS)
     parser.add_argument("--ratios", nargs="+", type=int, default=RATIOS, choices=RATIOS)
-    parser.add_argument("--find-rates", action="store_true", help="print what RATES should be, and nothing else")
+    parser.add_argument("--find-rates", action="store_true", help="only print the correct values of RATES")
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
     rows = [(workload, ratio) for workload in args.workloads for ratio in args.ratios]
@@ -248,7 +250,7 @@ def main() -> None:
             return
         for workload, ratio in rows:
             rate = RATES[workload][RATIOS.index(ratio)]
-            print(f"{workload}, {ratio} adapters a slot, {rate} requests/s", flush=True)
+            print(f"{workload}, {ratio} adapters per slot, {rate} requests/s", flush=True)
             jobs = [(_load(workload, rate, ratio, seed), arm) for arm in args.arms for seed in seeds]
             results = pool.map(_star, jobs, chunksize=1)
             arms = {arm: results[i * args.seeds : (i + 1) * args.seeds] for i, arm in enumerate(args.arms)}

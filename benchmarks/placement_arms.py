@@ -1,6 +1,8 @@
-# ruff: noqa: ARG002  # an arm need not look at everything that it is given
-"""The routing rules that benchmarks/placement.py compares. All see the same reports, equally late; the clairvoyant sees
-the replicas themselves, and what will be asked for.
+# ruff: noqa: ARG002  # An arm need not use everything that it is given.
+"""Implements the routing rules that benchmarks/placement.py compares.
+
+All rules see the same reports with the same delay, except the clairvoyant, which sees the replicas themselves and the
+requests to come.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ Report = tuple[str, ReplicaLoad, list[int], list[tuple[int, Tier | None]]]
 
 
 class Arm(Protocol):
-    """choose: the name of the replica. observe: what replicas reported."""
+    """A routing rule, whose `choose` returns the name of a replica, and `observe` receives the replicas' reports."""
 
     def choose(self, request: Request, now: float) -> str: ...
     def observe(self, reports: Sequence[Report], now: float) -> None: ...
@@ -32,7 +34,7 @@ class Arm(Protocol):
 class _Blind:
     def __init__(self, replicas: Sequence[Replica], seed: int) -> None:
         self.replicas = replicas
-        self.names = [one.name for one in replicas]
+        self.names = [replica.name for replica in replicas]
         self.random = random.Random(seed)
 
     def observe(self, reports: Sequence[Report], now: float) -> None:
@@ -48,11 +50,11 @@ class Random(_Blind):
 
 
 class RoundRobin(_Blind):
-    at = -1
+    index = -1
 
     def choose(self, request: Request, now: float) -> str:
-        self.at = (self.at + 1) % len(self.names)
-        return self.names[self.at]
+        self.index = (self.index + 1) % len(self.names)
+        return self.names[self.index]
 
 
 class RendezvousOnly(_Blind):
@@ -65,7 +67,7 @@ class RendezvousOnly(_Blind):
 
 
 class PowerOfTwo(_Blind):
-    """Queue lengths as reported, plus what was sent since."""
+    """Compares queue lengths as reported, plus the requests that were sent since."""
 
     def __init__(self, replicas: Sequence[Replica], seed: int) -> None:
         super().__init__(replicas, seed)
@@ -86,7 +88,7 @@ class PowerOfTwo(_Blind):
 
 
 class MultiplexSticky(PowerOfTwo):
-    """Ray Serve's apply_multiplex_routing: holders that accept more, else those with the fewest models, else any."""
+    """Follows Ray Serve's apply_multiplex_routing: free holders, else those with the fewest models, else any."""
 
     def __init__(self, replicas: Sequence[Replica], seed: int) -> None:
         super().__init__(replicas, seed)
@@ -101,7 +103,7 @@ class MultiplexSticky(PowerOfTwo):
             fewest = min(self.num_models[n] for n in accepting)
             names = [n for n in accepting if self.num_models[n] == fewest]
         chosen = self.pick(names)
-        if not holders:  # generous: Ray's routers do not know what they have just sent
+        if not holders:  # This is generous: Ray's routers do not know what they have just sent.
             self.holders[request.adapter] = {chosen}
             self.num_models[chosen] += 1
         return chosen
@@ -116,15 +118,16 @@ class MultiplexSticky(PowerOfTwo):
 
 
 class Ours(_Blind):
-    """The product's own code: what replicas report goes through Residency and Placer to a router's view."""
+    """Runs the product's own code: reports go through Residency and Placer to a router's view."""
 
     def __init__(
         self, replicas: Sequence[Replica], seed: int, sizes: Sequence[int], ranks: Sequence[int], fill: bool
     ) -> None:
         super().__init__(replicas, seed)
-        self.by_name = {one.name: one for one in replicas}
+        self.by_name = {replica.name: replica for replica in replicas}
         self.now = 0.0
-        by_hash = sorted(map(str, range(len(sizes))), key=key_of)  # not by popularity, as their numbers are
+        # The order is not by popularity, unlike the adapters' numbers.
+        by_hash = sorted(map(str, range(len(sizes))), key=key_of)
         self.residency = Residency("simulated", None, lambda adapter: sizes[int(adapter)])
         self.placer = Placer(
             self.residency,
@@ -137,7 +140,7 @@ class Ours(_Blind):
         self.view.chooser.set_replicas(self.names)
         self.sequence = Counter[str]()
         self.tokens: dict[str, Counter[str]] = {name: Counter() for name in self.names}
-        self.cpu_loras = {one.name: one.cpu_adapters for one in replicas}
+        self.cpu_loras = {replica.name: replica.cpu_adapters for replica in replicas}
 
     def prefetch(self, replica: str, adapter: str) -> None:
         self.by_name[replica].read_ahead(int(adapter), self.now)
@@ -174,16 +177,17 @@ class Ours(_Blind):
 
 
 class Clairvoyant(_Blind):
-    """Sees queues, slots and disks as they are. Its replicas evict by Belady's rule, knowing the arrivals to come."""
+    """Sees queues, slots and disks as they are. Its replicas know the arrivals and evict by Belady's rule."""
 
     def __init__(self, replicas: Sequence[Replica], seed: int, sizes: Sequence[int]) -> None:
         super().__init__(replicas, seed)
         self.sizes = sizes
 
     def choose(self, request: Request, now: float) -> str:
-        return min(self.replicas, key=lambda one: self.first_token_s(one, request, now)).name
+        return min(self.replicas, key=lambda replica: self.first_token_s(replica, request, now)).name
 
-    MOVE_S = 0.05  # what displacing an adapter costs those that want it: without it p99 is worse
+    # The cost of displacing an adapter for the requests that need it; without this term the p99 is worse.
+    MOVE_S = 0.05
 
     def first_token_s(self, replica: Replica, request: Request, now: float) -> float:
         adapter = request.adapter

@@ -1,8 +1,8 @@
-"""For how long a placement round holds the directory's event loop: many adapters of three sizes, active all at once.
+"""Measures how long a placement round blocks the directory's event loop, with many adapters of three sizes, all active.
 
-Runs the rounds as the directory does, with a task beside them that wakes every millisecond and notes how late it was.
+It runs the rounds as the directory does, with a task beside them that wakes every millisecond and records its delay.
 
-python benchmarks/placement_round.py [--replicas 1000] [--adapters 20000]
+    python benchmarks/placement_round.py [--replicas 1000] [--adapters 20000]
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ async def measure(num_replicas: int, num_adapters: int) -> None:
         await in_slices(placer.round(number * ROUND_S))
         took, worked = time.perf_counter() - started, time.process_time() - worked
         pulse.cancel()
-        print(f"round {number + 1}: {took:.2f} s, {worked:.2f} s of work, the loop held for {max(late_s) * 1e3:.1f} ms")
+        print(f"round {number + 1}: {took:.2f} s, {worked:.2f} s of work, loop blocked for {max(late_s) * 1e3:.1f} ms")
 
 
 async def _pulse(late_s: list[float]) -> None:

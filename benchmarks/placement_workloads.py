@@ -1,10 +1,11 @@
-"""Arrivals for benchmarks/placement.py, by the formulas of S-LoRA's, Dynamo's and dLoRA's benchmarks.
+"""Draws arrivals for benchmarks/placement.py, by the formulas of S-LoRA's, Dynamo's and dLoRA's benchmarks.
 
-S-LoRA: benchmarks/slora_workload.py. Dynamo: adapters by Zipf with exponent 1, a Poisson number of requests in each
-tick of 3 s, whose mean is steady, diurnal, with two flash crowds, or switches between three levels. dLoRA: functions
-with rates of their own are dealt to the adapters in turn, prompts are up to 1024 tokens and whole texts up to 2048,
-log-normal like ShareGPT's; its Azure trace is not at hand, so a function's rate is log-normal and its gaps Gamma with
-cv 4.
+- S-LoRA: see benchmarks/slora_workload.py.
+- Dynamo: adapters follow Zipf's law with exponent 1. Each tick of 3 s has a Poisson number of requests, whose mean is
+  steady, diurnal, with two flash crowds, or switches between three levels.
+- dLoRA: functions with rates of their own are dealt to the adapters in turn. Prompts have up to 1024 tokens and whole
+  texts up to 2048, with log-normal lengths like ShareGPT's. Its Azure trace is not available here, so the rate of a
+  function is log-normal, and its gaps are Gamma with cv 4.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ RANKS = (8, 16, 32, 64)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """name: a key of WORKLOADS."""
+    """The parameters of one workload."""
 
-    name: str
-    rate: float  # requests a second, the mean over the whole run
+    name: str  # A key of WORKLOADS.
+    rate: float  # Requests per second, as the mean over the whole run.
     duration_s: float
     num_adapters: int
     seed: int
@@ -38,7 +39,7 @@ def draw(load: Load) -> list[Arrival]:
 
 
 def ranks(load: Load) -> list[int]:
-    """Of each adapter: S-LoRA's four ranks, shuffled, as the hottest would always have the largest else."""
+    """Returns the adapters' ranks: S-LoRA's four, shuffled so that the most popular are not the largest."""
     cycle = np.resize(RANKS, load.num_adapters)
     return [int(rank) for rank in np.random.default_rng([load.seed, 9]).permutation(cycle)]
 
@@ -71,7 +72,7 @@ def _diurnal(_: np.random.Generator, num_ticks: int) -> list[float]:
 
 
 def _flash(_: np.random.Generator, num_ticks: int) -> list[float]:
-    """Dynamo's crowds come at ticks 50 and 130 of 200; here at the same parts of the run."""
+    """Returns the levels with two crowds, at the same parts of the run as Dynamo's ticks 50 and 130 of 200."""
     starts = [round(num_ticks * part) for part in (0.25, 0.65)]
     return [25 * (1 + sum(4 * 2 ** (-(t - s) / 8) for s in starts if t >= s)) for t in range(num_ticks)]
 
@@ -92,7 +93,8 @@ def _dlora(load: Load) -> list[Arrival]:
     at_s, adapters = [], []
     for function, rate in enumerate(rates):
         gaps = random.gamma(1 / 16, 16 / rate, int(rate * load.duration_s * 2) + 20)
-        times = np.cumsum(gaps) - random.exponential(1 / rate)  # as if it had been running for long
+        # The first arrivals look as if the function had been running for long.
+        times = np.cumsum(gaps) - random.exponential(1 / rate)
         times = times[(times >= 0) & (times < load.duration_s)]
         at_s.append(times)
         adapters.append(np.full(len(times), function % load.num_adapters))

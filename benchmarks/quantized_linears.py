@@ -1,10 +1,10 @@
-"""An 8B model's linears with quantized weights beside bf16's: milliseconds of all 32 layers' qkv, o, gate_up, down.
+"""Compares an 8B model's linears with quantized and bf16 weights: milliseconds of all 32 layers' qkv, o, gate_up, down.
 
     python benchmarks/quantized_linears.py [--tokens 1 8 64 128 256 4096] [--layers 8]
 
-Weights are cold: each layer has its own, and some layers are more than the cache. Times are of one CUDA graph, the
-median of its replays, scaled to 32 layers. The floor is the weights' bytes at the copy bandwidth measured in the same
-run.
+Weights are cold: each layer has its own, and the layers together are larger than the cache. Times are medians of the
+replays of one CUDA graph, scaled to 32 layers. The floor is the weights' bytes divided by the copy bandwidth measured
+in the same run.
 """
 
 from __future__ import annotations

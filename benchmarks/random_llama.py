@@ -1,4 +1,4 @@
-"""Folders to measure a server with: a model without weights (`--load-format dummy`), PEFT adapters of random ones."""
+"""Writes folders to measure a server with: a model without weights (`--load-format dummy`) and random PEFT adapters."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-EXPONENT = 120 << 7  # of a bfloat16: values of 2^-7 to 2^-6, about as large as trained ones
+EXPONENT = 120 << 7  # The exponent of a bfloat16 for values of 2^-7 to 2^-6, about as large as trained ones.
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> None:
-    """config.json and a byte-level tokenizer in which every id has a visible text, so that each token streams."""
+    """Writes config.json and a byte-level tokenizer whose ids all have visible texts, so that each token streams."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -27,8 +27,10 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
 
 
 def write_adapters(folder: Path, config: dict[str, Any], count: int, rank: int, experts: bool = True) -> None:
-    """folder/a0, a1, …: rank `rank` on all seven projections, each with weights of its own. Of a mixture of experts, on
-    attention and, if experts, on all of them."""
+    """Writes folder/a0, a1, …, each with weights of its own and this rank on all seven projections.
+
+    For a mixture of experts, they cover attention and, if `experts` is set, all experts.
+    """
     shapes = _tensor_shapes(config, rank, experts)
     leaves = sorted({name.split(".")[6] for name in shapes} - {"experts"})
     fields: dict[str, Any] = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": leaves}
@@ -41,7 +43,7 @@ def write_adapters(folder: Path, config: dict[str, Any], count: int, rank: int, 
         begin, end = end, end + 2 * rows * columns
         header[name] = {"dtype": "BF16", "shape": [rows, columns], "data_offsets": [begin, end]}
     head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)  # safetensors wants its data aligned
+    head += b" " * (-len(head) % 8)  # A safetensors file aligns its data.
 
     def write(number: int) -> None:
         path = folder / f"a{number}"
@@ -61,8 +63,10 @@ def write_adapters(folder: Path, config: dict[str, Any], count: int, rank: int, 
 def write_alike_adapters(
     folder: Path, config: dict[str, Any], count: int, rank: int, experts: bool = True
 ) -> list[Path]:
-    """folder/a0, a1, …: they share one file of weights and differ in lora_alpha, so digests, slots and bytes on a GPU
-    are distinct, and the disk holds it once."""
+    """Writes folder/a0, a1, …, which share one file of weights and differ in lora_alpha.
+
+    So digests, slots and bytes on a GPU are distinct, while the disk holds the weights once.
+    """
     write_adapters(folder, config, 1, rank, experts)
     first, *others = paths = [folder / f"a{i}" for i in range(count)]
     peft = json.loads((first / "adapter_config.json").read_text())
@@ -74,7 +78,7 @@ def write_alike_adapters(
 
 
 def _tensor_shapes(config: dict[str, Any], rank: int, experts: bool) -> dict[str, tuple[int, int]]:
-    """PEFT's names."""
+    """Returns the shapes of the adapter's tensors by PEFT's names."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     head = config.get("head_dim") or hidden // config["num_attention_heads"]
     heads, kv = head * config["num_attention_heads"], head * config["num_key_value_heads"]

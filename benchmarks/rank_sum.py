@@ -1,10 +1,11 @@
-"""The sum over the ranks behind a row-parallel linear, with the residual's add and the norm: microseconds a call.
+"""Measures the sum over the ranks after a row-parallel linear, with the residual's add and the norm: microseconds per
+call.
 
     python benchmarks/rank_sum.py [--size 4096] [--rows 1 8 32 64 256 512 1024 8192] [--json FILE]
 
-All GPUs of the machine, bf16, 64 calls in one CUDA graph. Beside each other: NCCL's all-reduce and the kernel of the
-norm, and the one kernel that writes to the other GPUs (kernels/ranks/rank_sum.py). The bytes that a GPU must take
-in from the others, over 450 GB/s (NVLink 4, one direction), are the floor.
+It uses all GPUs of the machine, in bf16, with 64 calls in one CUDA graph. It compares NCCL's all-reduce followed by the
+norm's kernel with the one kernel that writes to the other GPUs (kernels/ranks/rank_sum.py). The floor is the bytes that
+a GPU must receive from the others, divided by 450 GB/s (NVLink 4, one direction).
 """
 
 from __future__ import annotations

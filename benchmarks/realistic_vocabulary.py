@@ -1,5 +1,7 @@
-"""A byte-level BPE tokenizer of 128 thousand tokens, trained on the text that lies on this machine: no model's own is
-at hand without a network. Kept in the temporary folder, since training takes half a minute of CPU.
+"""Provides a byte-level BPE tokenizer of 128 thousand tokens, trained on text that is found on this machine.
+
+A model's own tokenizer is not available without a network. The trained one is kept in the temporary folder, since
+training takes half a minute of CPU.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 NUM_TOKENS = 128_000
-NUM_SPECIAL = 256  # the last of them ends an answer
-# GPT-4's way to cut text, before merges.
+NUM_SPECIAL = 256  # The last of the special tokens ends an answer.
+# GPT-4's pattern for splitting text before merges.
 PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -1,11 +1,11 @@
-"""What sampling fields cost a decode step, in the rows that have them and in the others.
+"""Measures the cost of sampling fields in a decode step, in the rows that have them and in the others.
 
     python benchmarks/sampling.py [--batches 64 256] [--history 2000] [--generated 64] [--layers 32] [--hidden 4096]
         [--vocabulary 128256] [--device cuda] [--json FILE]
 
-A random Llama of 8B shape (on a CPU use --layers 2 --hidden 256 --batches 16), prompts of `history` random tokens. A
-step is timed on the host from the scheduler to the tokens; the median of the steps in which every sequence decodes is
-given, and how many of them were launched before the last one's tokens were known.
+The model is a random Llama of 8B shape (on a CPU use --layers 2 --hidden 256 --batches 16), and prompts have `history`
+random tokens. A step is timed on the host from the scheduler to the tokens. The figures are the median of the steps in
+which every sequence decodes, and how many of them were launched before the tokens of the previous step were known.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lorafleet.workers.startup import build_engine
 
 PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}
 BIASES = {"logit_bias": dict.fromkeys(range(100, 1124), 1.0), "min_tokens": 1000, "stop_token_ids": [1, 2, 3]}
-# The fields of the first `rows` of a batch; 0 stands for all. The others are greedy.
+# Maps a case to the fields of the first `rows` of a batch, where 0 stands for all rows. The other rows are greedy.
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "greedy": (0, {"temperature": 0}),
     "temperature, top_p": (0, {"temperature": 0.8, "top_p": 0.9, "seed": 1}),

@@ -1,13 +1,14 @@
-"""The real server under S-LoRA's load over HTTP: time to first token, inter-token latency, throughput, SLO attainment.
+"""Measures the real server under S-LoRA's load over HTTP: TTFT, inter-token latency, throughput, SLO attainment.
 
     python benchmarks/serving.py [--rates 5 15 30] [--alpha 0.3] [--adapters 100] [--json FILE]
-    python benchmarks/serving.py --base-url http://127.0.0.1:8000      (a server that runs already, and its adapters)
+    python benchmarks/serving.py --base-url http://127.0.0.1:8000      (a running server, with its adapters)
 
-Starts `lorafleet serve` twice, without LoRA and with it, and streams /v1/completions from a client process: on a GPU an
-8B Llama of random weights with adapters of rank 16 on all seven projections, without one the demo model and adapters
-for it. Every case has the same arrival times, lengths and draws (slora_workload.py), and prompts of its own, so that
-no prefix is cached. Each is warmed up first, so that kernels are compiled and every adapter has been read once. At the
-end long prompts fall into running streams, to show what chunked prefill does to their gaps.
+It starts `lorafleet serve` twice, without LoRA and with it, and streams /v1/completions from a client process. On a GPU
+it serves an 8B Llama with random weights and adapters of rank 16 on all seven projections; without one it serves the
+demo model with adapters for it. All cases have the same arrival times, lengths and draws (slora_workload.py), and
+prompts of their own, so that no prefix is cached. Each case is warmed up first, so that kernels are compiled and every
+adapter has been read once. At the end, long prompts arrive amid running streams, to show the effect of chunked prefill
+on their gaps.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CLIENT = Path(__file__).with_name("http_load.py")
 DEMO = ROOT / "demo" / "model"
 WARM_UP_S = 4.0
-PRIME_S = 0.05  # between the first requests to each adapter
+PRIME_S = 0.05  # The time between the first requests to each adapter.
 COUNTERS = (
     "lora_loads_total",
     "lora_activations_total",
@@ -54,22 +55,22 @@ COUNTERS = (
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What is measured, by default as fits the machine."""
+    """Sizes of a run; the defaults fit the machine."""
 
-    rates: tuple[float, ...]  # requests a second
+    rates: tuple[float, ...]  # Requests per second.
     duration_s: float
-    lengths: tuple[int, int]  # tokens of prompts, and of answers
-    token_ids: tuple[int, int]  # of the prompts
+    lengths: tuple[int, int]  # The range of tokens of prompts and of answers.
+    token_ids: tuple[int, int]  # The range of the prompts' token ids.
     few_adapters: int
     adapters: int
     rank: int
     max_loras: int
     max_cpu_loras: int
-    streams: int  # that the long prompts fall into
+    streams: int  # The number of streams that are running when the long prompts arrive.
     long_prompts: int
     long_tokens: int
     burst_at_s: float
-    stream_tokens: int  # of an answer: it must last beyond the burst
+    stream_tokens: int  # The tokens of a stream's answer, which must last beyond the burst.
 
 
 H200 = Scale((5, 15, 30), 20, (8, 511), (10, 128_000), 8, 100, 16, 32, 64, 32, 8, 4096, 2.0, 900)
@@ -80,7 +81,7 @@ CPU = Scale((2, 6), 10, (4, 64), (10, 250), 3, 12, 8, 4, 6, 8, 4, 400, 0.3, 440)
 class Case:
     name: str
     model: str
-    adapters: tuple[str, ...]  # none: every request asks for the base
+    adapters: tuple[str, ...]  # If empty, every request uses the base.
 
 
 class Row(msgspec.Struct):
@@ -88,18 +89,18 @@ class Row(msgspec.Struct):
     rate: float
     summary: Summary
     client_cores: float
-    server_cores: dict[str, float]  # by process; empty where the server is not ours
-    counters: dict[str, float]  # what the engine counted meanwhile
+    server_cores: dict[str, float]  # Processor cores by process; empty if the server was started elsewhere.
+    counters: dict[str, float]  # The engine's counters during the row.
 
 
 class Burst(msgspec.Struct):
-    """Seconds. Gaps of the running streams before the long prompts came, and until the last one's first token."""
+    """The gaps of running streams before and during the prefill of long prompts, in seconds."""
 
     case: str
-    quiet: Percentiles | None
-    during: Percentiles | None
+    quiet: Percentiles | None  # Gaps before the long prompts arrive.
+    during: Percentiles | None  # Gaps until the first token of the last long prompt.
     longest_gap_s: float
-    first_token_s: list[float]  # of the long prompts
+    first_token_s: list[float]  # Times to first token of the long prompts.
     errors: list[str]
 
 
@@ -116,7 +117,7 @@ class Bench:
     slos_s: tuple[float, ...]
 
     def warm_up(self, case: Case) -> None:
-        """Unmeasured: every adapter is read once, and prompts of every size find their kernels compiled."""
+        """Reads every adapter once and compiles the kernels for prompts of every size, without measuring."""
         names = case.adapters or (case.model,)
         lengths = [1 << i for i in range(3, self.scale.long_tokens.bit_length())]
         primes = [
@@ -125,8 +126,8 @@ class Bench:
         ]
         begin = primes[-1].at_s + PRIME_S
         load = self._calls(case, self.scale.rates[len(self.scale.rates) // 2], WARM_UP_S, seed=self.seed + 1)
-        report = self._run([*primes, *(msgspec.structs.replace(one, at_s=one.at_s + begin) for one in load)])
-        errors = {one.error for one in report.outcomes if one.error is not None}
+        report = self._run([*primes, *(msgspec.structs.replace(call, at_s=call.at_s + begin) for call in load)])
+        errors = {outcome.error for outcome in report.outcomes if outcome.error is not None}
         assert not errors, f"{case.name}: {errors}"
 
     def measure(self, case: Case, rate: float) -> Row:
@@ -156,16 +157,16 @@ class Bench:
             for i in range(scale.long_prompts)
         ]
         outcomes = self._run([*streams, *longs]).outcomes
-        errors = sorted({one.error for one in outcomes if one.error is not None})
+        errors = sorted({outcome.error for outcome in outcomes if outcome.error is not None})
         if errors:
             return Burst(case.name, None, None, 0.0, [], errors)
-        running_streams, long_ones = outcomes[: scale.streams], outcomes[scale.streams :]
-        end_s = max(one.chunks_s[0] for one in long_ones)
-        if min(one.chunks_s[-1] for one in running_streams) < end_s:
+        running_streams, long_outcomes = outcomes[: scale.streams], outcomes[scale.streams :]
+        end_s = max(outcome.chunks_s[0] for outcome in long_outcomes)
+        if min(outcome.chunks_s[-1] for outcome in running_streams) < end_s:
             return Burst(case.name, None, None, 0.0, [], ["the streams ended before the burst did"])
-        quiet = [g for one in running_streams for g in gaps_s(one, scale.burst_at_s / 2, scale.burst_at_s)]
-        during = [g for one in running_streams for g in gaps_s(one, scale.burst_at_s, end_s)]
-        first = [one.first_token_s for one in long_ones]
+        quiet = [g for outcome in running_streams for g in gaps_s(outcome, scale.burst_at_s / 2, scale.burst_at_s)]
+        during = [g for outcome in running_streams for g in gaps_s(outcome, scale.burst_at_s, end_s)]
+        first = [outcome.first_token_s for outcome in long_outcomes]
         return Burst(case.name, Percentiles.of(quiet), Percentiles.of(during), max(during), first, [])
 
     def _calls(self, case: Case, rate: float, duration_s: float, seed: int) -> list[Call]:
@@ -174,12 +175,12 @@ class Bench:
         salt = sum(map(ord, case.name)) + int(1000 * rate)
         return [
             Call(
-                one.at_s,
-                case.model if one.adapter is None else case.adapters[one.adapter],
-                self._prompt(one.num_input, seed, salt, i),
-                one.num_output,
+                arrival.at_s,
+                case.model if arrival.adapter is None else case.adapters[arrival.adapter],
+                self._prompt(arrival.num_input, seed, salt, i),
+                arrival.num_output,
             )
-            for i, one in enumerate(arrivals)
+            for i, arrival in enumerate(arrivals)
         ]
 
     def _prompt(self, length: int, *seed: int) -> list[int]:
@@ -196,7 +197,7 @@ class Bench:
 
 
 class Table:
-    """Prints rows as they come."""
+    """Prints rows as they arrive."""
 
     def __init__(self, slos_s: Sequence[float]) -> None:
         self._slos = [f"{slo:g}" for slo in slos_s]
@@ -234,11 +235,11 @@ class Table:
         )
 
     def costs(self) -> str:
-        """Of the row in which the client was busiest, and of the one in which the front was."""
+        """Returns the costs in the row with the busiest client, and in the one with the busiest front."""
         client = max(self.rows, key=lambda row: row.client_cores)
         late = max(self.rows, key=lambda row: row.summary.lag_s.p99 if row.summary.lag_s else 0.0)
         lines = [
-            f"client: {client.client_cores:.2f} cores at most; late at most, ms p50, p90, p99 {_ms(late.summary.lag_s)}"
+            f"client: {client.client_cores:.2f} cores at most; send delay, ms p50, p90, p99 {_ms(late.summary.lag_s)}"
         ]
         front = max(self.rows, key=lambda row: row.server_cores.get("EngineReplica", 0.0))
         if front.server_cores:
@@ -253,7 +254,7 @@ def _ms(values: Percentiles | None) -> str:
 
 @contextmanager
 def made(folder: Path, scale: Scale, *, on_gpu: bool) -> Iterator[tuple[list[str], Path]]:
-    """The server's arguments for the model, and the folder of adapters."""
+    """Yields the server's arguments for the model, and the folder of adapters."""
     adapters = folder / "adapters"
     if on_gpu:
         write_model(folder / "model", CONFIG)
@@ -294,7 +295,7 @@ def measure_cases(bench: Bench, cases: Sequence[Case], bursts: Sequence[Case], t
 
 
 def running_cases(url: str) -> list[Case]:
-    """The base model of a server that is there already, and its adapters where it lists some."""
+    """Returns a case for the base model of a running server, and one for its adapters if it lists any."""
     with urllib.request.urlopen(f"{url}/v1/models") as answer:
         cards: list[dict[str, Any]] = json.load(answer)["data"]
     base = next(card["id"] for card in cards if not card.get("parent"))
@@ -309,20 +310,24 @@ def make_bench(args: argparse.Namespace, scale: Scale, url: str, server: LocalSe
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base-url", help="measure a server that runs already, with the names that it lists")
-    parser.add_argument("--rates", type=float, nargs="+", help="requests a second")
+    parser.add_argument("--base-url", help="measure a running server, with the model names that it lists")
+    parser.add_argument("--rates", type=float, nargs="+", help="requests per second")
     parser.add_argument("--duration-s", type=float)
-    parser.add_argument("--alpha", type=float, default=0.3, help="of the power law; 1: every adapter as often")
-    parser.add_argument("--cv", type=float, default=1.0, help="of the gaps between requests; 1: Poisson")
+    parser.add_argument(
+        "--alpha", type=float, default=0.3, help="exponent of the power law; 1: all adapters are equally popular"
+    )
+    parser.add_argument(
+        "--cv", type=float, default=1.0, help="coefficient of variation of the gaps between requests; 1: Poisson"
+    )
     parser.add_argument("--adapters", type=int)
     parser.add_argument("--max-loras", type=int)
     parser.add_argument("--max-cpu-loras", type=int)
-    parser.add_argument("--slo", type=float, nargs="+", default=[0.5, 6.0], help="bounds of the TTFT, seconds")
+    parser.add_argument("--slo", type=float, nargs="+", default=[0.5, 6.0], help="bounds of the TTFT in seconds")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", help="cases whose name has one of these words")
-    parser.add_argument("--server-args", default="", help="further options of `lorafleet serve`, in one string")
-    parser.add_argument("--server-log", type=Path, help="keeps what the last server printed")
-    parser.add_argument("--cpu", action="store_true", help="the small demo model, also where there is a GPU")
+    parser.add_argument("--only", nargs="+", help="run only the cases whose name has one of these words")
+    parser.add_argument("--server-args", default="", help="additional options of `lorafleet serve`, as one string")
+    parser.add_argument("--server-log", type=Path, help="file for the output of the last server")
+    parser.add_argument("--cpu", action="store_true", help="use the small demo model even if there is a GPU")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available() and not args.cpu
@@ -332,7 +337,7 @@ def main() -> None:
     low, high = scale.lengths
     print(
         f"{args.base_url or where}: prompts and answers of {low} to {high} tokens, cv {args.cv:g}, alpha "
-        f"{args.alpha:g}, {scale.duration_s:g} s of arrivals a row, seed {args.seed}"
+        f"{args.alpha:g}, {scale.duration_s:g} s of arrivals per row, seed {args.seed}"
     )
     table = Table(args.slo)
     if args.base_url:

@@ -1,8 +1,8 @@
-"""One replica as events: slots, host memory, a disk, prefill and decode, with the times of an 8B on one H200.
+"""Simulates one replica by events: slots, host memory, a disk, prefill and decode, with the times of an 8B on one H200.
 
-The times are README's ("Measured"): a decode step by batch with 64 adapters, prefill tokens a second, 1.6 ms to fill
-a slot with 84 MB, 0.1 s to read as many from disk, one adapter after another. Prompts are computed in chunks of 512
-beside the running sequences. What the engine does and this does not: preemption, a limit of KV blocks, prefix hits.
+The times are README's ("Measured"): a decode step by batch with 64 adapters, prefill tokens per second, 1.6 ms to fill
+a slot with 84 MB, and 0.1 s to read the same from disk, one adapter after another. Prompts are computed in chunks of
+512 beside the running sequences. The simulation has no preemption, no limit of KV blocks and no prefix hits.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ READ_BASE_S, READ_BYTES_S = 0.01, 0.93e9
 
 
 def step_s(batch: int) -> float:
-    """Between the measured batches, along a line."""
+    """Interpolates linearly between the measured batches."""
     if batch <= 1:
         return STEPS_S[0][1]
-    at = min(bisect_left(STEPS_S, (batch, 0.0)), len(STEPS_S) - 1)
-    (x0, y0), (x1, y1) = STEPS_S[at - 1], STEPS_S[at]
+    index = min(bisect_left(STEPS_S, (batch, 0.0)), len(STEPS_S) - 1)
+    (x0, y0), (x1, y1) = STEPS_S[index - 1], STEPS_S[index]
     return y0 + (y1 - y0) * (batch - x0) / (x1 - x0)
 
 
@@ -72,18 +72,20 @@ class Counts:
         )
 
 
-Plan = Callable[[float, Callable[[float], None]], None]  # at so many seconds, call
+# Plans a call of a function at this simulated time, in seconds.
+Plan = Callable[[float, Callable[[float], None]], None]
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """next_use: Belady's knowledge, when an adapter is asked for next after a time; None evicts by cost and recency."""
+    """One replica of the simulated cluster."""
 
     name: str
     num_slots: int
     cpu_adapters: int
     sizes: list[int]
     plan: Plan
+    # The time of an adapter's next request after a time, for Belady's rule; None evicts by cost and recency.
     next_use: Callable[[int, float], float] | None = None
     counts: Counts = field(default_factory=Counts)
     slots: dict[int, _Slot] = field(default_factory=dict)
@@ -93,22 +95,23 @@ class Replica:
     num_running: int = 0
     queued_tokens: int = 0
     wishes: deque[int] = field(default_factory=deque)
-    changed: dict[int, None] = field(default_factory=dict)  # adapters whose tier may have changed since the last report
-    # Adapters that wait, by the number of their turn: those in a slot or in host memory, and those to be read.
+    # Adapters whose tier may have changed since the last report.
+    changed: dict[int, None] = field(default_factory=dict)
+    # Waiting adapters by their turn number: those in a slot or in host memory, and those that must be read.
     _turns: dict[int, int] = field(default_factory=dict)
     _ready: list[tuple[int, int]] = field(default_factory=list)
     _unread: list[tuple[int, int]] = field(default_factory=list)
-    _idle: dict[int, _Slot] = field(default_factory=dict)  # filled and held by nobody
+    _idle: dict[int, _Slot] = field(default_factory=dict)  # Slots that are filled and have no holder.
     _demand: Demand = field(init=False)
     _cpu_credits: Credits = field(init=False)
     _slot_credits: Credits = field(init=False)
-    _waiting_in_slots: int = 0  # adapters that wait and have a slot
+    _waiting_in_slots: int = 0  # The number of waiting adapters that have a slot.
     _reading: int | None = None
     _disk_free_s: float = 0.0
     _copy_free_s: float = 0.0
     _prefill: deque[Request] = field(default_factory=deque)
     _prefilling: bool = False
-    _tokens: float = 0.0  # that every running sequence has been given so far
+    _tokens: float = 0.0  # The number of tokens that every running sequence has been given so far.
     _rolled_s: float = 0.0
     _running: list[tuple[float, int, Request]] = field(default_factory=list)
     _version: int = 0
@@ -133,11 +136,11 @@ class Replica:
         return [adapter for _, adapter in self._unread]
 
     def free_slots(self) -> int:
-        """Empty or idle, less the adapters that wait for one."""
+        """Returns the number of empty or idle slots, less the adapters that wait for one."""
         return self.num_slots - len(self.slots) + len(self._idle) - (len(self.waiting) - self._waiting_in_slots)
 
     def take_changes(self) -> list[tuple[int, Tier | None]]:
-        """Adapters whose tier may have changed since the last call."""
+        """Returns the adapters whose tier may have changed since the last call."""
         changes = [(adapter, self.tier(adapter)) for adapter in self.changed]
         self.changed.clear()
         return changes
@@ -151,12 +154,12 @@ class Replica:
         return "cpu" if adapter in self.cpu else None
 
     def disk_wait_s(self, now: float) -> float:
-        """Until one more adapter would begin to be read."""
+        """Returns the seconds until the disk would begin to read one more adapter."""
         waiting = [adapter for _, adapter in self._unread if adapter != self._reading]
         return max(0.0, self._disk_free_s - now) + sum(self._read_s(adapter) for adapter in waiting)
 
     def batch_wait_s(self) -> float:
-        """Until one more prompt would begin to be computed, residency apart, as decode steps are now."""
+        """Returns the seconds until one more prompt would start, apart from residency, at the present step times."""
         step, num_ahead = STEP_S[self.num_running], self.num_waiting + len(self._prefill)
         wait = self.queued_tokens / PREFILL_TOKENS_S + num_ahead * step
         excess = self.num_running + self.num_waiting + 1 - MAX_RUNNING
@@ -166,7 +169,7 @@ class Replica:
         return wait
 
     def slot_wait_s(self, now: float) -> float:
-        """Until one more adapter would find a slot, if nothing else came: what only a clairvoyant can know."""
+        """Returns the seconds until one more adapter would find a slot; only a clairvoyant can know this."""
         if self.free_slots() > 0:
             return 0.0
         left = dict.fromkeys(self.slots, 0.0)
@@ -206,7 +209,7 @@ class Replica:
         self._pump(now)
 
     def read_ahead(self, adapter: int, now: float) -> None:
-        """The placement wishes it, when the disk has nothing to do for those who wait."""
+        """Queues a read that the placement wishes, for when no request needs the disk."""
         self.wishes.append(adapter)
         self._read_next(now)
 
@@ -214,20 +217,23 @@ class Replica:
         return self._ready if adapter in self.slots or adapter in self.cpu else self._unread
 
     def _moved(self, adapter: int) -> None:
-        """It has come to another tier: it may be ready now, or be so no more."""
+        """Updates the queues after an adapter has moved to another tier, which may change whether it is ready."""
         self.changed[adapter] = None
         turn = self._turns.get(adapter)
         if turn is not None:
             now_in = self._list_of(adapter)
             entry, was_in = (turn, adapter), self._unread if now_in is self._ready else self._ready
-            at = bisect_left(was_in, entry)
-            if at < len(was_in) and was_in[at] == entry:
-                del was_in[at]
+            index = bisect_left(was_in, entry)
+            if index < len(was_in) and was_in[index] == entry:
+                del was_in[index]
                 insort(now_in, entry)
 
     def _pump(self, now: float) -> None:
-        """Admits what may run, in the order in which adapters began to wait. One that finds no slot claims the one
-        that fewest hold: it admits nobody further behind, as in workers/schedule/scheduler.py."""
+        """Admits what may run, in the order in which adapters began to wait.
+
+        An adapter that finds no slot claims the slot with the fewest holders, which then admits no request that is
+        further behind, as in workers/schedule/scheduler.py.
+        """
         claimed: set[int] = set()
         soonest: Iterator[_Slot] | None = None
         for _, adapter in tuple(self._ready):
@@ -277,15 +283,15 @@ class Replica:
         self._waiting_in_slots += adapter in self.waiting
         self.counts.fill_bytes += self.sizes[adapter]
         self._copy_free_s = max(now, self._copy_free_s) + self.sizes[adapter] / FILL_BYTES_S
-        self.plan(self._copy_free_s, lambda at: self._filled(slot, at))
+        self.plan(self._copy_free_s, lambda time_s: self._filled(slot, time_s))
         return slot
 
     def _slot_victim(self, now: float) -> int:
-        """As workers/slots/slot_policy.py: rather none that is waited for, then the least credit."""
+        """Chooses as workers/slots/slot_policy.py does: first by having no waiting request, then by least credit."""
         if self.next_use is not None:
             next_use = self.next_use
-            return max(self._idle, key=lambda one: next_use(one, now))
-        return min(self._idle, key=lambda one: (one in self.waiting, self._slot_credits.of(str(one))))
+            return max(self._idle, key=lambda adapter: next_use(adapter, now))
+        return min(self._idle, key=lambda adapter: (adapter in self.waiting, self._slot_credits.of(str(adapter))))
 
     def _filled(self, slot: _Slot, now: float) -> None:
         slot.filled = True
@@ -327,12 +333,14 @@ class Replica:
         self._pump(now)
 
     def _cpu_victim(self, now: float) -> int:
-        """As workers/slots/cpu_tier.py: rather none that is waited for, then none in a slot, then the least credit."""
+        """Chooses as workers/slots/cpu_tier.py does: by having no waiting request, no slot, and the least credit."""
         if self.next_use is not None:
             next_use = self.next_use
-            return min(self.cpu, key=lambda one: (one in self.waiting, one in self.slots, -next_use(one, now)))
+            return min(
+                self.cpu, key=lambda adapter: (adapter in self.waiting, adapter in self.slots, -next_use(adapter, now))
+            )
         credit = self._cpu_credits.of
-        return min(self.cpu, key=lambda one: (one in self.waiting, one in self.slots, credit(str(one))))
+        return min(self.cpu, key=lambda adapter: (adapter in self.waiting, adapter in self.slots, credit(str(adapter))))
 
     # -- the engine -----------------------------------------------------------------------------------------------
 
@@ -342,7 +350,7 @@ class Replica:
         self._rolled_s = now
 
     def _run(self, now: float) -> None:
-        """Starts the next prompt, or sees when the next sequence ends."""
+        """Starts the next prompt, or plans when the next sequence ends."""
         if self._prefilling:
             return
         self._roll(now)
@@ -352,11 +360,11 @@ class Replica:
             self._prefilling = True
             chunks = math.ceil(self._prefill[0].arrival.num_input / CHUNK)
             length = self._prefill[0].arrival.num_input / PREFILL_TOKENS_S + chunks * STEP_S[len(self._running)]
-            self.plan(now + length, lambda at: self._prefilled(chunks, at))
+            self.plan(now + length, lambda time_s: self._prefilled(chunks, time_s))
         elif self._running:
             left = max(0.0, self._running[0][0] - self._tokens)
             end = now + left * STEP_S[len(self._running)]
-            self.plan(end, lambda at: self._ended(version, at))
+            self.plan(end, lambda time_s: self._ended(version, time_s))
 
     def _prefilled(self, chunks: int, now: float) -> None:
         self._prefilling = False

@@ -1,9 +1,10 @@
-"""Requests as S-LoRA's benchmark draws them (arXiv 2311.03285, section 7): Gamma gaps, adapters by a power law.
+"""Draws requests as S-LoRA's benchmark does (arXiv 2311.03285, section 7): Gamma gaps, adapters by a power law.
 
-R requests a second for D seconds are floor(R * D) requests. The gaps are Gamma(1 / cv^2, cv^2 / R); cv 1 is a Poisson
-process. Adapter i of n is floor(n * u) with u of density alpha * u^(alpha - 1), so that P(i < k) = (k / n)^alpha:
-alpha 1 is uniform, a smaller one concentrates on the first. Lengths are uniform. Each quantity has a random stream of
-its own: the same seed gives the same gaps, in units of 1 / R, and the same lengths whatever the adapters are.
+R requests per second for D seconds are floor(R * D) requests. The gaps are Gamma(1 / cv^2, cv^2 / R); cv 1 is a Poisson
+process. Adapter i of n is floor(n * u) with u of density alpha * u^(alpha - 1), so that P(i < k) = (k / n)^alpha: alpha
+1 is uniform, and a smaller alpha concentrates on the first adapters. Lengths are uniform. Each quantity has a random
+stream of its own: the same seed gives the same gaps, in units of 1 / R, and the same lengths, whatever the adapters
+are.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    rate: float  # requests a second
+    rate: float  # Requests per second.
     duration_s: float
-    num_adapters: int  # 0: every request is the base model's
+    num_adapters: int  # If 0, every request uses the base model.
     alpha: float = 1.0
-    cv: float = 1.0  # of the gaps: standard deviation over mean
-    input_range: tuple[int, int] = (8, 511)  # tokens, both ends included
+    cv: float = 1.0  # Coefficient of variation of the gaps: standard deviation divided by mean.
+    input_range: tuple[int, int] = (8, 511)  # The range of prompt tokens, with both ends included.
     output_range: tuple[int, int] = (8, 511)
     seed: int = 0
 

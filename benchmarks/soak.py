@@ -1,11 +1,11 @@
-"""A server at saturation while everything about it changes: is each answer right, does what was metered add up, and
-does nothing grow?
+"""Runs a server at saturation while everything about it changes, and checks answers, metering and growth.
 
     python benchmarks/soak.py --minutes 30 --adapters 200
 
-Starts `lorafleet serve` on the CPU with two replicas, few slots and API keys of five tenants, and lets the clients of
-soak_traffic.py at it. Growth is that of the second half (soak_drift.py), when what is bounded is full. Ends with status
-1 where anything is not as it should be.
+It starts `lorafleet serve` on the CPU with two replicas, few slots and API keys of five tenants, and runs the clients
+of soak_traffic.py against it. Every answer must be correct, the metered usage must add up, and no resource may grow.
+Growth is measured over the second half (soak_drift.py), when everything bounded is full. It exits with status 1 if any
+check fails.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def soak(folder: Path, minutes: float, num_adapters: int) -> int:
-    """How many checks failed."""
+    """Runs the soak and returns the number of failed checks."""
     os.environ["LORAFLEET_STATE_DIR"] = str(folder / "state")
     write_tiny_llama(folder / "model")
     begin = time.monotonic()
@@ -74,12 +74,12 @@ def soak(folder: Path, minutes: float, num_adapters: int) -> int:
     with running(arguments, folder / "serve.log") as server:
         samples = Samples(server.pid)
         report, counters = asyncio.run(_run(server, world, keys, samples, minutes))
-        metered = compare(report.told, read_usage(folder / "usage"))
+        metered = compare(report.usages, read_usage(folder / "usage"))
         return verdict(report, metered, counters, _command_s_sums(folder / "usage"), samples.drifts())
 
 
 def _write_keys(path: Path) -> dict[str, str]:
-    """By tenant, and the operator's."""
+    """Writes the file of keys, and returns the keys by tenant, with the operator's."""
     names = (*TENANTS, PROBER, WATCHER, OPERATOR)
     keys = {name: make_key() for name in names}
     entries = [
@@ -95,7 +95,7 @@ def _write_keys(path: Path) -> dict[str, str]:
 async def _run(
     server: LocalServer, world: World, keys: dict[str, str], samples: Samples, minutes: float
 ) -> tuple[Report, dict[str, float]]:
-    """What was seen, and the server's counters when all is done."""
+    """Runs all clients, and returns their report and the server's counters at the end."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S, limits=limits) as http:
         soak = Soak(http, world, keys)
@@ -105,33 +105,33 @@ async def _run(
         work = [soak.client(seed) for seed in range(NUM_CLIENTS)]
         work += [soak.prober(1000), soak.poller()]
         work += [soak.administrator(tenant, 2000 + i) for i, tenant in enumerate((None, *TENANTS))]
-        tasks = [asyncio.create_task(one) for one in work]
+        tasks = [asyncio.create_task(work_item) for work_item in work]
         end = time.monotonic() + 60 * minutes
         while time.monotonic() < end:
             done, _ = await asyncio.wait(tasks, timeout=SAMPLE_S, return_when=asyncio.FIRST_EXCEPTION)
-            for one in done:
-                one.result()
+            for task in done:
+                task.result()
             await asyncio.to_thread(samples.take)
-            left, asked, faults = end - time.monotonic(), len(soak.report.told), soak.report.faults
+            left, asked, faults = end - time.monotonic(), len(soak.report.usages), soak.report.faults
             print(f"{left:6.0f} s left: {asked} requests, faults {dict(faults)}", flush=True)
         soak.ending = True
         await asyncio.gather(*tasks)
         await soak.settle()
         text = (await http.get("/metrics", headers=soak.headers(OPERATOR))).text
-    # not vllm:prompt_tokens, where an adapter that lost its label is left out
+    # These counters replace vllm:prompt_tokens, which leaves out adapters that have lost their label.
     tokens = {kind: series(text, "lorafleet_tenant_tokens", f'kind="{kind}"') for kind in ("prompt", "completion")}
     return soak.report, tokens | {name: series(text, name) for name in COUNTERS}
 
 
 def _command_s_sums(folder: Path) -> dict[str, tuple[int, int]]:
-    """Of `lorafleet usage`, by tenant: prompt and completion tokens, of those that used any."""
+    """Returns the prompt and completion tokens that `lorafleet usage` prints, by tenant with any usage."""
     program = [sys.executable, "-c", "from lorafleet.cluster.cli.cli import main; main()", "usage", str(folder)]
     shown = subprocess.run(program, check=True, capture_output=True, text=True).stdout
     sums = {
         row["tenant"]: (int(row["prompt_tokens"]), int(row["completion_tokens"]))
         for row in csv.DictReader(shown.splitlines())
     }
-    return {tenant: one for tenant, one in sums.items() if any(one)}
+    return {tenant: tokens for tenant, tokens in sums.items() if any(tokens)}
 
 
 def verdict(
@@ -141,10 +141,10 @@ def verdict(
     command_s: dict[str, tuple[int, int]],
     drifts: Sequence[Drift],
 ) -> int:
-    """Prints what was seen and each check; returns how many failed."""
+    """Prints the report and each check; returns the number of failed checks."""
     for what, count in sorted(report.done.items()):
         print(f"{count:8} {what}")
-    print(f"{sum(report.waiting) / max(1, len(report.waiting)):8.1f} sequences waited, of the mean scrape")
+    print(f"{sum(report.waiting) / max(1, len(report.waiting)):8.1f} sequences waited, as the mean over scrapes")
     for name, value in counters.items():
         print(f"{value:8.0f} {name}")
     for line in (*report.shown, *metered.faults[:MAX_SHOWN]):
@@ -153,21 +153,23 @@ def verdict(
         sign = " " if drift.is_flat else "!"
         print(f"{sign} {drift.who:24} {drift.what:9} {_shown(drift, drift.start)} -> {_shown(drift, drift.end)} "
               f"{100 * drift.share:+6.2f} %")  # fmt: skip
-    prompt = sum(one for one, _ in metered.by_tenant.values())
-    completion = sum(one for _, one in metered.by_tenant.values())
+    prompt = sum(tokens for tokens, _ in metered.by_tenant.values())
+    completion = sum(tokens for _, tokens in metered.by_tenant.values())
     surplus = counters["lorafleet_engine_generation_tokens"] - completion
     checks = {
-        "every answer right, in time and of its own tenant": not report.faults,
-        "something of everything was done": all(report.done[kind] for kind in WANTED),
+        "every answer was correct, in time and the tenant's own": not report.faults,
+        "every kind of request was made": all(report.done[kind] for kind in WANTED),
         "saturated": sum(report.waiting) > 0,
-        "each request's usage as its client was told": not metered.faults,
-        "`lorafleet usage` is the sum of it, by tenant": command_s == metered.told_by_tenant == metered.by_tenant,
-        "the replicas' counters are the same sums": (prompt, completion)
+        "each request was metered as its client was told": not metered.faults,
+        "`lorafleet usage` adds this up by tenant": command_s == metered.told_by_tenant == metered.by_tenant,
+        "the replicas' counters have the same sums": (prompt, completion)
         == (counters["prompt"], counters["completion"]),
-        f"the engines made {surplus:.0f} more, all for the {metered.num_left} clients that left": 0
+        f"the engines generated {surplus:.0f} more tokens, all for the {metered.num_left} clients that left": 0
         <= surplus
         <= metered.unmetered_tokens,
-        f"memory, files and threads flat within {100 * MAX_DRIFT:.0f} %": all(one.is_flat for one in drifts),
+        f"memory, files and threads grew by no more than {100 * MAX_DRIFT:.0f} %": all(
+            drift.is_flat for drift in drifts
+        ),
     }
     for what, passed in checks.items():
         print(f"{'pass' if passed else 'FAIL'}  {what}")

@@ -1,4 +1,4 @@
-"""Samples what a server's processes hold, and says how much of it grew over the second half of the samples."""
+"""Samples the resources of a server's processes, and measures their growth over the second half of the samples."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 import psutil
 
 MAX_DRIFT = 0.03
-# What a small process may grow by whatever its size. A kernel takes unused pages of programs back, and gives them
-# again; Ray's raylet grows by 1.4 MiB in ten minutes in which nobody asks; Python's table of interned strings, which
-# pathlib adds each part of a path to, doubles once to 1.8 MiB.
+# Growth that is allowed for a small process whatever its size. The kernel takes unused pages of programs back and
+# returns them later. Ray's raylet grows by 1.4 MiB in ten idle minutes. Python's table of interned strings, to which
+# pathlib adds each part of a path, doubles once to 1.8 MiB.
 FLOORS = {"rss": 4 << 20, "anonymous": 4 << 20, "fds": 8.0, "threads": 4.0}
-IDLE_CONNECTIONS = 24.0  # to replicas, of which HAProxy keeps up to one a client; they come and go by tens
+IDLE_CONNECTIONS = 24.0  # Connections to replicas. HAProxy keeps up to one per client, and they come and go by tens.
 
 _ROLES = (
     *("EngineReplica", "WorkerActor", "AdapterRouter", "DirectoryActor", "ServeController", "ProxyActor", "haproxy"),
@@ -26,10 +26,11 @@ _ROLES = (
 
 @dataclass(slots=True)
 class Held:
-    """Of one process, a value for each sample."""
+    """The samples of one process."""
 
     role: str
-    first: int  # its first sample
+    first: int  # The number of its first sample.
+    # The values of each resource, one for each sample.
     values: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in FLOORS})
 
     def add(self, **now: float) -> None:
@@ -39,12 +40,12 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Over the second half: start and end of the line fitted through it."""
+    """The growth of one resource over the second half, by the line that is fitted through it."""
 
     who: str
     what: str
-    start: float
-    end: float
+    start: float  # The value of the line at the first sample.
+    end: float  # The value of the line at the last sample.
 
     @property
     def share(self) -> float:
@@ -52,7 +53,7 @@ class Drift:
 
     @property
     def is_flat(self) -> bool:
-        """What shrinks leaks nothing."""
+        """Whether it grew by no more than is allowed; a resource that shrinks does not leak."""
         is_pool = self.what == "fds" and self.who.startswith("haproxy")
         return self.share <= MAX_DRIFT or self.end - self.start <= (IDLE_CONNECTIONS if is_pool else FLOORS[self.what])
 
@@ -60,19 +61,19 @@ class Drift:
 class Samples:
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._held: dict[tuple[int, float], Held] = {}  # by pid and start
+        self._held: dict[tuple[int, float], Held] = {}  # The samples of each process, by its id and start time.
         self._num = 0
 
     def take(self) -> None:
         root = psutil.Process(self._pid)
-        for one in [root, *root.children(recursive=True)]:
+        for process in [root, *root.children(recursive=True)]:
             with contextlib.suppress(psutil.Error):
-                held = self._held.setdefault((one.pid, one.create_time()), Held(_role(one), self._num))
-                held.add(**_memory(one.pid), fds=one.num_fds(), threads=one.num_threads())
+                held = self._held.setdefault((process.pid, process.create_time()), Held(_role(process), self._num))
+                held.add(**_memory(process.pid), fds=process.num_fds(), threads=process.num_threads())
         self._num += 1
 
     def drifts(self) -> list[Drift]:
-        """Of every process that was there all through the second half, and of all processes together."""
+        """Returns the drifts of every process that ran all through the second half, and of all processes together."""
         half = self._num // 2
         found, total = [], {name: np.zeros(self._num - half) for name in FLOORS}
         numbers: dict[str, int] = {}
@@ -88,15 +89,15 @@ class Samples:
 
 
 def fitted(who: str, what: str, values: Sequence[float]) -> Drift:
-    """By least squares."""
+    """Fits a line through the values by least squares."""
     if len(values) < 2:
-        raise SystemExit("too few samples for a drift: let it run for longer")
+        raise SystemExit("there are too few samples to measure drift: increase --minutes")
     slope, start = np.polyfit(range(len(values)), values, 1)
     return Drift(who, what, float(start), float(start + slope * (len(values) - 1)))
 
 
 def _memory(pid: int) -> dict[str, float]:
-    """In bytes. anonymous: what no file has, in memory or swapped out."""
+    """Returns the bytes of memory of a process. Anonymous memory belongs to no file; it includes swapped pages."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

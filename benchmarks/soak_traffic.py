@@ -1,5 +1,7 @@
-"""The clients of a soak: tenants that ask for completions and chat, leave streams, and try others' adapters; pages and
-scrapers that poll; administrators that push, move and remove. Each holds every answer against soak_truth.py.
+"""Runs the clients of a soak.
+
+Tenants request completions and chats, close streams early, and try others' adapters. Pages and scrapers poll.
+Administrators push, move and remove adapters. Each client compares every answer with soak_truth.py.
 """
 
 from __future__ import annotations
@@ -19,21 +21,21 @@ from soak_metering import Told
 from soak_truth import ABSENT, MIN_SURE, Truth
 from soak_world import ANSWER_TOKENS, CHAT, PENALTY, TENANTS, Adapter, World
 
-PROBER = "dune"  # a tenant that asks for others' adapters, and has none
-WATCHER = "echo"  # a tenant that polls only
+PROBER = "dune"  # A tenant without adapters that requests others' adapters.
+WATCHER = "echo"  # A tenant that only polls.
 OPERATOR = "operator"
-LIMITED = "coil"  # the tenant with quotas
+LIMITED = "coil"  # The tenant with quotas.
 MAX_SHOWN = 20
 TIMEOUT_S = 300.0
 
 
 @dataclass(slots=True)
 class Report:
-    told: dict[str, Told] = field(default_factory=dict)
-    done: Counter[str] = field(default_factory=Counter)  # by what it was
+    usages: dict[str, Told] = field(default_factory=dict)  # The usage of each request, as its client knows it.
+    done: Counter[str] = field(default_factory=Counter)  # The number of requests and calls by kind.
     faults: Counter[str] = field(default_factory=Counter)
     shown: list[str] = field(default_factory=list)
-    waiting: list[float] = field(default_factory=list)  # sequences that waited, of each scrape
+    waiting: list[float] = field(default_factory=list)  # The number of waiting sequences at each scrape.
 
     def fault(self, kind: str, what: str) -> None:
         self.faults[kind] += 1
@@ -43,11 +45,11 @@ class Report:
 
 @dataclass(slots=True)
 class Soak:
-    """keys: by tenant, and the operator's."""
+    """Holds the state that all clients of a soak share."""
 
     http: httpx.AsyncClient
     world: World
-    keys: dict[str, str]
+    keys: dict[str, str]  # The keys by tenant, and the operator's.
     report: Report = field(default_factory=Report)
     ending: bool = False
     _number: int = 0
@@ -70,7 +72,7 @@ class Soak:
                 await self._ask(draw, tenant, *self._target(draw, tenant))
             except httpx.HTTPError as error:
                 self.report.fault("no answer", repr(error))
-                await asyncio.sleep(1)  # rather than thousands of faults for one cause
+                await asyncio.sleep(1)  # The pause avoids thousands of faults for one cause.
 
     def _target(self, draw: random.Random, tenant: str) -> tuple[str, Truth]:
         kind = draw.random()
@@ -95,8 +97,9 @@ class Soak:
         leave_after = draw.randint(1, 3) if stream and draw.random() < 0.25 else None
         ask = _Ask(self.next_id(), tenant, model, truth, prompt, n, tokens)
         with truth.watched() as seen:
-            # Until something else is known it is a request that was left: a fault of its own is noted by who sees it.
-            self.report.told[ask.id] = Told(tenant, False, len(self.world.prompts[prompt]), 0, n * tokens)
+            # Until more is known, the request counts as a stream that was closed early; other faults are recorded
+            # below.
+            self.report.usages[ask.id] = Told(tenant, False, len(self.world.prompts[prompt]), 0, n * tokens)
             headers = self.headers(tenant, ask.id)
             if stream:
                 async with self.http.stream("POST", path, json=body, headers=headers) as answer:
@@ -111,11 +114,11 @@ class Soak:
                     self._refused(ask, seen, answer)
                 else:
                     content = answer.json()
-                    answers = {one["index"]: one["token_ids"] for one in content["choices"]}
+                    answers = {choice["index"]: choice["token_ids"] for choice in content["choices"]}
                     self._whole(ask, seen, answers, content["usage"], "chat" if chat else "whole")
 
     def _refused(self, ask: _Ask, seen: set[str], answer: httpx.Response) -> None:
-        self.report.told[ask.id] = Told(ask.tenant, True, 0, 0, 0)
+        self.report.usages[ask.id] = Told(ask.tenant, True, 0, 0, 0)
         status = answer.status_code
         if status == 404 and ABSENT in seen:
             self.report.done["404 while it was not there"] += 1
@@ -137,9 +140,9 @@ class Soak:
                 usage, num_chunks = chunk.get("usage") or usage, num_chunks + 1
                 if leave_after is not None and num_chunks >= leave_after and usage is None:
                     received = sum(map(len, answers.values()))
-                    before = self.report.told[ask.id]
+                    before = self.report.usages[ask.id]
                     most = before.most_completion_tokens
-                    self.report.told[ask.id] = Told(ask.tenant, False, before.prompt_tokens, received, most)
+                    self.report.usages[ask.id] = Told(ask.tenant, False, before.prompt_tokens, received, most)
                     self._check(ask, seen, answers)
                     self.report.done["stream that was left"] += 1
                     return
@@ -152,8 +155,8 @@ class Soak:
         self, ask: _Ask, seen: set[str], answers: dict[int, list[int]], usage: dict[str, Any], kind: str
     ) -> None:
         prompt, completion = usage["prompt_tokens"], usage["completion_tokens"]
-        self.report.told[ask.id] = Told(ask.tenant, True, prompt, completion, completion)
-        if len(answers) != ask.n or any(len(one) != ask.tokens for one in answers.values()):
+        self.report.usages[ask.id] = Told(ask.tenant, True, prompt, completion, completion)
+        if len(answers) != ask.n or any(len(tokens) != ask.tokens for tokens in answers.values()):
             self.report.fault("tokens missing", f"{ask}: {answers}")
         if prompt != len(self.world.prompts[ask.prompt]) or completion != ask.n * ask.tokens:
             self.report.fault("usage", f"{ask}: {usage}")
@@ -165,36 +168,38 @@ class Soak:
         for tokens in answers.values():
             fault = ask.truth.fault(seen, ask.prompt, tokens)
             if fault is not None:
-                self.report.fault("wrong answer", f"{ask} {fault}; it is that of {self._whose(ask.prompt, tokens)}")
+                self.report.fault("wrong answer", f"{ask} {fault}; it is that of {self._owners_of(ask.prompt, tokens)}")
 
-    def _whose(self, prompt: int, tokens: list[int]) -> str:
-        truths = [(f"{one.tenant}/{one.name}", one.truth) for one in self.world.adapters]
+    def _owners_of(self, prompt: int, tokens: list[int]) -> str:
+        truths = [(f"{adapter.tenant}/{adapter.name}", adapter.truth) for adapter in self.world.adapters]
         truths += [("base", self.world.base), *(mix for mixes in self.world.mixes.values() for mix in mixes)]
-        whose = [name for name, one in truths if one.fault(set(one.answers), prompt, tokens) is None]
-        return " or ".join(whose) or "nobody"
+        owners = [name for name, truth in truths if truth.fault(set(truth.answers), prompt, tokens) is None]
+        return " or ".join(owners) or "nobody"
 
-    # -- who should learn nothing ----------------------------------------------------------------------------------
+    # -- clients that must not learn anything ----------------------------------------------------------------------
 
     async def prober(self, seed: int) -> None:
-        """Asks for what another tenant has, and for what nobody ever had: both must be told the same."""
+        """Requests another tenant's adapter and a name that never existed; both answers must be the same."""
         draw = random.Random(seed)
-        private = [one for one in self.world.adapters if one.tenant is not None]
-        public = next(one.name for one in self.world.adapters if one.tenant is None and one.kind == "steady")
+        private = [adapter for adapter in self.world.adapters if adapter.tenant is not None]
+        public = next(
+            adapter.name for adapter in self.world.adapters if adapter.tenant is None and adapter.kind == "steady"
+        )
         while not self.ending:
             adapter = draw.choice(private)
             name, absent = adapter.name, "z" * len(adapter.name)
             form = draw.choice(["{0}", "base:{0}", f"{public}+{{0}}", f"~{adapter.tenant}/{{0}}"])
             stream = draw.random() < 0.5
             bodies = [
-                {"model": form.format(one), "prompt": self.world.prompts[1], "max_tokens": 4, "stream": stream}
-                for one in (name, absent)
+                {"model": form.format(model), "prompt": self.world.prompts[1], "max_tokens": 4, "stream": stream}
+                for model in (name, absent)
             ]
             try:
                 own = [self.next_id() for _ in bodies]
-                self.report.told.update(dict.fromkeys(own, Told(PROBER, True, 0, 0, 0)))
+                self.report.usages.update(dict.fromkeys(own, Told(PROBER, True, 0, 0, 0)))
                 hidden, unknown = [
-                    await self.http.post("/v1/completions", json=body, headers=self.headers(PROBER, one))
-                    for body, one in zip(bodies, own, strict=True)
+                    await self.http.post("/v1/completions", json=body, headers=self.headers(PROBER, request_id))
+                    for body, request_id in zip(bodies, own, strict=True)
                 ]
             except httpx.HTTPError as error:
                 self.report.fault("no answer", repr(error))
@@ -205,7 +210,7 @@ class Soak:
             self.report.done["other tenants' adapters asked for"] += 1
 
     async def poller(self) -> None:
-        """Scrapes and console polls. What a tenant sees has no other's names in it."""
+        """Scrapes metrics and polls the console, and checks that no tenant sees another's name."""
         while not self.ending:
             for who in (*TENANTS, WATCHER, OPERATOR):
                 for path in ("/metrics", "/v1/console/state", "/v1/models", "/v1/adapters"):
@@ -216,8 +221,8 @@ class Soak:
                         continue
                     if answer.status_code != 200:
                         self.report.fault(f"status {answer.status_code}", f"{path} of {who}: {answer.text}")
-                    others = [one for one in TENANTS if one not in (who, OPERATOR) and who != OPERATOR]
-                    leaked = [one for one in others if one in answer.text]
+                    others = [tenant for tenant in TENANTS if tenant not in (who, OPERATOR) and who != OPERATOR]
+                    leaked = [tenant for tenant in others if tenant in answer.text]
                     if leaked:
                         where = answer.text.index(leaked[0])
                         said = answer.text[max(0, where - 80) : where + 80]
@@ -236,24 +241,24 @@ class Soak:
             async with free:
                 await _Administrator(self, adapter.tenant, random.Random(0)).push(adapter)
 
-        await asyncio.gather(*(push(one) for one in self.world.adapters))
+        await asyncio.gather(*(push(adapter) for adapter in self.world.adapters))
 
     async def administrator(self, tenant: str | None, seed: int) -> None:
         draw = random.Random(seed)
         administrator = _Administrator(self, tenant, draw)
-        changing = [one for one in self.world.adapters if one.tenant == tenant and one.kind != "steady"]
+        changing = [adapter for adapter in self.world.adapters if adapter.tenant == tenant and adapter.kind != "steady"]
         while not self.ending:
             await administrator.change(draw.choice(changing))
             await asyncio.sleep(draw.uniform(0, 1))
 
     async def settle(self) -> None:
-        """Until nothing runs: what clients left has been given up."""
+        """Waits until nothing runs, as the server must give up requests whose clients have left."""
         for _ in range(600):
             answer = await self.http.get("/metrics", headers=self.headers(OPERATOR))
             if not series(answer.text, "vllm:num_requests_running") + series(answer.text, "vllm:num_requests_waiting"):
                 return
             await asyncio.sleep(0.1)
-        self.report.fault("never idle", "requests run a minute after the last one was asked or left")
+        self.report.fault("never idle", "requests are running a minute after the last one was sent or abandoned")
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +273,7 @@ class _Ask:
 
 
 class _Administrator:
-    """Of a tenant, or the operator for what is public. Knows which content each version has."""
+    """Administers a tenant's adapters, or the public ones as the operator, and tracks the content of each version."""
 
     def __init__(self, soak: Soak, tenant: str | None, draw: random.Random) -> None:
         self._soak = soak
@@ -276,7 +281,7 @@ class _Administrator:
         self._draw = draw
 
     async def change(self, adapter: Adapter) -> None:
-        """Any one thing that may be done with it now."""
+        """Makes one random change that is possible for the adapter now."""
         letters = adapter.letters
         if ABSENT in adapter.truth.now:
             await self.push(adapter)
@@ -297,11 +302,13 @@ class _Administrator:
         elif kind == "alias":
             await self._do(adapter, "alias", {"version": self._draw.choice(list(letters))})
         elif len(letters) > 1:
-            await self._do(adapter, "alias", {"split": {str(one): 0.5 for one in self._draw.sample(list(letters), 2)}})
+            await self._do(
+                adapter, "alias", {"split": {str(number): 0.5 for number in self._draw.sample(list(letters), 2)}}
+            )
 
     async def push(self, adapter: Adapter, *, activate: bool = True) -> None:
         letter = self._draw.choice(list(adapter.contents))
-        packed = adapter.packed(letter, note=self._soak.next_id())
+        packed = adapter.packed(letter, tag=self._soak.next_id())
         query = {"options": json.dumps({"activate": activate})}
         path = f"/v1/adapters/{adapter.name}/files"
         async with self._changing(adapter, f"push of {adapter.name}") as done:
@@ -324,7 +331,7 @@ class _Administrator:
 
     @asynccontextmanager
     async def _changing(self, adapter: Adapter, what: str, *labels: str) -> AsyncIterator[Any]:
-        """While it goes on, the adapter may be anything of its own; afterwards, what the answer says."""
+        """Marks the adapter as possibly changed within the block, and as its answer says afterwards."""
         adapter.truth.may_be(*adapter.contents, *labels)
         report = self._soak.report
 
@@ -333,14 +340,14 @@ class _Administrator:
                 report.fault("administration", f"{what}: {answer.status_code} {answer.text}")
                 return
             report.done[what.split()[0]] += 1
-            self._note(adapter, answer.json(), pushed)
+            self._record(adapter, answer.json(), pushed)
 
         try:
             yield done
         except httpx.HTTPError as error:
             report.fault("no answer", f"{what}: {error!r}")
 
-    def _note(self, adapter: Adapter, shown: dict[str, Any], pushed: str | None) -> None:
+    def _record(self, adapter: Adapter, shown: dict[str, Any], pushed: str | None) -> None:
         if shown.get("removed"):
             adapter.letters.clear()
             adapter.truth.is_now(ABSENT)
@@ -348,7 +355,7 @@ class _Administrator:
         if "verified" in shown:
             adapter.truth.is_now(*adapter.stands_for)
             return
-        letters, numbers = adapter.letters, [one["number"] for one in shown["versions"]]
+        letters, numbers = adapter.letters, [version["number"] for version in shown["versions"]]
         if pushed is not None:
             letters[max(numbers)] = pushed
         for gone in letters.keys() - set(numbers):
@@ -366,7 +373,7 @@ async def _events(answer: httpx.Response) -> AsyncGenerator[dict[str, Any], None
 
 
 def series(text: str, name: str, label: str = "") -> float:
-    """Of Prometheus' text, summed over labels; only where `label`, as in 'kind="prompt"', is one of them."""
+    """Returns the sum of a series over its labels, or over the lines with `label`, such as 'kind="prompt"'."""
     return sum(
         float(line.rpartition(" ")[2])
         for line in text.splitlines()

@@ -1,8 +1,8 @@
-"""What a soak serves, on tiny_llama.py's model, and what each of its adapters answers: adapters that cannot be mistaken
-for one another, and their greedy answers, computed beforehand by the offline LLM class.
+"""Makes the adapters of a soak on tiny_llama.py's model, and computes their answers.
 
-Adapters are public or of three tenants, which call most of theirs by the same names. Steady ones never change; moving
-ones get new versions, of one of two contents; mortal ones are removed and pushed again too.
+The adapters cannot be mistaken for one another. The offline LLM class computes their greedy answers beforehand.
+Adapters are public or belong to one of three tenants, most of whose adapters share the same names. Steady adapters
+never change; moving ones get new versions with one of two contents; mortal ones are also removed and pushed again.
 """
 
 from __future__ import annotations
@@ -40,33 +40,35 @@ KINDS: tuple[Kind, ...] = (
     "steady",
 )
 ANSWER_TOKENS = 12
-PENALTY = 2.0  # more than any logit here: no token comes twice, where a random model would end in repeating one
-SURE_GAP = 1e-4  # of logprobs: a greedy token that is ahead by less may be another one in another batch
+# Larger than any logit here, so that no token comes twice; a random model would otherwise end in repetition.
+PENALTY = 2.0
+SURE_GAP = 1e-4  # Difference of logprobs; a greedy token with a smaller lead may be another token in another batch.
 CHAT = [{"role": "user", "content": "How long is a soak?"}]
-MIXES = 6  # of each tenant
+MIXES = 6  # The number of mixes of each tenant.
 
 
 @dataclass(slots=True)
 class Adapter:
-    """tenant: None is public. contents: by letter, "a" and where it changes "b". letters: the contents of its versions.
-    num_moves: of its alias, which stands_for one content or shares of several."""
+    """One adapter of a soak, and what it stands for at the moment."""
 
-    tenant: str | None
+    tenant: str | None  # None stands for a public adapter.
     name: str
     kind: Kind
     rank: int
+    # The weights by letter: "a", and "b" if the adapter changes.
     contents: dict[str, bytes] = field(default_factory=dict)
     truth: Truth = field(default_factory=lambda: Truth({}, ABSENT))
-    letters: dict[int, str] = field(default_factory=dict)
-    num_moves: int = 0
+    letters: dict[int, str] = field(default_factory=dict)  # The letters of its versions' contents.
+    num_moves: int = 0  # The number of moves of its alias.
+    # The letters that the alias stands for: one, or several if it is split.
     stands_for: set[str] = field(default_factory=set)
 
-    def packed(self, letter: str, note: str) -> bytes:
-        """As a tar. Each note makes it another version, with the same answers."""
+    def packed(self, letter: str, tag: str) -> bytes:
+        """Returns the adapter as a tar. Each tag makes it another version with the same answers."""
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w:", format=tarfile.PAX_FORMAT) as tar:
             files = {
-                "adapter_config.json": _config(self.rank, note),
+                "adapter_config.json": _config(self.rank, tag),
                 "adapter_model.safetensors": self.contents[letter],
             }
             for name, content in files.items():
@@ -78,23 +80,23 @@ class Adapter:
 
 @dataclass(slots=True)
 class World:
-    """prompts: token ids, of which the first is CHAT. mixes: by tenant, as `model` names them."""
+    """Holds all adapters of a soak, its prompts, and the answers of the base and of mixes."""
 
     adapters: list[Adapter]
-    prompts: list[list[int]]
+    prompts: list[list[int]]  # Token ids; the first prompt is CHAT.
     base: Truth
-    mixes: dict[str, list[tuple[str, Truth]]]
+    mixes: dict[str, list[tuple[str, Truth]]]  # The mixes of each tenant, by their name in a request's `model`.
 
     def seen_by(self, tenant: str) -> list[Adapter]:
-        return [one for one in self.adapters if one.tenant in (None, tenant)]
+        return [adapter for adapter in self.adapters if adapter.tenant in (None, tenant)]
 
 
 def make_world(model: Path, num_adapters: int) -> World:
-    """Two in five adapters are public."""
+    """Makes the adapters, of which two in five are public."""
     share = num_adapters // 5
     adapters = _adapters(None, [f"pub-{i:02d}" for i in range(num_adapters - len(TENANTS) * share)])
     for tenant in TENANTS:
-        num_own = share // 4  # names that nobody else has
+        num_own = share // 4  # Names that no other tenant has.
         names = [f"own-{i:02d}" for i in range(share - num_own)] + [f"{tenant}-{i:02d}" for i in range(num_own)]
         adapters += _adapters(tenant, names)
     random = np.random.default_rng(7)
@@ -109,20 +111,20 @@ def _adapters(tenant: str | None, names: Sequence[str]) -> list[Adapter]:
     return [Adapter(tenant, name, KINDS[i % len(KINDS)], rank=(4, 8, 16)[i % 3]) for i, name in enumerate(names)]
 
 
-def _config(rank: int, note: str) -> bytes:
+def _config(rank: int, tag: str) -> bytes:
     return json.dumps(
         {
             "peft_type": "LORA",
             "r": rank,
             "lora_alpha": 8 * rank,
             "target_modules": ["down_proj", "v_proj"],
-            "base_model_name_or_path": note,
+            "base_model_name_or_path": tag,
         }
     ).encode()
 
 
 def _weights(random: np.random.Generator, rank: int) -> bytes:
-    """Large ones, so that no two adapters answer alike."""
+    """Returns large weights, so that no two adapters answer alike."""
     tensors = {}
     for layer, (module, rows, columns) in itertools.product(
         range(LAYERS), (("self_attn.v_proj", KV, HIDDEN), ("mlp.down_proj", HIDDEN, INNER))
@@ -160,11 +162,12 @@ def _with_answers(model: Path, adapters: list[Adapter], chat: list[int]) -> Worl
     mixes: dict[str, list[str]] = {}
     for tenant in TENANTS:
         public, own = (
-            [one for one in adapters if one.tenant == who and one.kind == "steady"] for who in (None, tenant)
+            [adapter for adapter in adapters if adapter.tenant == who and adapter.kind == "steady"]
+            for who in (None, tenant)
         )
         for pair in itertools.islice(zip(itertools.cycle(own), reversed(public), strict=False), MIXES):
-            parts = [requests[f"{one.tenant}/{one.name}", "a"] for one in pair]
-            mixes.setdefault(tenant, []).append("+".join(one.name for one in pair))
+            parts = [requests[f"{adapter.tenant}/{adapter.name}", "a"] for adapter in pair]
+            mixes.setdefault(tenant, []).append("+".join(adapter.name for adapter in pair))
             asked[tenant, mixes[tenant][-1]] = llm.mix_loras(parts)
     answers = dict(zip(asked, _greedy(llm, prompts, list(asked.values())), strict=True))
     llm.close()
@@ -180,7 +183,7 @@ def _with_answers(model: Path, adapters: list[Adapter], chat: list[int]) -> Worl
 
 
 def _greedy(llm: LLM, prompts: list[list[int]], loras: Sequence[LoRARequest | None]) -> list[Answers]:
-    """Of each adapter, what every prompt is answered with, as far as it is sure."""
+    """Returns the answers of each adapter to every prompt, as far as they are certain."""
     jobs = [(prompt, lora) for lora in loras for prompt in prompts]
     params = SamplingParams(
         temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True, logprobs=20, presence_penalty=PENALTY
@@ -201,16 +204,16 @@ def _greedy(llm: LLM, prompts: list[list[int]], loras: Sequence[LoRARequest | No
 
 
 def _gap(entry: TokenLogprobs, before: Sequence[int]) -> float:
-    """Between the two likeliest tokens of those that the penalty allows."""
+    """Returns the difference between the two likeliest tokens that the penalty allows."""
     allowed = zip(entry.top_ids, entry.top_logprobs, strict=True)
     first, second, *_ = (logprob for token_id, logprob in allowed if token_id not in before)
     return first - second
 
 
 def check_distinct(answers: dict[tuple[str, str], Answers]) -> None:
-    """That a wrong adapter would be seen, whatever the prompt. Ends the program where not."""
-    for (one, ours), (other, theirs) in itertools.combinations(answers.items(), 2):
+    """Exits unless every prompt shows whether a wrong adapter has answered it."""
+    for (name, ours), (other, theirs) in itertools.combinations(answers.items(), 2):
         for prompt, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             length = min(len(a), len(b))
             if length >= MIN_SURE and a[:length] == b[:length]:
-                raise SystemExit(f"{one} and {other} answer prompt {prompt} alike: {a[:length]}. Take other weights.")
+                raise SystemExit(f"{name} and {other} answer prompt {prompt} alike: {a[:length]}. Take other weights.")

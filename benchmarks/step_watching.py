@@ -1,11 +1,15 @@
-"""What watching costs a decode step, at 8B shape with random weights: with the engine's metrics, and with traces too.
+"""Measures the cost of metrics and traces in a decode step, at 8B shape with random weights.
 
     python benchmarks/step_watching.py [--batches 1 64 256] [--rounds 5] [--layers 32] [--device cuda] [--json FILE]
 
-unwatched: steps are neither counted nor timed on the GPU, and nobody is told. counted: as shipped; every tenth of a
-second the figures are told and encoded, as the engine's process does it. traced: counted, and every sequence notes its
-times for a span. The three take turns, in another order each round; a step is timed on the host as engine_e2e.py does,
-and the mean of all steps of an answer counts, since a median would not see what only some steps pay. 8 adapters.
+The arms are:
+
+- unwatched: steps are neither counted nor timed on the GPU, and no statistics are reported;
+- counted: the default; ten times a second the statistics are collected and encoded, as in the engine's process;
+- traced: like counted, and every sequence also records its times for a span.
+
+The arms take turns, in another order each round, with 8 adapters. A step is timed on the host as in engine_e2e.py. The
+mean of all steps of an answer counts, since a median would miss costs that only some steps have.
 """
 
 from __future__ import annotations
@@ -37,17 +41,17 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def mean_step_ms(engine: Engine, arm: str, batch: int, generated: int, loras: list[LoRARequest]) -> float:
-    """Of the steps in which every sequence decodes."""
+    """Returns the mean time of the steps in which every sequence decodes."""
     name = f"{arm} {batch}"
     submit(engine, name, batch, PROMPT, generated, loras, traced=arm == "traced")
     until_all_answer(engine, name, batch)
-    steps, told_at = [], time.perf_counter()
+    steps, reported_at = [], time.perf_counter()
     while engine.has_work:
         began = time.perf_counter()
         outputs = engine.step()
-        if arm != "unwatched" and began - told_at > STATS_PERIOD_S:
+        if arm != "unwatched" and began - reported_at > STATS_PERIOD_S:
             encode(engine.stats())
-            told_at = began
+            reported_at = began
         if len(outputs) == batch:
             steps.append(time.perf_counter() - began)
     return statistics.fmean(steps) * 1e3
@@ -101,7 +105,7 @@ def main() -> None:
 
 
 class Unwatched:
-    """In place of StepMetrics."""
+    """Replaces StepMetrics, and counts nothing."""
 
     num_steps = 0
 

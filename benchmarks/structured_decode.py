@@ -1,11 +1,12 @@
-"""What grammars cost a decode step: all rows of a batch with one, against none.
+"""Measures the cost of grammars in a decode step: with a grammar for every row of the batch, and without any.
 
     python benchmarks/structured_decode.py [--batch 64] [--steps 100] [--layers 2] [--hidden 256] [--device cpu]
 
-A random Llama with realistic_vocabulary.py's 128 256 tokens, each answer with one of four JSON schemas, and all rows
-sampled by temperature in both arms, so that only masks differ. wait: what a step waits for its masks once its forward
-is launched, which is all of their making that is not hidden behind it. Medians over the steps with a full batch.
-On a GPU use an 8B's --layers 32 --hidden 4096; the goal there is 5 % of the step.
+The model is a random Llama with realistic_vocabulary.py's 128 256 tokens. Each answer has one of four JSON schemas. All
+rows are sampled by temperature in both arms, so that only the masks differ. The wait is the time that a step waits for
+its masks after its forward is launched: the part of making masks that the forward does not hide. The figures are
+medians over the steps with a full batch. On a GPU use an 8B's --layers 32 --hidden 4096; the goal there is 5 % of the
+step.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lorafleet.workers.engine import Engine
 from lorafleet.workers.startup import build_engine
 from realistic_vocabulary import realistic_tokenizer
 
-TEXT = {"type": "string", "minLength": 400}  # so that no answer ends while it is measured
+TEXT = {"type": "string", "minLength": 400}  # Long texts, so that no answer ends while it is measured.
 SCHEMAS = [
     {"type": "object", "properties": {"text": TEXT}, "required": ["text"], "additionalProperties": False},
     {"type": "object", "additionalProperties": {"type": "number"}, "minProperties": 100},
@@ -89,7 +90,7 @@ def measure(engine: Engine, tokenizer: Tokenizer, files: TokenizerFiles, args: a
         waits.append(time.perf_counter() - started)
         return found
 
-    engine._structured.finish = timed  # type: ignore[method-assign, assignment]  # to time it
+    engine._structured.finish = timed  # type: ignore[method-assign, assignment]  # This times it.
     taken = []
     running = set(engine._sequences)
     while running:
@@ -101,7 +102,7 @@ def measure(engine: Engine, tokenizer: Tokenizer, files: TokenizerFiles, args: a
         if sum(bool(output.token_ids) for output in outputs) == args.batch:
             taken.append((time.perf_counter() - started, sum(waits[first:])))
         running -= {output.request_id for output in outputs if output.finish_reason is not None}
-    engine._structured.finish = finish  # type: ignore[method-assign]  # as it was
+    engine._structured.finish = finish  # type: ignore[method-assign]  # This restores it.
     steps_ms = sorted(1e3 * step for step, _ in taken)
     wait_ms = 1e3 * statistics.median(wait for _, wait in taken)
     name = "grammars" if bound else "none"

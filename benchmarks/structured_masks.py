@@ -1,10 +1,11 @@
-"""llguidance and xgrammar beside each other: what a schema costs to compile, what a mask costs, and which of JSON
-schema's keywords each enforces, refuses or silently ignores.
+"""Compares llguidance and xgrammar: the time to compile a schema, the time of a mask, and the support of keywords.
 
     python benchmarks/structured_masks.py [--libraries llguidance xgrammar] [--batch 64] [--threads 1 2] [--json FILE]
 
-The vocabulary is realistic_vocabulary.py's, 128 256 tokens. Masks are timed along a valid answer, all rows of the batch
-at different places in it; medians and worst of all steps. xgrammar is no dependency of lorafleet: install it apart.
+For each keyword of JSON schema it shows whether the library enforces, rejects or silently ignores it. The vocabulary is
+realistic_vocabulary.py's, with 128 256 tokens. Masks are timed along a valid answer, with the rows of the batch at
+different places in it; the figures are the median and the worst of all steps. xgrammar is not a dependency of lorafleet
+and must be installed separately.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class LLGuidance:
         import llguidance.numpy
 
         executor = self._library.LLExecutor(num_threads=threads)
-        pairs = [(matcher.inner, row) for row, matcher in enumerate(matchers)]  # type: ignore[attr-defined]  # its own
+        pairs = [(matcher.inner, row) for row, matcher in enumerate(matchers)]  # type: ignore[attr-defined]  # It only gets its own matchers.
         return lambda mask_BW: llguidance.numpy.fill_next_token_bitmask_par(executor, pairs, mask_BW)
 
 
@@ -140,7 +141,7 @@ def _object(properties: dict[str, object], **more: object) -> dict[str, object]:
 _WORDS = [f"value number {i * 7919 % 100_003}" for i in range(10_000)]
 _TREE = _object({"value": {"type": "number"}, "children": {"type": "array", "items": {"$ref": "#/$defs/node"}}})
 
-# A schema, and a valid answer to it.
+# Each case is a schema and a valid answer to it.
 CASES: dict[str, tuple[object, object]] = {
     "person": (
         _object({"name": {"type": "string"}, "age": {"type": "integer"}, "tags": {"type": "array", "items": {}}}),
@@ -183,7 +184,7 @@ CASES: dict[str, tuple[object, object]] = {
     ),
 }
 
-# A schema, an instance of it and one that breaks the keyword.
+# Each case is a schema, a valid instance, and an instance that violates the keyword.
 KEYWORDS: dict[str, tuple[object, object, object]] = {
     "required": ({"type": "object", "required": ["b"]}, {"b": 1}, {"a": 1}),
     "additionalProperties": ({"type": "object", "additionalProperties": False}, {}, {"a": 1}),
@@ -260,29 +261,29 @@ def time_case(library: Any, tokenizer: Tokenizer, case: str, batch: int, threads
     tokens = tokenizer.encode(json.dumps(answer)).ids
     mask_BW = library.buffer(batch)
     single = []
-    one = matcher.fresh()
+    single_matcher = matcher.fresh()
     for token in tokens:
         started = time.perf_counter()
-        one.fill(mask_BW, 0)
+        single_matcher.fill(mask_BW, 0)
         single.append(time.perf_counter() - started)
-        if not one.accept(token):
+        if not single_matcher.accept(token):
             raise ValueError(f"{library.name} does not allow {case}'s answer")
     result = {"compile_ms": 1e3 * compiled_s, "mask_us": 1e6 * statistics.median(single), "worst_us": 1e6 * max(single)}
     for count in threads:
         rows = [matcher.fresh() for _ in range(batch)]
-        for row, one in enumerate(rows):
+        for row, row_matcher in enumerate(rows):
             for token in tokens[: row % len(tokens)]:
-                one.accept(token)
+                row_matcher.accept(token)
         fill = library.fill_all(rows, count)
         taken = []
         for step in range(len(tokens)):
             started = time.perf_counter()
             fill(mask_BW)
             taken.append(time.perf_counter() - started)
-            for row, one in enumerate(rows):
-                at = row % len(tokens) + step
-                if at < len(tokens):
-                    one.accept(tokens[at])
+            for row, row_matcher in enumerate(rows):
+                index = row % len(tokens) + step
+                if index < len(tokens):
+                    row_matcher.accept(tokens[index])
         result[f"batch_ms_{count}"] = 1e3 * statistics.median(taken)
     return result
 

@@ -1,12 +1,13 @@
-"""One replica over several GPUs: milliseconds a decode step and prompt tokens a second by tensor_parallel_size.
+"""Measures one replica over several GPUs: milliseconds per decode step and prompt tokens per second.
 
     python benchmarks/tensor_parallel.py [--shape 8b|70b|tiny] [--sizes 1 2 4] [--layouts off on] [--batches 1 8 64 256]
         [--adapters 0 8 64] [--json FILE]
 
-Random weights in the shape of Llama 3 8B or 70B, bf16, prompts of 512 random tokens, 128 generated, greedy; adapters of
-rank 16 on all seven projections, spread evenly over the batch. A step is timed on the host of rank 0 from the scheduler
-to the tokens; the median of the steps in which every sequence decodes is given. layout: fully_sharded_loras.
-`tiny --device cpu` runs anywhere and measures nothing but that it runs.
+--sizes are the values of tensor_parallel_size, and --layouts those of fully_sharded_loras. The model has random weights
+in the shape of Llama 3 8B or 70B in bf16. Prompts have 512 random tokens, and greedy answers 128 tokens. Adapters of
+rank 16 on all seven projections are spread evenly over the batch. A step is timed on the host of rank 0 from the
+scheduler to the tokens; the figure is the median of the steps in which every sequence decodes. `tiny --device cpu` runs
+anywhere, and only tests that the benchmark runs.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from lorafleet.workers.startup import build_engine
 from random_llama import write_alike_adapters
 
 RANK = 16
-PREFILL_TOKENS = 8192  # in one step
-REPEATS = 3  # of each prefill
+PREFILL_TOKENS = 8192  # The most tokens in one step.
+REPEATS = 3  # The number of repeats of each prefill.
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """adapter_mb: of one adapter on rank 0, in the serving layout."""
+    """One row of the table."""
 
     shape: str
     size: int
@@ -79,14 +80,14 @@ class Row:
     adapters: int
     step_ms: float
     prefill_tokens_per_s: float
-    adapter_mb: float
+    adapter_mb: float  # The size of one adapter on rank 0, in the serving layout.
 
 
 class Replica:
-    """Rank 0's engine in this process, the other ranks in theirs."""
+    """Runs rank 0's engine in this process, and the other ranks in processes of their own."""
 
     def __init__(self, folder: Path, adapters: list[Path], size: int, layout: str, args: argparse.Namespace) -> None:
-        gc.collect()  # the replica before
+        gc.collect()  # Frees the previous replica.
         most = len(adapters)
         config = EngineConfig(
             model=str(folder),
@@ -157,7 +158,8 @@ def main() -> None:
         adapters = write_alike_adapters(folder / "adapters", config, most, RANK) if most else []
         for size in args.sizes:
             for layout in args.layouts if size > 1 else ["off"]:
-                # In a process of its own, as a server's ranks are: GPUs' memory is shared once a process.
+                # A process can share the GPUs' memory only once, so this runs in one of its own, as a server's ranks
+                # do.
                 with ProcessPoolExecutor(1, get_context("spawn")) as process:
                     rows += process.submit(run, folder, adapters, size, layout, args).result()
     if args.json:

@@ -1,4 +1,4 @@
-"""A random Llama small enough to be made on the spot, the same one each time, with a byte-level tokenizer."""
+"""Writes a random Llama that is small enough to be made on the spot, always the same, with a byte-level tokenizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 64, 128, 2, 4, 2
-KV = HIDDEN // HEADS * KV_HEADS  # outputs of k_proj, and of v_proj
+KV = HIDDEN // HEADS * KV_HEADS  # The number of outputs of k_proj, and of v_proj.
 
 
 def write_tiny_llama(folder: Path) -> None:

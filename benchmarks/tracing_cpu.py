@@ -1,9 +1,10 @@
-"""What traces cost a replica's front: CPU time of a streamed request of 100 tokens, without them and at several ratios.
+"""Measures the cost of traces in a replica's front: CPU time per streamed request of 100 tokens, by sampling ratio.
 
     python benchmarks/tracing_cpu.py [--model demo/model] [--requests 300] [--rounds 5]
 
-The application in this process, an engine that answers at once, a collector in another process. The exporter's thread
-is in the figures. Rounds take turns, since other work on the machine changes all of them.
+The application runs in this process with an engine that answers instantly; the collector runs in another process. The
+figures include the exporter's thread. The ratios, one of which is off, take turns, since other work on the machine
+affects all of them.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     context = get_context("spawn")
-    told, tells = context.Pipe(duplex=False)
-    collector = context.Process(target=collect, args=(tells,), daemon=True)
+    receiver, sender = context.Pipe(duplex=False)
+    collector = context.Process(target=collect, args=(sender,), daemon=True)
     collector.start()
-    endpoint = f"http://127.0.0.1:{told.recv()}/v1/traces"
+    endpoint = f"http://127.0.0.1:{receiver.recv()}/v1/traces"
     config = FrontConfig(served_model_names=("base",), model_path=options.model)
     front = make_state(config, Tokenizer.from_folder(options.model), InstantEngine(), NoAdapters())
     seen: dict[float | None, list[float]] = {ratio: [] for ratio in RATIOS}
@@ -75,8 +76,8 @@ def main() -> None:
         for ratio in RATIOS:
             seen[ratio].append(asyncio.run(ms_a_request(front, endpoint, ratio, options.requests)))
     for ratio, found in seen.items():
-        added = statistics.median(one - off for one, off in zip(found, seen[None], strict=True))
-        print(f"ratio {'off' if ratio is None else ratio}: {statistics.median(found):.3f} ms a request, {added:+.3f}")
+        added = statistics.median(ms - off for ms, off in zip(found, seen[None], strict=True))
+        print(f"ratio {'off' if ratio is None else ratio}: {statistics.median(found):.3f} ms per request, {added:+.3f}")
     collector.terminate()
     front.close()
 

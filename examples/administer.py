@@ -1,7 +1,9 @@
-"""An adapter's life, administered from Python: two versions, a canary, back, and gone. The server needs an admin key.
+"""Administers an adapter from Python: pushes two versions, tries a canary, rolls back and removes it.
 
-export LORAFLEET_ADMIN_KEY=…        # the server's
-python examples/administer.py demo/adapters/shout demo/adapters/pirate
+The server needs an admin key.
+
+    export LORAFLEET_ADMIN_KEY=…        # The server's key.
+    python examples/administer.py demo/adapters/shout demo/adapters/pirate
 """
 
 import sys
@@ -10,7 +12,7 @@ from lorafleet import AdminClient
 from lorafleet.client.client_errors import APIStatusError
 
 first, second = sys.argv[1:]
-with AdminClient() as client:  # LORAFLEET_URL, LORAFLEET_ADMIN_KEY
+with AdminClient() as client:  # It reads LORAFLEET_URL and LORAFLEET_ADMIN_KEY.
     client.push("canary", first)
     pushed = client.push("canary", second, activate=False, metadata={"why": "to be tried"})
     print("versions:", [version.number for version in pushed.versions])

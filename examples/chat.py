@@ -1,6 +1,8 @@
-"""The same question to the base and to adapters: an adapter is named as the model. Needs `pip install openai`.
+"""Asks the base and several adapters the same question; the model name of a request selects an adapter.
 
-python examples/chat.py demo shout pirate json
+It needs `pip install openai`.
+
+    python examples/chat.py demo shout pirate json
 """
 
 import os

@@ -1,6 +1,8 @@
-"""Streams of several adapters at once, which share the steps of one engine. Needs `pip install openai`.
+"""Streams answers of several adapters at once, which share the steps of one engine.
 
-python examples/streaming.py demo shout pirate
+It needs `pip install openai`.
+
+    python examples/streaming.py demo shout pirate
 """
 
 import asyncio

@@ -1,6 +1,8 @@
-"""An answer that is an object of a given class, whatever the model would rather say. Needs `pip install openai`.
+"""Requests an answer that is always an object of a given class, whatever the model would otherwise write.
 
-python examples/structured_output.py demo
+It needs `pip install openai`.
+
+    python examples/structured_output.py demo
 """
 
 import os

@@ -1,7 +1,8 @@
-"""A function that the model must call. Needs `pip install openai`, and a model whose chat template shows it tools (the
-bundled demo's does not).
+"""Makes the model call a function.
 
-python examples/tools.py llama
+It needs `pip install openai`, and a model whose chat template shows it tools (the bundled demo's does not).
+
+    python examples/tools.py llama
 """
 
 import json

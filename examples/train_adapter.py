@@ -1,4 +1,4 @@
-"""Trains an adapter for the demo model by PEFT, in ten seconds of one CPU core: it answers as if in a whisper.
+"""Trains an adapter for the demo model with PEFT, in ten seconds on one CPU core: its answers sound like a whisper.
 
 python examples/train_adapter.py whisper
 """
@@ -23,7 +23,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
 parser.add_argument("--steps", type=int, default=150)
 given = parser.parse_args()
-torch.set_num_threads(1)  # more only wait for each other over so small a model, and take cores from the server
+# More threads would only wait for each other on so small a model, and take cores from the server.
+torch.set_num_threads(1)
 
 tokenizer = AutoTokenizer.from_pretrained(DEMO / "model")
 base = AutoModelForCausalLM.from_pretrained(DEMO / "model", dtype=torch.float32)
@@ -36,7 +37,7 @@ for step, (question, answer) in zip(range(given.steps), itertools.cycle(EXAMPLES
     start = len(tokenizer(prompt).input_ids)
     ids = tokenizer(f"{prompt}{answer}<|im_end|>", return_tensors="pt").input_ids
     labels = ids.clone()
-    labels[:, :start] = -100  # only the answer is learnt
+    labels[:, :start] = -100  # Only the answer is learned.
     loss = model(input_ids=ids, labels=labels).loss
     loss.backward()
     optimizer.step()

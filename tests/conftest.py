@@ -1,4 +1,4 @@
-"""Fixtures that several folders share, and which tests run in one process: see README.md."""
+"""Provides fixtures that several folders share, and decides which tests run in one process: see README.md."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-# Tiny models gain nothing by more, and threads that spin cost the others. It is read when torch is imported.
+# Tiny models gain nothing from more threads, and spinning threads slow down other processes. torch reads this when it
+# is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-os.environ["LORAFLEET_STATE_DIR"] = tempfile.mkdtemp(prefix="lorafleet-state-")  # of tests that name no other
+os.environ["LORAFLEET_STATE_DIR"] = tempfile.mkdtemp(prefix="lorafleet-state-")  # The tests' own folder.
 
 import torch
 
@@ -42,7 +43,7 @@ ADAPTER_KINDS: dict[str, dict[str, object]] = {
     "linear": {"target_modules": "all-linear", "exclude_modules": ["q_proj"], "dtype": "bfloat16"},
     "large": {"r": 64, "lora_alpha": 8, "dtype": "float16"},
 }
-# Over a mixture of experts. PEFT turns names of expert's and router's layers into parameters' names itself.
+# The kinds of adapters of a mixture of experts. PEFT itself converts the names of layers into those of parameters.
 EXPERT_ADAPTER_KINDS: dict[str, dict[str, object]] = {
     "attention": {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
     "linear": {"target_modules": "all-linear", "r": 5},
@@ -59,17 +60,17 @@ EXPERT_ADAPTER_KINDS: dict[str, dict[str, object]] = {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Each test, alone or among others, has the same random numbers."""
+    """Seeds the random numbers, so that a test has the same ones alone or among others."""
     random.seed(0)
     torch.manual_seed(0)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file's tests stay together, as they share its fixtures; its `xdist_group` joins it with other files.
+    """Keeps a file's tests in one process, as they share its fixtures; its `xdist_group` joins it with other files.
 
-    xdist's own loadgroup writes the group into the test's id, which pytest 9.2 does not take: each test would go its
-    own way, and every server be started by every process.
+    xdist's own loadgroup writes the group into the test's id, which pytest 9.2 does not accept: each test would be
+    scheduled separately, and every process would start every server.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -87,7 +88,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 class Fleet:
-    """One base model, an adapter of every kind, and the reference for both."""
+    """Holds one base model, an adapter of every kind, and the reference for both."""
 
     def __init__(self, root: Path, family: str) -> None:
         self.family = family
@@ -117,7 +118,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Fleet]:
 
 @pytest.fixture(scope="session")
 def prompt() -> Callable[[int], list[int]]:
-    """Random token ids, the same for the same length; no special tokens."""
+    """Returns a function that makes random token ids, always the same for a length, without special tokens."""
 
     def make(length: int) -> list[int]:
         return torch.randint(5, 300, (length,), generator=torch.Generator().manual_seed(length)).tolist()

@@ -12,14 +12,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = (
     "api",
+    "benchmarks",
     "client",
     "cluster",
+    "examples",
     "kernels",
     "offline",
     "protocol",
     "resolvers",
     "sandbox",
     "src",
+    "tests/support",
     "tools",
     "workers",
 )

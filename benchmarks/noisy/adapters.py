@@ -1,4 +1,4 @@
-"""Adapters whose files are hostile: each is pushed, asked for in every way, and removed, over and over."""
+"""Attacks with adapters whose files are hostile: each is pushed, requested in every way, and removed, over and over."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def base_tokenizer(hostile: Hostile) -> dict[str, Any]:
 
 
 def tokenizer_files(hostile: Hostile, **changes: object) -> dict[str, bytes]:
-    """The base's tokenizer with other parts."""
+    """Returns the base's tokenizer with some parts replaced."""
     config = (hostile.target.model_dir / "tokenizer_config.json").read_bytes()
     return {"tokenizer.json": json_file(base_tokenizer(hostile) | changes), "tokenizer_config.json": config}
 
@@ -31,29 +31,29 @@ def added_token(token_id: int) -> dict[str, object]:
 
 
 async def huge_eos(hostile: Hostile) -> None:
-    """eos_token_id is 10^30, which no message to the engine can hold."""
+    """Sets eos_token_id to 10^30, which no message to the engine can hold."""
     await push_and_ask(hostile, {"generation_config.json": json_file({"eos_token_id": 10**30})})
 
 
 async def eos_beyond_the_vocabulary(hostile: Hostile) -> None:
-    """eos_token_id is the size of the vocabulary, beside a good one."""
+    """Sets eos_token_id to the size of the vocabulary, beside a valid one."""
     ids = [2, hostile.target.vocab_size]
     await push_and_ask(hostile, {"generation_config.json": json_file({"eos_token_id": ids})})
 
 
 async def many_eos(hostile: Hostile) -> None:
-    """A hundred thousand eos ids, of which only a few exist."""
+    """Lists a hundred thousand eos ids, of which only a few exist."""
     await push_and_ask(hostile, {"generation_config.json": json_file({"eos_token_id": list(range(100_000))})})
 
 
 async def odd_generation_config(hostile: Hostile) -> None:
-    """generation_config.json with a float as top_k, numbers beyond every float, and lists in place of numbers."""
+    """Has a generation_config.json with a float as top_k, numbers beyond every float, and lists instead of numbers."""
     text = b'{"top_k": 1.5, "temperature": 1e400, "top_p": [1], "eos_token_id": 2.0, "max_new_tokens": -1}'
     await push_and_ask(hostile, {"generation_config.json": text})
 
 
 async def tokenizer_with_large_ids(hostile: Hostile) -> None:
-    """tokenizer.json has tokens with the ids 20,000,000 and 2^32 - 1."""
+    """Has tokens with the ids 20,000,000 and 2^32 - 1 in tokenizer.json."""
     tokens = base_tokenizer(hostile)["added_tokens"]
     for token_id in (20_000_000, 2**32 - 1):
         files = tokenizer_files(hostile, added_tokens=[*tokens, added_token(token_id)])
@@ -62,14 +62,14 @@ async def tokenizer_with_large_ids(hostile: Hostile) -> None:
 
 
 async def tokenizer_that_pads(hostile: Hostile) -> None:
-    """tokenizer.json pads every text to a thousand million tokens."""
+    """Has a tokenizer.json that pads every text to a billion tokens."""
     pad = {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
     padding = pad | {"strategy": {"Fixed": 10**9}, "direction": "Right", "pad_to_multiple_of": None}
     await push_and_ask(hostile, tokenizer_files(hostile, padding=padding))
 
 
 async def tokenizer_with_a_slow_pattern(hostile: Hostile) -> None:
-    """tokenizer.json splits texts by a regular expression that backtracks for ever."""
+    """Has a tokenizer.json that splits texts by a regular expression that backtracks forever."""
     split = {"type": "Split", "pattern": {"Regex": "(a|a)*$|(a+)+!!"}, "behavior": "Isolated", "invert": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     pre_tokenizer = {"type": "Sequence", "pretokenizers": [split, byte_level]}
@@ -77,13 +77,13 @@ async def tokenizer_with_a_slow_pattern(hostile: Hostile) -> None:
 
 
 async def tokenizer_that_grows_texts(hostile: Hostile) -> None:
-    """tokenizer.json replaces each letter by a hundred, and these by a hundred each."""
+    """Has a tokenizer.json that replaces each letter by a hundred, and each of these by a hundred."""
     replace = [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}] * 6
     await push_and_ask(hostile, tokenizer_files(hostile, normalizer={"type": "Sequence", "normalizers": replace}))
 
 
 async def malformed_tokenizer(hostile: Hostile) -> None:
-    """tokenizer.json without a model, with wrong types, and cut off."""
+    """Has a tokenizer.json without a model, with wrong types, or cut off."""
     whole = json_file(base_tokenizer(hostile))
     for content in itertools.cycle((b"{}", b"[]", whole[: len(whole) // 2], b'{"model": {"type": "BPE", "vocab": 5}}')):
         name = await pushed(hostile, good_files(hostile) | {"tokenizer.json": content})
@@ -93,14 +93,14 @@ async def malformed_tokenizer(hostile: Hostile) -> None:
 
 
 async def tokenizer_elsewhere(hostile: Hostile) -> None:
-    """special_tokens_map.json and tokenizer_config.json name another file as the tokenizer."""
+    """Names another file as the tokenizer in special_tokens_map.json and tokenizer_config.json."""
     changes = {"special_tokens_map.json": json_file({"tokenizer_file": "/etc/passwd"})}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "tokenizer_file": "/proc/self/environ"}
     await push_and_ask(hostile, tokenizer_files(hostile) | changes | {"tokenizer_config.json": json_file(config)})
 
 
 async def ever_new_tokenizers(hostile: Hostile) -> None:
-    """Adapters with tokenizers of their own, no two alike, kept and asked again."""
+    """Pushes adapters with tokenizers of their own, no two alike, and keeps requesting them."""
     names: list[str] = []
 
     async def once() -> None:
@@ -115,7 +115,7 @@ async def ever_new_tokenizers(hostile: Hostile) -> None:
 
 
 async def default_format_that_is_slow(hostile: Hostile) -> None:
-    """lorafleet.json asks for answers by a schema that is slow to compile."""
+    """Has a lorafleet.json that sets a response schema that is slow to compile."""
     item = {"type": "array", "items": {"type": "string", "maxLength": 1000}, "maxItems": 1000}
     schema = {"type": "array", "items": item, "minItems": 50, "maxItems": 100_000}
     given = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
@@ -123,14 +123,14 @@ async def default_format_that_is_slow(hostile: Hostile) -> None:
 
 
 def filled(hostile: Hostile, value: bytes) -> bytes:
-    """The weights with this number, in the files' own dtype of two bytes, everywhere."""
+    """Returns the weights with this value everywhere, in the files' own dtype of two bytes."""
     data = (hostile.target.adapter_dir / WEIGHTS).read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")
     return data[:begin] + value * ((len(data) - begin) // len(value))
 
 
 async def weights_that_are_no_numbers(hostile: Hostile) -> None:
-    """The weights are all NaN, or all the largest finite number."""
+    """Has weights that are all NaN, or all the largest finite number."""
     for value in itertools.cycle((b"\xff\x7f", b"\x7f\x7f")):
         name = await pushed(hostile, good_files(hostile) | {WEIGHTS: filled(hostile, value)})
         for call in requests_for(hostile, name):
@@ -139,7 +139,7 @@ async def weights_that_are_no_numbers(hostile: Hostile) -> None:
 
 
 async def header_bombs(hostile: Hostile) -> None:
-    """Headers of safetensors that are 2^62 bytes long, nested deeply, or list tens of thousands of tensors."""
+    """Has safetensors headers that are 2^62 bytes long, nested deeply, or list tens of thousands of tensors."""
     entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     many = json_file({f"t{i}": entry for i in range(50_000)})
     deep = b'{"a":' * 500_000
@@ -149,7 +149,7 @@ async def header_bombs(hostile: Hostile) -> None:
 
 
 async def config_bombs(hostile: Hostile) -> None:
-    """adapter_config.json with patterns that backtrack, a rank of a million, and nesting."""
+    """Has an adapter_config.json with patterns that backtrack, a rank of a million, or deep nesting."""
     config = json.loads(good_files(hostile)[CONFIG])
     patterns = {f"(x+x+)+y{i}": 4 for i in range(2_000)}
     bombs = [{"target_modules": r"(?:a|.|..|...)*Z?(?<!oj)"}, {"rank_pattern": patterns}, {"r": 10**6}]
@@ -159,20 +159,20 @@ async def config_bombs(hostile: Hostile) -> None:
 
 
 async def more_adapters_than_slots(hostile: Hostile) -> None:
-    """Forty good adapters, asked one after another, so that each request wants another into a slot."""
+    """Requests forty valid adapters one after another, so that each request needs another one in a slot."""
     names = [await pushed(hostile, good_files(hostile)) for _ in range(40)]
     await hostile.flood(*(hostile.completion(model=name, max_tokens=2) for name in names), width=40)
 
 
 async def slots_held_by_long_answers(hostile: Hostile) -> None:
-    """Sixteen adapters, of which each slot holds one for as long as an answer fills the context."""
+    """Requests sixteen adapters with answers that fill the context, so that each keeps its slot for that long."""
     names = [await pushed(hostile, good_files(hostile)) for _ in range(16)]
     room = hostile.target.context_len - 64
     await hostile.flood(*(hostile.completion(model=name, max_tokens=room) for name in names), width=64)
 
 
 async def ever_new_adapters(hostile: Hostile) -> None:
-    """Good adapters under ever new names, asked once and left."""
+    """Pushes valid adapters under ever new names, requests each once and keeps them."""
 
     async def once() -> None:
         name = await pushed(hostile, good_files(hostile))
@@ -182,7 +182,7 @@ async def ever_new_adapters(hostile: Hostile) -> None:
 
 
 async def ever_new_loads(hostile: Hostile) -> None:
-    """/v1/load_lora_adapter under ever new names, of folders that are there, are missing, or are forbidden."""
+    """Calls /v1/load_lora_adapter with ever new names, for folders that exist, are missing, or are forbidden."""
     sources = [str(hostile.target.sources_dir / "good"), str(hostile.target.sources_dir / "none"), "/etc", "/dev/zero"]
 
     async def once() -> None:

@@ -1,4 +1,4 @@
-"""Calls of administration, which a tenant's admin key may make as often as it likes."""
+"""Attacks with administrative calls, which a tenant's admin key may make as often as it likes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from noisy.pushing import good_files, pushed, removed, tar_of
 
 
 async def alias_storm(hostile: Hostile) -> None:
-    """Aliases of one adapter: ever new ones, moved and moved back."""
+    """Creates ever new aliases of one adapter, moves them and moves them back."""
     name = await pushed(hostile, good_files(hostile))
 
     async def once() -> None:
@@ -28,7 +28,7 @@ async def alias_storm(hostile: Hostile) -> None:
 
 
 async def version_storm(hostile: Hostile) -> None:
-    """Version after version of one adapter, each in force at once."""
+    """Pushes version after version of one adapter, each of which becomes active at once."""
     name = hostile.new_name()
 
     async def once() -> None:
@@ -39,7 +39,7 @@ async def version_storm(hostile: Hostile) -> None:
 
 
 async def large_metadata(hostile: Hostile) -> None:
-    """Pushes with metadata of 1 kB to a megabyte, and sources as long."""
+    """Pushes metadata of 1 kB to a megabyte, and sources of the same length."""
     packed = tar_of(good_files(hostile))
 
     def calls() -> Iterator[Call]:
@@ -55,25 +55,25 @@ async def large_metadata(hostile: Hostile) -> None:
 
 
 async def lists(hostile: Hostile) -> None:
-    """Lists of models and of adapters, and the page of one, as fast as they are answered."""
+    """Lists models and adapters, and reads the page of one adapter, as fast as the server answers."""
     paths = ("/v1/models", "/v1/adapters?limit=1000", "/v1/adapters", "/v1/models/pirate", "/v1/adapters/shout")
     await hostile.flood(*(Call("GET", path) for path in paths), width=16)
 
 
 async def console_and_documents(hostile: Hostile) -> None:
-    """The state of the console, the API's document and metrics, as fast as they are answered."""
+    """Reads the console's state, the API document and the metrics as fast as the server answers."""
     paths = ("/v1/console/state", "/openapi.json", "/docs", "/metrics", "/console/", "/v1/quality")
     await hostile.flood(*(Call("GET", path) for path in paths), width=16)
 
 
 async def prefetch_and_verify(hostile: Hostile) -> None:
-    """An adapter is loaded beforehand and compared with its digests, over and over."""
+    """Prefetches an adapter and verifies its digests, over and over."""
     paths = [f"/v1/adapters/{hostile.model}/{verb}" for verb in ("prefetch", "verify", "prefetch", "pin")]
     await hostile.flood(*(post(path, {}) for path in paths), width=16)
 
 
 async def refused_administration(hostile: Hostile) -> None:
-    """Calls that are refused, each of which the audit log has: other tenants' adapters, odd names, wrong bodies."""
+    """Makes calls that are rejected and audited: other tenants' adapters, odd names, wrong bodies."""
     odd = ("~quiet/pirate", "..%2f..%2fetc", "a" * 5_000, "%00", "pirate%2fshout")
     calls = [Call("DELETE", f"/v1/adapters/{name}") for name in odd]
     calls += [post(f"/v1/adapters/{name}/alias", {"version": 10**30}) for name in odd]
@@ -82,7 +82,7 @@ async def refused_administration(hostile: Hostile) -> None:
 
 
 async def removals(hostile: Hostile) -> None:
-    """Adapters that are removed while streams of theirs go on."""
+    """Removes adapters while their streams are running."""
 
     async def once() -> None:
         name = await pushed(hostile, good_files(hostile))

@@ -1,4 +1,4 @@
-"""Every attack, by the part of the server that it is aimed at."""
+"""Lists every attack by the part of the server that it targets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALL: Mapping[str, Attack] = {name_of(attack): attack for attacks in BY_AREA.valu
 
 
 def chosen(names: Sequence[str]) -> list[Attack]:
-    """These attacks, or those of the areas named; all where none is. Ends the program for a name that is none."""
+    """Returns the attacks with these names or in these areas, or all without names. Exits if a name is unknown."""
     found = [attack for name in names for attack in BY_AREA.get(name) or ([ALL[name]] if name in ALL else [])]
     unknown = [name for name in names if name not in ALL and name not in BY_AREA]
     if unknown:

@@ -1,4 +1,4 @@
-"""Connections to the ingress: slow, idle, half closed, and such as speak something else than HTTP."""
+"""Attacks with connections to the ingress: slow, idle, half closed, or speaking another protocol than HTTP."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from noisy.hostile import Attack, Hostile
 
 NUM_IDLE = 2000
-READ_S = 2.0  # longest time for which the answer to odd bytes is read
+READ_S = 2.0  # The longest time for which the answer to odd bytes is read.
 
 
 async def slow_headers(hostile: Hostile) -> None:
-    """Five hundred connections that send a line of their head every second."""
+    """Keeps five hundred connections that send a header line every second."""
 
     async def slow() -> None:
         async with hostile.connection() as (_, writer):
@@ -28,7 +28,7 @@ async def slow_headers(hostile: Hostile) -> None:
 
 
 async def slow_bodies(hostile: Hostile) -> None:
-    """Five hundred requests whose bodies come a byte a second."""
+    """Keeps five hundred requests whose bodies arrive one byte per second."""
     head = hostile.head("POST", "/v1/completions", "content-length: 100000")
 
     async def slow() -> None:
@@ -43,7 +43,7 @@ async def slow_bodies(hostile: Hostile) -> None:
 
 
 async def idle_connections(hostile: Hostile) -> None:
-    """Two thousand connections on which nothing is sent."""
+    """Keeps two thousand connections on which nothing is sent."""
 
     async def idle() -> None:
         async with hostile.connection():
@@ -53,7 +53,7 @@ async def idle_connections(hostile: Hostile) -> None:
 
 
 async def kept_connections(hostile: Hostile) -> None:
-    """A thousand connections that are kept after one request each."""
+    """Keeps a thousand connections open after one request each."""
 
     async def keep() -> None:
         async with hostile.connection() as (reader, writer):
@@ -66,7 +66,7 @@ async def kept_connections(hostile: Hostile) -> None:
 
 
 async def new_connections(hostile: Hostile) -> None:
-    """Connections that are opened and closed, as fast as it goes."""
+    """Opens and closes connections as fast as possible."""
 
     async def once() -> None:
         async with hostile.connection():
@@ -76,7 +76,7 @@ async def new_connections(hostile: Hostile) -> None:
 
 
 async def half_closed(hostile: Hostile) -> None:
-    """Requests whose clients close their side before the answer, and never read it."""
+    """Sends requests whose clients close their side before the answer, and never read it."""
     request = hostile.written(hostile.completion(stream=True, max_tokens=400))
 
     async def once() -> None:
@@ -89,25 +89,25 @@ async def half_closed(hostile: Hostile) -> None:
 
 
 async def garbage(hostile: Hostile) -> None:
-    """Random bytes, and random bytes behind a good request on the same connection."""
+    """Sends random bytes, and random bytes after a valid request on the same connection."""
     draw, good = random.Random(0), hostile.head("GET", "/health")
     await _exchanged(hostile, lambda: (good if draw.random() < 0.5 else b"") + draw.randbytes(8192))
 
 
 async def pipelining(hostile: Hostile) -> None:
-    """A hundred requests on a connection at once, without waiting for an answer."""
+    """Sends a hundred requests on a connection at once, without waiting for an answer."""
     requests = hostile.head("GET", "/v1/models") * 100
     await _exchanged(hostile, lambda: requests)
 
 
 async def tls_on_the_plain_port(hostile: Hostile) -> None:
-    """TLS handshakes on a port that speaks none."""
+    """Starts TLS handshakes on a port that does not speak TLS."""
     hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + os.urandom(500)
     await _exchanged(hostile, lambda: hello, width=32)
 
 
 async def smuggling(hostile: Hostile) -> None:
-    """Requests whose lengths contradict one another, with a second request hidden in the first."""
+    """Sends requests whose lengths contradict one another, with a second request hidden in the first."""
     hidden = hostile.head("DELETE", "/v1/adapters/pirate", "content-length: 0")
     heads = [
         ("content-length: 5", "transfer-encoding: chunked"),
@@ -124,14 +124,14 @@ async def smuggling(hostile: Hostile) -> None:
 
 
 async def odd_chunks(hostile: Hostile) -> None:
-    """Bodies of one-byte chunks, with long extensions, endless lengths and trailers."""
+    """Sends bodies of one-byte chunks, with long extensions, endless lengths and trailers."""
     head = hostile.head("POST", "/v1/completions", "transfer-encoding: chunked")
     bodies = [b"1\r\na\r\n" * 20_000, b"1;" + b"x" * 8_000 + b"\r\na\r\n", b"f" * 5_000, b"0\r\n" + b"t: a\r\n" * 1_000]
     await _exchanged_any(hostile, [head + body for body in bodies])
 
 
 async def large_heads(hostile: Hostile) -> None:
-    """Heads of a thousand lines, of lines of 60 kB, and paths of 30 kB."""
+    """Sends heads of a thousand lines, of lines of 60 kB, and paths of 30 kB."""
     heads = [
         hostile.head("GET", "/v1/models", *(f"x-{i}: a" for i in range(1000))),
         hostile.head("GET", "/v1/models", "x-long: " + "a" * 60_000),
@@ -142,7 +142,7 @@ async def large_heads(hostile: Hostile) -> None:
 
 
 async def upgrades(hostile: Hostile) -> None:
-    """Requests to become a WebSocket or HTTP/2, CONNECT, TRACE, and bodies announced but never sent."""
+    """Requests upgrades to WebSocket or HTTP/2, CONNECT and TRACE, and announces bodies that are never sent."""
     heads = [
         hostile.head("GET", "/v1/completions", "upgrade: websocket", "connection: upgrade", "sec-websocket-key: a"),
         hostile.head("GET", "/", "connection: upgrade, http2-settings", "upgrade: h2c", "http2-settings: AAMAAABk"),
@@ -161,7 +161,7 @@ async def _exchanged_any(hostile: Hostile, requests: Sequence[bytes]) -> None:
 
 
 async def _exchanged(hostile: Hostile, make: Callable[[], bytes], width: int = 16) -> None:
-    """Opens connections over and over, so many at a time. Sends on each what `make` returns, and reads the answer."""
+    """Opens `width` connections at a time, over and over. Sends on each what `make` returns, and reads the answer."""
 
     async def once() -> None:
         async with hostile.connection() as (reader, writer):

@@ -1,4 +1,4 @@
-"""Fields of requests: too long, too many, too large, or so written that reading them is dear."""
+"""Attacks with request fields that are too long, too many, too large, or expensive to read."""
 
 from __future__ import annotations
 
@@ -7,44 +7,44 @@ from collections.abc import AsyncIterator, Iterator
 
 from noisy.hostile import Attack, Call, Hostile, post
 
-SIZES = (100, 1_000, 10_000, 100_000)  # one of them is likely just below a bound
+SIZES = (100, 1_000, 10_000, 100_000)  # One of them is likely just below a bound.
 MIB = 1 << 20
 
 
 async def logit_bias(hostile: Hostile) -> None:
-    """logit_bias of 100 to 100,000 entries, in long answers."""
+    """Sends logit_bias with 100 to 100,000 entries, for long answers."""
     vocab_size = hostile.target.vocab_size
     biases = [{str(i % vocab_size) if size <= vocab_size else str(i): 1.0 for i in range(size)} for size in SIZES]
     await hostile.flood(*(hostile.completion(logit_bias=bias, max_tokens=200) for bias in biases))
 
 
 async def logit_bias_with_zeros(hostile: Hostile) -> None:
-    """logit_bias that names one token 100,000 times, with ever more zeros before its number."""
+    """Sends logit_bias that names one token 100,000 times, with ever more zeros before its number."""
     bias = {"5".zfill(1 + i % 5_000): 1.0 for i in range(100_000)}
     await hostile.flood(hostile.completion(logit_bias=bias, max_tokens=200), width=4)
 
 
 async def stop_token_ids(hostile: Hostile) -> None:
-    """stop_token_ids of up to two megabytes."""
+    """Sends stop_token_ids of up to two megabytes."""
     lists = [[i % hostile.target.vocab_size for i in range(size)] for size in (*SIZES, 400_000)]
     await hostile.flood(*(hostile.completion(stop_token_ids=ids, max_tokens=200) for ids in lists))
 
 
 async def stop_strings(hostile: Hostile) -> None:
-    """Sixteen stop strings of 100 to 100,000 characters each, whose beginnings all match."""
+    """Sends sixteen stop strings of 100 to 100,000 characters each, whose beginnings all match."""
     texts = [["a" * (size - i) + "b" for i in range(16)] for size in SIZES]
     await hostile.flood(*(hostile.completion(stop=stop, stream=True, max_tokens=200) for stop in texts))
 
 
 async def request_ids(hostile: Hostile) -> None:
-    """Request ids of up to a megabyte, in streams, each of whose chunks repeats them."""
+    """Sends request ids of up to a megabyte, for streams that repeat them in each chunk."""
     sizes = (64, 1_000, 100_000, MIB)
     calls = [hostile.completion(request_id="r" * size, stream=True, max_tokens=200) for size in sizes]
     await hostile.flood(*calls)
 
 
 async def request_id_headers(hostile: Hostile) -> None:
-    """x-request-id headers of up to 30 kB, in streams."""
+    """Sends x-request-id headers of up to 30 kB, for streams."""
     body = hostile.completion(stream=True, n=16, max_tokens=200).content
     await hostile.flood(
         *(post("/v1/completions", body, **{"x-request-id": "h" * size}) for size in (200, 4000, 30_000))
@@ -52,7 +52,7 @@ async def request_id_headers(hostile: Hostile) -> None:
 
 
 async def cache_salts(hostile: Hostile) -> None:
-    """cache_salt of up to a megabyte, another in each request."""
+    """Sends a cache_salt of up to a megabyte, a different one in each request."""
 
     def calls() -> Iterator[Call]:
         for number in itertools.count():
@@ -62,7 +62,7 @@ async def cache_salts(hostile: Hostile) -> None:
 
 
 async def deep_nesting(hostile: Hostile) -> None:
-    """Bodies of a hundred thousand brackets, in fields and as the whole."""
+    """Sends bodies of a hundred thousand brackets, in fields and as the whole body."""
     deep = b"[" * 100_000 + b"]" * 100_000
     objects = b'{"a":' * 50_000 + b"1" + b"}" * 50_000
     bodies = [
@@ -75,20 +75,20 @@ async def deep_nesting(hostile: Hostile) -> None:
 
 
 async def empty_strings(hostile: Hostile) -> None:
-    """Megabytes of empty strings before the model's name, which routing looks for."""
+    """Sends megabytes of empty strings before the model's name, which the router looks for."""
     bodies = [b'{"x": [' + b'"",' * (size // 3) + b'""], "model": "m"}' for size in (MIB // 8, MIB, 8 * MIB)]
     await hostile.flood(*(post("/v1/completions", body) for body in bodies), width=3)
 
 
 async def many_fields(hostile: Hostile) -> None:
-    """Bodies of two hundred thousand fields that are not known, and of one that is given as often."""
+    """Sends bodies with two hundred thousand unknown fields, or with one field repeated as often."""
     unknown = b"{" + b",".join(b'"f%d": 1' % i for i in range(200_000)) + b"}"
     doubled = b"{" + b'"model": "m",' * 200_000 + b'"prompt": "a"}'
     await hostile.flood(post("/v1/completions", unknown), post("/v1/completions", doubled), width=4)
 
 
 async def huge_numbers(hostile: Hostile) -> None:
-    """Numbers beyond what a float holds, and with a hundred thousand digits, in every numeric field."""
+    """Sends numbers beyond the range of a float, and with a hundred thousand digits, in every numeric field."""
     names = ("max_tokens", "n", "seed", "temperature", "top_k", "top_p", "min_tokens", "priority", "prompt_logprobs")
     values = (b"1e999", b"-1e400", b"1" + b"0" * 309, b"9" * 4_000, b"9" * 100_000)
     bodies = [b'{"model": "m", "prompt": "a", "%s": %s}' % (n.encode(), v) for n in names for v in values]
@@ -97,7 +97,7 @@ async def huge_numbers(hostile: Hostile) -> None:
 
 
 async def odd_unicode(hostile: Hostile) -> None:
-    """Texts of combining marks, lone surrogates and zero bytes, as prompts, names and stops."""
+    """Sends combining marks, lone surrogates and zero bytes in prompts, names and stop strings."""
     texts = ["a" + "\u0301" * 20_000, "\\ud800" * 2_000, "\0" * 20_000, "\U0001f468\u200d" * 10_000, "\u202e" * 20_000]
     calls = [hostile.completion(prompt=text, max_tokens=4) for text in texts]
     calls += [hostile.completion(model=text[:300], stop=[text[:1000]]) for text in texts]
@@ -105,12 +105,12 @@ async def odd_unicode(hostile: Hostile) -> None:
 
 
 async def unknown_models(hostile: Hostile) -> None:
-    """Models that nobody has, another in each request."""
+    """Requests models that do not exist, a different one in each request."""
     await hostile.flood_with((hostile.completion(model=hostile.new_name()) for _ in itertools.count()), width=16)
 
 
 async def mixes(hostile: Hostile) -> None:
-    """Mixes of adapters with ever new weights, each of which wants a slot."""
+    """Requests mixes of adapters with ever new weights, each of which needs a slot."""
 
     def calls() -> Iterator[Call]:
         for number in itertools.count(1):
@@ -121,29 +121,29 @@ async def mixes(hostile: Hostile) -> None:
 
 
 async def wrong_keys(hostile: Hostile) -> None:
-    """Requests with wrong keys, as fast as they are refused."""
+    """Sends requests with wrong keys as fast as they are rejected."""
     await hostile.flood(hostile.completion(), hostile.chat(), width=16, key="lf-wrong" + "x" * 40)
 
 
 async def long_keys(hostile: Hostile) -> None:
-    """Keys of up to 30 kB, and odd schemes of authorization."""
+    """Sends keys of up to 30 kB, and odd authorization schemes."""
     headers = [
         {"authorization": "Bearer " + "k" * 30_000},
         {"x-api-key": "k" * 8_000},
         {"authorization": "Basic ====="},
     ]
     body = hostile.completion().content
-    await hostile.flood(*(post("/v1/completions", body, **one) for one in headers), key=None)
+    await hostile.flood(*(post("/v1/completions", body, **header) for header in headers), key=None)
 
 
 async def bodies_without_a_key(hostile: Hostile) -> None:
-    """Bodies of 30 MB from a client that has no key."""
+    """Sends bodies of 30 MB without a key."""
     body = b'{"model": "m", "prompt": "' + b"a" * (30 * MIB) + b'"}'
     await hostile.flood(post("/v1/completions", body), width=4, key=None)
 
 
 async def bodies_over_the_bound(hostile: Hostile) -> None:
-    """Bodies of 40 MB, with a length and in chunks without one."""
+    """Sends bodies of 40 MB, with a content length and as chunks without one."""
 
     async def chunks() -> AsyncIterator[bytes]:
         yield b'{"model": "m", "prompt": "'
@@ -155,21 +155,21 @@ async def bodies_over_the_bound(hostile: Hostile) -> None:
 
 
 async def bodies_at_the_bound(hostile: Hostile) -> None:
-    """Bodies of 30 MB: one text, and seven million numbers."""
+    """Sends bodies of 30 MB: one text, and seven million numbers."""
     text = post("/v1/completions", b'{"model": "m", "prompt": "' + b"a" * (30 * MIB) + b'"}')
     ids = post("/v1/completions", b'{"model": "m", "prompt": [' + b"5," * (7 * MIB) + b"5]}")
     await hostile.flood(text, ids, width=2)
 
 
 async def queue_timeouts(hostile: Hostile) -> None:
-    """Requests that may wait for a millisecond, a day, or a number of seconds that is none."""
+    """Sends requests with a queue timeout of a millisecond, a day, or an invalid number of seconds."""
     body = hostile.completion(n=16).content
     values = ("0.001", "86400", "1e300", "-1", "nan", "9" * 300)
     await hostile.flood(*(post("/v1/completions", body, **{"x-queue-timeout-seconds": v}) for v in values), width=16)
 
 
 async def template_arguments(hostile: Hostile) -> None:
-    """chat_template_kwargs of a megabyte, flat and nested."""
+    """Sends chat_template_kwargs of a megabyte, flat and nested."""
     flat = {f"k{i}": "v" * 10 for i in range(50_000)}
     nested: dict[str, object] = {}
     for _ in range(200):

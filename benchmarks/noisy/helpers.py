@@ -10,7 +10,7 @@ from noisy.pushing import Files, good_files, pushed
 
 
 async def slow_grammars(hostile: Hostile) -> None:
-    """Ever new grammars of ten thousand rules."""
+    """Sends ever new grammars of ten thousand rules."""
 
     def calls() -> Iterator[Call]:
         for number in itertools.count():
@@ -21,7 +21,7 @@ async def slow_grammars(hostile: Hostile) -> None:
 
 
 async def ambiguous_grammars(hostile: Hostile) -> None:
-    """Grammars in which every text can be read in many ways, followed token by token."""
+    """Sends grammars in which every text can be parsed in many ways, and decodes with them token by token."""
 
     def calls() -> Iterator[Call]:
         for number in itertools.count():
@@ -32,7 +32,7 @@ async def ambiguous_grammars(hostile: Hostile) -> None:
 
 
 async def slow_regexes(hostile: Hostile) -> None:
-    """Ever new regular expressions whose automata are huge."""
+    """Sends ever new regular expressions whose automata are huge."""
 
     def calls() -> Iterator[Call]:
         for number in itertools.count():
@@ -43,7 +43,7 @@ async def slow_regexes(hostile: Hostile) -> None:
 
 
 async def slow_schemas(hostile: Hostile) -> None:
-    """Ever new JSON schemas with thousands of properties, long enumerations, and bounds of a hundred thousand."""
+    """Sends ever new JSON schemas with thousands of properties, long enumerations, and bounds of a hundred thousand."""
 
     def calls() -> Iterator[Call]:
         for number in itertools.count():
@@ -58,7 +58,7 @@ async def slow_schemas(hostile: Hostile) -> None:
 
 
 async def recursive_schemas(hostile: Hostile) -> None:
-    """JSON schemas of references to one another, alternatives of alternatives, in number."""
+    """Sends many JSON schemas of references to one another and alternatives of alternatives."""
 
     def calls() -> Iterator[Call]:
         for number in itertools.count():
@@ -70,7 +70,7 @@ async def recursive_schemas(hostile: Hostile) -> None:
 
 
 async def choices(hostile: Hostile) -> None:
-    """Ever new lists of 10,000 and of 100,000 choices."""
+    """Sends ever new lists of 10,000 and of 100,000 choices."""
 
     def calls() -> Iterator[Call]:
         for number in itertools.count():
@@ -81,7 +81,7 @@ async def choices(hostile: Hostile) -> None:
 
 
 async def structural_tags(hostile: Hostile) -> None:
-    """Structural tags of thousands of structures and dozens of triggers."""
+    """Sends structural tags with thousands of structures and dozens of triggers."""
 
     def calls() -> Iterator[Call]:
         for number in itertools.count():
@@ -104,13 +104,13 @@ TEMPLATES = {
 
 
 async def templates(hostile: Hostile) -> None:
-    """Adapters whose chat templates loop, grow, recurse or write megabytes, asked in chats and for tokens."""
+    """Has adapters whose chat templates loop, grow, recurse or write megabytes, in chats and for tokenization."""
     files = {kind: good_files(hostile) | {"chat_template.jinja": text.encode()} for kind, text in TEMPLATES.items()}
     await _chat_with(hostile, list(files.values()), width=16)
 
 
 async def ever_new_templates(hostile: Hostile) -> None:
-    """Sixteen adapters with templates of nearly a second each, none of which is ended for it."""
+    """Has sixteen adapters whose templates take nearly a second each, which is below the time limit."""
     slow = "{% for i in range(COUNT) %}{{ messages|tojson|length }}{% endfor %}"
     templates = [slow.replace("COUNT", str(20_000 + i)).encode() for i in range(16)]
     files = [good_files(hostile) | {"chat_template.jinja": template} for template in templates]

@@ -1,6 +1,6 @@
-"""The means of an attack: the address of the server, the keys of a hostile tenant, and a few verbs.
+"""Provides the means of an attack: the address of the server, the keys of a hostile tenant, and common operations.
 
-An attack is a coroutine function that repeats itself for ever; `run` ends it when its time is over.
+An attack is a coroutine function that repeats itself forever; `run` stops it when its time is over.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from typing import Any
 import httpx
 import psutil
 
-ADDRESS = "127.0.0.2"  # from which attacks come: bounds for an address must not bind the quiet tenant's
-ANSWER_S = 30.0  # longest wait for one answer
-WIDTH = 8  # requests in flight of most attacks
+ADDRESS = "127.0.0.2"  # The source address of attacks, so that limits per address do not affect the quiet tenant.
+ANSWER_S = 30.0  # The longest wait for one answer.
+WIDTH = 8  # The number of requests in flight in most attacks.
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Everything that an attacking process must know; it is pickled."""
+    """Holds everything that an attacking process must know; it is pickled."""
 
     host: str
     port: int
-    pid: int  # of `lorafleet serve`
-    key: str  # of the hostile tenant, with the scopes infer and admin
-    base: str  # name of the base model
-    model: str  # name of an adapter of the hostile tenant
-    adapter_dir: Path  # files of a good adapter, to damage copies of
+    pid: int  # The process id of `lorafleet serve`.
+    key: str  # The key of the hostile tenant, with the scopes infer and admin.
+    base: str  # The name of the base model.
+    model: str  # The name of an adapter of the hostile tenant.
+    adapter_dir: Path  # Files of a valid adapter; attacks damage copies of them.
     model_dir: Path
-    sources_dir: Path  # the hostile tenant may have the server read adapters from here
+    sources_dir: Path  # The hostile tenant may have the server read adapters from here.
     vocab_size: int
     context_len: int
 
     def pids(self, title: str) -> list[int]:
-        """The server's processes whose title contains this text."""
+        """Returns the ids of the server's processes whose title contains this text."""
         found = []
         for process in psutil.Process(self.pid).children(recursive=True):
             with suppress(psutil.Error):
@@ -53,28 +53,28 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An HTTP request. `content` may be a stream, which is made anew each time the call is sent."""
+    """One HTTP request of an attack."""
 
     method: str
     path: str
-    content: bytes | Callable[[], AsyncIterator[bytes]] = b""
+    content: bytes | Callable[[], AsyncIterator[bytes]] = b""  # A stream is created anew each time the call is sent.
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
 def post(path: str, body: object, **headers: str) -> Call:
-    """A JSON request. Text is sent as it is: an attack may write JSON that json.dumps would not."""
+    """Returns a JSON request. A string is sent as it is, since json.dumps cannot write every attack."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return Call("POST", path, content, {"content-type": "application/json"} | headers)
 
 
 class Hostile:
-    """A hostile tenant at work. `seen` counts the statuses of its answers, and how its other requests ended."""
+    """Acts as a hostile tenant. `seen` counts the statuses of its answers, and how its other requests ended."""
 
     def __init__(self, target: Target, http: httpx.AsyncClient) -> None:
         self.target = target
         self.http = http
         self.seen: Counter[str] = Counter()
-        self.tag = f"{os.getpid():x}"  # makes names that no earlier attack has used
+        self.tag = f"{os.getpid():x}"  # Makes names that no earlier attack has used.
         self.model = target.model
         self._numbers = itertools.count()
 
@@ -90,12 +90,12 @@ class Hostile:
         return post("/v1/chat/completions", {"model": self.model, "messages": [message], "max_tokens": 16} | fields)
 
     def headers(self, call: Call, *, key: str | None = "own") -> dict[str, str]:
-        """The call's own, and the key: the hostile tenant's own, another, or none."""
+        """Returns the call's headers with a key: the hostile tenant's own, another, or none."""
         given = self.target.key if key == "own" else key
         return dict(call.headers) | ({} if given is None else {"authorization": f"Bearer {given}"})
 
     async def send(self, call: Call, *, key: str | None = "own") -> httpx.Response | None:
-        """The whole answer; None where there was none."""
+        """Sends the call and returns the whole answer, or None if there was none."""
         content = call.content() if callable(call.content) else call.content
         try:
             answer = await self.http.request(
@@ -103,17 +103,17 @@ class Hostile:
             )
         except httpx.HTTPError as error:
             self.seen[type(error).__name__] += 1
-            await asyncio.sleep(0.02)  # where nobody listens, no loop without end
+            await asyncio.sleep(0.02)  # Avoids a busy loop while nothing listens.
             return None
         self.seen[str(answer.status_code)] += 1
         return answer
 
     async def flood(self, *calls: Call, width: int = WIDTH, key: str | None = "own") -> None:
-        """Sends these requests over and over, so many at a time."""
+        """Sends these requests over and over, `width` at a time."""
         await self.flood_with(itertools.cycle(calls), width=width, key=key)
 
     async def flood_with(self, calls: Iterable[Call], *, width: int = WIDTH, key: str | None = "own") -> None:
-        """Sends requests that a generator makes, so many at a time."""
+        """Sends the requests of a generator, `width` at a time."""
         shared = iter(calls)
 
         async def sender() -> None:
@@ -125,7 +125,7 @@ class Hostile:
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        """A bare connection to the ingress, within `repeated`, which counts how it failed."""
+        """Opens a bare connection to the ingress; call it within `repeated`, which counts failures."""
         reader, writer = await asyncio.open_connection(self.target.host, self.target.port, local_addr=(ADDRESS, 0))
         self.seen["connected"] += 1
         try:
@@ -134,7 +134,7 @@ class Hostile:
             writer.close()
 
     async def repeated(self, action: Callable[[], Awaitable[object]], width: int = WIDTH) -> None:
-        """Does something over and over, so many times at once. How connections failed is counted."""
+        """Repeats the action in `width` tasks, and counts failed connections."""
 
         async def worker() -> None:
             while True:
@@ -148,17 +148,17 @@ class Hostile:
         await together(worker for _ in range(width))
 
     def head(self, method: str = "POST", path: str = "/v1/completions", *lines: str) -> bytes:
-        """The head of a request that its key opens."""
+        """Returns the head of a request that is authorized by the tenant's key."""
         first = (f"{method} {path} HTTP/1.1", f"host: {self.target.host}", f"authorization: Bearer {self.target.key}")
         return "\r\n".join((*first, "content-type: application/json", *lines, "", "")).encode()
 
     def written(self, call: Call) -> bytes:
-        """The whole request, for a bare connection."""
+        """Returns the bytes of the whole request, for a bare connection."""
         assert isinstance(call.content, bytes)
         return self.head(call.method, call.path, f"content-length: {len(call.content)}") + call.content
 
 
-FAILED = "the attack failed"  # among what it has seen
+FAILED = "the attack failed"  # The name under which `seen` counts a failed attack.
 
 Attack = Callable[[Hostile], Awaitable[None]]
 
@@ -182,7 +182,7 @@ async def _awaited(worker: Callable[[], Awaitable[None]]) -> None:
 
 
 async def run(attacks: Iterable[Attack], target: Target, seconds: float) -> dict[str, Counter[str]]:
-    """Lets all of them go on for so long; returns what each has seen."""
+    """Runs all attacks for this many seconds; returns the counts of each."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     base_url = f"http://{target.host}:{target.port}"
     transport = httpx.AsyncHTTPTransport(local_address=ADDRESS, limits=limits)
@@ -198,6 +198,6 @@ async def _bounded(attack: Attack, hostile: Hostile, seconds: float) -> None:
             await attack(hostile)
     except TimeoutError:
         return
-    except Exception:  # the others go on; the report says so
+    except Exception:  # The other attacks go on, and the report shows the failure.
         traceback.print_exc()
         hostile.seen[FAILED] += 1

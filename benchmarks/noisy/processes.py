@@ -1,4 +1,4 @@
-"""Processes of the server that stand still for a while, as on a machine that swaps or a node that is paused."""
+"""Attacks that stop processes of the server for a while, as on a machine that swaps or a node that is paused."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ ENGINE = "WorkerActor"
 
 
 async def stopped_directory(hostile: Hostile) -> None:
-    """The adapter directory is stopped for six seconds, while the hostile tenant asks for names it does not have."""
+    """Stops the adapter directory for six seconds while the hostile tenant requests names that it does not have."""
     await _stopped_for(hostile, DIRECTORY)
 
 
 async def stopped_router(hostile: Hostile) -> None:
-    """The router is stopped for six seconds."""
+    """Stops the router for six seconds."""
     await _stopped_for(hostile, ROUTER)
 
 
 async def stopped_front(hostile: Hostile) -> None:
-    """The HTTP process of one of two replicas is stopped for six seconds."""
+    """Stops the HTTP process of one of two replicas for six seconds."""
     await _stopped_for(hostile, FRONT)
 
 
 async def stopped_engine(hostile: Hostile) -> None:
-    """The engine of one of two replicas is stopped for six seconds."""
+    """Stops the engine of one of two replicas for six seconds."""
     await _stopped_for(hostile, ENGINE)
 
 
 async def _stopped_for(hostile: Hostile, title: str) -> None:
-    """Stops the first such process once, and lets requests run beside it."""
+    """Stops the first such process once, and sends requests at the same time."""
     pid = min(hostile.target.pids(title))
     flood = asyncio.create_task(hostile.flood(hostile.completion(), hostile.completion(model="unknown"), width=4))
     try:

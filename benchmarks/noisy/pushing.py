@@ -1,4 +1,4 @@
-"""Uploads of an adapter's files, and requests for the adapter."""
+"""Uploads an adapter's files, and makes requests for the adapter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 
 def good_files(hostile: Hostile) -> dict[str, bytes]:
-    """A good adapter, each time with another digest."""
+    """Returns a valid adapter, with another digest each time."""
     files = files_in(hostile.target.adapter_dir)
     config = json.loads(files["adapter_config.json"]) | {"revision": hostile.new_name()}
     return files | {"adapter_config.json": json_file(config)}
@@ -39,7 +39,7 @@ def upload_of(name: str, packed: bytes) -> Call:
 
 
 async def pushed(hostile: Hostile, files: Files) -> str:
-    """The new name that the files were pushed under, which may have been refused."""
+    """Pushes the files, and returns their new name; the push may have been rejected."""
     name = hostile.new_name()
     await hostile.send(upload_of(name, tar_of(files)))
     return name
@@ -50,7 +50,7 @@ async def removed(hostile: Hostile, name: str) -> None:
 
 
 def requests_for(hostile: Hostile, name: str) -> list[Call]:
-    """Every kind of request that reads something else of an adapter."""
+    """Returns one request of every kind that reads a different part of an adapter."""
     return [
         hostile.completion(model=name, max_tokens=8, min_tokens=4, ignore_eos=False),
         hostile.completion(model=name, prompt="a" * 60, max_tokens=8, stream=True, stop=["zz"]),
@@ -62,7 +62,7 @@ def requests_for(hostile: Hostile, name: str) -> list[Call]:
 
 
 async def push_and_ask(hostile: Hostile, changes: Files, *, width: int = 4) -> None:
-    """Pushes a good adapter with these files changed, asks for it in every way, removes it: over and over."""
+    """Pushes a valid adapter with these files changed, requests it in every way and removes it, over and over."""
 
     async def once() -> None:
         name = await pushed(hostile, good_files(hostile) | dict(changes))

@@ -1,7 +1,7 @@
-"""The quiet tenant: asks its adapters short questions at a steady rate, and times each answer.
+"""Simulates the quiet tenant, which asks its adapters short questions at a steady rate, and times each answer.
 
-Questions are asked when it is time, whether or not the last one is answered, each on a connection of its own: so a wait
-of three seconds is seen by every question of these three seconds.
+Questions are sent on schedule, whether or not the previous one has been answered, each on a connection of its own. So
+every question that is sent during a stall of three seconds sees the stall.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Any
 
 import httpx
 
-PATIENCE_S = 30.0  # after which a question counts as not answered
+PATIENCE_S = 30.0  # A question without an answer after this time counts as unanswered.
 MAX_TOKENS = 32
 
-Question = tuple[str, str]  # model, text
+Question = tuple[str, str]  # The model and the text of the question.
 
 
 @dataclass(slots=True)
 class Answer:
-    """ttft_s: None where no token came. status: 0 where there was none. fault: None where all is right."""
+    """One answer, and its times."""
 
     asked_s: float
-    status: int = 0
-    ttft_s: float | None = None
+    status: int = 0  # The HTTP status, or 0 if there was none.
+    ttft_s: float | None = None  # Time to first token, or None if no token came.
     gaps_s: list[float] = field(default_factory=list)
-    fault: str | None = None
+    fault: str | None = None  # The error, or None if the answer is correct.
 
 
 class QuietTenant:
-    """Ends with `aclose`."""
+    """Asks questions as the quiet tenant, and compares the answers with the correct ones. Close it with `aclose`."""
 
     def __init__(self, url: str, key: str, questions: Sequence[Question], interval_s: float) -> None:
         headers = {"authorization": f"Bearer {key}"}
@@ -48,7 +48,7 @@ class QuietTenant:
         self._right: dict[Question, str] = {}
 
     async def learn(self) -> None:
-        """Takes the answers to all questions while nobody else asks anything: they are the right ones."""
+        """Records the answers to all questions while the server is otherwise idle, as the correct ones."""
         for question in self._questions:
             answer = await self._http.post("/v1/chat/completions", json=self._body(question))
             answer.raise_for_status()
@@ -56,7 +56,7 @@ class QuietTenant:
 
     @asynccontextmanager
     async def asking(self) -> AsyncIterator[list[Answer]]:
-        """Asks within the block. The list grows as answers end; afterwards it has all of them."""
+        """Asks questions within the block. The list grows as answers end; afterwards it is complete."""
         answers: list[Answer] = []
         asking = asyncio.create_task(self._ask_on(answers))
         try:
@@ -117,7 +117,7 @@ class QuietTenant:
 
 
 def _code(body: bytes) -> str:
-    """The code of an error in OpenAI's form, else the first words."""
+    """Returns the code of an error in OpenAI's form, or else the beginning of the body."""
     try:
         error = json.loads(body)["error"]
         return str(error["code"] or error["message"])[:80]
@@ -126,7 +126,7 @@ def _code(body: bytes) -> str:
 
 
 def _words(line: str) -> str:
-    """The text that an event adds."""
+    """Returns the text that an event adds."""
     if not line.startswith("data: {"):
         return ""
     choices = json.loads(line.removeprefix("data: ")).get("choices") or [{}]

@@ -1,4 +1,4 @@
-"""Judges and prints a round of the quiet tenant: its figures, the bounds that they broke, and the table."""
+"""Judges and prints a round of the quiet tenant: its figures, the bounds that were broken, and the table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALL_AT_ONCE = "all at once"
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Milliseconds; NaN where there are none."""
+    """Percentiles in milliseconds; NaN if there are no values."""
 
     p50: float
     p99: float
@@ -38,7 +38,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One attack: what the quiet tenant and the watch saw, and what the attack itself was answered."""
+    """The results of one attack, as seen by the quiet tenant, the watch and the attack itself."""
 
     name: str
     num_asked: int
@@ -48,22 +48,22 @@ class Round:
     faults: Mapping[str, int]
     health_worst_ms: float
     metrics_worst_ms: float
-    refused: Mapping[str, int]  # by /health and /metrics
-    grown: tuple[str, float]  # the process that grew most, and MiB
+    refused: Mapping[str, int]  # Failed requests to /health and /metrics, and their numbers.
+    grown: tuple[str, float]  # The process that grew most, and its growth in MiB.
     lost: Sequence[str]
     num_zombies: int
-    others_cpu: float  # share of the machine that other programs took
-    hostile: Mapping[str, int]
+    others_cpu: float  # The share of the machine that other programs used.
+    hostile: Mapping[str, int]  # Answers to the attack itself, by status.
 
     @classmethod
     def of(cls, name: str, answers: Sequence[Answer], seen: Seen, hostile: Mapping[str, int]) -> Round:
         return cls(
             name=name,
             num_asked=len(answers),
-            ttft=Times.of([one.ttft_s for one in answers if one.ttft_s is not None]),
-            gaps=Times.of([gap for one in answers for gap in one.gaps_s]),
-            statuses=dict(Counter(one.status for one in answers)),
-            faults=dict(Counter(one.fault for one in answers if one.fault is not None)),
+            ttft=Times.of([answer.ttft_s for answer in answers if answer.ttft_s is not None]),
+            gaps=Times.of([gap for answer in answers for gap in answer.gaps_s]),
+            statuses=dict(Counter(answer.status for answer in answers)),
+            faults=dict(Counter(answer.fault for answer in answers if answer.fault is not None)),
             health_worst_ms=Times.of(seen.health_s).worst,
             metrics_worst_ms=Times.of(seen.metrics_s).worst,
             refused=dict(Counter(seen.refused)),
@@ -76,7 +76,7 @@ class Round:
 
     @property
     def broken(self) -> list[str]:
-        """The bounds that were not kept, each in a few words."""
+        """The bounds that were broken, each in a few words."""
         found = [f"{count} x {fault}" for fault, count in self.faults.items()]
         if self.name != ALL_AT_ONCE and self.ttft.worst > 1000 * MAX_TTFT_S:
             found.append(f"worst TTFT {self.ttft.worst:.0f} ms")
@@ -101,24 +101,24 @@ COLUMNS = (
 HEADER = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
 
 
-def row(one: Round) -> str:
-    """A line of the table; times are in milliseconds."""
-    process, grown_mib = one.grown
+def row(round_: Round) -> str:
+    """Returns a line of the table; times are in milliseconds."""
+    process, grown_mib = round_.grown
     cells = [
-        one.name,
-        *(f"{value:.0f}" for value in (one.ttft.p50, one.ttft.p99, one.ttft.worst)),
-        *(f"{value:.0f}" for value in (one.gaps.p50, one.gaps.p99, one.gaps.worst)),
-        str(sum(count for status, count in one.statuses.items() if status != 200)),
-        f"{one.health_worst_ms:.0f}",
-        f"{one.metrics_worst_ms:.0f}",
+        round_.name,
+        *(f"{value:.0f}" for value in (round_.ttft.p50, round_.ttft.p99, round_.ttft.worst)),
+        *(f"{value:.0f}" for value in (round_.gaps.p50, round_.gaps.p99, round_.gaps.worst)),
+        str(sum(count for status, count in round_.statuses.items() if status != 200)),
+        f"{round_.health_worst_ms:.0f}",
+        f"{round_.metrics_worst_ms:.0f}",
         f"{process.rpartition(' ')[0]} {grown_mib:+.0f} MiB",
-        f"{100 * one.others_cpu:.0f} %",
-        "NO" if one.broken else "yes",
+        f"{100 * round_.others_cpu:.0f} %",
+        "NO" if round_.broken else "yes",
     ]
     return f"| {' | '.join(cells)} |"
 
 
 def summary(rounds: Sequence[Round]) -> str:
     """Lists the broken bounds as markdown."""
-    lines = [f"- {one.name}: {'; '.join(one.broken)}" for one in rounds if one.broken]
+    lines = [f"- {round_.name}: {'; '.join(round_.broken)}" for round_ in rounds if round_.broken]
     return "\n".join(lines) or f"All bounds were kept beside {len(rounds) - 1} kinds of attack."

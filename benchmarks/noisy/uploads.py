@@ -1,4 +1,4 @@
-"""Uploads that are slow, large, cut off, or tars of odd things."""
+"""Attacks with uploads that are slow, large, cut off, or odd tar files."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from noisy.hostile import Attack, Call, Hostile
 from noisy.pushing import good_files, tar_of, upload_of
 
 MIB = 1 << 20
-LARGE_MIB = 256  # of one upload; a disk must have room for a few
+LARGE_MIB = 256  # The size of one upload; the disk must have room for a few.
 
 
 async def slow_uploads(hostile: Hostile) -> None:
-    """Fifty uploads that send a byte every half second."""
+    """Starts fifty uploads that send a byte every half second."""
 
     async def slow() -> None:
         name = hostile.new_name()
@@ -31,7 +31,7 @@ async def slow_uploads(hostile: Hostile) -> None:
 
 
 async def large_uploads(hostile: Hostile) -> None:
-    """Uploads of 256 MiB whose weights are zeros."""
+    """Uploads 256 MiB of weights that are all zero."""
     info = tarfile.TarInfo("adapter_model.safetensors")
     info.size = LARGE_MIB * MIB
 
@@ -48,7 +48,7 @@ async def large_uploads(hostile: Hostile) -> None:
 
 
 async def truncated_uploads(hostile: Hostile) -> None:
-    """Uploads that end in the middle: of the tar, and of the body."""
+    """Sends uploads that end in the middle of the tar, or of the body."""
     packed = tar_of(good_files(hostile))
 
     async def once() -> None:
@@ -62,15 +62,15 @@ async def truncated_uploads(hostile: Hostile) -> None:
 
 
 async def tars_of_many_members(hostile: Hostile) -> None:
-    """Tars of a hundred thousand members: with names of files that serving reads, and of others."""
-    one = tarfile.TarInfo("adapter_config.json").tobuf()
+    """Uploads tars of a hundred thousand members, with names of files that serving reads, and of others."""
+    served = tarfile.TarInfo("adapter_config.json").tobuf()
     other = tarfile.TarInfo("x").tobuf()
-    tars = [one * 100_000 + bytes(1024), other * 100_000 + bytes(1024)]
+    tars = [served * 100_000 + bytes(1024), other * 100_000 + bytes(1024)]
     await _upload(hostile, tars)
 
 
 async def tars_with_holes(hostile: Hostile) -> None:
-    """Tars whose members are sparse files of terabytes, links, devices, or have descriptions of megabytes."""
+    """Uploads tars whose members are sparse files of terabytes, links, devices, or have megabytes of metadata."""
     tars = [_tar_with(kind) for kind in (tarfile.GNUTYPE_SPARSE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE)]
     described = tarfile.TarInfo("x")
     described.type, described.size = tarfile.XHDTYPE, 32 * MIB

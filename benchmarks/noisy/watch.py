@@ -1,4 +1,4 @@
-"""Watches the server during an attack: its processes' memory, which of them end, and how soon /health answers."""
+"""Watches the server during an attack: the memory of its processes, which of them end, and how soon /health answers."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ import psutil
 
 MIB = 1 << 20
 SAMPLE_S = 1.0
-PROBE_S = 10.0  # longest wait for an answer of /health or /metrics
-# Those that must not end. A HAProxy gives way to another when a replica comes or goes.
+PROBE_S = 10.0  # The longest wait for an answer of /health or /metrics.
+# Processes that must not end. HAProxy is not among them, as a new one replaces it when a replica comes or goes.
 SERVING = ("EngineReplica", "WorkerActor", "AdapterRouter", "DirectoryActor", "ProxyActor")
-SETTLED_S = 60.0  # until then a process may still take its role
+SETTLED_S = 60.0  # The time within which a new process may still take its role.
 
-_Identity = tuple[int, float]  # pid and start: a pid may be given twice
+_Identity = tuple[int, float]  # The process id and the start time, since an id may be reused.
 
 
 @dataclass(slots=True)
 class Seen:
-    """grown_mib: by which each process was larger at its peak than before, or in all where it is new. others_cpu: the
-    share of the machine's processors that other programs took, which delay everything here: 0 to 1."""
+    """The state of the server's processes during an attack."""
 
+    # Growth of each process from before the attack to its peak; for a new process its whole size.
     grown_mib: dict[str, float] = field(default_factory=dict)
-    lost: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)  # Processes of SERVING that ended.
     num_zombies: int = 0
     health_s: list[float] = field(default_factory=list)
     metrics_s: list[float] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)  # by /health and /metrics
+    refused: list[str] = field(default_factory=list)  # Failed requests to /health and /metrics.
+    # The share of the machine's processors, 0 to 1, that other programs used; they delay everything here.
     others_cpu: float = 0.0
 
     @property
     def most_grown(self) -> tuple[str, float]:
-        return max(self.grown_mib.items(), key=lambda one: one[1], default=("", 0.0))
+        return max(self.grown_mib.items(), key=lambda item: item[1], default=("", 0.0))
 
 
 class Watch:
-    """From its making until `seen` is asked for."""
+    """Watches the processes below `pid` from its creation until `seen` is called."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -52,7 +53,7 @@ class Watch:
         self._before = {who: _status(process, "VmRSS") for who, process in self._processes().items()}
         for pid, _ in self._before:
             with suppress(OSError):
-                Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak counts from here
+                Path(f"/proc/{pid}/clear_refs").write_text("5")  # The peak is counted from here.
 
     def sample(self) -> None:
         for who, process in self._processes().items():
@@ -67,7 +68,7 @@ class Watch:
             found.grown_mib[role] = (peak - self._before.get(who, 0.0)) / MIB
         lost = [who for who in self._before if who not in now and self._roles[who] in SERVING]
         found.lost = sorted(f"{self._roles[who]} {who[0]}" for who in lost)
-        found.num_zombies = sum(_is_zombie(one) for one in psutil.Process(self._pid).children(recursive=True))
+        found.num_zombies = sum(_is_zombie(process) for process in psutil.Process(self._pid).children(recursive=True))
         others_s = _busy_s() - self._busy_s - (_own_s() - self._own_s)
         found.others_cpu = max(0.0, others_s / (time.monotonic() - self._began_s) / (psutil.cpu_count() or 1))
         return found
@@ -86,7 +87,7 @@ class Watch:
 
 
 def role_of(command: list[str]) -> str:
-    """What serves by its role; all else by the program."""
+    """Returns the role of a serving process, and the program of any other."""
     title = " ".join(command)
     known = next((role for role in SERVING if role in title), None)
     if known is not None:
@@ -96,7 +97,7 @@ def role_of(command: list[str]) -> str:
 
 
 def _status(process: psutil.Process, name: str) -> float:
-    """A size from /proc in bytes; 0 where the process has ended."""
+    """Returns a size from /proc in bytes, or 0 if the process has ended."""
     try:
         status = Path(f"/proc/{process.pid}/status").read_text()
     except OSError:
@@ -106,13 +107,13 @@ def _status(process: psutil.Process, name: str) -> float:
 
 
 def _busy_s() -> float:
-    """Time of all the machine's processors in which they did something."""
+    """Returns the busy time of all the machine's processors."""
     times = psutil.cpu_times()
     return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
 
 
 def _own_s() -> float:
-    """Processor time of this program, the server and the attackers, also of those of them that have ended."""
+    """Returns the processor time of this program, the server and the attackers, including processes that have ended."""
     me = psutil.Process()
     total = 0.0
     for process in [me, *me.children(recursive=True)]:
@@ -134,7 +135,7 @@ async def sample_on(watch: Watch) -> None:
 
 
 async def probe(http: httpx.AsyncClient, path: str, every_s: float, took_s: list[float], refused: list[str]) -> None:
-    """Asks for the path over and over."""
+    """Requests the path over and over."""
     while True:
         began = time.monotonic()
         try:

@@ -1,4 +1,4 @@
-"""Requests that are valid and as dear as they may be: sequences, log-probabilities, texts to tokenize, messages."""
+"""Attacks with valid requests that are as expensive as possible: sequences, log-probabilities, long texts."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ def random_ids(hostile: Hostile, length: int, seed: int) -> list[int]:
 
 
 async def many_samples(hostile: Hostile) -> None:
-    """Sixteen prompts of 128 samples in each request, which is all that one may have."""
+    """Requests 128 samples of sixteen prompts, which is the most that one request may have."""
     prompts = [f"Count from {i}" for i in range(16)]
     await hostile.flood(hostile.completion(prompt=prompts, n=128, max_tokens=32, temperature=1.0), width=4)
 
 
 async def many_prompts(hostile: Hostile) -> None:
-    """2,048 prompts in each request, and a million."""
+    """Sends 2,048 prompts in each request, and a million."""
     most = hostile.completion(prompt=[[5 + i % 900, 7] for i in range(2048)], max_tokens=8)
     await hostile.flood(most, most, hostile.completion(prompt=[[5]] * MIB), width=3)
 
 
 async def many_long_answers(hostile: Hostile) -> None:
-    """Five hundred streams at once, each as long as the context."""
+    """Opens five hundred streams at once, each as long as the context."""
     room = hostile.target.context_len - 64
     await hostile.flood(hostile.completion(max_tokens=room, stream=True), width=500)
 
 
 async def prompts_at_the_context_limit(hostile: Hostile) -> None:
-    """Prompts that fill the context, no two alike, sixty at a time."""
+    """Sends prompts that fill the context, no two alike, sixty at a time."""
 
     def calls() -> Iterator[Call]:
         for number in itertools.count():
@@ -46,26 +46,26 @@ async def prompts_at_the_context_limit(hostile: Hostile) -> None:
 
 
 async def penalties_on_long_prompts(hostile: Hostile) -> None:
-    """Repetition, presence and frequency penalties over prompts that nearly fill the context, 64 samples each."""
+    """Requests all three penalties on prompts that nearly fill the context, with 64 samples each."""
     prompt = random_ids(hostile, hostile.target.context_len - 100, 1)
     penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5}
     await hostile.flood(hostile.completion(prompt=prompt, n=64, max_tokens=90, **penalties), width=4)
 
 
 async def min_tokens_with_stops(hostile: Hostile) -> None:
-    """min_tokens beside stop tokens and biases on the end of the answer, on 32 samples."""
+    """Requests min_tokens with stop tokens and biases on the end of the answer, on 32 samples."""
     fields = {"min_tokens": 300, "max_tokens": 300, "ignore_eos": False, "logit_bias": {"2": 100.0}}
     stops = list(range(1, 65))
     await hostile.flood(hostile.completion(n=32, stop_token_ids=stops, temperature=1.0, **fields), width=4)
 
 
 async def logprobs(hostile: Hostile) -> None:
-    """The twenty best log-probabilities of each token, in streams of 64 samples."""
+    """Requests the twenty best log-probabilities of each token, in streams of 64 samples."""
     await hostile.flood(hostile.completion(logprobs=20, n=64, stream=True, max_tokens=200, temperature=1.0), width=4)
 
 
 async def prompt_logprobs(hostile: Hostile) -> None:
-    """Twenty log-probabilities for each token of long prompts, without and with the prompt echoed."""
+    """Requests twenty log-probabilities for each token of long prompts, with and without echo."""
     prompt = random_ids(hostile, hostile.target.context_len - 20, 2)
     calls = [hostile.completion(prompt=prompt, prompt_logprobs=20, max_tokens=1)]
     calls += [hostile.completion(prompt=[prompt] * 32, logprobs=20, echo=True, max_tokens=4, n=4)]
@@ -73,7 +73,7 @@ async def prompt_logprobs(hostile: Hostile) -> None:
 
 
 async def generate_with_prompt_logprobs(hostile: Hostile) -> None:
-    """Streams of /generate whose every event repeats the log-probabilities of a long prompt."""
+    """Opens streams of /generate that repeat the log-probabilities of a long prompt in every event."""
     sampling = {"max_new_tokens": 100, "ignore_eos": True}
     fields = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 20, "return_text_in_logprobs": True}
     body = {"model": hostile.model, "input_ids": random_ids(hostile, hostile.target.context_len - 110, 3)}
@@ -81,28 +81,28 @@ async def generate_with_prompt_logprobs(hostile: Hostile) -> None:
 
 
 async def generate_many(hostile: Hostile) -> None:
-    """Requests of /generate with 2,048 prompts, each with an id and sampling parameters of its own."""
+    """Sends requests of /generate with 2,048 prompts, each with an id and sampling parameters of its own."""
     texts = [f"Count from {i}" for i in range(2048)]
     body = {"model": hostile.model, "text": texts, "rid": [f"r{i}" * 20 for i in range(2048)]}
     await hostile.flood(post("/generate", body | {"sampling_params": [{"max_new_tokens": 8}] * 2048}), width=3)
 
 
 async def messages(hostile: Hostile) -> None:
-    """Chats of 1,000, 20,000 and 150,000 messages."""
+    """Sends chats of 1,000, 20,000 and 150,000 messages."""
     lists = [[{"role": "user", "content": "a"}] * size for size in (1_000, 20_000, 150_000)]
-    await hostile.flood(*(hostile.chat(messages=one) for one in lists), width=4)
+    await hostile.flood(*(hostile.chat(messages=chat) for chat in lists), width=4)
 
 
 async def message_parts(hostile: Hostile) -> None:
-    """One message of a hundred thousand parts, and calls of tools in it."""
+    """Sends one message of a hundred thousand parts, and one with twenty thousand tool calls."""
     parts = [{"type": "text", "text": "a"}] * 100_000
     calls = [{"id": f"c{i}", "type": "function", "function": {"name": "f", "arguments": "{}"}} for i in range(20_000)]
     bodies = [[{"role": "user", "content": parts}], [{"role": "assistant", "content": "", "tool_calls": calls}]]
-    await hostile.flood(*(hostile.chat(messages=one) for one in bodies), width=4)
+    await hostile.flood(*(hostile.chat(messages=chat) for chat in bodies), width=4)
 
 
 async def tools(hostile: Hostile) -> None:
-    """Definitions of up to three thousand tools, with large schemas."""
+    """Sends definitions of up to three thousand tools with large schemas."""
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(20)}}
     function = {"description": "d" * 100, "parameters": schema}
     given = [{"type": "function", "function": function | {"name": f"tool_{i}"}} for i in range(3_000)]
@@ -111,46 +111,46 @@ async def tools(hostile: Hostile) -> None:
 
 
 async def tokenize(hostile: Hostile) -> None:
-    """Texts of one to thirty megabytes to tokenize, with the text of each token."""
+    """Sends texts of one to thirty megabytes to /tokenize, and requests the text of each token."""
     text = "What colour is a lime? " * (30 * MIB // 23)
     bodies = [{"model": hostile.model, "prompt": text[:size]} for size in (MIB, 4 * MIB, 30 * MIB)]
-    await hostile.flood(*(post("/tokenize", one | {"return_token_strs": True}) for one in bodies))
+    await hostile.flood(*(post("/tokenize", body | {"return_token_strs": True}) for body in bodies))
 
 
 async def tokenize_short(hostile: Hostile) -> None:
-    """Texts of eight kilobytes to tokenize, as fast as they are answered."""
+    """Sends texts of eight kilobytes to /tokenize as fast as they are answered."""
     text = "What colour is a lime? " * 350
     await hostile.flood(post("/tokenize", {"model": hostile.model, "prompt": text}), width=16)
 
 
 async def tokenize_one_word(hostile: Hostile) -> None:
-    """Texts of one word of a megabyte, whose pairs are merged one after another."""
+    """Sends a single word of a megabyte to /tokenize, whose pairs are merged one after another."""
     await hostile.flood(
         post("/tokenize", {"model": hostile.model, "prompt": "a" * MIB}), hostile.completion(prompt="ab" * (MIB // 2))
     )
 
 
 async def detokenize(hostile: Hostile) -> None:
-    """Lists of ten thousand to seven million token ids to make text of."""
+    """Sends lists of ten thousand to seven million token ids to /detokenize."""
     bodies = [b'{"tokens": [' + b"500," * (size - 1) + b"500]}" for size in (10_000, MIB, 7 * MIB)]
     await hostile.flood(*(post("/detokenize", body) for body in bodies), width=4)
 
 
 async def embeddings(hostile: Hostile) -> None:
-    """Embeddings of 2,048 texts in each request."""
+    """Requests embeddings of 2,048 texts at a time."""
     texts = [f"What colour is a lime? {i}" for i in range(2048)]
     await hostile.flood(post("/v1/embeddings", {"model": hostile.model, "input": texts}), width=4)
 
 
 async def responses_input(hostile: Hostile) -> None:
-    """/v1/responses with a hundred thousand items, and the count of its tokens."""
+    """Sends a hundred thousand items to /v1/responses, and to the count of their tokens."""
     items = [{"type": "message", "role": "user", "content": "a"}] * 100_000
     calls = [post("/v1/responses", {"model": hostile.model, "input": items[:size]}) for size in (1_000, 100_000)]
     await hostile.flood(*calls, post("/v1/responses/input_tokens", {"model": hostile.model, "input": items}), width=4)
 
 
 async def clients_that_leave(hostile: Hostile) -> None:
-    """Streams whose clients close the connection after the first bytes."""
+    """Opens streams whose clients close the connection after the first bytes."""
     request = hostile.written(hostile.completion(stream=True, n=8, max_tokens=400))
 
     async def leave() -> None:
@@ -164,13 +164,13 @@ async def clients_that_leave(hostile: Hostile) -> None:
 
 
 async def clients_that_never_read(hostile: Hostile) -> None:
-    """Streams of many samples with log-probabilities, not a byte of which is read."""
+    """Opens streams of many samples with log-probabilities, not a byte of which is read."""
     fields = {"logprobs": 20, "max_tokens": 400, "temperature": 1.0}
     request = hostile.written(hostile.completion(stream=True, n=32, **fields))
 
     async def ignore() -> None:
         async with hostile.connection() as (_, writer):
-            writer.transport.pause_reading()  # type: ignore[attr-defined]  # every socket's transport has it
+            writer.transport.pause_reading()  # type: ignore[attr-defined]  # Every socket transport has this method.
             writer.write(request)
             await writer.drain()
             await asyncio.sleep(3600)

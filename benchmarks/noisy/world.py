@@ -1,4 +1,4 @@
-"""The server under attack, in a folder of its own: the demo's model and adapters, two tenants and an operator."""
+"""Starts the server under attack in a folder of its own: the demo's model and adapters, two tenants and an operator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEMO = Path(__file__).parents[2] / "demo"
 BASE = "demo"
 STYLES = ("pirate", "shout", "json")
 PROMPTS = ("What colour is a lime?", "What is the capital of Spain?", "How much is six plus nine?")
-IDLE_S = 30.0  # longest wait for what an attack has left behind
+IDLE_S = 30.0  # The longest wait for the remaining work of an attack.
 SERVER = [
     *("--served-model-name", BASE, "--device", "cpu", "--cpu-threads", "1", "--allow-runtime-lora-updating"),
     *("--max-loras", "8", "--kv-cache-tokens", "32768"),
@@ -34,7 +34,7 @@ SERVER = [
 @dataclass(frozen=True, slots=True)
 class World:
     server: LocalServer
-    keys: dict[str, str]  # of the quiet tenant, the hostile one and the operator
+    keys: dict[str, str]  # The keys of the quiet tenant, the hostile tenant and the operator.
     folder: Path
 
     @property
@@ -63,7 +63,7 @@ class World:
         return httpx.AsyncClient(base_url=self.server.url, headers=headers, timeout=60, trust_env=False)
 
     async def push_adapters(self) -> None:
-        """Each tenant has adapters of its own, under the same names."""
+        """Pushes adapters for each tenant, under the same names."""
         for who in ("quiet", "hostile"):
             async with self.client(who) as http:
                 for style in STYLES:
@@ -72,19 +72,19 @@ class World:
                     answer.raise_for_status()
 
     async def settle(self) -> None:
-        """Removes what the hostile tenant has pushed, and waits until nothing of it runs."""
+        """Removes the adapters that the hostile tenant has pushed, and waits until its requests have ended."""
         async with self.client("operator") as http:
             with contextlib.suppress(TimeoutError, httpx.HTTPError):
                 async with asyncio.timeout(IDLE_S):
                     await self._remove_pushed()
-                    while not await _is_idle(http):  # noqa: ASYNC110  # the server has no event to wait for
+                    while not await _is_idle(http):  # noqa: ASYNC110  # The server has no event to wait for.
                         await asyncio.sleep(0.2)
 
     async def _remove_pushed(self) -> None:
         async with self.client("hostile") as hostile:
             while True:
                 listed = (await hostile.get("/v1/adapters", params={"limit": 100})).json()["data"]
-                names = [one["id"] for one in listed if one["id"] not in STYLES and not one["removing"]]
+                names = [adapter["id"] for adapter in listed if adapter["id"] not in STYLES and not adapter["removing"]]
                 if not names:
                     return
                 await asyncio.gather(*(hostile.delete(f"/v1/adapters/{name}?wait_s=1") for name in names))
@@ -98,7 +98,7 @@ async def _is_idle(http: httpx.AsyncClient) -> bool:
 
 @contextlib.contextmanager
 def serving(folder: Path, num_replicas: int) -> Iterator[World]:
-    """The server, ready; its logs, state and uploads are below the folder."""
+    """Starts the server and yields it when it is ready; its logs, state and uploads are below the folder."""
     (folder / "resolved").mkdir()
     (folder / "uploads").mkdir()
     shutil.copytree(DEMO / "adapters" / "shout", folder / "sources" / "good")

@@ -1,9 +1,9 @@
-"""Draws the charts of the documentation as SVG, each from the CSV file of its name: grouped bars in panels.
+"""Draws the charts of the documentation as SVG: grouped bars in panels, each chart from the CSV file of its name.
 
     python docs/charts/draw.py
 
-A CSV file has the columns panel, group, series and value. Its figures are those of the tables in docs/measured.md,
-which name commands and hardware.
+A CSV file has the columns panel, group, series and value. The figures are those of the tables in docs/measured.md,
+which also name the commands and the hardware.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 WIDTH, HEIGHT = 860, 336
-LEFT, RIGHT, TOP, PLOT_HEIGHT, GAP = 56, 20, 90, 190, 16  # px
-MAX_BAR_WIDTH = 24  # px
+LEFT, RIGHT, TOP, PLOT_HEIGHT, GAP = 56, 20, 90, 190, 16  # Lengths in pixels.
+MAX_BAR_WIDTH = 24  # Width in pixels.
 TEXT, GRID = "#1f2937", "#e5e7eb"
 OURS, PEER = "#0f766e", "#a8b3c2"
 NUM_TICKS = 3
@@ -25,9 +25,9 @@ NUM_TICKS = 3
 class Chart:
     name: str
     title: str
-    axis: str  # What the groups of bars are.
+    axis: str  # Label of the groups of bars.
     top: float  # Upper end of the value axis.
-    colors: dict[str, str]  # By series, in their order.
+    colors: dict[str, str]  # Colors by series, in the order of the bars.
 
 
 CHARTS = (
@@ -53,7 +53,7 @@ CHARTS = (
         {"1 GPU": "#99c9c4", "2 GPUs": "#4a9f97", "4 GPUs": OURS},
     ),
 )
-Rows = dict[str, dict[str, dict[str, float]]]  # Panel, group, series.
+Rows = dict[str, dict[str, dict[str, float]]]  # Values by panel, group and series.
 
 
 def read_rows(chart: Chart) -> Rows:
@@ -92,7 +92,7 @@ def panel(left: float, width: float, title: str, groups: dict[str, dict[str, flo
     for index, (group, values) in enumerate(groups.items()):
         middle = left + step * (index + 0.5)
         first = middle - len(values) * (bar_width + 1) / 2
-        for number, (series, color) in enumerate((name, one) for name, one in chart.colors.items() if name in values):
+        for number, (series, color) in enumerate((name, hue) for name, hue in chart.colors.items() if name in values):
             parts.append(bar(first + number * (bar_width + 1), bar_width, values[series], chart, color))
         parts.append(text(middle, TOP + PLOT_HEIGHT + 17, group, 12))
     return "\n".join(parts)

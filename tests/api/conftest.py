@@ -1,4 +1,4 @@
-"""A real HTTP server with the API, a small catalogue, and an engine that answers by script."""
+"""Provides a real HTTP server with the API, a small catalogue, and an engine with scripted answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CONTEXT = 256
 
 
 class ScriptedEngine:
-    """Answers what `answer` says, and then eos. Used for timing and failures, which a real engine has no knobs for."""
+    """Generates the text of `answer`, and then eos. A test can force delays and failures, unlike with a real engine."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -48,8 +48,8 @@ class ScriptedEngine:
         self.requests: list[EngineRequest] = []
         self.running: set[str] = set()
         self.answer: Callable[[EngineRequest], str] = lambda r: f"{r.lora.lora_name if r.lora else 'base'} wörld 🎉"
-        self.hold_after: int | None = None  # tokens; then nothing comes any more
-        self.fail_after: int | None = None  # tokens; then `failure` is raised
+        self.hold_after: int | None = None  # After this number of tokens it generates nothing more.
+        self.fail_after: int | None = None  # After this number of tokens it raises `failure`.
         self.failure: Exception = LorafleetError("the engine tripped")
         self.fallback_reason: str | None = None
         self.pause_s = 0.0
@@ -95,7 +95,7 @@ class ScriptedEngine:
             yield output
 
     def _logprobs(self, token: int, k: int) -> TokenLogprobs:
-        """The token is always the second best; the best one is impossible to write in JSON but for clamping."""
+        """Makes the token the second best; all but the best two have -inf, which JSON holds only after clamping."""
         best = [40, token, *range(50, 50 + k)][:k]
         return TokenLogprobs(token, -0.5, 2, best, [-0.25, -0.5, *([float("-inf")] * k)][:k])
 
@@ -107,7 +107,7 @@ class ScriptedEngine:
 
 
 class MemoryCatalog:
-    """Names in a dict; `hidden` ones are found only when asked for, as by a resolver."""
+    """Keeps names in a dict; `hidden` ones are found only when they are requested, as by a resolver."""
 
     def __init__(self) -> None:
         self.loras = {
@@ -116,7 +116,7 @@ class MemoryCatalog:
         }
         self.hidden = {"found": LoRARequest("found", 9, "/adapters/found", "digest of found")}
         self.failure: LorafleetError | None = None
-        self.keys: list[str | None] = []  # that versions would be drawn by
+        self.keys: list[str | None] = []  # The keys by which versions would be drawn.
 
     async def listed(self, after: str, end: str, limit: int) -> list[LoRARequest]:
         return [lora for name, lora in sorted(self.loras.items()) if after < name < end][:limit]
@@ -137,7 +137,7 @@ class MemoryCatalog:
             raise ModelNotFound(f"nothing is called {name}")
         return found
 
-    async def add(self, name: str, path: str, *, load_inplace: bool, limits: object, within: object) -> LoRARequest:  # noqa: ARG002  # nobody has any
+    async def add(self, name: str, path: str, *, load_inplace: bool, limits: object, within: object) -> LoRARequest:  # noqa: ARG002  # There are no limits here.
         if self.failure is not None:
             raise self.failure
         if name in self.loras and not load_inplace:
@@ -153,7 +153,7 @@ class MemoryCatalog:
 
 @dataclass
 class Holder:
-    """What the server's API answers from; every test puts its own front here."""
+    """Holds the front from which the server's API answers; every test sets its own."""
 
     front: AppState | None = None
     url: str = ""
@@ -214,7 +214,7 @@ def shown(
     tokenizer: Tokenizer,
     engine: ScriptedEngine,
 ) -> Iterator[None]:
-    """The model is shown its tools."""
+    """Makes the chat template show tools to the model."""
     engine.hello = msgspec.structs.replace(engine.hello, max_model_len=4096, kv_cache_tokens=8192)
     config = replace(front.config, chat_template=tool_templates.HERMES)
     holder.front = make_state(config, tokenizer, engine, front.models.catalog)
@@ -242,8 +242,10 @@ async def async_client(base_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
 
 @pytest.fixture(scope="session")
 def real(tmp_path_factory: pytest.TempPathFactory, fleet: Callable[[str], Any]) -> Iterator[RealServer]:
-    """A real engine behind the whole API, with one adapter, "sql". Who asks for it says
-    `pytestmark = pytest.mark.xdist_group("real_server")`."""
+    """Serves a real engine behind the whole API, with one adapter, "sql".
+
+    A test file that uses it sets `pytestmark = pytest.mark.xdist_group("real_server")`.
+    """
     made = fleet("llama3")
     config = {"allow_runtime_lora_updating": True, "chat_template": tool_templates.HERMES}
     folder = tmp_path_factory.mktemp("real")

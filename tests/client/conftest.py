@@ -1,4 +1,4 @@
-"""A replica without Ray, for the clients to administer, and two adapters of its model."""
+"""Provides a replica without Ray for the clients to administer, and two adapters of its model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import real_server
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """one, other: folders of adapters that nobody has registered."""
+    """A running server, and two folders of adapters that are not registered."""
 
     url: str
     one: Path

@@ -1,4 +1,4 @@
-"""A model small enough to be made on the spot, adapters for it, and a server of them that several files share."""
+"""Provides a model small enough to be made on the spot, adapters for it, and a server that several files share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.cluster.harness import ADMIN_KEY, SharedServer, serving
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random two-layer Llama with a byte-level tokenizer; ../a0, ../a1, ../a2 are adapters for it."""
+    """Returns a random two-layer Llama with a byte-level tokenizer; ../a0, ../a1, ../a2 are adapters for it."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaForCausalLM
@@ -36,9 +36,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
-    """Two replicas of `base` behind HAProxy. ref0, ref1 and ref2 are adapters of its own, `cold` one that a resolver
-    finds in a folder, `distant` one on a web server. Who asks for it says
-    `pytestmark = pytest.mark.xdist_group("shared_server")`, and changes none of these."""
+    """Serves two replicas of `base` behind HAProxy.
+
+    ref0, ref1 and ref2 are adapters of the server; a resolver finds `cold` in a folder, and `distant` is on a web
+    server. A test file that uses it sets `pytestmark = pytest.mark.xdist_group("shared_server")`, and changes none of
+    these adapters.
+    """
     folder = tmp_path_factory.mktemp("shared")
     resolver_dir = folder / "resolved"
     shutil.copytree(tiny_model.parent / "a2", resolver_dir / "cold")

@@ -1,4 +1,4 @@
-"""Lets the tests import the demo's scripts, which lie in a folder of their own and are no part of the package."""
+"""Makes the demo's scripts importable; they are in a folder of their own outside the package."""
 
 import sys
 from pathlib import Path

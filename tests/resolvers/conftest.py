@@ -1,4 +1,4 @@
-"""Adapters as bytes, and stores over them. Nothing here reads weights, so any bytes are weights."""
+"""Provides adapters as bytes, and stores for them. Nothing here reads weights, so any bytes are weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Files = dict[str, bytes]
 
 @pytest.fixture(scope="session")
 def make_files() -> Callable[..., Files]:
-    """The files of an adapter, the same for the same seed."""
+    """Returns a function that makes the files of an adapter, always the same for a seed."""
 
     def make(seed: int = 0, num_bytes: int = 1000, base: str | None = None) -> Files:
         return {

@@ -1,4 +1,4 @@
-"""Adapters of every form of linears and norms, made by hand, and the transformers model that each stands for."""
+"""Makes adapters of every form of linears and norms by hand, and the transformers model that each is equivalent to."""
 
 # R rank · D in · O out · O1, O2 and D1, D2 their factors
 
@@ -17,20 +17,20 @@ from lorafleet.workers.adapters.forms import AdapterForms, Kronecker, LinearForm
 from lorafleet.workers.adapters.reader import ReadAdapter
 from lorafleet.workers.slots import lora_model as lora_model
 
-Shapes = Mapping[str, tuple[int, int]]  # module -> (in, out), as ModelConfig.linear_shapes
+Shapes = Mapping[str, tuple[int, int]]  # Maps a module to (in, out), as ModelConfig.linear_shapes does.
 STD = 0.12
 
 
 class Maker:
-    """Random forms for linears of these shapes."""
+    """Makes random forms for linears of these shapes."""
 
     def __init__(
         self, shapes: Shapes, norms: Mapping[str, int], biases: Mapping[str, Tensor], seed: int, std: float = STD
     ) -> None:
-        self.std = std  # of A and B
+        self.std = std  # The standard deviation of A and B.
         self.shapes = shapes
         self.norms = norms
-        self.biases = biases  # the base's own
+        self.biases = biases  # The base's own biases.
         self._generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int, mean: float = 0.0, std: float = STD) -> Tensor:
@@ -42,7 +42,7 @@ class Maker:
         return LowRank(a_RD, b_OR, 1.5)
 
     def kronecker(self, module: str, factor: int) -> Kronecker:
-        """w1 of about [factor, factor]: neither divides the ranks' parts of an output or input evenly."""
+        """Returns w1 of about [factor, factor], which does not divide a rank's part of an output or input evenly."""
         inputs, outputs = self.shapes[module]
         o1, d1 = (next(f for f in range(factor, 0, -1) if size % f == 0) for size in (outputs, inputs))
         return Kronecker(self.normal(o1, d1, std=0.4), self.normal(outputs // o1, inputs // d1, std=0.2), 0.7)
@@ -59,12 +59,12 @@ def plain(make: Maker) -> AdapterForms:
 
 
 def dora(make: Maker) -> AdapterForms:
-    """The base's bias stays, and is not scaled."""
+    """Keeps the base's bias, which is not scaled."""
     return AdapterForms({m: LinearForm(make.low_rank(m, 5), out_scale_O=make.scale(m)) for m in make.shapes})
 
 
 def ia3(make: Maker) -> AdapterForms:
-    """No rank at all; the base's bias is scaled too."""
+    """Has no rank at all, and also scales the base's bias."""
     forms = {}
     for m in make.shapes:
         if m.endswith(("k_proj", "v_proj", "qkv_proj", "down_proj")):
@@ -75,7 +75,7 @@ def ia3(make: Maker) -> AdapterForms:
 
 
 def biases(make: Maker) -> AdapterForms:
-    """lora_bias on some modules, a bias without LoRA on others."""
+    """Has lora_bias on some modules, and a bias without LoRA on others."""
     return AdapterForms(
         {
             m: LinearForm(make.low_rank(m, 3) if m.endswith(("q_proj", "up_proj")) else None, bias_O=make.bias(m))
@@ -94,7 +94,7 @@ def norms(make: Maker) -> AdapterForms:
 
 
 def everything(make: Maker) -> AdapterForms:
-    """On half of the layers."""
+    """Combines all forms on half of the layers."""
     linears = {
         m: LinearForm(
             make.low_rank(m, 16),
@@ -121,7 +121,7 @@ def load_base(folder: Path) -> Any:
 def make_forms(
     folder: Path, kinds: Mapping[str, Callable[[Maker], AdapterForms]] = KINDS, std: float = STD
 ) -> dict[str, AdapterForms]:
-    """For the checkpoint in the folder; by kind."""
+    """Returns the forms for the checkpoint in the folder, by kind."""
     modules = {name.removeprefix("model."): module for name, module in load_base(folder).named_modules()}
     linears = {n: m for n, m in modules.items() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
     shapes = {n: (m.in_features, m.out_features) for n, m in linears.items()}
@@ -135,7 +135,7 @@ def make_forms(
 
 @torch.no_grad()
 def applied(folder: Path, forms: AdapterForms) -> Any:
-    """The transformers model with the adapter in its weights."""
+    """Returns the transformers model with the adapter merged into its weights."""
     base = load_base(folder)
     for name, form in forms.linears.items():
         module = base.get_submodule(f"model.{name}")
@@ -156,7 +156,7 @@ def applied(folder: Path, forms: AdapterForms) -> Any:
 
 
 def served_from(root: Path, forms: Mapping[str, AdapterForms], monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """Folders that the engine reads these forms from, by kind."""
+    """Returns folders from which the engine reads these forms, by kind."""
     paths = {kind: root / kind for kind in forms}
     for path in paths.values():
         path.mkdir()

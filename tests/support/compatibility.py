@@ -1,5 +1,8 @@
-"""Writes docs/api-compatibility.md from what the server itself reads: its models, its table of other fields, and
-openai-python's types for what OpenAI's clients may send. Run it after a change: python tests/support/compatibility.py
+"""Writes docs/api-compatibility.md from what the server itself reads: its models and its table of other fields.
+
+It uses openai-python's types for the fields that OpenAI's clients may send. Run it after a change:
+
+    python tests/support/compatibility.py
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from lorafleet.api.request.request_bodies import (
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "api-compatibility.md"
 OWN = {"lora_weights", "pooling"}
-# What a field means here, if its name does not say it.
+# The meaning of a field here, unless its name says it.
 NOTES = {
     "model": "an adapter's name, or the base's",
     "lora_weights": "weights for a mix of adapters, `a+b`",
@@ -90,7 +93,7 @@ With `tool_choice: auto`, `tools` need a model whose chat template shows it tool
 
 
 def sections() -> Iterator[tuple[str, type[Tolerant], set[str], str]]:
-    """Title, model, OpenAI's fields, whose the others are."""
+    """Yields each section's title, its model, OpenAI's fields, and the owner of the other fields."""
     yield "/v1/chat/completions", ChatRequest, _fields(chat_create_params, "CompletionCreateParamsBase"), "vLLM"
     yield "/v1/completions", CompletionRequest, _fields(completion_create_params, "CompletionCreateParamsBase"), "vLLM"
     yield "/v1/responses", ResponsesRequest, _fields(response_create_params, "ResponseCreateParamsBase"), "vLLM"
@@ -124,8 +127,8 @@ def write() -> str:
         "\n## On every one of these routes, unless a table above has it\n\n| field | here | |\n|---|---|---|\n"
     )
     for name in sorted((NO_EFFECT.keys() | set(NO_OP_VALUES)) - known):
-        note = f"use `{INSTEAD[name]}`" if name in INSTEAD else NOTES.get(name, "")
-        parts.append(f"| `{name}` | {state_of(Tolerant, name)} | {note} |\n")
+        remark = f"use `{INSTEAD[name]}`" if name in INSTEAD else NOTES.get(name, "")
+        parts.append(f"| `{name}` | {state_of(Tolerant, name)} | {remark} |\n")
     return "".join(parts)
 
 

@@ -1,5 +1,8 @@
-"""All that a cluster's /metrics shows once something of each kind has happened, made in this process: a front's counts,
-an engine's, the sources', the resolvers' and the directory's."""
+"""Makes everything that a cluster's /metrics can show, in this process.
+
+It causes one event of each kind, so that the counts of a front, an engine, the sources, the resolvers and the directory
+all exist.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ _SUFFIXES = {
 
 @dataclass(frozen=True)
 class Shown:
-    """One metric, as the text format has it: a counter's name ends with _total."""
+    """One metric of the text format, in which a counter's name ends with _total."""
 
     name: str
     kind: str
@@ -112,7 +115,7 @@ async def shown(folder: Path) -> list[Shown]:
 
 
 def _labels(text: str, name: str, kind: str) -> tuple[str, ...]:
-    """In the order of their names, but for a bucket's bound."""
+    """Returns the labels in the order of their names, without a bucket's bound."""
     found = re.findall(rf"^{re.escape(name)}(?:{'|'.join(_SUFFIXES[kind])})(?:\{{(.*)\}})? ", text, re.M)
-    assert found, f"nothing of {name} has happened in {__name__}: make it happen there"
+    assert found, f"{name} has no samples: cause one in {__name__}"
     return tuple(sorted({label for labels in found for label in re.findall(r'(\w+)="', labels)} - FROM_PROMETHEUS))

@@ -1,4 +1,4 @@
-"""A node's processes that fetch from S3: their store, and what tests run in processes of their own."""
+"""Provides a store that fetches from S3 as a node's processes do, and functions that tests run in other processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A web server for tests, over files in memory, as good or as bad as a test wants it."""
+"""Provides a web server over files in memory, whose faults a test can set."""
 
 from __future__ import annotations
 
@@ -12,30 +12,27 @@ DATE = "Sat, 21 Nov 2026 06:00:00 GMT"
 
 
 class FileServer:
-    """files: by path, such as "/a/b". redirects: path -> URL. answers: path -> (status, body), before all else.
-
-    ranges, etags, dates, digests: whether it has them. cut_after_bytes: of each answer's body; then the connection is
-    closed. failures: how many of the next requests get a 503.
-    """
+    """Serves files from memory over HTTP, with settings that a test may change at any time."""
 
     def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-        self.redirects: dict[str, str] = {}
+        self.files: dict[str, bytes] = {}  # Contents by path, such as "/a/b".
+        self.redirects: dict[str, str] = {}  # Maps a path to a URL.
+        # Maps a path to (status, body); it takes precedence over all else.
         self.answers: dict[str, tuple[int, bytes]] = {}
-        self.ranges = self.etags = True
-        self.dates = self.digests = False
-        self.cut_after_bytes: int | None = None
-        self.failures = 0
-        self.headers: dict[str, str] = {}  # of answers that are no files
+        self.ranges = self.etags = True  # Whether the server supports these.
+        self.dates = self.digests = False  # Whether the server sends these.
+        self.cut_after_bytes: int | None = None  # The connection is closed after this many bytes of each answer's body.
+        self.failures = 0  # The number of next requests that get a 503.
+        self.headers: dict[str, str] = {}  # Headers of answers that are not files.
         self.num_bytes = 0
-        self.requests: list[tuple[str, dict[str, str]]] = []  # path, headers
+        self.requests: list[tuple[str, dict[str, str]]] = []  # The path and the headers of each request.
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def put(self, folder: str, files: dict[str, bytes]) -> str:
-        """The folder's URL."""
+        """Adds the files to the folder, and returns its URL."""
         self.files |= {f"{folder}/{name}": data for name, data in files.items()}
         return self.url + folder
 

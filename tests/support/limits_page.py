@@ -1,4 +1,4 @@
-"""Writes docs/limits.md out of the constants that enforce the limits, and request fields out of the OpenAPI document:
+"""Writes docs/limits.md from the constants that enforce the limits, and request fields from the OpenAPI document.
 
 python tests/support/limits_page.py
 """
@@ -73,7 +73,7 @@ INTERNAL = "nothing: older entries go, or work waits"
 class Limit(NamedTuple):
     name: str
     bound: object
-    changed_by: str  # "" for nobody
+    changed_by: str  # An empty string means that nobody can change the limit.
     answer: str
 
 
@@ -415,7 +415,7 @@ SECTIONS = [
 
 
 def bounds_of(schema: dict[str, Any], definitions: dict[str, Any]) -> list[str]:
-    """In words, those of a field and of what lies in it."""
+    """Returns the bounds of a field and of its items, in words."""
     if "$ref" in schema:
         return []
     if "enum" in schema:
@@ -429,7 +429,7 @@ def bounds_of(schema: dict[str, Any], definitions: dict[str, Any]) -> list[str]:
         low = schema.get("minimum", schema.get("exclusiveMinimum"))
         found.append(str(Range(low, schema["maximum"], "exclusiveMinimum" in schema)))
     if "maxItems" in schema:
-        inside = [one for one in bounds_of(schema.get("items", {}), definitions) if one]
+        inside = [bound for bound in bounds_of(schema.get("items", {}), definitions) if bound]
         found.append(f"{schema['maxItems']:,} entries" + (f" of {' or '.join(inside)}" if inside else ""))
     if "maxProperties" in schema:
         found.append(f"{schema['maxProperties']:,} entries")
@@ -437,8 +437,8 @@ def bounds_of(schema: dict[str, Any], definitions: dict[str, Any]) -> list[str]:
 
 
 def fields() -> Iterator[tuple[str, str, list[str]]]:
-    """Each route's body, field and bounds. Fields that ask for nothing, and true and false, need none."""
-    document = openapi([*ROUTES, *admin_routes(None)])  # type: ignore[arg-type]  # only described here
+    """Yields each route's body, field and bounds. Booleans and fields without effect need no bounds."""
+    document = openapi([*ROUTES, *admin_routes(None)])  # type: ignore[arg-type]  # The routes are only described here.
     definitions = document["components"]["schemas"]
     for path, methods in document["paths"].items():
         for operation in methods.values():
@@ -453,7 +453,7 @@ def fields() -> Iterator[tuple[str, str, list[str]]]:
 
 
 def field_rows() -> list[str]:
-    """One row for each field and bound, with the routes that have it so."""
+    """Returns one row for each field and bound, with the routes that have it."""
     rows: dict[tuple[str, str], list[str]] = {}
     for path, name, bounds in fields():
         rows.setdefault((name, "; ".join(bounds)), []).append(f"`{path}`")

@@ -1,4 +1,4 @@
-"""Processes that may end between two looks at them."""
+"""Finds and kills processes that may end at any time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import psutil
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """All below pid; none where it has ended."""
+    """Returns all descendants of pid, or none if it has ended."""
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -17,7 +17,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def command(process: psutil.Process) -> list[str]:
-    """Its command line or title; nothing where it has ended."""
+    """Returns the command line or title, or an empty list if the process has ended."""
     try:
         return process.cmdline() or [process.name()]
     except psutil.Error:
@@ -25,7 +25,7 @@ def command(process: psutil.Process) -> list[str]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """A zombie is not: who started it has yet to ask how it ended."""
+    """Returns whether the process is running; a zombie is not, as only its exit status is left."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,7 +1,9 @@
-"""boto3's S3 client over a dictionary, with as much of the protocol as the catalogue's store uses: a server that does
-what it is asked for, and whose answers a test can lose. The real server of s3_server.py is not everywhere."""
+"""Implements boto3's S3 client over a dictionary, as far as the catalogue's store uses the protocol.
 
-# ruff: noqa: ARG002  (the names of arguments are the protocol's)
+It always obeys, and a test can make it lose answers. The real server of s3_server.py is not available everywhere.
+"""
+
+# ruff: noqa: ARG002  (The protocol names the arguments.)
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from botocore.exceptions import ClientError, ReadTimeoutError
 
 
 class MemoryS3:
-    """fault: called before and behind each operation, and raises where the test wants it to."""
+    """Stores objects in memory, and calls `fault` before and after each operation, which may raise."""
 
     def __init__(self, fault: Callable[[], None] = lambda: None) -> None:
         self.objects: dict[str, tuple[bytes, dict[str, str]]] = {}
@@ -56,7 +58,7 @@ class MemoryS3:
         self.fault()
         keys = sorted(key for key in self.objects if key.startswith(Prefix))
         folders = sorted({key[: key.index("/", len(Prefix)) + 1] for key in keys if "/" in key[len(Prefix) :]})
-        yield {"CommonPrefixes": [{"Prefix": one} for one in folders]} if Delimiter else {}
+        yield {"CommonPrefixes": [{"Prefix": folder} for folder in folders]} if Delimiter else {}
         for key in [] if Delimiter else keys:
             yield {"Contents": [{"Key": key}]}
 

@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry's traces: OTLP as protobuf over HTTP, on the loopback interface."""
+"""Collects OpenTelemetry traces, which arrive by OTLP as protobuf over HTTP, on the loopback interface."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ARRIVE_S = 60.0
 
 @dataclass(frozen=True)
 class Seen:
-    """One span. Times are in seconds since 1970."""
+    """One received span; times are in seconds since 1970."""
 
     name: str
     trace_id: str
@@ -51,7 +51,7 @@ class Receiver:
             return list(self._spans)
 
     def trace(self, trace_id: str) -> tuple[Seen, list[Seen]]:
-        """Once the request's own span has come: that, and those below it in the order of their beginnings."""
+        """Waits for the request's own span, and returns it with the spans below it by start time."""
         with self._came:
             assert self._came.wait_for(lambda: _of_request(self._spans, trace_id), ARRIVE_S), self._spans
             whole = _of_request(self._spans, trace_id)
@@ -60,7 +60,7 @@ class Receiver:
 
 
 def _of_request(spans: list[Seen], trace_id: str) -> Seen | None:
-    return next((span for span in spans if span.trace_id == trace_id and span.kind == 2), None)  # SERVER
+    return next((span for span in spans if span.trace_id == trace_id and span.kind == 2), None)  # The kind 2 is SERVER.
 
 
 def _seen(span: Any, resource: dict[str, Any]) -> Seen:
@@ -73,7 +73,7 @@ def _seen(span: Any, resource: dict[str, Any]) -> Seen:
         span.start_time_unix_nano / 1e9,
         span.end_time_unix_nano / 1e9,
         _attributes(span.attributes),
-        span.status.code == 2,  # ERROR
+        span.status.code == 2,  # The code 2 is ERROR.
         resource,
     )
 
@@ -85,7 +85,7 @@ def _attributes(pairs: Any) -> dict[str, Any]:
 def _value(value: Any) -> Any:
     kind = value.WhichOneof("value")
     found = getattr(value, kind)
-    return [_value(one) for one in found.values] if kind == "array_value" else found
+    return [_value(item) for item in found.values] if kind == "array_value" else found
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Checkpoints with quantized linears, made of plain ones, and the plain ones that have their values."""
+"""Makes checkpoints with quantized linears from plain ones, and plain ones with the quantized values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lorafleet.kernels.quant.nf4 import NF4_BOOK
 
 
 def rounded_to_nf4(weight: Tensor) -> Tensor:
-    """Each number the nearest of the book's, times its block's largest magnitude; 64 numbers a block."""
+    """Rounds each number to the nearest of the codebook times its block's largest magnitude; a block has 64 numbers."""
     book, found = torch.tensor(NF4_BOOK), []
     for block in weight.float().flatten().split(64):
         largest = block.abs().max()
@@ -33,20 +33,22 @@ ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {"nf4": rounded_to_nf4, "fp8": 
 
 
 def is_linear(name: str) -> bool:
-    """Of the decoder."""
+    """Returns whether the name is that of a linear of the decoder."""
     return name.endswith("_proj.weight")
 
 
 def with_values(model: Path, folder: Path, rounded: Callable[[Tensor], Tensor]) -> Path:
-    """The plain checkpoint with the values that a quantized one stands for."""
+    """Writes the plain checkpoint with the values of its quantized version."""
     return _written(model, folder, lambda name, w: {name: rounded(w) if is_linear(name) else w}, {})
 
 
 def bitsandbytes_checkpoint(
     model: Path, folder: Path, kind: str = "nf4", nested: bool = True, skipped: str = "lm_head"
 ) -> tuple[Path, Path]:
-    """As transformers saves one, by bitsandbytes itself; and the plain one that has its values. skipped: modules whose
-    names have it in them are left alone."""
+    """Writes a checkpoint that bitsandbytes quantized, as transformers saves it, and the plain one of its values.
+
+    Modules whose names contain one of `skipped` are left alone.
+    """
     from bitsandbytes import functional
 
     values: dict[str, Tensor] = {}
@@ -73,7 +75,7 @@ def bitsandbytes_checkpoint(
 
 
 def compressed_checkpoint(model: Path, folder: Path) -> Path:
-    """As llm-compressor's FP8_DYNAMIC; its values are those of with_values(…, rounded_to_fp8)."""
+    """Writes a checkpoint as llm-compressor's FP8_DYNAMIC, with the values of with_values(…, rounded_to_fp8)."""
 
     def entries(name: str, weight: Tensor) -> dict[str, Tensor]:
         if not is_linear(name):

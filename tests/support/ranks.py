@@ -1,4 +1,4 @@
-"""Ranks of a tensor-parallel group for tests: processes of their own, gloo, loopback."""
+"""Runs ranks of a tensor-parallel group for tests: processes of their own with gloo over loopback."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ TIMEOUT_S = 120
 
 
 def on_ranks(size: int, function: Callable[..., Any], *arguments: Any, device: str = "cpu") -> list[Any]:
-    """What function(group, *arguments) returned on each rank; the function is one of a test module's own, and its
-    results are pickled. On "cuda" each rank sees a GPU of its own. Raises AssertionError with the first rank's
-    traceback where one fails."""
+    """Returns the results of function(group, *arguments) on each rank.
+
+    The function belongs to a test module, and its results are pickled. On "cuda" each rank sees a GPU of its own. If a
+    rank fails, this raises AssertionError with the first failed rank's traceback.
+    """
     source = inspect.getsourcefile(function)
     assert source is not None
     context = multiprocessing.get_context("spawn")
@@ -92,7 +94,7 @@ def _call(function: tuple[str, str], arguments: tuple[Any, ...]) -> None:
 
 
 def _load(source: str, name: str) -> Callable[..., Any]:
-    """Test modules are in no package that another process could import."""
+    """Imports a test module from its source, as it is in no package that another process could import."""
     spec = importlib.util.spec_from_file_location("of_a_rank", source)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -103,7 +105,7 @@ def _load(source: str, name: str) -> Callable[..., Any]:
 
 
 def start_llm(folder: str, size: int, **options: Any) -> LLM:
-    """An engine over `size` ranks, one thread each; prompts over 64 tokens take more than one step."""
+    """Starts an engine over `size` ranks with one thread each; prompts over 64 tokens take more than one step."""
     return LLM(
         folder,
         device="cpu",

@@ -1,5 +1,8 @@
-"""A replica without Ray, in this process: the whole API and the console over HTTP, a real engine, a real directory and
-catalogue, and keys where a test wants them."""
+"""Runs a replica without Ray in this process.
+
+It has the whole API and the console over HTTP, a real engine, a real directory and catalogue, and keys if a test wants
+them.
+"""
 
 from __future__ import annotations
 
@@ -44,17 +47,17 @@ LORA = LoRAConfig(max_loras=2)
 
 @dataclass
 class RealServer:
-    """front: of which a test may replace the configuration."""
+    """A running server, and its parts."""
 
     url: str = ""
-    front: AppState | None = None
+    front: AppState | None = None  # A test may replace its configuration.
     worker: GPUWorker | None = None
     _loop: asyncio.AbstractEventLoop | None = None
     _catalog: DirectoryCatalog | None = None
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def seed(self, name: str, path: Path) -> None:
-        """As `--lora-modules` does it: the adapter's files stay where they are."""
+        """Registers an adapter as `--lora-modules` does: its files stay where they are."""
         assert self._loop is not None
         asyncio.run_coroutine_threadsafe(self._seed(name, path), self._loop).result()
 
@@ -73,7 +76,7 @@ def running(
     lora: LoRAConfig = LORA,
     **engine: Any,
 ) -> Iterator[RealServer]:
-    """config: of FrontConfig. lora, engine: of EngineConfig."""
+    """Yields a running server. `config` has fields of FrontConfig; `lora` and `engine` have those of EngineConfig."""
     server, ready, failed = RealServer(), threading.Event(), list[BaseException]()
 
     def run() -> None:
@@ -130,10 +133,10 @@ async def _serve(
             console = _console(directory, front, engine, lora)
             api = build_api(lambda: server.front, routes_beside(admin, console, None))
             reporting = keep_reporting(client, membership, lora.cpu_loras, engine.max_num_seqs)
-            work = [asyncio.create_task(one) for one in (*tenancy.work, reporting)]
+            work = [asyncio.create_task(coroutine) for coroutine in (*tenancy.work, reporting)]
             await _answer(server, ready, uvicorn.Config(api, port=0, log_level="warning", lifespan="off", ws="none"))
-            for one in work:
-                one.cancel()
+            for task in work:
+                task.cancel()
             front.close()
     finally:
         await client.close()
@@ -173,10 +176,10 @@ def _console(directory: AdapterDirectory, front: AppState, engine: EngineConfig,
 
 
 async def _answer(server: RealServer, ready: threading.Event, config: uvicorn.Config) -> None:
-    """Until the test is over."""
+    """Serves requests until the test is over."""
     uvicorn_server = uvicorn.Server(config)
     serving = asyncio.create_task(uvicorn_server.serve())
-    while not uvicorn_server.started:  # noqa: ASYNC110  uvicorn has no event for it
+    while not uvicorn_server.started:  # noqa: ASYNC110  # uvicorn has no event for it.
         await asyncio.sleep(0.01)
     server.url = f"http://127.0.0.1:{uvicorn_server.servers[0].sockets[0].getsockname()[1]}"
     ready.set()

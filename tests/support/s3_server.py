@@ -1,4 +1,4 @@
-"""A real S3 server for tests: RADOS Gateway by radosgw.sh, and what a test does to it."""
+"""Runs a real S3 server for tests, RADOS Gateway by radosgw.sh, and disturbs it as a test asks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from botocore.config import Config
 
 SCRIPT = Path(__file__).with_name("radosgw.sh")
 KEY, SECRET = "test-key", "test-secret"
-READER = "reader"  # a role that may do everything, for sessions that end
+READER = "reader"  # A role with all permissions, for sessions that expire.
 BUCKET = "adapters"
 
 
 def why_not() -> str | None:
-    """Why there is no such server here; None where there is."""
+    """Returns why there is no such server on this machine, or None if there is one."""
     root = os.environ.get("RADOSGW_ROOT")
     if shutil.which("radosgw", path=f"{root}/usr/bin" if root else None) is None:
         return (
@@ -32,7 +32,7 @@ def why_not() -> str | None:
 
 
 def write_credentials(file: Path, key: str, secret: str, token: str = "") -> None:
-    """As AWS's tools read them."""
+    """Writes the credentials in the format of AWS's tools."""
     lines = ["[default]", f"aws_access_key_id={key}", f"aws_secret_access_key={secret}"]
     file.write_text("\n".join(lines + [f"aws_session_token={token}"] * bool(token)) + "\n")
 
@@ -62,7 +62,7 @@ class RadosGateway:
             self.put(f"{prefix}/{file.name}", file.read_bytes())
 
     def rot(self, key: str) -> None:
-        """Other bytes under the object, its size and ETag left as they are; at most 4 MiB."""
+        """Replaces bytes of the object without changing its size and ETag; the object may have at most 4 MiB."""
         self._run("rot", key)
 
     def suspend_user(self) -> None:
@@ -72,7 +72,7 @@ class RadosGateway:
         self._run("admin", "user", "enable", "--uid=test")
 
     def session(self, seconds: int) -> tuple[str, str, str]:
-        """Key, secret and token of a session that ends by itself."""
+        """Returns the key, secret and token of a session that expires."""
         if not self._has_role:
             may = {"Effect": "Allow", "Principal": {"AWS": ["arn:aws:iam:::user/test"]}, "Action": ["sts:AssumeRole"]}
             role = f"--role-name={READER}"
@@ -86,14 +86,14 @@ class RadosGateway:
             aws_access_key_id=KEY,
             aws_secret_access_key=SECRET,
             region_name="us-east-1",
-            config=Config(parameter_validation=False),  # AWS itself gives none below 900 s
+            config=Config(parameter_validation=False),  # AWS itself allows no sessions below 900 s.
         )
         asked = {"RoleArn": f"arn:aws:iam:::role/{READER}", "RoleSessionName": "session", "DurationSeconds": seconds}
         given = sts.assume_role(**asked)["Credentials"]
         return given["AccessKeyId"], given["SecretAccessKey"], given["SessionToken"]
 
     def kill(self) -> None:
-        """At once; the objects stay."""
+        """Kills the server at once; the objects stay."""
         pid = int((self.folder / "client.rgw.a.pid").read_text())
         os.kill(pid, signal.SIGKILL)
 

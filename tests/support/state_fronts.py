@@ -1,4 +1,4 @@
-"""A front without an engine's process, for routes that only look."""
+"""Provides a front without an engine process, for routes that only read state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ADMIN_KEY = "the admin key"
 
 
 def bare_front(keys: dict[str, Caller] | None = None, stats: EngineStats | None = None) -> AppState:
-    """Of the replica "r0". keys: None for a server without; the admin key is always one."""
+    """Returns the front of the replica "r0". The admin key is always valid; without `keys` it is the only one."""
     known = None if keys is None else {_digest(key): KnownKey(caller) for key, caller in keys.items()}
     gate = Gate(ADMIN_KEY, None if known is None else lambda: known)
     engine = SimpleNamespace(

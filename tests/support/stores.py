@@ -1,4 +1,4 @@
-"""Stores that a test makes and need not stop: tests/resolvers/conftest.py stops them behind it."""
+"""Provides stores that a test need not stop: tests/resolvers/conftest.py stops them after each test."""
 
 from __future__ import annotations
 

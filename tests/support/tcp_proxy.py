@@ -1,4 +1,4 @@
-"""A TCP proxy for tests that makes a healthy server slow, or cuts its answers short."""
+"""Provides a TCP proxy that makes a healthy server slow, or cuts its answers short."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ CHUNK_BYTES = 64 << 10
 
 
 class TCPProxy:
-    """Settings may be changed while it runs.
-
-    cut_after_bytes: of an answer; then the connection is closed. bytes_per_s: of each connection.
-    """
+    """Forwards connections to a port; its settings may be changed while it runs."""
 
     def __init__(self, port: int) -> None:
-        self.cut_after_bytes: int | None = None
-        self.bytes_per_s: float | None = None
-        self.num_bytes = 0  # that the server has answered
+        self.cut_after_bytes: int | None = None  # The connection is closed after this many bytes of an answer.
+        self.bytes_per_s: float | None = None  # The rate of each connection.
+        self.num_bytes = 0  # Bytes that the server has sent.
         self._target = port
         self._lock = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -33,7 +30,7 @@ class TCPProxy:
         self._listener.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
+        with contextlib.suppress(OSError):  # The listener or a connection was closed.
             while True:
                 client, _ = self._listener.accept()
                 threading.Thread(target=self._serve, args=(client,), daemon=True).start()
@@ -51,9 +48,9 @@ class TCPProxy:
                     time.sleep(len(data) / self.bytes_per_s)
                 if self.cut_after_bytes is not None and sent >= self.cut_after_bytes:
                     break
-            for one in (client, server):
+            for connection in (client, server):
                 with contextlib.suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def _forward_requests(self, client: socket.socket, server: socket.socket) -> None:
         with contextlib.suppress(OSError):

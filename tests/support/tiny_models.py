@@ -1,5 +1,7 @@
-"""Tiny random checkpoints and PEFT adapters of every family, made on the spot, and what transformers + PEFT say of
-them: the reference that the engine is compared with."""
+"""Makes tiny random checkpoints and PEFT adapters of every family, and computes transformers' and PEFT's answers.
+
+These answers are the reference that the engine is compared with.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +153,7 @@ def has_experts(family: str) -> bool:
 
 @functools.cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE with a handful of merges: any text can be encoded, characters may span tokens."""
+    """Returns a byte-level BPE tokenizer with a few merges: it encodes any text, and characters may span tokens."""
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -185,8 +187,8 @@ def make_model(folder: Path, family: str, *, seed: int = 0, dtype: str = "float3
 def make_adapter(
     folder: Path, model: Path, *, seed: int = 1, dtype: str = "float32", std: float = 0.12, **options: Any
 ) -> Path:
-    """A PEFT adapter with random B, saved by PEFT itself."""
-    import peft  # here and below, so that machines without it can run tests of bases
+    """Saves a PEFT adapter with a random B, using PEFT itself."""
+    import peft  # It is imported here and below, so that machines without it can run tests of bases.
 
     settings = {"r": 8, "lora_alpha": 16, "target_modules": ALL_TARGETS, "lora_dropout": 0.0} | options
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -207,7 +209,7 @@ def make_adapter(
 
 
 def fused_names(value: Any) -> Any:
-    """The same options for a model whose q, k and v are one linear, and gate and up."""
+    """Returns the same options for a model with one linear for q, k and v, and one for gate and up."""
     if isinstance(value, dict):
         return {fused_names(key): fused_names(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -220,14 +222,14 @@ def fused_names(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """tokens: greedy. logprobs: of each token, from the full distribution."""
+    """A greedy answer of the reference."""
 
     tokens: list[int]
-    logprobs: list[float]
+    logprobs: list[float]  # The log-probability of each token in the full distribution.
 
 
 def rounded_to_fp8(adapter: Path, folder: Path) -> Path:
-    """The adapter that e4m3 makes of it, in float32."""
+    """Saves the adapter with its values rounded to e4m3, in float32."""
     shutil.copytree(adapter, folder)
 
     def nearest(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -240,7 +242,7 @@ def rounded_to_fp8(adapter: Path, folder: Path) -> Path:
 
 
 class Reference:
-    """transformers + PEFT, in float32 unless said."""
+    """Runs transformers + PEFT, in float32 by default."""
 
     def __init__(self, model: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         self._path = model
@@ -276,22 +278,27 @@ class Reference:
 
     @torch.inference_mode()
     def hidden(self, tokens: list[int], adapter: Path | None = None) -> torch.Tensor:
-        """[T, D], behind the last norm."""
+        """Returns the hidden states after the last norm as [T, D]."""
         ids = torch.tensor([tokens], device=self._device)
         out = self._model(adapter)(input_ids=ids, output_hidden_states=True)
         return out.hidden_states[-1][0].float().cpu()
 
     @torch.inference_mode()
     def logprobs(self, tokens: list[int], adapter: Path | None = None, cache: Any = None) -> list[float]:
-        """Of each token but the first, teacher-forced. cache: an empty one that changes what it is given."""
+        """Returns the log-probability of each token but the first, given the tokens before it.
+
+        `cache` is an empty cache, whose type may change the values that it stores.
+        """
         ids = torch.tensor([tokens], device=self._device)
         logits = self._model(adapter)(input_ids=ids, past_key_values=cache).logits[0].float().log_softmax(-1).cpu()
         return [logits[i, token].item() for i, token in enumerate(tokens[1:])]
 
     @torch.inference_mode()
     def mixed_logprobs(self, tokens: list[int], parts: dict[Path, float]) -> list[float]:
-        """As logprobs, of several adapters side by side, each with its weight; the first must not be rsLoRA, whose
-        scaling PEFT would take for all."""
+        """Returns log-probabilities under several adapters side by side, each with its weight.
+
+        The first adapter must not be rsLoRA, as PEFT would apply its scaling to all.
+        """
         import peft
 
         model = AutoModelForCausalLM.from_pretrained(self._path, dtype=self._dtype)
@@ -306,8 +313,10 @@ class Reference:
 
 
 def make_layered_adapter(folder: Path, model: Path, *, seed: int = 1, **options: Any) -> Path:
-    """As PEFT saved it under transformers 4, where a router and the projections of each expert were Linear layers: on
-    all of these, and on q_proj."""
+    """Saves an adapter as PEFT did under transformers 4, where routers and experts' projections were Linear layers.
+
+    The adapter covers all of these, and q_proj.
+    """
     config = json.loads((model / "config.json").read_text())
     mixtral = config["model_type"] == "mixtral"
     hidden, heads = config["hidden_size"], config["num_attention_heads"] * (config["head_dim"] or 16)
@@ -324,7 +333,7 @@ def make_layered_adapter(folder: Path, model: Path, *, seed: int = 1, **options:
         modules[f"{block}.gate"] = hidden, experts
         modules |= {f"{block}.experts.{e}.{leaf}": shapes[leaf] for e in range(experts) for leaf in leaves}
     settings: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": model.name}
-    # The dense MLPs have projections of the same names.
+    # The dense MLPs have projections with the same names.
     settings["target_modules"] = ["q_proj", "gate", *leaves] if mixtral else r".*(q_proj|mlp\.gate|experts\..*_proj)"
     settings |= options
     generator = torch.Generator().manual_seed(seed)
@@ -342,7 +351,7 @@ def make_layered_adapter(folder: Path, model: Path, *, seed: int = 1, **options:
 
 
 def stack_experts(folder: Path) -> Path:
-    """The checkpoint in transformers 5's own layout of experts, in the place of the hub's."""
+    """Rewrites the checkpoint in transformers 5's own layout of experts, which replaces the hub's."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.save_pretrained(folder, save_original_format=False)
     return folder

@@ -1,4 +1,4 @@
-"""Tiny tokenizers, made on the spot."""
+"""Makes tiny tokenizers for tests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _save(backend: Backend, folder: Path, **special: str) -> Path:
 
 @pytest.fixture(scope="session")
 def byte_tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Byte-level BPE; one added token is no special one and holds characters outside the byte alphabet."""
+    """Saves a byte-level BPE tokenizer; one added token is not special and has characters outside the byte alphabet."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -48,7 +48,7 @@ def byte_tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sentencepiece_tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As Llama 2's: `▁` for spaces, byte fallback, one leading space stripped."""
+    """Saves a tokenizer like Llama 2's: `▁` for spaces, byte fallback, one leading space stripped."""
     words = ["▁hello", "▁world", "▁", "h", "e", "l", "o", "w", "r", "d", ",", "▁END", "é"]
     vocab = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     backend = Backend(

@@ -1,4 +1,4 @@
-"""Chat templates after the manner of three families that show their models tools, far shorter than theirs."""
+"""Has short chat templates in the style of three families of models that are shown tools."""
 
 HERMES = """\
 {%- if tools %}<|im_start|>system

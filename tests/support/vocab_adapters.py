@@ -1,4 +1,4 @@
-"""Adapters of embedding and head, made and saved by PEFT itself, and PEFT's own answer."""
+"""Makes adapters of embedding and head with PEFT itself, and computes PEFT's own answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 NUM_ADDED = 13
-# By name: options of LoraConfig, and whether the vocabulary is resized first.
+# Maps a name to options of LoraConfig, and to whether the vocabulary is resized first.
 VOCAB_ADAPTERS: dict[str, tuple[dict[str, Any], bool]] = {
     "embedding_lora": ({"target_modules": ["q_proj", "embed_tokens"]}, False),
     "head_lora": ({"target_modules": ["v_proj", "lm_head"], "lora_bias": True}, False),
@@ -28,7 +28,7 @@ VOCAB_ADAPTERS: dict[str, tuple[dict[str, Any], bool]] = {
 
 @contextmanager
 def peft_warnings_ignored() -> Iterator[None]:
-    """PEFT's own, about tied weights and resized vocabularies."""
+    """Ignores PEFT's own warnings about tied weights and resized vocabularies."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -43,7 +43,7 @@ def _base(model: Path, num_added: int) -> Any:
 
 @torch.no_grad()
 def make_vocab_adapter(folder: Path, model: Path, name: str, tokenizer: PreTrainedTokenizerFast | None = None) -> Path:
-    """With random values everywhere. tokenizer: saved beside it, as trainers do."""
+    """Saves an adapter with random values everywhere, and the tokenizer beside it, as trainers do."""
     options, is_resized = VOCAB_ADAPTERS[name]
     with peft_warnings_ignored():
         base = _base(model, NUM_ADDED if is_resized else 0)
@@ -60,7 +60,7 @@ def make_vocab_adapter(folder: Path, model: Path, name: str, tokenizer: PreTrain
 
 @torch.inference_mode()
 def peft_logits(model: Path, adapter: Path | None, tokens: list[int], num_added: int = 0) -> torch.Tensor:
-    """[T, V] of transformers with PEFT."""
+    """Returns the logits of transformers with PEFT as [T, V]."""
     with peft_warnings_ignored():
         loaded = _base(model, num_added)
         if adapter is not None:

@@ -1,4 +1,4 @@
-"""Adapters of every form of embedding and head, made by hand, and the transformers model that each stands for."""
+"""Makes adapters of every form of embedding and head by hand, and the transformers model that each is equivalent to."""
 
 # V vocabulary · D hidden size · N replaced rows
 
@@ -21,7 +21,7 @@ NUM_CUT = 41
 
 
 class Maker:
-    """Random forms for a vocabulary of this size."""
+    """Makes random forms for a vocabulary of this size."""
 
     def __init__(self, vocab_size: int, hidden: int, seed: int, std: float) -> None:
         self.vocab_size = vocab_size
@@ -65,7 +65,7 @@ def replaced_head(make: Maker) -> AdapterForms:
 
 
 def resized(make: Maker) -> AdapterForms:
-    """One table for both, and LoRA on top of the embedding."""
+    """Has one table for both embedding and head, and LoRA on top of the embedding."""
     size = make.vocab_size + NUM_ADDED
     table_VD = make.table(size)
     embedding = VocabForm(make.embedding_lora(3, size), table_VD)
@@ -73,7 +73,7 @@ def resized(make: Maker) -> AdapterForms:
 
 
 def cut(make: Maker) -> AdapterForms:
-    """Fewer tokens than the base."""
+    """Has fewer tokens than the base."""
     size = make.vocab_size - NUM_CUT
     return AdapterForms(embedding=VocabForm(table_VD=make.table(size)), head=VocabForm(table_VD=make.table(size)))
 
@@ -87,7 +87,7 @@ def trained_tokens(make: Maker) -> AdapterForms:
 
 
 def everything(make: Maker) -> AdapterForms:
-    """Some rows of the embedding's table are the adapter's twice."""
+    """Replaces some rows of the embedding twice, by its table and one by one."""
     token_N = torch.arange(5, 60, 5)
     rows = TokenRows(token_N, make.normal(len(token_N), make.hidden))
     embedding = VocabForm(make.embedding_lora(2), make.table(), rows)
@@ -113,12 +113,12 @@ VOCAB_KINDS: dict[str, Callable[[Maker], AdapterForms]] = {
 
 
 def make_vocab_forms(vocab_size: int, hidden: int, std: float = 0.2) -> dict[str, AdapterForms]:
-    """By kind."""
+    """Returns the adapters by kind."""
     return {kind: make(Maker(vocab_size, hidden, seed, std)) for seed, (kind, make) in enumerate(VOCAB_KINDS.items())}
 
 
 def whole_table(form: VocabForm | None, base_VD: Tensor, *, is_head: bool) -> Tensor:
-    """What the form makes of the base's table, in float64."""
+    """Returns the table that the form makes from the base's table, in float64."""
     if form is None:
         return base_VD.double().clone()
     table_VD = (base_VD if form.table_VD is None else form.table_VD).double().clone()
@@ -132,9 +132,9 @@ def whole_table(form: VocabForm | None, base_VD: Tensor, *, is_head: bool) -> Te
 
 @torch.no_grad()
 def applied_with_tables(folder: Path, forms: AdapterForms) -> Any:
-    """The transformers model with the adapter in its weights."""
+    """Returns the transformers model with the adapter merged into its weights."""
     model = applied(folder, forms)
-    model.set_attn_implementation("eager")  # the one that caps scores, in every version of transformers
+    model.set_attn_implementation("eager")  # This implementation caps scores in every version of transformers.
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     base_embedding_VD, base_head_VD = embedding.weight.detach().clone(), head.weight.detach().clone()
     embedding.weight = Parameter(whole_table(forms.embedding, base_embedding_VD, is_head=False).float())

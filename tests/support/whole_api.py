@@ -1,5 +1,4 @@
-"""The whole API of a replica in-process, administration and quality routes included, over an engine that answers by
-script."""
+"""Serves the whole API of a replica in-process, with administration and quality routes, over a scripted engine."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ class WholeApi:
 
 @asynccontextmanager
 async def serving(front: AppState, folder: Path) -> AsyncIterator[WholeApi]:
-    """front: its gate is replaced by one with the operator's key, which the client sends."""
+    """Serves the front, and replaces its gate by one with the operator's key, which the client sends."""
     directory = AdapterDirectory(Catalogue(FolderStore(folder)))
     await directory.load()
     administration = Administration(directory, ["llama"])

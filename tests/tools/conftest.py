@@ -1,4 +1,4 @@
-"""One tiny base, adapters that PEFT made on it, and what PEFT reads in a folder."""
+"""Provides one tiny base, adapters that PEFT made on it, and PEFT's reading of a folder."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def load_base(base: Path) -> Any:
 
 
 def load_peft(base: Path, folder: Path) -> Any:
-    with warnings.catch_warnings():  # PEFT's own; ours stay errors
+    with warnings.catch_warnings():  # These are PEFT's own warnings; ours stay errors.
         warnings.simplefilter("ignore")
         return peft.PeftModel.from_pretrained(load_base(base), str(folder)).eval()
 
 
 def deltas(base: Path, folder: Path) -> dict[str, Tensor]:
-    """What PEFT adds to each weight when it loads the folder."""
+    """Returns the change that PEFT makes to each weight when it loads the folder."""
     model = load_peft(base, folder).base_model.model
     layers = {n: m for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
     return {n: m.get_delta_weight("default").detach() for n, m in layers.items()}
@@ -50,9 +50,9 @@ def logits(model: Any) -> Tensor:
         return model(input_ids=ids).logits[0]
 
 
-def assert_same_deltas(one: dict[str, Tensor], other: dict[str, Tensor], atol: float = 1e-5) -> None:
-    assert one.keys() == other.keys()
-    for name, delta in one.items():
+def assert_same_deltas(first: dict[str, Tensor], other: dict[str, Tensor], atol: float = 1e-5) -> None:
+    assert first.keys() == other.keys()
+    for name, delta in first.items():
         torch.testing.assert_close(other[name], delta, atol=atol, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
@@ -76,7 +76,7 @@ def make_adapter(base: Path, tmp_path: Path) -> MakeAdapter:
 
 
 def rewrite(folder: Path, change: Callable[[str, Tensor], tuple[str, Tensor]]) -> Path:
-    """Other names or values for the tensors."""
+    """Rewrites the names or values of the tensors."""
     path = folder / "adapter_model.safetensors"
     save_file({n: t.contiguous() for n, t in (change(*item) for item in load_file(path).items())}, path)
     return folder

@@ -1,4 +1,4 @@
-"""Adapters made by PEFT itself, on tiny random bases."""
+"""Provides adapters made by PEFT itself, on tiny random bases."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_base(family: str) -> PreTrainedModel:
 
 
 class TransformersWeights:
-    """A transformers model's, as they are."""
+    """Reads the weights of a transformers model as they are."""
 
     def __init__(self, base: PreTrainedModel) -> None:
         self._tensors = base.state_dict()
@@ -73,7 +73,7 @@ def base_of(base: PreTrainedModel) -> Base:
 
 @contextmanager
 def peft_warnings_ignored() -> Iterator[None]:
-    """PEFT's own, on odd configs and with the newest transformers; ours stay errors."""
+    """Ignores PEFT's own warnings about odd configs and with the newest transformers; ours stay errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -116,7 +116,7 @@ class AdapterDir:
         )
 
     def peft_deltas(self) -> dict[str, Tensor]:
-        """What PEFT adds to each weight of the base when it loads this folder."""
+        """Returns the change that PEFT makes to each weight of the base when it loads this folder."""
         with peft_warnings_ignored():
             loaded = PeftModel.from_pretrained(make_base(self.family), str(self.path))
         layers = {n: m for n, m in loaded.base_model.model.named_modules() if isinstance(m, LoraLayer)}
@@ -138,7 +138,7 @@ def make_adapter(tmp_path: Path) -> MakeAdapter:
                 torch.nn.init.normal_(parameter, std=0.2)
         path = tmp_path / "sql"
         model.save_pretrained(str(path))
-        # PEFT sorts the keys it writes, also those whose order decides; an adapter is what its file says.
+        # PEFT sorts the keys that it writes, even those whose order matters, but the file decides what an adapter is.
         patterns = {k: v for k, v in fields.items() if k in ("rank_pattern", "alpha_pattern")}
         adapter = AdapterDir(path, family).set(**patterns)
         return adapter if dtype is torch.float32 else adapter.map(lambda k, v: (k, v.to(dtype)))
@@ -148,5 +148,5 @@ def make_adapter(tmp_path: Path) -> MakeAdapter:
 
 @pytest.fixture
 def adapter(make_adapter: MakeAdapter) -> AdapterDir:
-    """Rank 4 on q_proj and v_proj of a three-layer Llama."""
+    """Returns an adapter of rank 4 on q_proj and v_proj of a three-layer Llama."""
     return make_adapter()

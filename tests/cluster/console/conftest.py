@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    from tests.cluster.console.chromium import running_browser  # skips who imports it where Playwright is missing
+    from tests.cluster.console.chromium import running_browser  # The import skips the test without Playwright.
 
     with running_browser() as made:
         yield made

@@ -13,7 +13,7 @@ from tests.cluster.tenancy.house import House, running_engine
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here needs this wait."""
+    """Shortens a wait that no test needs."""
     monkeypatch.setattr(catalog_module, "SETTLE_S", 0.01)
 
 
