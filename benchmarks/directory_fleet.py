@@ -29,8 +29,8 @@ BUSY_S, IDLE_S = 0.1, 1.0
 
 
 class SimulatedEngine:
-    """Implements the part of protocol/transport/engine_socket.py that cluster/serve/reporting.py uses. While it is busy,
-    all statistics differ from the previous ones."""
+    """Implements the part of protocol/transport/engine_socket.py that cluster/serve/reporting.py uses. While it is
+    busy, all statistics differ from the previous ones."""
 
     def __init__(self, number: int, digests: list[str]) -> None:
         self.stats = EngineStats()
