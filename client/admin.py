@@ -22,7 +22,7 @@ import httpx
 from lorafleet.client.client_errors import APIError
 from lorafleet.client.http_calls import HttpCall, answer_of, call_of, reaching
 from lorafleet.client.packing import pack
-from lorafleet.client.places import AdapterPlaces, ShowPlaces
+from lorafleet.client.places import AdapterPlaces, ListPlaces, PlacesPage, ShowPlaces
 from lorafleet.client.quality_verbs import AcceptQuality, ListQuality, RunQuality
 from lorafleet.client.results import Adapter, AdapterPage, Prefetched, Quality, QualityList, Removed, Verified
 from lorafleet.protocol import admin_verbs as verbs
@@ -141,6 +141,10 @@ class AdminClient:
         """Returns the replicas where an adapter is resident. The key must also have the scope infer."""
         return self._send(ShowPlaces(name))
 
+    def list_places(self, after: str = "") -> PlacesPage:
+        """Returns the same for a page of adapters, by name."""
+        return self._send(ListPlaces(after))
+
     def quality(self) -> QualityList:
         """Returns the last run of every set of quality probes."""
         return self._send(ListQuality())
@@ -229,6 +233,7 @@ class AsyncAdminClient:
     verify = _awaited(AdminClient.verify)
     remove = _awaited(AdminClient.remove)
     places = _awaited(AdminClient.places)
+    list_places = _awaited(AdminClient.list_places)
     quality = _awaited(AdminClient.quality)
     run_quality = _awaited(AdminClient.run_quality)
     accept_quality = _awaited(AdminClient.accept_quality)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lorafleet.client.places import AdapterPlaces
@@ -22,7 +23,15 @@ class PlacedAdapter:
     places: AdapterPlaces | None  # None: unknown.
 
 
-Answer = Adapter | AdapterPage | PlacedAdapter | Prefetched | Removed | Verified
+@dataclass(frozen=True, slots=True)
+class PlacedPage:
+    """A page of adapters, with the replicas where each is resident."""
+
+    page: AdapterPage
+    places: Mapping[str, AdapterPlaces] | None  # By name; None: unknown.
+
+
+Answer = Adapter | PlacedAdapter | PlacedPage | Prefetched | Removed | Verified
 
 
 def in_words(answer: Answer, now_s: float | None = None) -> str:
@@ -33,8 +42,8 @@ def in_words(answer: Answer, now_s: float | None = None) -> str:
             return _one_adapter(answer, now_s)
         case PlacedAdapter():
             return _one_adapter(answer.adapter, now_s) + ("" if answer.places is None else _resident(answer.places))
-        case AdapterPage():
-            return _page(answer, now_s)
+        case PlacedPage():
+            return _page(answer.page, answer.places, now_s)
         case Removed():
             return f"{answer.id} is removed."
         case Prefetched():
@@ -43,8 +52,8 @@ def in_words(answer: Answer, now_s: float | None = None) -> str:
             return f"{answer.id}: the files of versions {', '.join(map(str, answer.verified))} are intact."
 
 
-def _page(page: AdapterPage, now_s: float) -> str:
-    heads = ("NAME", "SERVED", "VERSIONS", "RANK", "SIZE", "PINNED", "AGE")
+def _page(page: AdapterPage, places: Mapping[str, AdapterPlaces] | None, now_s: float) -> str:
+    heads = ("NAME", "SERVED", "VERSIONS", "RANK", "SIZE", "RESIDENT", "PINNED", "AGE")
     rows = []
     for adapter in page.data:
         newest = adapter.versions[-1] if adapter.versions else None
@@ -56,6 +65,7 @@ def _page(page: AdapterPage, now_s: float) -> str:
                 str(len(adapter.versions)),
                 "-" if newest is None else str(newest.rank),
                 "-" if newest is None else _size(newest.num_bytes),
+                "?" if places is None else _counted(places.get(adapter.id)),
                 str(adapter.pinned_replicas or "-"),
                 "-" if newest is None else _age(now_s - newest.created_s),
             )
@@ -90,6 +100,15 @@ def _one_adapter(adapter: Adapter, now_s: float) -> str:
         ),
     )
     return f"{adapter.id}{owner}{pinned}{removing}\n\n{versions}\n\n{aliases}"
+
+
+def _counted(places: AdapterPlaces | None) -> str:
+    """Returns "2 GPU, 1 host": in how many replicas' slots, and in how many replicas' host memory only, it is."""
+    tiers = Counter(tier for version in (places.versions if places else ()) for tier in version.tiers.values())
+    counts = (
+        f"{tiers[tier]} {word}" for tier, word in (("gpu", "GPU"), ("coming", "coming"), ("cpu", "host")) if tiers[tier]
+    )
+    return ", ".join(counts) or "-"
 
 
 def _resident(places: AdapterPlaces) -> str:

@@ -12,7 +12,7 @@ import typer
 from lorafleet.client.admin import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE, AdminClient, PushOptions
 from lorafleet.client.client_errors import APIConnectionError, APIError, APIStatusError
 from lorafleet.client.places import AdapterPlaces
-from lorafleet.cluster.cli.answer_tables import PlacedAdapter, in_words
+from lorafleet.cluster.cli.answer_tables import PlacedAdapter, PlacedPage, in_words
 from lorafleet.cluster.cli.cli_tools import fail
 from lorafleet.cluster.cli.upload_progress import upload_progress
 from lorafleet.protocol.admin_verbs import REMOVE_S
@@ -62,8 +62,26 @@ def list_adapters(
     admin_key: Key = "",
     output: Output = "table",
 ) -> None:
-    """Shows adapters in the order of their names."""
-    print_answer(url, admin_key, output, lambda client: client.page(after, limit))
+    """Shows adapters in the order of their names, and where each is resident."""
+    if output == "json":
+        print_answer(url, admin_key, output, lambda client: client.page(after, limit))
+    else:
+        print_answer(url, admin_key, output, lambda client: _placed_page(client, after, limit))
+
+
+def _placed_page(client: AdminClient, after: str, limit: int) -> PlacedPage:
+    page = client.page(after, limit)
+    places: dict[str, AdapterPlaces] = {}
+    try:
+        while page.last_id is not None and page.last_id not in places:
+            found = client.list_places(after)
+            places |= {adapter.name: adapter for adapter in found.adapters}
+            if not found.has_more or found.after is None or found.after >= page.last_id:
+                break
+            after = found.after
+    except APIError:  # The server does not say it, as to a key without the scope infer.
+        return PlacedPage(page, None)
+    return PlacedPage(page, places)
 
 
 @adapters.command("show")

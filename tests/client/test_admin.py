@@ -37,7 +37,10 @@ def test_an_adapter_is_pushed_moved_split_pinned_checked_and_removed(served: Ser
         assert client.unpin("org/sql").pinned_replicas == 0
         assert client.prefetch("org/sql").replicas == ["r0"]
         assert client.verify("org/sql").verified == [1, 2]
-        assert {version.number for version in client.places("org/sql").versions} == {1, 2}
+        places = client.places("org/sql")
+        assert {version.number for version in places.versions} == {1, 2}
+        listed = {adapter.name: adapter.versions for adapter in client.list_places().adapters}
+        assert listed["org/sql"] == places.versions
         assert client.show("org/sql").versions == second.versions
         assert client.remove("org/sql").removed
         with pytest.raises(APIStatusError, match="no adapter `org/sql`") as refused:
