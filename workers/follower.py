@@ -86,7 +86,7 @@ class FollowerLoop(threading.Thread):
                 if isinstance(order, Stop):
                     break
                 if order is not None:
-                    self._obey(order)
+                    self._execute(order)
         except Exception as e:
             self.failure = f"{type(e).__name__}: {e}"
             log.exception("rank %d has failed", self.rank)
@@ -99,7 +99,7 @@ class FollowerLoop(threading.Thread):
                 self._steps.close()
                 self._steps.model.group.leave()
 
-    def _obey(self, order: Order) -> None:
+    def _execute(self, order: Order) -> None:
         if isinstance(order, RunStep):
             if self._adapters is not None:
                 self._adapters.await_slots(order.generations)
