@@ -60,7 +60,7 @@ class Engine:
         )
         self._adapters = AdapterRequests(runner.loras, scheduler, on_lora_load_failure)
         self._answers = AnswerProgress(scheduler, runner.loras)
-        self._statistics = EngineStatistics(runner, scheduler, self._admission, self._answers)
+        self.statistics = EngineStatistics(runner, scheduler, self._admission, self._answers)
         self._sequences: dict[str, Sequence] = {}  # unfinished ones, by request id
 
     @property
@@ -72,19 +72,14 @@ class Engine:
         """Number of sequences that wait or run."""
         return len(self._sequences)
 
-    @property
-    def num_adapter_moves(self) -> int:
-        """Number of moves of adapters between tiers so far."""
-        return self._statistics.num_adapter_moves
-
     def stats(self) -> EngineStats:
-        return self._statistics.read(self._sequences.values(), len(self._pending))
+        return self.statistics.read(self._sequences.values(), len(self._pending))
 
     def add(self, request: EngineRequest) -> None:
         """Queues a request for the next steps. Raises LorafleetError and queues nothing if it can never be served, or
         not now."""
         if request.request_id in self._sequences:
-            raise InvalidRequest(f"request id {request.request_id!r} is in use by a request in flight.", "request_id")
+            raise InvalidRequest(f"request id {request.request_id!r} is in use by an unfinished request.", "request_id")
         self._intake.check(request)
         sequence = self._intake.make_sequence(request)
         sequence.group = self._admission.join(request)
@@ -163,20 +158,20 @@ class Engine:
                 if output is not None and output.finish_reason is not None:
                     self.abort(sequence.request_id)
             except Exception as error:  # a fault of one sequence ends that sequence and no other
-                log.exception("request %s ends", sequence.request_id)
+                log.exception("request %s has failed", sequence.request_id)
                 output = self._fail(sequence, fault_of(error))
             if output is not None:
                 outputs.append(output)
         for sequence in step.late:
             if not sequence.ended:
                 self.scheduler.set_aside(sequence)  # until its mask has arrived, see PendingGrammars.poll()
-        self._statistics.steps.ended(step.shape, step.began_s)
+        self.statistics.steps.ended(step.shape, step.began_s)
         return outputs
 
     def _fail_unprepared(self, faults: list[tuple[Sequence, Exception]]) -> list[TokenOutput]:
         """Ends the sequences whose sampling could not be prepared."""
         for sequence, error in faults:
-            log.error("request %s ends", sequence.request_id, exc_info=error)
+            log.error("request %s has failed", sequence.request_id, exc_info=error)
         return self._fail_all((sequence, fault_of(error)) for sequence, error in faults)
 
     def _fail_all(self, faults: Iterable[tuple[Sequence, LorafleetError]]) -> list[TokenOutput]:

@@ -9,13 +9,14 @@ from lorafleet.protocol.messages import EngineStats
 from lorafleet.protocol.step_metrics import StepMetrics
 from lorafleet.resolvers.fetch_metrics import FetchTotals
 from lorafleet.workers.answer_progress import AnswerProgress
-from lorafleet.workers.memory import fixed_memory
 from lorafleet.workers.schedule.admission import QueueAdmission
 from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.schedule.sequence import Sequence
+from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.slot_policy import Slot
 from lorafleet.workers.slots.worker_manager import LoadCounts, WorkerLoRAManager
 from lorafleet.workers.step.runner import ModelRunner
+from lorafleet.workers.step.step_runner import StepRunner
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class EngineStatistics:
         self._admission = admission
         self._answers = answers
         self._adapters: WorkerLoRAManager | _NoAdapters = runner.loras or _NoAdapters()
-        self._fixed_memory = fixed_memory(runner.steps, None if runner.loras is None else runner.loras.model_manager)
+        self._fixed_memory = _fixed_memory(runner.steps, None if runner.loras is None else runner.loras.model_manager)
 
     @property
     def num_adapter_moves(self) -> int:
@@ -111,3 +112,19 @@ class EngineStatistics:
             return memory
         extra = self._runner.loras.slots.extra_memory.num_bytes * self._runner.steps.model.group.size
         return memory | {"lora_extra": extra, "lora_cpu": self._adapters.cpu_bytes}
+
+
+def _fixed_memory(steps: StepRunner, slots: LoRAModelManager | None) -> dict[str, int]:
+    """Returns the bytes that the replica's GPUs (or its host memory on a CPU) hold from its start to its end, by kind.
+
+    All ranks hold equally many. Activations and graphs are torch's, and not included.
+
+    - weights: the base's
+    - kv_cache: all its blocks, free or not
+    - lora_slots: reserved for adapters' A and B
+    """
+    weights = sum(weight.nbytes for weight in steps.model.parameters())
+    cache = sum(kv.k_NPGD.nbytes + kv.v_NPGD.nbytes for kv in steps.caches)
+    arena = 0 if slots is None else slots.arena_bytes
+    size = steps.model.group.size
+    return {"weights": weights * size, "kv_cache": cache * size, "lora_slots": arena * size}

@@ -19,8 +19,6 @@ from lorafleet.workers.slots.loader import AdapterLoader
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.packed_adapter import PackedAdapter
 from lorafleet.workers.startup import build_rank
-from lorafleet.workers.step.step_runner import StepRunner
-from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.link import RankSocket
 from lorafleet.workers.tp.rank_messages import (
     EmptySlot,
@@ -74,8 +72,7 @@ class FollowerLoop(threading.Thread):
             self._socket.answer(RankFailed(rank, e.message if isinstance(e, LorafleetError) else repr(e)))
             self._socket.close()
             raise
-        self._group: TPGroup = built.group
-        self._steps: StepRunner = built.steps
+        self._steps = built.steps
         self._block_size = config.block_size
         self._adapters = None if built.slots is None or built.loader is None else _Shards(built.slots, built.loader)
 
@@ -89,10 +86,10 @@ class FollowerLoop(threading.Thread):
                 if isinstance(order, Stop):
                     break
                 if order is not None:
-                    self._obey(order)
+                    self._execute(order)
         except Exception as e:
             self.failure = f"{type(e).__name__}: {e}"
-            log.exception("rank %d ends", self.rank)
+            log.exception("rank %d has failed", self.rank)
             self._socket.answer(RankFailed(self.rank, self.failure))
         finally:
             if self._adapters is not None:
@@ -100,9 +97,9 @@ class FollowerLoop(threading.Thread):
             self._socket.close()
             if self.failure is None:
                 self._steps.close()
-                self._group.leave()
+                self._steps.model.group.leave()
 
-    def _obey(self, order: Order) -> None:
+    def _execute(self, order: Order) -> None:
         if isinstance(order, RunStep):
             if self._adapters is not None:
                 self._adapters.await_slots(order.generations)

@@ -27,18 +27,18 @@ class RankProcesses:
     """Ranks 1 to N - 1. They are started at once, and wait for rank 0. Raises ConfigError if there are fewer GPUs."""
 
     def __init__(self, config: EngineConfig) -> None:
+        size = config.tensor_parallel_size
         count = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else None
-        if count is not None and count < config.tensor_parallel_size:
+        if count is not None and count < size:
             raise ConfigError(
-                f"tensor_parallel_size={config.tensor_parallel_size} wants as many GPUs; torch sees {count}. Lower it.",
+                f"tensor_parallel_size={size} needs {size} GPUs; torch sees only {count}. Lower it.",
                 "tensor_parallel_size",
             )
         self._folder = tempfile.mkdtemp(prefix="lf-ranks-")
-        self.addresses = RankAddresses(config.tensor_parallel_size, self._folder)
+        self.addresses = RankAddresses(size, self._folder)
         context = multiprocessing.get_context("spawn")  # never fork: CUDA does not survive it
         self.processes = [
-            context.Process(target=_run, args=(config, rank, self.addresses), daemon=True)
-            for rank in range(1, config.tensor_parallel_size)
+            context.Process(target=_run, args=(config, rank, self.addresses), daemon=True) for rank in range(1, size)
         ]
         for process in self.processes:
             process.start()
@@ -53,8 +53,9 @@ class RankProcesses:
         if time.monotonic() - self._gone_s > LAST_WORDS_S:
             code = self.processes[gone - 1].exitcode
             raise EngineDead(
-                f"the process of rank {gone} of the replica has ended with exit code {code} before it was ready. In a "
-                'program of your own, start the engine below `if __name__ == "__main__":`; ranks import the program.'
+                f"the process of rank {gone} of the replica has ended with exit code {code} before it was ready. If "
+                'your own script starts the engine, it must do so below `if __name__ == "__main__":`, because each '
+                "rank imports the script."
             )
 
     def close(self) -> None:

@@ -60,7 +60,7 @@ class RequestIntake:
     def _check_prompt(self, prompt: list[int], vocab_size: int) -> None:
         limit = self._hello.max_model_len
         if not prompt:
-            raise InvalidRequest("the prompt has no tokens; give at least one.", "prompt")
+            raise InvalidRequest("the prompt has no tokens; it must have at least one.", "prompt")
         if len(prompt) >= limit:
             raise ContextOverflow(
                 f"the prompt has {len(prompt)} tokens; this server's limit for prompt and answer together is "
@@ -85,7 +85,7 @@ class RequestIntake:
         if info is None or (info.language, info.vocab_size or self._hello.vocab_size) == (request.language, vocab_size):
             return
         raise AdapterChanged(
-            f"adapter {request.lora.lora_name!r}: the tokenizer's files in its folder are others than when it was "
+            f"adapter {request.lora.lora_name!r}: the tokenizer files in its folder have changed since it was "
             "loaded. Load it again (load_inplace) to serve the new version."
         )
 

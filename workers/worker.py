@@ -92,64 +92,63 @@ class EngineLoop(threading.Thread):
         try:
             waiting_for_adapters = False
             while not self._stopping:
-                waiting_for_adapters = self._turn(waiting_for_adapters)
+                waiting_for_adapters = self._run_step(waiting_for_adapters)
         except Exception as e:
-            self.failure = self._in_words(e)
-            log.exception("the engine loop ends")
+            self.failure = self._describe(e)
+            log.exception("the engine loop has failed")
             self._socket.send(StepBatch(self._acknowledged, fatal=self.failure))
         finally:
             self._engine.close()
             self._socket.close()
 
-    def _in_words(self, error: Exception) -> str:
+    def _describe(self, error: Exception) -> str:
         """Returns the error's text for the clients whose streams end with it."""
         if self._alone or isinstance(error, LorafleetError):
             return f"{type(error).__name__}: {error}"
         # If a peer is lost, the collectives' messages have addresses and source files, which belong in the log only.
-        return f"a step over the replica's ranks failed ({type(error).__name__}). The replica is being replaced."
+        return f"a step across the replica's ranks failed ({type(error).__name__}). The replica is being replaced."
 
-    def _turn(self, idle: bool) -> bool:
+    def _run_step(self, idle: bool) -> bool:
         """Runs one step, with its input and output. Returns True if nothing could run though requests wait."""
         wait_ms = IDLE_WAIT_MS if not self._engine.has_work else COPY_WAIT_MS if idle else 0
         batches = self._socket.receive(wait_ms)
-        outputs = [output for batch in batches for output in self._take_in(batch)]
-        stepped = self._engine.step()
-        outputs += stepped
+        outputs = [output for batch in batches for output in self._accept(batch)]
+        outputs += self._engine.step()
         self._send(outputs, received=bool(batches))
         return self._engine.stalled and not batches
 
-    def _take_in(self, batch: ClientBatch) -> list[TokenOutput]:
-        """Takes in a client's batch, and returns the rejections."""
+    def _accept(self, batch: ClientBatch) -> list[TokenOutput]:
+        """Passes a client's batch to the engine, and returns the rejections."""
         self._acknowledged = batch.sequence
-        refused: list[TokenOutput] = []
+        rejections: list[TokenOutput] = []
         for sealed in batch.requests:
-            error = self._refusal(self._take_request, sealed)
+            error = self._rejection(self._add_request, sealed)
             if error is not None:
-                refused.append(TokenOutput(request_id=sealed.id, finish_reason="error", error=to_wire(error)))
+                rejections.append(TokenOutput(request_id=sealed.id, finish_reason="error", error=to_wire(error)))
         for request_id in batch.aborts:
             self._engine.abort(request_id)
         for call in batch.adapter_calls:
-            error = self._refusal(self._take_call, call)
+            error = self._rejection(self._handle_call, call)
             if error is not None:
                 self._replies.append(AdapterReply(call.id, error=to_wire(error)))
-        return refused
+        return rejections
 
     @staticmethod
-    def _refusal(take_in: Callable[[Sealed[Id]], None], sealed: Sealed[Id]) -> LorafleetError | None:
-        """Returns why the request or call cannot be taken in, or None if it can. A fault of it ends nothing else."""
+    def _rejection(accept: Callable[[Sealed[Id]], None], sealed: Sealed[Id]) -> LorafleetError | None:
+        """Returns the error with which the request or call is rejected, or None. A fault of it affects no other."""
         try:
-            take_in(sealed)
+            accept(sealed)
         except LorafleetError as error:
             return error
         except Exception as error:
-            log.exception("request %s cannot be taken in", sealed.id)
+            log.exception("request %s was rejected because of an internal error", sealed.id)
             return fault_of(error)
         return None
 
-    def _take_request(self, sealed: Sealed[str]) -> None:
+    def _add_request(self, sealed: Sealed[str]) -> None:
         self._engine.add(unseal(sealed, REQUEST))
 
-    def _take_call(self, sealed: Sealed[int]) -> None:
+    def _handle_call(self, sealed: Sealed[int]) -> None:
         call = unseal(sealed, CALL)
         if isinstance(call, DropAdapter | UnpinAdapter):
             if self._engine.loras is not None:
@@ -171,7 +170,7 @@ class EngineLoop(threading.Thread):
 
     def _send(self, outputs: list[TokenOutput], received: bool) -> None:
         now = time.monotonic()
-        moves, is_idle = self._engine.num_adapter_moves, self._engine.num_unfinished == 0
+        moves, is_idle = self._engine.statistics.num_adapter_moves, self._engine.num_unfinished == 0
         became_idle = is_idle and not self._sent_idle
         stats_due = now >= self._stats_due_s or moves != self._sent_moves or became_idle
         if not (outputs or received or self._replies or stats_due):

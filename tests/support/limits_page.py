@@ -180,7 +180,7 @@ QUEUES = [
     Limit("`Retry-After`", seconds(admission.MAX_RETRY_S), "", ""),
     Limit("sequences in a step", default("max_num_seqs"), flag("max_num_seqs"), "they wait"),
     Limit("tokens in a step", default("max_num_batched_tokens"), flag("max_num_batched_tokens"), "they wait"),
-    Limit("idle lanes of adapters that are kept", fair_queue.MAX_IDLE_LANES, "", INTERNAL),
+    Limit("idle flows (a tenant's requests for one adapter) that are kept", fair_queue.MAX_IDLE_FLOWS, "", INTERNAL),
     Limit(
         "long bodies, conversations and answers that are read or written at a time", LONG_WORK.running, "", "they wait"
     ),

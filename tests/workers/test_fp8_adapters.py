@@ -8,7 +8,7 @@ import torch
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.lora_config import LoRAConfig
-from lorafleet.workers import startup
+from lorafleet.workers.auto_options import lora_dtype
 from tiny_models import rounded_to_fp8
 
 
@@ -34,5 +34,5 @@ def test_an_older_gpu_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A40")
     with pytest.raises(ConfigError, match=r"lora_dtype=fp8 needs .* 8\.9 .*NVIDIA A40 is older.*lora_dtype=auto"):
-        startup._lora_dtype(LoRAConfig(lora_dtype="fp8"), torch.bfloat16, torch.device("cuda"))
-    assert startup._lora_dtype(LoRAConfig(), torch.bfloat16, torch.device("cuda")) is torch.bfloat16
+        lora_dtype(LoRAConfig(lora_dtype="fp8"), torch.bfloat16, torch.device("cuda"))
+    assert lora_dtype(LoRAConfig(), torch.bfloat16, torch.device("cuda")) is torch.bfloat16

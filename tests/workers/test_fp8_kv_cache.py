@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
-from lorafleet.workers import startup
+from lorafleet.workers import auto_options, kv_cache_sizing
 from lorafleet.workers.startup import build_engine
 from tiny_models import Reference, make_model
 
@@ -140,7 +140,7 @@ def test_on_a_gpu_the_error_is_that_of_transformers_in_bf16(tmp_path, prompt, ba
 
 @pytest.mark.parametrize(("dtype", "times"), [("bfloat16", 2), ("float32", 4)])
 def test_the_same_memory_holds_more_tokens(model, monkeypatch, dtype, times):
-    monkeypatch.setattr(startup, "CPU_CACHE_BYTES", 1 << 20)
+    monkeypatch.setattr(kv_cache_sizing, "CPU_CACHE_BYTES", 1 << 20)
 
     def tokens(kv: str) -> int:
         return build_engine(EngineConfig(model=str(model), dtype=dtype, kv_cache_dtype=kv)).hello.kv_cache_tokens
@@ -153,7 +153,7 @@ def test_an_older_gpu_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
     with pytest.raises(ConfigError, match=r"kv_cache_dtype=fp8 needs .* 8\.9 .*NVIDIA A100 is older.*auto"):
-        startup._kv_dtype(EngineConfig("m", kv_cache_dtype="fp8"), torch.bfloat16, torch.device("cuda"))
+        auto_options.kv_dtype(EngineConfig("m", kv_cache_dtype="fp8"), torch.bfloat16, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(

@@ -108,17 +108,15 @@ class LogitEditor:
     def _upload(self, sequence: Sequence) -> LogitEdits:
         params = sequence.params
         bias = params.logit_bias
+        stop_ids = sorted(sequence.stop_ids) if params.min_tokens else []
         penalties = [params.repetition_penalty, params.presence_penalty, params.frequency_penalty]
         return LogitEdits(
             params,
             bias_ids_K=to_device(list(bias), torch.int64, self._device) if bias else None,
             bias_values_K=to_device(list(bias.values()), torch.float32, self._device) if bias else None,
-            stop_ids_K=self._stop_ids(sequence) if params.min_tokens and sequence.stop_ids else None,
+            stop_ids_K=to_device(stop_ids, torch.int64, self._device) if stop_ids else None,
             penalties_3=to_device(penalties, torch.float32, self._device) if params.penalizes else None,
         )
-
-    def _stop_ids(self, sequence: Sequence) -> Tensor:
-        return to_device(sorted(sequence.stop_ids), torch.int64, self._device)
 
     def _hold_row(self, sequence: Sequence, edits: LogitEdits) -> None:
         if not self._counts.holds(edits.row, sequence):

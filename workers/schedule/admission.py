@@ -125,18 +125,18 @@ class QueueAdmission:
         if self._has_no_places(num_sequences) and self._has_its_places(tenant, num_sequences):
             self.refused["requests"] += 1
             raise QueueFull(
-                f"{len(waiting)} requests wait on this replica, and with this one's {num_sequences} they would be more "
-                f"than max_queued_requests={self._max_queued} beside those of a step. Try again later; raise "
-                "max_queued_requests, or num_replicas, if this lasts.",
+                f"{len(waiting)} requests wait on this replica; with this one's {num_sequences} there would be more "
+                f"than max_queued_requests={self._max_queued} beyond those that fit into a step. Try again later. If "
+                "this lasts, raise max_queued_requests or num_replicas.",
                 retry_after_s=self.retry_after_s(),
             )
         over = self._max_tokens is not None and waiting and waiting.num_tokens + num_tokens > self._max_tokens
         if over and self._has_its_tokens(tenant, num_tokens):
             self.refused["tokens"] += 1
             raise QueueFull(
-                f"{waiting.num_tokens} tokens wait on this replica; with this request's {num_tokens} they would be "
-                f"more than max_queued_tokens={self._max_tokens}. Try again later; raise max_queued_tokens, or "
-                "num_replicas, if this lasts.",
+                f"{waiting.num_tokens} tokens wait on this replica; with this request's {num_tokens} there would be "
+                f"more than max_queued_tokens={self._max_tokens}. Try again later. If this lasts, raise "
+                "max_queued_tokens or num_replicas.",
                 retry_after_s=self.retry_after_s(),
             )
 
@@ -166,8 +166,8 @@ class QueueAdmission:
 
     def _timeout(self, timeout_s: float) -> QueueTimeout:
         return QueueTimeout(
-            f"The request could not start within {timeout_s:g} s: {len(self._scheduler.waiting)} wait on this replica. "
-            "Try again later, or let it wait longer (X-Queue-Timeout-Seconds).",
+            f"The request could not start within {timeout_s:g} s: {len(self._scheduler.waiting)} requests wait on "
+            "this replica. Try again later, or let it wait longer (X-Queue-Timeout-Seconds).",
             retry_after_s=self.retry_after_s(),
         )
 

@@ -23,11 +23,11 @@ from heapq import heappop, heappush
 from itertools import count
 from operator import attrgetter
 
-from lorafleet.workers.schedule.sequence import Lane, Sequence, TenantTurn
+from lorafleet.workers.schedule.sequence import Flow, Sequence, TenantTotals
 
 PROMPT_WEIGHT = 1  # for a prompt token that must be computed; those from the prefix cache are free
 OUTPUT_WEIGHT = 2  # as in VTC
-MAX_IDLE_LANES = 1024  # number of lanes from which on idle ones are removed if their counters no longer matter
+MAX_IDLE_FLOWS = 1024  # number of flows from which on idle ones are removed if their counters no longer matter
 
 
 class FairQueue:
@@ -39,13 +39,13 @@ class FairQueue:
         self.started_tokens = 0  # of all sequences that ever started
         self._slot_credit = slot_credit
         self._preempted: deque[Sequence] = deque()
-        self._lanes: dict[tuple[str, str], Lane] = {}  # by tenant and digest
-        self._tenants: dict[str, TenantTurn] = {}  # never pruned, since the operator's key file bounds the tenants
-        self._waiting_tenants: dict[str, TenantTurn] = {}
+        self._flows: dict[tuple[str, str], Flow] = {}  # by tenant and digest
+        self._tenants: dict[str, TenantTotals] = {}  # never pruned, since the operator's key file bounds the tenants
+        self._waiting_tenants: dict[str, TenantTotals] = {}
         self._least_tenant = 0  # least counter of the waiting tenants, as of the last sort()
-        self._order: list[Lane] = []  # lanes with waiting sequences, sorted by sort()
-        self._last_left = Lane("", TenantTurn(""))  # lane that most recently lost its last waiting sequence
-        self._prune_size = MAX_IDLE_LANES
+        self._order: list[Flow] = []  # flows with waiting sequences, sorted by sort()
+        self._last_left = Flow("", TenantTotals(""))  # flow that most recently lost its last waiting sequence
+        self._prune_size = MAX_IDLE_FLOWS
         self._length = 0
 
     def __len__(self) -> int:
@@ -54,19 +54,19 @@ class FairQueue:
     def __iter__(self) -> Iterator[Sequence]:
         """Yields all waiting sequences, in no particular order."""
         yield from self._preempted
-        for lane in self._order:
-            yield from lane.waiting
+        for flow in self._order:
+            yield from flow.waiting
 
     def add(self, sequence: Sequence) -> None:
-        lane = self._lane(sequence.tenant, "" if sequence.lora is None else sequence.lora.digest)
-        if not lane.tenant.num_waiting:
-            lane.tenant.served = max(lane.tenant.served, self._least_tenant_served())
-        if not lane.waiting:
-            lane.served = max(lane.served, self._least_served())
-            self._order.append(lane)
-        _insert(lane.waiting, sequence)
-        lane.unfinished += 1
-        sequence.lane = lane
+        flow = self._flow(sequence.tenant, "" if sequence.lora is None else sequence.lora.digest)
+        if not flow.tenant.num_waiting:
+            flow.tenant.served = max(flow.tenant.served, self._least_tenant_served())
+        if not flow.waiting:
+            flow.served = max(flow.served, self._least_served())
+            self._order.append(flow)
+        _insert(flow.waiting, sequence)
+        flow.unfinished += 1
+        sequence.flow = flow
         self._count(sequence, 1)
 
     def add_preempted(self, sequence: Sequence) -> None:
@@ -79,11 +79,11 @@ class FairQueue:
         was preempted."""
         if self._remove(sequence):
             self.started_tokens += len(sequence.tokens)
-            _charge(sequence.lane, PROMPT_WEIGHT * sequence.num_uncomputed)
+            _charge(sequence.flow, PROMPT_WEIGHT * sequence.num_uncomputed)
 
     def count_output(self, sequence: Sequence) -> None:
         """Charges for one more answer token of a started sequence."""
-        _charge(sequence.lane, OUTPUT_WEIGHT)
+        _charge(sequence.flow, OUTPUT_WEIGHT)
 
     def finish(self, sequence: Sequence) -> None:
         """Removes a sequence that has ended or been aborted, whether it waited or ran."""
@@ -93,82 +93,82 @@ class FairQueue:
 
     def ended(self, sequence: Sequence) -> None:
         """Records the end of a sequence that is not in the queue."""
-        sequence.lane.unfinished -= 1
+        sequence.flow.unfinished -= 1
 
     def waiting_tenants(self) -> list[str]:
         """Returns the tenants with waiting sequences, the one with the least service first."""
-        return [turn.name for turn in sorted(self._waiting_tenants.values(), key=attrgetter("served"))]
+        return [totals.name for totals in sorted(self._waiting_tenants.values(), key=attrgetter("served"))]
 
     def tokens_of(self, tenant: str) -> int:
         """Returns the number of tokens of the tenant's waiting sequences."""
-        turn = self._waiting_tenants.get(tenant)
-        return 0 if turn is None else turn.waiting_tokens
+        totals = self._waiting_tenants.get(tenant)
+        return 0 if totals is None else totals.waiting_tokens
 
     def heads_of(self, tenant: str) -> list[Sequence]:
         """Returns the first sequence of each of its adapters, in the order of the last sort(). Newer adapters are at
         the end."""
-        return [lane.waiting[0] for lane in self._order if lane.tenant.name == tenant]
+        return [flow.waiting[0] for flow in self._order if flow.tenant.name == tenant]
 
     def sort(self, in_slots: Container[str]) -> None:
         """Sorts the adapters by service. `in_slots` has the digests of those in slots. The base always counts as one
         of them."""
         self._least_tenant = self._least_tenant_served()
-        for lane in self._order:
-            in_slot = not lane.digest or lane.digest in in_slots
-            lane.place = self._place(lane, in_slot=in_slot)
-        self._order.sort(key=attrgetter("place"))  # stable, and nearly sorted since the last call
+        for flow in self._order:
+            in_slot = not flow.digest or flow.digest in in_slots
+            flow.sort_key = self._sort_key(flow, in_slot=in_slot)
+        self._order.sort(key=attrgetter("sort_key"))  # stable, and nearly sorted since the last call
 
     def heads(self) -> list[Sequence]:
         """Returns the preempted sequences, then the first sequence of each adapter, as of the last sort()."""
-        return [*self._preempted, *(lane.waiting[0] for lane in self._order)]
+        return [*self._preempted, *(flow.waiting[0] for flow in self._order)]
 
-    def turns(self, first: str | None = None) -> Iterator[Sequence]:
+    def in_start_order(self, first: str | None = None) -> Iterator[Sequence]:
         """Yields sequences in the order in which they should start, as of the last sort().
 
         An adapter whose sequence was yielded and not started is skipped from then on. `first` is a tenant for whose
         adapter a slot was freed.
         """
         if first is not None:
-            yield from self._turns_in([lane for lane in self._order if lane.tenant.name == first])
+            yield from self._in_start_order([flow for flow in self._order if flow.tenant.name == first])
         yield from list(self._preempted)
-        yield from self._turns_in([lane for lane in self._order if lane.tenant.name != first])
+        yield from self._in_start_order([flow for flow in self._order if flow.tenant.name != first])
 
-    def _turns_in(self, lanes: list[Lane]) -> Iterator[Sequence]:
+    def _in_start_order(self, flows: list[Flow]) -> Iterator[Sequence]:
         i = 0
-        # lanes of which a sequence was started, so their adapter is in a slot
-        again: list[tuple[tuple[int, int], int, Lane]] = []
+        # heap of the flows of which a sequence was started, so their adapter is in a slot
+        started: list[tuple[tuple[int, int], int, Flow]] = []
         numbers = count()
-        while i < len(lanes) or again:
-            if again and (i == len(lanes) or again[0][0] < lanes[i].place):
-                lane = heappop(again)[2]
+        while i < len(flows) or started:
+            if started and (i == len(flows) or started[0][0] < flows[i].sort_key):
+                flow = heappop(started)[2]
             else:
-                lane = lanes[i]
+                flow = flows[i]
                 i += 1
-            head = lane.waiting[0]
+            head = flow.waiting[0]
             yield head
-            if lane.waiting and lane.waiting[0] is not head:
-                heappush(again, (self._place(lane, in_slot=True), next(numbers), lane))
+            if flow.waiting and flow.waiting[0] is not head:
+                heappush(started, (self._sort_key(flow, in_slot=True), next(numbers), flow))
 
-    def _place(self, lane: Lane, *, in_slot: bool) -> tuple[int, int]:
-        """Returns the sort key: how far the tenant is too far ahead of others, then the lane's service."""
-        lead = max(0, lane.tenant.served - self._least_tenant - self._slot_credit)
-        return lead, lane.served - self._slot_credit if in_slot else lane.served
+    def _sort_key(self, flow: Flow, *, in_slot: bool) -> tuple[int, int]:
+        """Returns the sort key: how far the tenant is too far ahead of others, then the flow's service."""
+        lead = max(0, flow.tenant.served - self._least_tenant - self._slot_credit)
+        return lead, flow.served - self._slot_credit if in_slot else flow.served
 
     def _least_tenant_served(self) -> int:
-        served = (turn.served for turn in self._waiting_tenants.values())
+        served = (totals.served for totals in self._waiting_tenants.values())
         return min(served, default=self._last_left.tenant.served)
 
-    def _lane(self, tenant: str, digest: str) -> Lane:
-        lane = self._lanes.get((tenant, digest))
-        if lane is None:
-            if len(self._lanes) >= self._prune_size:
+    def _flow(self, tenant: str, digest: str) -> Flow:
+        flow = self._flows.get((tenant, digest))
+        if flow is None:
+            if len(self._flows) >= self._prune_size:
                 self._prune_idle()
-            turn = self._tenants.setdefault(tenant, TenantTurn(tenant))
-            lane = self._lanes[tenant, digest] = Lane(digest, turn)
-        return lane
+            totals = self._tenants.setdefault(tenant, TenantTotals(tenant))
+            flow = self._flows[tenant, digest] = Flow(digest, totals)
+        return flow
 
     def _least_served(self) -> int:
-        return min((lane.served for lane in self._order), default=self._last_left.served)
+        return min((flow.served for flow in self._order), default=self._last_left.served)
 
     def _remove(self, sequence: Sequence) -> bool:
         """Removes a waiting sequence. Returns False if it was a preempted one."""
@@ -176,15 +176,15 @@ class FairQueue:
         if sequence in self._preempted:
             self._preempted.remove(sequence)
             return False
-        lane = sequence.lane
-        lane.waiting.remove(sequence)
-        if not lane.waiting:
-            self._order.remove(lane)
-            self._last_left = lane
+        flow = sequence.flow
+        flow.waiting.remove(sequence)
+        if not flow.waiting:
+            self._order.remove(flow)
+            self._last_left = flow
         return True
 
     def _count(self, sequence: Sequence, sign: int) -> None:
-        tenant, num_tokens = sequence.lane.tenant, sign * len(sequence.tokens)
+        tenant, num_tokens = sequence.flow.tenant, sign * len(sequence.tokens)
         self._length += sign
         self.num_tokens += num_tokens
         tenant.num_waiting += sign
@@ -195,15 +195,15 @@ class FairQueue:
             del self._waiting_tenants[tenant.name]
 
     def _prune_idle(self) -> None:
-        """Removes idle lanes at or below the least counter, which would be lifted to it anyway."""
+        """Removes idle flows at or below the least counter, which would be lifted to it anyway."""
         least = self._least_served()
-        self._lanes = {key: lane for key, lane in self._lanes.items() if lane.unfinished or lane.served > least}
-        self._prune_size = max(MAX_IDLE_LANES, 2 * len(self._lanes))
+        self._flows = {key: flow for key, flow in self._flows.items() if flow.unfinished or flow.served > least}
+        self._prune_size = max(MAX_IDLE_FLOWS, 2 * len(self._flows))
 
 
-def _charge(lane: Lane, tokens: int) -> None:
-    lane.served += tokens
-    lane.tenant.served += tokens
+def _charge(flow: Flow, tokens: int) -> None:
+    flow.served += tokens
+    flow.tenant.served += tokens
 
 
 def _insert(waiting: deque[Sequence], sequence: Sequence) -> None:

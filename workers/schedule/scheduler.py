@@ -199,8 +199,8 @@ class Scheduler:
         """Returns chunks of waiting sequences. `favored` is the tenant for whose adapter a slot was freed."""
         chunks: list[Chunk] = []
         claims = SlotClaims(self.loras)
-        turns = self.waiting.turns(favored)
-        while budget > 0 and len(self.running) < self.max_num_seqs and (sequence := next(turns, None)) is not None:
+        candidates = self.waiting.in_start_order(favored)
+        while budget > 0 and len(self.running) < self.max_num_seqs and (sequence := next(candidates, None)) is not None:
             slot = claims.slot_for(sequence)
             if sequence.lora is not None and slot is None:
                 continue

@@ -20,23 +20,23 @@ UNKNOWN = -1  # a token that the device has sampled or will sample, and that the
 
 
 @dataclass(slots=True, eq=False)
-class TenantTurn:
-    """One tenant in the FairQueue."""
+class TenantTotals:
+    """The totals of one tenant over its flows in the FairQueue."""
 
     name: str
-    served: int = 0  # Virtual counter in weighted tokens, as in Lane.
+    served: int = 0  # Virtual counter in weighted tokens, as in Flow.
     num_waiting: int = 0  # Number of its sequences that wait.
     waiting_tokens: int = 0  # Tokens of these sequences.
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
+class Flow:
     """One tenant's requests for one adapter in the FairQueue."""
 
     digest: str  # "" for the base.
-    tenant: TenantTurn
+    tenant: TenantTotals
     served: int = 0  # Virtual counter in weighted tokens.
-    place: tuple[int, int] = (0, 0)  # Sort key: the smaller it is, the sooner a sequence starts.
+    sort_key: tuple[int, int] = (0, 0)  # The smaller it is, the sooner a sequence starts.
     waiting: deque[Sequence] = field(default_factory=deque)  # In the order in which they start.
     unfinished: int = 0  # Sequences that wait or run.
 
@@ -66,7 +66,7 @@ class Sequence:
     vocab_size: int = 0  # Size of its own vocabulary: all of its tokens are below.
     stop_ids: frozenset[int] = field(default_factory=frozenset)  # Tokens that end the answer.
     pooling: Pooling | None = None  # If set, it gets an embedding in place of an answer.
-    priority: int = 0  # Among the sequences of its lane, lower values start sooner.
+    priority: int = 0  # Among the sequences of its flow, lower values start sooner.
     tenant: str = ""  # "" for all callers without a tenant.
     cache_salt: str = ""  # Blocks are shared only among sequences with the same salt.
     group: Group = field(default_factory=lambda: Group(""))
@@ -82,7 +82,7 @@ class Sequence:
     first_adapted: int = 0  # First token that the adapter works on (activation.py); known once the slot is.
     ended: bool = False  # It has ended or was aborted; what steps in flight compute for it is dropped.
     # Its place in the queue
-    lane: Lane = field(init=False)  # The adapter's lane, set by FairQueue.add().
+    flow: Flow = field(init=False)  # The adapter's flow, set by FairQueue.add().
     deadline_number: int | None = None  # Number of its entry among QueueAdmission's deadlines.
     # For its outputs
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # Filled chunk by chunk; sent with the first token.

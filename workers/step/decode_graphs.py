@@ -83,7 +83,7 @@ class DecodeGraphs:
         with torch.inference_mode():
             self._capture_all(attention, sizes, max_context)
         count = len(self._graphs) + len(self._with_kronecker)
-        log.info("decode: %d CUDA graphs in %.1f s", count, time.monotonic() - started)
+        log.info("captured %d CUDA graphs for decode steps in %.1f s", count, time.monotonic() - started)
 
     def _capture_all(self, attention: AttentionBackend, sizes: Sequence[int], max_context: int) -> None:
         for size in sorted(sizes, reverse=True):  # largest first, so that the others fit into its memory

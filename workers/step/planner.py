@@ -15,7 +15,7 @@ from lorafleet.workers.attention.attention_backend import AttentionBatch
 from lorafleet.workers.device.step_plan import FIELDS, Rows, StepPlan
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk
 
-SCORED_ROWS = 128  # rows of logits that are computed at once for prompt logprobs; startup.py reserves memory for them
+SCORED_ROWS = 128  # rows of logits that are computed at once for prompt logprobs; kv_cache_sizing.py reserves memory
 
 
 @dataclass(frozen=True, slots=True)

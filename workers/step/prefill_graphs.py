@@ -74,9 +74,7 @@ class PrefillGraphs:
         self._attention = attention
         self._inputs = inputs
         self._device = spec.device
-        # There is one stream for all captures, since the allocator reserves memory, and cuBLAS its workspace, for each
-        # stream.
-        self._side = torch.cuda.Stream(spec.device)
+        self._side = torch.cuda.Stream(spec.device)  # one for all captures, as in DecodeGraphs
         self._pool = torch.cuda.graph_pool_handle()
         shape = (max(token_counts), spec.num_heads, spec.head_dim)
         self._attended_THD = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
@@ -90,7 +88,7 @@ class PrefillGraphs:
                     lora = loras.static_batch(count, loras.tile_counts(count, tile_tokens)[-1], tile_tokens)
                     self._graphs[count, True] = self._capture(count, lora)
         torch.cuda.empty_cache()
-        log.info("prefill: graphs of %d steps in %.1f s", len(self._graphs), time.monotonic() - started)
+        log.info("captured %d prefill steps as CUDA graphs in %.1f s", len(self._graphs), time.monotonic() - started)
 
     def find(self, num_tokens: int, with_lora: bool) -> PrefillGraph | None:
         """Returns the smallest graph that fits, or None if none is large enough."""
@@ -157,9 +155,7 @@ class _Cuts:
 
     def begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        # The capture is of this thread only, since NCCL's thread queries events meanwhile, which would otherwise break
-        # it.
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # as in DecodeGraphs
 
     def end(self, out: Tensor) -> None:
         assert self._graph is not None
@@ -174,7 +170,7 @@ class _Cuts:
         return self._attended_THD
 
     def plan(self, batch: AttentionBatch) -> None:  # noqa: ARG002  a capture is of any batch
-        raise AssertionError("the real backend plans, when the graphs run")
+        raise AssertionError("only the real attention backend plans, when the graphs run")
 
     def for_graph(self, num_seqs: int, max_context: int) -> None:  # noqa: ARG002  there is none
         return None

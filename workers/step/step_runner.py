@@ -152,8 +152,9 @@ class StepRunner:
 
     def _forward(self, plan: StepPlan) -> Tensor:
         """Returns the hidden states [T, D] of all tokens."""
+        adds_kronecker = self._slots is not None and self._slots.adds_kronecker(plan.slots)
         # These graphs do not launch Kronecker products, which hardly any step with prompts needs.
-        if self._prefill_graphs is not None and not self._adds_kronecker(plan):
+        if self._prefill_graphs is not None and not adds_kronecker:
             uses_lora = any(slot != BASE_SLOT for slot in plan.slots)
             graph = self._prefill_graphs.find(plan.num_tokens, uses_lora)
             if graph is not None:
@@ -166,14 +167,11 @@ class StepRunner:
         lora = None
         if self._slots is not None:
             max_rank = _rank_class(max((plan.slot_ranks[slot] for slot in plan.slots if slot != BASE_SLOT), default=0))
-            if self._adds_kronecker(plan):
+            if adds_kronecker:
                 max_rank = self._slots.max_rank  # the variant that the graphs' capture has compiled for so many tokens
             tile_tokens = TILE_TOKENS if plan.is_decode else prompt_tile_tokens(plan.num_tokens)
             lora = LoRABatch.build(plan.lora_slots, self._slots.tables, max_rank, tile_tokens)
         return self._run_model(inputs, lora)
-
-    def _adds_kronecker(self, plan: StepPlan) -> bool:
-        return self._slots is not None and self._slots.adds_kronecker(plan.slots)
 
     def _run_model(self, inputs: InputTensors, lora: LoRABatch | None) -> Tensor:
         hidden_TD: Tensor = self.model(

@@ -12,7 +12,7 @@ import pytest
 
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.sampling_params import SamplingParams
-from lorafleet.workers.schedule.fair_queue import MAX_IDLE_LANES, OUTPUT_WEIGHT, PROMPT_WEIGHT, FairQueue
+from lorafleet.workers.schedule.fair_queue import MAX_IDLE_FLOWS, OUTPUT_WEIGHT, PROMPT_WEIGHT, FairQueue
 from lorafleet.workers.schedule.kv_cache import SequenceBlocks
 from lorafleet.workers.schedule.sequence import Sequence
 
@@ -26,7 +26,7 @@ def sequence(adapter: str, name: str = "r", num_prompt: int = 10) -> Sequence:
 def serve_next(queue: FairQueue, in_slots: frozenset[str] = frozenset(), num_output: int = 0) -> Sequence:
     """The whole request at once."""
     queue.sort(in_slots)
-    chosen = next(queue.turns())
+    chosen = next(queue.in_start_order())
     queue.start(chosen)
     for _ in range(num_output):
         queue.count_output(chosen)
@@ -127,7 +127,7 @@ def test_answer_tokens_are_paid_for_while_they_come():
         queue.add(sequence("long", name))
         queue.add(sequence("short", name))
     queue.sort(())
-    turns = queue.turns()
+    turns = queue.in_start_order()
     running = next(turns)
     queue.start(running)
     queue.start(next(turns))
@@ -145,7 +145,7 @@ def test_preempted_ones_come_first_and_pay_once():
     queue.add_preempted(preempted)
     assert queue.heads()[0] is preempted and len(queue) == 2
     queue.sort(())
-    assert next(queue.turns()) is preempted
+    assert next(queue.in_start_order()) is preempted
     queue.start(preempted)
     queue.add(sequence("a", "later"))
     queue.add(sequence("b", "later"))
@@ -154,7 +154,7 @@ def test_preempted_ones_come_first_and_pay_once():
 
 def serve_next_unfinished(queue: FairQueue) -> Sequence:
     queue.sort(())
-    chosen = next(queue.turns())
+    chosen = next(queue.in_start_order())
     queue.start(chosen)
     return chosen
 
@@ -167,7 +167,7 @@ def test_an_adapter_that_cannot_start_is_passed_over_and_keeps_its_turn():
 
     def one_pass(starting: set[str]) -> Iterator[str]:
         queue.sort(())
-        for head in queue.turns():
+        for head in queue.in_start_order():
             yield f"{adapter_of(head)}{head.request_id}"
             if adapter_of(head) in starting:
                 queue.start(head)
@@ -194,7 +194,7 @@ def test_the_heads_come_in_the_order_of_their_turns():
     for _ in range(100):
         serve_next(queue, frozenset({"a1", "a2"}))
     queue.sort({"a1", "a2"})
-    assert queue.heads() == list(queue.turns())
+    assert queue.heads() == list(queue.in_start_order())
 
 
 def test_aborted_ones_leave_wherever_they_are():
@@ -211,10 +211,10 @@ def test_aborted_ones_leave_wherever_they_are():
 
 def test_adapters_that_are_idle_are_forgotten():
     queue = FairQueue(slot_credit=0)
-    for i in range(20 * MAX_IDLE_LANES):
+    for i in range(20 * MAX_IDLE_FLOWS):
         queue.add(sequence(f"cold{i}"))
         serve_next(queue)
-    assert len(queue._lanes) <= 2 * MAX_IDLE_LANES
+    assert len(queue._flows) <= 2 * MAX_IDLE_FLOWS
 
 
 @pytest.mark.parametrize("num_adapters", [10, 1000])
@@ -229,7 +229,7 @@ def test_a_pass_over_a_thousand_waiting_requests_takes_well_under_a_step(num_ada
         started = time.perf_counter()
         queue.sort(in_slots)
         queue.heads()
-        assert sum(1 for _ in queue.turns()) == len(queue.heads())
+        assert sum(1 for _ in queue.in_start_order()) == len(queue.heads())
         times.append(time.perf_counter() - started)
     assert min(times) < 10e-3
 
@@ -263,7 +263,7 @@ def test_a_tenant_gains_nothing_by_ever_new_adapters():
     assert abs(served["noisy"] - served["quiet"]) <= 2 * 100 // cost(sequence(""), 5) + 1
 
 
-def test_two_tenants_requests_for_one_adapter_are_of_different_lanes():
+def test_two_tenants_requests_for_one_adapter_belong_to_different_flows():
     queue = FairQueue(slot_credit=0)
     for i in range(20):
         queue.add(of_tenant("noisy", "public", str(i)))
@@ -287,8 +287,8 @@ def test_the_tenant_that_room_was_made_for_comes_first():
     for tenant in ("noisy", "quiet"):
         queue.add(of_tenant(tenant, "a"))
     queue.sort(())
-    assert [one.tenant for one in queue.turns("quiet")] == ["quiet", "noisy"]
-    assert [one.tenant for one in queue.turns()] == ["noisy", "quiet"]
+    assert [one.tenant for one in queue.in_start_order("quiet")] == ["quiet", "noisy"]
+    assert [one.tenant for one in queue.in_start_order()] == ["noisy", "quiet"]
 
 
 def test_waiting_tokens_are_counted_by_tenant():
