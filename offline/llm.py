@@ -244,21 +244,21 @@ class LLM:
         result = RequestOutput(str(number), text, ids, [], lora_request=lora)
         vocabulary = None if language is None else language.vocabulary
         for i in range(params.n):
-            one = params.of_sample(i)
+            sample_params = params.of_sample(i)
             request_id = f"{number}-{i}"
             self._engine.add(
                 EngineRequest(
                     request_id=request_id,
                     prompt_token_ids=ids,
-                    params=one,
+                    params=sample_params,
                     lora=lora,
                     vocabulary=vocabulary,
                     language="" if language is None else language.digest,
-                    tokenizer=None if one.structured_outputs is None else self._tokenizer_files.of(tokenizer),
+                    tokenizer=None if sample_params.structured_outputs is None else self._tokenizer_files.of(tokenizer),
                 )
             )
             result.outputs.append(CompletionOutput(i))
-            pending[request_id] = _Pending(result, result.outputs[-1], OutputProcessor(tokenizer, ids, one))
+            pending[request_id] = _Pending(result, result.outputs[-1], OutputProcessor(tokenizer, ids, sample_params))
         return result
 
     def _deliver(self, output: TokenOutput, pending: dict[str, _Pending]) -> None:
@@ -292,7 +292,7 @@ def _lora_config(options: LLMOptions, given: Mapping[str, Any]) -> LoRAConfig | 
         return None
     if options.lora_config is not None:
         if fields:
-            raise ConfigError(f"{', '.join(fields)} is given beside lora_config; put it into that.")
+            raise ConfigError(f"{', '.join(fields)} cannot be given together with lora_config; set it there instead.")
         return options.lora_config
     return LoRAConfig(**fields)
 
@@ -301,5 +301,5 @@ def _one_each(value: Any, count: int, name: str) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:
-        raise InvalidRequest(f"{name} has {len(value)} entries for {count} prompts; give one each.", name)
+        raise InvalidRequest(f"{name} has {len(value)} entries for {count} prompts; give one per prompt.", name)
     return list(value)
