@@ -37,7 +37,7 @@ def check(
         count = len(checked.problems)
         typer.echo(f"{file}: {count} mistake{'s' if count > 1 else ''} in this {checked.kind}", err=True)
         raise typer.Exit(1)
-    typer.echo(f"{file}: {checked.kind}, nothing wrong")
+    typer.echo(f"{file}: {checked.kind}, no mistakes")
     for line in describe(checked.serving, checked.cluster):
         typer.echo(f"  {line}")
     if checked.kind == RAY_SERVICE:

@@ -19,9 +19,9 @@ from lorafleet.protocol.errors import InvalidRequest, LorafleetError
 
 def usage(
     folder: Annotated[Path, typer.Argument(help="The servers' --usage-dir.")],
-    by: Annotated[str, typer.Option(help=f"Parted by commas: {', '.join(FIELDS)}.")] = "tenant",
+    by: Annotated[str, typer.Option(help=f"Fields to group by, separated by commas: {', '.join(FIELDS)}.")] = "tenant",
     since: Annotated[
-        str | None, typer.Option(help="A date or time (UTC where it says no zone), or 7d, 12h ago.")
+        str | None, typer.Option(help="A date or time (UTC if it has no time zone), or an age such as 7d or 12h.")
     ] = None,
     until: Annotated[
         str | None, typer.Option(help="The same; requests that ended at this time or later are left out.")
@@ -51,5 +51,7 @@ def _time_s(given: str) -> float:
     try:
         when = datetime.fromisoformat(given)
     except ValueError:
-        raise InvalidRequest(f"{given!r} is no time; give a date such as 2026-11-01, or 7d.", "since") from None
+        raise InvalidRequest(
+            f"{given!r} is not a time; give a date such as 2026-11-01, or an age such as 7d.", "since"
+        ) from None
     return (when if when.tzinfo is not None else when.replace(tzinfo=UTC)).timestamp()
