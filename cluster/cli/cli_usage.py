@@ -13,8 +13,9 @@ from typing import Annotated
 
 import typer
 
+from lorafleet.cluster.cli.cli_tools import ending_in_words
 from lorafleet.cluster.tenancy.usage_sums import FIELDS, Sum, summed
-from lorafleet.protocol.errors import InvalidRequest, LorafleetError
+from lorafleet.protocol.errors import InvalidRequest
 
 
 def usage(
@@ -30,13 +31,10 @@ def usage(
     """Prints sequences and tokens as CSV, with one line for each tenant, or for each combination of the fields in
     --by."""
     names = [name for name in by.split(",") if name]
-    try:
+    with ending_in_words():
         sums = summed(
             folder, names, 0.0 if since is None else _time_s(since), float("inf") if until is None else _time_s(until)
         )
-    except LorafleetError as error:
-        typer.echo(f"lorafleet: {error.message}", err=True)
-        raise typer.Exit(1) from None
     out = csv.writer(sys.stdout, lineterminator="\n")
     out.writerow([*names, *(field.name for field in fields(Sum))])
     for values, total in sums.items():

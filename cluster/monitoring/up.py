@@ -179,7 +179,7 @@ def _url(port: int) -> str:
 
 @contextlib.contextmanager
 def _stopping() -> Iterator[None]:
-    """Makes SIGINT and SIGTERM raise Stopped, once."""
+    """Makes SIGINT and SIGTERM raise MonitoringStopped, once."""
     signals = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, _raise_stopped) for number in signals]
     try:

@@ -88,7 +88,9 @@ def name_tensors(
             continue
         match = pattern.fullmatch(name)
         if match is None:
-            raise _refusal(name, label)
+            raise _feature(name) or AdapterMalformed(
+                f"the tensor {shown(name)} is not one that PEFT writes for {label}."
+            )
         module = layout.engine_name(engine_name(match["module"]))
         if not layout.targetable(module):
             raise _unknown_module(name, module, layout, base)
@@ -122,10 +124,6 @@ def _put(found: dict[str, str], leaf: str, name: str, owner: str) -> None:
     other = found.setdefault(leaf, name)
     if other != name:
         raise AdapterMalformed(f"{shown(other)} and {shown(name)} are both {leaf.removesuffix('.weight')} of {owner}.")
-
-
-def _refusal(name: str, label: str) -> AdapterMalformed | AdapterUnsupported:
-    return _feature(name) or AdapterMalformed(f"the tensor {shown(name)} is not one that PEFT writes for {label}.")
 
 
 def _feature(name: str) -> AdapterUnsupported | None:
