@@ -109,7 +109,7 @@ def _check_origin(value: str) -> str:
     parts = urlsplit(value)
     is_origin = bool(parts.scheme and parts.netloc) and value == f"{parts.scheme}://{parts.netloc}"
     if not is_origin and value != "*":
-        raise ValueError(f"{value!r} is no origin; give scheme, host and port as in https://app.example.org, or *")
+        raise ValueError(f"{value!r} is not an origin; give scheme, host and port as in https://app.example.org, or *")
     return value
 
 
@@ -129,7 +129,7 @@ def _check_resolvers(order: Sequence[str], configured: Collection[str]) -> None:
             raise ValueError(f"lora_resolvers names {name!r}, which needs {setting}.")
     for name in order:
         if order.count(name) > 1:
-            raise ValueError(f"lora_resolvers names {name!r} twice.")
+            raise ValueError(f"lora_resolvers names {name!r} twice; name each resolver once.")
 
 
 Origin = Annotated[str, AfterValidator(_check_origin)]
@@ -155,7 +155,7 @@ class AppArgs(BaseModel, EngineOptions, LoRAOptions, extra="forbid", frozen=True
     tool_call_parser: ToolCallFormat = Field(
         "auto",
         description="Format in which models write tool calls. auto: recognized from each model's chat template. "
-        "none: no calls are read.",
+        "none: calls are not parsed.",
     )
 
     enable_lora: bool = Field(True, description="Serve adapters beside the base model.")
@@ -189,14 +189,16 @@ class AppArgs(BaseModel, EngineOptions, LoRAOptions, extra="forbid", frozen=True
     lora_resolvers: Annotated[list[str], BeforeValidator(_as_list)] = Field(
         [],
         description="Order in which unknown adapters are looked up; the first hit wins: filesystem, s3, http, "
-        "hub and installed plugins. Resolvers that are configured but not named here are asked "
+        "hub and installed plugins. Resolvers that are configured but not named here are tried "
         "first.",
     )
     lora_cache_dir: str | None = Field(
         None, description="Folder on each node's local disk for fetched adapters. Default: ~/.cache/lorafleet."
     )
     lora_cache_bytes: int = Field(
-        CACHE_BYTES, ge=1, description="Most bytes in that folder. The least recently used adapters are evicted."
+        CACHE_BYTES,
+        ge=1,
+        description="Maximum size of that folder in bytes. The least recently used adapters are evicted.",
     )
 
     catalog_uri: str | None = Field(
@@ -210,8 +212,8 @@ class AppArgs(BaseModel, EngineOptions, LoRAOptions, extra="forbid", frozen=True
         None,
         repr=False,
         min_length=8,
-        description="Key that opens /v1/adapters. Better given in the environment, as LORAFLEET_ADMIN_KEY. "
-        "Without it nobody administers over HTTP.",
+        description="Key that opens /v1/adapters. The environment variable LORAFLEET_ADMIN_KEY is a safer place for "
+        "it. Without it, only API keys of the scope admin open /v1/adapters.",
     )
 
     api_keys: Annotated[str | None, BeforeValidator(_absolute)] = Field(
@@ -219,35 +221,35 @@ class AppArgs(BaseModel, EngineOptions, LoRAOptions, extra="forbid", frozen=True
         repr=False,
         description="YAML or JSON file of API keys and tenants, which every node has at this path. `lorafleet "
         "keys` writes it, and servers read it again when it changes. Its content may also be in the "
-        "environment variable LORAFLEET_API_KEYS. Without it anyone who reaches the server may send "
+        "environment variable LORAFLEET_API_KEYS. Without it, anyone who can reach the server can send "
         "requests.",
     )
     usage_dir: Annotated[str | None, BeforeValidator(_absolute)] = Field(
         None,
-        description="Folder in which replicas meter the use of tenants; `lorafleet usage` adds it up. Default "
+        description="Folder in which replicas record each tenant's usage; `lorafleet usage` adds it up. Default "
         "with api_keys: usage/ below LORAFLEET_STATE_DIR or ~/.local/state/lorafleet, on each node.",
     )
     audit_dir: Annotated[str | None, BeforeValidator(_absolute)] = Field(
         None,
-        description="Folder in which replicas log who administered what. Default with admin_key or api_keys: "
-        "audit/ at the same place.",
+        description="Folder of the audit log, in which replicas record administrative requests. Default with "
+        "admin_key or api_keys: audit/ in the same place.",
     )
     allowed_origins: Annotated[list[Origin], BeforeValidator(_as_list)] = Field(
         [],
         description="Sites whose pages may use the server from a browser, such as https://app.example.org, or * "
-        "for all. Without keys, pages of other sites are refused, and so is a Host that is neither "
-        "an address nor localhost.",
+        "for all. Without keys, requests from pages of other sites are rejected, and so are requests whose "
+        "Host is neither an address nor localhost.",
     )
     insecure_without_keys: bool = Field(
         False, description="Start without API keys even if the address is open to the network."
     )
     insecure_without_ray_token: bool = Field(
-        False, description="Start even if the address is open to the network and Ray checks no token."
+        False, description="Start even if the address is open to the network and Ray requires no token."
     )
 
     otlp_traces_endpoint: str | None = Field(
         None,
-        description="URL of an OpenTelemetry collector that gets the traces of requests, as protobuf over HTTP, "
+        description="URL of an OpenTelemetry collector that receives the traces of requests, as protobuf over HTTP, "
         "such as http://localhost:4318/v1/traces. Default: no traces. Needs the extra: pip install "
         "'lorafleet[otel]'.",
     )
@@ -255,13 +257,13 @@ class AppArgs(BaseModel, EngineOptions, LoRAOptions, extra="forbid", frozen=True
         1.0,
         ge=0,
         le=1,
-        description="Share of requests that are traced, among those whose client has not decided by a `traceparent`.",
+        description="Share of requests that are traced. A client's `traceparent` header overrides it for its request.",
     )
 
     quality_probes: Annotated[str | None, BeforeValidator(_absolute)] = Field(
         None,
-        description="YAML or JSON file of prompts, which every node has at this path. Models are asked them on a "
-        "schedule and compared with their stored baselines (docs/quality.md). Default: no probes.",
+        description="YAML or JSON file of prompts, which every node has at this path. Models answer them on a "
+        "schedule and are compared with their stored baselines (docs/quality.md). Default: no probes.",
     )
 
     num_replicas: int = Field(1, ge=1, description="Number of replicas. Each holds the whole base model.")
@@ -272,7 +274,7 @@ class AppArgs(BaseModel, EngineOptions, LoRAOptions, extra="forbid", frozen=True
         0.7,
         gt=0,
         le=1,
-        description="With max_replicas: how full replicas should be, of sequences and of KV tokens, 0 to 1.",
+        description="With max_replicas: target share of each replica's sequences and KV tokens in use, 0 to 1.",
     )
     upscale_delay_s: float = Field(
         30.0, ge=0, description="With max_replicas: seconds of sustained overload before a replica is added."
@@ -283,7 +285,7 @@ class AppArgs(BaseModel, EngineOptions, LoRAOptions, extra="forbid", frozen=True
     tensor_parallel_size: TensorParallelSize = Field(1, ge=1)  # Rejected while parsing, as num_replicas is.
     num_cpus: float = Field(0.1, gt=0, description="CPUs that Ray reserves for each worker. Fractions are allowed.")
     max_ongoing_requests: int = Field(
-        1024, ge=1, description="Most requests that one replica accepts at a time; Serve lets no more through."
+        1024, ge=1, description="Maximum number of requests that Ray Serve sends to one replica at a time."
     )
     # An engine has no such bounds by default.
     max_queued_requests: QueuedRequests = 512
@@ -291,11 +293,11 @@ class AppArgs(BaseModel, EngineOptions, LoRAOptions, extra="forbid", frozen=True
     queue_timeout: float | None = Field(
         None,
         ge=0,
-        description="Seconds that a request may wait to start before it is refused with 429 and Retry-After, unless "
-        "its X-Queue-Timeout-Seconds header says otherwise; default: no limit.",
+        description="Seconds that a request may wait to start before it is rejected with 429 and Retry-After. Its "
+        "X-Queue-Timeout-Seconds header overrides this. Default: no limit.",
     )
     max_body_bytes: int = Field(
-        MAX_BODY_BYTES, ge=1, description="Largest body of a request; a larger one is refused with 413."
+        MAX_BODY_BYTES, ge=1, description="Largest request body in bytes; a larger one is rejected with 413."
     )
 
     @model_validator(mode="before")
@@ -306,7 +308,7 @@ class AppArgs(BaseModel, EngineOptions, LoRAOptions, extra="forbid", frozen=True
         renamed: dict[str, Any] = {str(ALIASES.get(name, name)): value for name, value in data.items()}
         if len(renamed) < len(data):
             both = next(alias for alias, name in ALIASES.items() if alias in data and name in data)
-            raise ValueError(f"{both} and {ALIASES[both]} are the same setting; give one of them.")
+            raise ValueError(f"{both} and {ALIASES[both]} are the same setting; give only one of them.")
         for name in renamed:
             if name not in cls.model_fields:
                 raise ValueError(
@@ -319,11 +321,11 @@ class AppArgs(BaseModel, EngineOptions, LoRAOptions, extra="forbid", frozen=True
         _check_modules(self.lora_modules, self.base_names)
         if self.max_replicas is not None and self.max_replicas < self.num_replicas:
             raise ValueError(
-                f"max_replicas={self.max_replicas} is below num_replicas={self.num_replicas}, the least that run. "
-                "Raise it or lower the other."
+                f"max_replicas={self.max_replicas} is below num_replicas={self.num_replicas}, the minimum. Raise "
+                "max_replicas or lower num_replicas."
             )
         if self.lora_modules and not self.enable_lora:
-            raise ValueError("lora_modules needs enable_lora; drop one of the two.")
+            raise ValueError("lora_modules requires enable_lora; enable it, or remove lora_modules.")
         _check_resolvers(self.lora_resolvers, self._configured_resolvers)
         return self
 
@@ -390,7 +392,7 @@ def parse_args(values: dict[str, Any]) -> AppArgs:
     try:
         return AppArgs.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("; ".join(in_words(one) for one in error.errors())) from None
+        raise ConfigError("; ".join(in_words(details) for details in error.errors())) from None
 
 
 def keys_from(environment: Mapping[str, str]) -> dict[str, str]:

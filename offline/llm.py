@@ -292,7 +292,7 @@ def _lora_config(options: LLMOptions, given: Mapping[str, Any]) -> LoRAConfig | 
         return None
     if options.lora_config is not None:
         if fields:
-            raise ConfigError(f"{', '.join(fields)} is given beside lora_config; put it into that.")
+            raise ConfigError(f"{', '.join(fields)} cannot be given together with lora_config; set it there instead.")
         return options.lora_config
     return LoRAConfig(**fields)
 
@@ -301,5 +301,5 @@ def _entry_each(value: Any, count: int, name: str) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:
-        raise InvalidRequest(f"{name} has {len(value)} entries for {count} prompts; give one each.", name)
+        raise InvalidRequest(f"{name} has {len(value)} entries for {count} prompts; give one per prompt.", name)
     return list(value)

@@ -49,6 +49,6 @@ def _kind(source: YamlSource) -> str:
         if "applications" in value:
             return SERVE
     raise ConfigError(
-        f"{source.file} is no Serve configuration (applications: …), no cluster for `ray up` (cluster_name: …, "
-        "provider: …) and no RayService (apiVersion: ray.io/v1)."
+        f"{source.file} is not a Serve configuration (applications: …), a cluster for `ray up` (cluster_name: …, "
+        "provider: …) or a RayService (apiVersion: ray.io/v1)."
     )

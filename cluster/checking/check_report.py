@@ -19,19 +19,20 @@ def describe(serving: Serving | None, cluster: Cluster | None) -> Iterator[str]:
         return
     where = "every node" if serving.every_node else "the head node"
     yield f"ingress      http://{serving.host}:{serving.port} on {where}"
-    yield f"replicas'    ports {REPLICA_PORTS} with direct streaming, the directory's one of {DIRECTORY_PORTS}"
+    yield f"ports        replicas: {REPLICA_PORTS} with direct streaming; directory: one of {DIRECTORY_PORTS}"
     for application in serving.applications:
         yield from _application(application)
     for name in serving.others:
-        yield f"application  {name}: not lorafleet's, its args are not looked at"
+        yield f"application  {name}: not a lorafleet application; its args are not checked"
 
 
 def _group(group: NodeGroup) -> str:
     nodes = f"{group.least}" if group.least == group.most else f"{group.least} to {group.most}"
-    gpus = "GPUs as the machine has" if group.num_gpus is None else f"{group.num_gpus} GPUs"
+    gpus = "as many GPUs as the machine has" if group.num_gpus is None else f"{group.num_gpus} GPUs"
     cpus = "" if group.num_cpus is None else f", {group.num_cpus:g} CPUs"
-    role = ", head: Ray's and Serve's controllers, the adapter directory, the ingress" if group.head else ""
-    return f"nodes        {group.name}: {nodes} of {gpus}{cpus}{role}"
+    role = "; runs Ray's and Serve's controllers, the adapter directory and the ingress" if group.head else ""
+    each = " each" if group.most > 1 else ""
+    return f"nodes        {group.name}: {nodes} with {gpus}{cpus}{each}{role}"
 
 
 def _application(application: Application) -> Iterator[str]:
@@ -39,9 +40,9 @@ def _application(application: Application) -> Iterator[str]:
     yield f"application  {application.name}: {', '.join(args.base_names)}, from {args.model}"
     yield f"replicas     {_replicas(args)}"
     names = [module.name for module in args.lora_modules]
-    yield f"adapters     {', '.join(names) or 'none from the start'}; {args.max_loras} slots a GPU"
+    yield f"adapters     {', '.join(names) or 'none at startup'}; {args.max_loras} slots per GPU"
     yield f"resolvers    {', '.join(args.resolver_order) or 'none'}"
-    yield f"catalogue    {args.catalog_uri or 'a folder of the head node'}"
+    yield f"catalogue    {args.catalog_uri or 'a folder on the head node'}"
 
 
 def _replicas(args: AppArgs) -> str:
@@ -51,7 +52,7 @@ def _replicas(args: AppArgs) -> str:
         else (f"{args.num_replicas} to {args.most_replicas}")
     )
     if args.device == "cpu":
-        return f"{many} on CPUs, {args.tensor_parallel_size} workers of {args.num_cpus:g} CPUs each"
+        return f"{many} on CPUs, each with {args.tensor_parallel_size} workers of {args.num_cpus:g} CPUs"
     kind = "GPU" if args.device == "cuda" else "GPU, or CPU where there is none"
     size = args.tensor_parallel_size
-    return f"{many} x {size} {kind}{', of one node' if size > 1 else ''}, {args.num_cpus:g} CPUs a worker"
+    return f"{many} x {size} {kind}{', on one node' if size > 1 else ''}, {args.num_cpus:g} CPUs per worker"

@@ -49,8 +49,8 @@ def check_fit(serving: Serving, cluster: Cluster) -> list[Problem]:
         problems.append(
             serving.source.problem(
                 ("http_options", "host"),
-                f"host is {serving.host}, and replicas listen where the ingress does: those of other nodes could not "
-                "be reached. Set 0.0.0.0, and keep ports other than the ingress's closed to the outside.",
+                f"host is {serving.host}, on which replicas listen too, so replicas on other nodes could not be "
+                "reached. Set 0.0.0.0, and keep ports other than the ingress's closed to the outside.",
             )
         )
     return problems
@@ -63,7 +63,7 @@ def _check_gpus(serving: Serving, application: Application, cluster: Cluster) ->
         return []
     if args.device == "auto":
         message = (
-            "device is auto, which means the CPU while no node with a GPU has joined. Set device: cuda."
+            "device is auto, which means the CPU until a node with a GPU has joined. Set device: cuda."
             if with_gpus
             else "device is auto, and no node has a GPU. Set device: cpu."
         )
@@ -75,8 +75,8 @@ def _check_gpus(serving: Serving, application: Application, cluster: Cluster) ->
     name = "num_replicas" if args.max_replicas is None else "max_replicas"
     gpus = f"{size} GPU{'s' if size > 1 else ''}"
     message = (
-        f"{name}={args.most_replicas} replicas of {gpus} on one node do not fit: the nodes, at their most, have room "
-        f"for {room}. Lower {name}, or raise max_workers or the GPUs of a node."
+        f"{name}={args.most_replicas} replicas of {gpus} on one node do not fit: all nodes together, at their maximum "
+        f"number, have room for {room}. Lower {name}, or raise max_workers or the GPUs of a node."
     )
     return [serving.source.problem((*place, name), message)]
 
@@ -86,9 +86,9 @@ def _check_catalogue(serving: Serving, application: Application, cluster: Cluste
     if not cluster.several_nodes or (uri is not None and (uri.startswith("s3://") or uri.startswith("/"))):
         return []
     message = (
-        "catalog_uri is not set: the catalogue would be in a folder of one node, which the others do not see. "
+        "catalog_uri is not set, so the catalogue would be in a folder on one node, which the others cannot see. "
         if uri is None
-        else f"catalog_uri={uri!r} is no absolute path: every node would have a folder of its own. "
+        else f"catalog_uri={uri!r} is not an absolute path, so every node would have a folder of its own. "
     )
     place = (*application.place, "args", "catalog_uri")
     return [serving.source.problem(place, message + "Set s3://bucket/prefix, or a folder that all nodes share.")]

@@ -29,7 +29,7 @@ def check_ray_service(source: YamlSource) -> tuple[list[Problem], Serving | None
     for place, group in _groups(config):
         problems += _check_group(source, place, group)
     if (config.get("authOptions") or {}).get("mode") != "token":
-        message = "authOptions.mode is not token: whoever reaches Ray's ports could run code. Set it."
+        message = "authOptions.mode is not token, so anyone who can reach Ray's ports could run code. Set it to token."
         problems.append(source.problem((*CLUSTER, "authOptions"), message))
     cluster = _cluster(config)
     found, serving = _check_served(source, cluster)
@@ -90,7 +90,7 @@ def _cpus(text: str) -> float:
 def _check_served(source: YamlSource, cluster: Cluster | None) -> tuple[list[Problem], Serving | None]:
     spec = source.value.get("spec")
     if not isinstance(spec, dict) or not isinstance(spec.get("serveConfigV2"), str):
-        return [source.problem(SERVED, "serveConfigV2 is missing: nothing would be served.")], None
+        return [source.problem(SERVED, "serveConfigV2 is missing, so nothing would be served.")], None
     try:
         inner = source.embedded(SERVED)
     except ConfigError as error:
@@ -98,7 +98,7 @@ def _check_served(source: YamlSource, cluster: Cluster | None) -> tuple[list[Pro
     problems, serving = check_serve(inner)
     problems += inner.repeated_keys()
     if serving is not None and not serving.every_node:
-        message = "proxy_location must be EveryNode: KubeRay takes a pod without a proxy for one that is not ready."
+        message = "proxy_location must be EveryNode, since KubeRay considers a pod without a proxy not ready."
         problems.append(inner.problem(("proxy_location",), message))
     if serving is not None and cluster is not None:
         problems += check_fit(serving, cluster)

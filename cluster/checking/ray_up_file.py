@@ -77,11 +77,11 @@ def _prepare(value: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
             prepared: dict[str, Any] = prepare_config(copy.deepcopy(value))
             validate_config(prepared)
     except jsonschema.ValidationError as error:
-        return None, f"Ray refuses this: {error.message}"
+        return None, f"Ray rejects this: {error.message}"
     except click.ClickException:
-        return None, f"Ray refuses this: {' '.join(said.getvalue().split())}"
+        return None, f"Ray rejects this: {' '.join(said.getvalue().split())}"
     except Exception as error:  # Its schema accepts values that its code does not expect.
-        return None, f"Ray refuses this: {error or type(error).__name__}"
+        return None, f"Ray rejects this: {error or type(error).__name__}"
     return prepared, ""
 
 
@@ -90,12 +90,15 @@ def _check_starts(source: YamlSource) -> list[Problem]:
     for name in STARTS:
         commands = source.value.get(name)
         if not isinstance(commands, list) or not all(isinstance(command, str) for command in commands):
-            message = f"is missing: Ray's own command sets no environment. Begin it with `{ENVIRONMENT_COMMAND}`."
-            problems.append(source.problem((name,), f"{name} {message}"))
+            message = (
+                f"{name} is missing, and Ray's default command does not set the environment. Give a command that "
+                f"begins with `{ENVIRONMENT_COMMAND}`."
+            )
+            problems.append(source.problem((name,), message))
             continue
         starts = [number for number, command in enumerate(commands) if "ray start" in command]
         if not starts:
-            problems.append(source.problem((name,), "no command has `ray start`: Ray would not be started."))
+            problems.append(source.problem((name,), "no command has `ray start`, so Ray would not be started."))
         for number in starts:
             problems += _check_start(source, (name, number), commands[number], NEEDED_FLAGS[name])
     return problems
@@ -121,9 +124,9 @@ def missing_environment(given: dict[str, str | None], where: str) -> list[str]:
     for name, value in (cluster_environment.NEEDED | {haproxy.RAYS_VARIABLE: None}).items():
         if name not in given:
             wanted = value or f"the path of {haproxy.NAME}"
-            messages.append(f"{name} is not set {where}, which a node needs: {wanted}.")
+            messages.append(f"{name} is not set {where}; a node needs it, with the value {wanted}.")
         elif value is not None and given[name] not in (value, None):
-            messages.append(f"{name}={given[name]}: a node needs {value}.")
+            messages.append(f"{name}={given[name]} is set, but a node needs {value}.")
     return messages
 
 
@@ -148,8 +151,8 @@ def _check_token(source: YamlSource) -> list[Problem]:
     if commands and all("RAY_AUTH_TOKEN" in command for command in commands):
         return []
     message = (
-        f"Ray's token is nowhere: whoever reaches Ray's ports could run code. Mount ~/{TOKEN_FILE}, which "
-        "`ray get-auth-token --generate` makes, on every node."
+        f"there is no token for Ray, so anyone who can reach Ray's ports could run code. Mount ~/{TOKEN_FILE}, which "
+        "`ray get-auth-token --generate` creates, on every node."
     )
     return [source.problem(("file_mounts",), message)]
 
@@ -191,11 +194,13 @@ def _check_served(source: YamlSource, cluster: Cluster | None) -> tuple[list[Pro
         return [], None
     local = _local(source.value.get("file_mounts"), remote)
     if local is None:
-        return [source.problem(place, f"{remote} is on no file_mount: the head would not have it.")], None
+        message = f"{remote} is not covered by file_mounts, so the head would not have it."
+        return [source.problem(place, message)], None
     try:
         served = read(local)
     except ConfigError as error:
-        return [source.problem(place, f"{error.message} Local paths of file_mounts start where `ray up` is run.")], None
+        message = f"{error.message} Local paths in file_mounts are relative to the folder where `ray up` is run."
+        return [source.problem(place, message)], None
     problems, serving = check_serve(served)
     if serving is not None and cluster is not None:
         problems += check_fit(serving, cluster)

@@ -182,7 +182,9 @@ def _of_pydantic(
 def _check_import(source: YamlSource, place: Place, import_path: str) -> list[Problem]:
     module = import_path.partition(":")[0] if ":" in import_path else import_path.rpartition(".")[0]
     if module.split(".")[0] == "lorafleet":
-        return [source.problem(place, f"{import_path!r} builds no application{nearest(import_path, [BUILDER])}")]
+        return [
+            source.problem(place, f"{import_path!r} does not build an application{nearest(import_path, [BUILDER])}")
+        ]
     try:
         found = importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):

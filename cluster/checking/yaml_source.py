@@ -50,7 +50,7 @@ class YamlSource:
         return self.lines.get(place, 1)
 
     def repeated_keys(self) -> list[Problem]:
-        message = "the key stands here twice; YAML would take the last."
+        message = "the key is repeated; YAML would use only the last one."
         return [Problem(self.file, line, self.within + spelt(place), message) for place, line in self.repeated]
 
     def embedded(self, place: Place) -> YamlSource:
@@ -99,9 +99,9 @@ def parse(file: str, text: str, offset: int = 0) -> YamlSource:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = 1 if mark is None else mark.line + 1 + offset
-        raise ConfigError(f"{file}:{line}: this is not YAML: {error.problem or error.context}.") from None
+        raise ConfigError(f"{file}:{line}: this is not valid YAML: {error.problem or error.context}.") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{file}: this is not YAML: {error}.") from None
+        raise ConfigError(f"{file}: this is not valid YAML: {error}.") from None
     finally:
         loader.dispose()
 
@@ -123,7 +123,7 @@ class _Reader:
         self._num_nodes += 1
         if self._num_nodes > MAX_NODES or len(place) > MAX_DEPTH:
             raise ConfigError(
-                f"{self._source.file} has more than {MAX_NODES} values, or {MAX_DEPTH} within each other."
+                f"{self._source.file} has more than {MAX_NODES} values, or more than {MAX_DEPTH} levels of nesting."
             )
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, place)
@@ -153,7 +153,9 @@ class _Reader:
             return "<<"
         key = self._loader.construct_object(node) if isinstance(node, yaml.ScalarNode) else None
         if not isinstance(key, str):
-            raise ConfigError(f"{self._source.file}:{self._line(node)}: a key must be text; YAML reads {_shown(node)}.")
+            raise ConfigError(
+                f"{self._source.file}:{self._line(node)}: a key must be text, but this is {_shown(node)}."
+            )
         return key
 
     def _item(self, node: yaml.Node, place: Place) -> Any:
@@ -165,7 +167,9 @@ class _Reader:
 
 
 def _shown(node: yaml.Node) -> str:
-    return f"{node.value} as something else: quote it" if isinstance(node, yaml.ScalarNode) else "a list or a mapping"
+    if isinstance(node, yaml.ScalarNode):
+        return f"{node.value}, which YAML reads as another type; quote it"
+    return "a list or a mapping"
 
 
 def _text_at(value: Any, place: Place) -> str:

@@ -82,14 +82,16 @@ def _serve(
     host: Host = "127.0.0.1",
     port: Port = 8000,
     direct_streaming: Annotated[
-        bool, typer.Option(help="Tokens go from the replica through HAProxy; off: through Serve's own slower proxy.")
+        bool, typer.Option(help="Send tokens from replicas through HAProxy; off: through Serve's own, slower proxy.")
     ] = True,
     ssl_certfile: Annotated[
-        str | None, typer.Option(help="PEM file with the server's certificate and its issuers': HTTPS instead of HTTP.")
+        str | None, typer.Option(help="PEM file with the server's certificate chain: HTTPS instead of HTTP.")
     ] = None,
-    ssl_keyfile: Annotated[str | None, typer.Option(help="PEM file with its key, without a password.")] = None,
+    ssl_keyfile: Annotated[
+        str | None, typer.Option(help="PEM file with the certificate's private key, without a password.")
+    ] = None,
     ssl_ca_certs: Annotated[
-        str | None, typer.Option(help="PEM file; clients must show a certificate of one of these issuers.")
+        str | None, typer.Option(help="PEM file of issuers. Clients must show a certificate of one of them.")
     ] = None,
     **options: Any,
 ) -> None:

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 
 def compare(
-    model: Annotated[str, typer.Option(help="Folder of the base model; with --url its name there.")],
-    adapters: Annotated[list[str], typer.Option(help="NAME=PATH (folder or URI) …; with --url NAME=name there.")],
+    model: Annotated[str, typer.Option(help="Folder of the base model; with --url, its name on the server.")],
+    adapters: Annotated[
+        list[str], typer.Option(help="NAME=PATH (folder or URI) …; with --url, NAME=its name on the server.")
+    ],
     prompts: Annotated[
         Path | None, typer.Option(help="File of prompts, as JSON lines; default: a small bundled set.")
     ] = None,
@@ -52,13 +54,13 @@ def compare(
 
         named = _named(adapters)
         if baseline != BASE and baseline not in named:
-            raise InvalidRequest(f"--baseline is {baseline!r}; it can be base, {', '.join(named)}.")
+            raise InvalidRequest(f"--baseline is {baseline!r}; it must be one of base, {', '.join(named)}.")
         if url is not None and (device != "auto" or dtype is not None):
-            raise InvalidRequest("--device and --dtype are a running server's own; leave them out with --url.")
+            raise InvalidRequest("--device and --dtype do not apply to a running server; leave them out with --url.")
         kept = retention or (DEMO_RETENTION if prompts is None else None)
         questions = Questions(read_examples(prompts or DEMO_PROMPTS), [] if kept is None else read_examples(kept))
         if out is not None and not out.parent.is_dir():
-            raise InvalidRequest(f"--out: there is no folder {out.parent}.")
+            raise InvalidRequest(f"--out: there is no folder {out.parent}. Create it first.")
         with ExitStack() as stack:
             changes: Mapping[str, float] = {}
             if url is None:

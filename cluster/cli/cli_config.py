@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from lorafleet.cluster.cli.cli_tools import ending_in_words
 from lorafleet.cluster.serve import cluster_environment
-from lorafleet.protocol.errors import LorafleetError
 
 config = typer.Typer(help="Check the files that a cluster is started from.", no_args_is_help=True)
 
@@ -26,18 +26,15 @@ def check(
     from lorafleet.cluster.checking.check_report import describe
     from lorafleet.cluster.checking.ray_service_schema import unchecked
 
-    try:
+    with ending_in_words():
         checked = check_file(file)
-    except LorafleetError as error:
-        typer.echo(f"lorafleet: {error.message}", err=True)
-        raise typer.Exit(1) from None
     for problem in checked.problems:
         typer.echo(str(problem), err=True)
     if checked.problems:
         count = len(checked.problems)
         typer.echo(f"{file}: {count} mistake{'s' if count > 1 else ''} in this {checked.kind}", err=True)
         raise typer.Exit(1)
-    typer.echo(f"{file}: {checked.kind}, nothing wrong")
+    typer.echo(f"{file}: {checked.kind}, no mistakes")
     for line in describe(checked.serving, checked.cluster):
         typer.echo(f"  {line}")
     if checked.kind == RAY_SERVICE:
@@ -50,10 +47,7 @@ def environment() -> None:
 
     eval "$(lorafleet config environment)"
     """
-    try:
+    with ending_in_words():
         variables = cluster_environment.environment()
-    except LorafleetError as error:
-        typer.echo(f"lorafleet: {error.message}", err=True)
-        raise typer.Exit(1) from None
     for name, value in variables.items():
         typer.echo(f"export {name}={quote(value)}")

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 def convert(
     paths: Annotated[
         list[str],
-        typer.Argument(metavar="[SRC] DST", help="Source (folder or URI) and new folder; with --merge DST alone."),
+        typer.Argument(metavar="[SRC] DST", help="Source (folder or URI) and new folder; with --merge, only DST."),
     ],
     model: ModelOption = None,
     dtype: Annotated[FloatName | None, typer.Option(help="Dtype of the stored values; default: as they are.")] = None,
-    rank: Annotated[int | None, typer.Option(min=1, help="Largest rank to keep, by SVD; prints what is lost.")] = None,
+    rank: Annotated[int | None, typer.Option(min=1, help="Largest rank to keep, by SVD; prints the error.")] = None,
     merge: Annotated[list[str] | None, typer.Option(help="Adapters to merge into one: --merge A B ….")] = None,
     weights: Annotated[list[float] | None, typer.Option(help="One weight per adapter; default 1.")] = None,
     method: Annotated[
@@ -57,7 +57,7 @@ def convert(
 
         sources, target = _sources(paths, merge)
         if not merge and any(option is not None for option in (weights, method, density, majority_sign, seed)):
-            raise InvalidRequest("--weights, --method, --density, --majority-sign and --seed go with --merge only.")
+            raise InvalidRequest("--weights, --method, --density, --majority-sign and --seed require --merge.")
         folders = [stack.enter_context(adapter_folder(source)) for source in sources]
         base = opened_base(stack, model)
         if not merge:
@@ -72,8 +72,8 @@ def convert(
 def _sources(paths: list[str], merge: list[str] | None) -> tuple[list[str], Path]:
     wanted = 1 if merge else 2
     if len(paths) != wanted:
-        given = "--merge is followed by all adapters; put DST before it" if merge else "give SRC and DST"
-        raise InvalidRequest(f"{len(paths)} paths were given: {given}.")
+        remedy = "give only DST, before --merge and its adapters" if merge else "give SRC and DST"
+        raise InvalidRequest(f"{len(paths)} paths were given; {remedy}.")
     return (merge or paths[:1]), Path(paths[-1])
 
 

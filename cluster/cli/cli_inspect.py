@@ -22,9 +22,11 @@ def inspect(
     path: Annotated[str, typer.Argument(help="Folder of an adapter, or a URI.")],
     model: Annotated[
         list[Path] | None,
-        typer.Option(help="Folder of a base; says whether it would load the adapter. May be repeated."),
+        typer.Option(help="Folder of a base, to check whether it would load the adapter. May be repeated."),
     ] = None,
-    tp: Annotated[int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="GPUs that share a base.")] = 1,
+    tp: Annotated[
+        int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="Number of GPUs that share a base.")
+    ] = 1,
     fully_sharded_loras: Annotated[bool, typer.Option(help="The server's option of this name.")] = True,
     lora_dtype: Annotated[
         LoRADType, typer.Option(help="The server's option of this name; auto: the base's, else bfloat16.")
@@ -66,7 +68,7 @@ def _text(found: Inspection) -> str:
         ("adapter", found.path),
         ("kind", found.kind or "unknown"),
         ("digest", found.digest or "–"),
-        ("made for", found.base_name or "not said"),
+        ("made for", found.base_name or "not stated"),
         ("rank", _counted(found.ranks)),
         ("targets", _counted(found.targets)),
         ("layers", str(found.num_layers) if found.num_layers else "–"),

@@ -20,9 +20,9 @@ from lorafleet.cluster.tenancy.key_file import HASH_PREFIX, KeyFile
 from lorafleet.cluster.tenancy.key_text import check_key, digest_of, make_key
 from lorafleet.protocol.errors import LorafleetError
 
-keys = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
+keys = typer.Typer(help="Create, list and revoke API keys.", no_args_is_help=True)
 
-File = Annotated[Path, typer.Argument(help="The file given to servers as --api-keys.")]
+File = Annotated[Path, typer.Argument(help="The file that servers read as --api-keys.")]
 
 
 @keys.command("create")
@@ -30,9 +30,9 @@ def create(
     file: File,
     id_: Annotated[str, typer.Option("--id", help="The key's public name, for logs and for revoking it.")],
     # A mutable default is safe, since typer copies it.
-    scope: Annotated[list[str], typer.Option(help="infer, admin or metrics; may be repeated.")] = ["infer"],  # noqa: B006
+    scope: Annotated[list[str], typer.Option(help="Scope: infer, admin or metrics. May be repeated.")] = ["infer"],  # noqa: B006
     tenant: Annotated[
-        str | None, typer.Option(help="Tenant that owns the key; without one, it sees what is public.")
+        str | None, typer.Option(help="Tenant that owns the key; without one, the key sees public adapters.")
     ] = None,
     expires: Annotated[
         str | None, typer.Option(help="A date such as 2027-01-31, or a time from now: 90d, 12h.")

@@ -15,10 +15,10 @@ from lorafleet.cluster.serve.state_folder import state_folder
 
 metrics = typer.Typer(help="Prometheus and Grafana for a running server.", no_args_is_help=True)
 
-Folder = Annotated[Path, typer.Argument(help="Folder to write to; it is made if it is missing.")]
+Folder = Annotated[Path, typer.Argument(help="Folder to write to; it is created if it is missing.")]
 Server = Annotated[str, typer.Option(envvar="LORAFLEET_URL", help="The server's address.")]
 TokenFile = Annotated[
-    Path | None, typer.Option(help="File with a key of the scope metrics, if the server asks for keys.")
+    Path | None, typer.Option(help="File with a key of the scope metrics, if the server requires keys.")
 ]
 CAFile = Annotated[Path | None, typer.Option(help="Certificate authority of an https server, in PEM.")]
 Interval = Annotated[int, typer.Option(min=1, help="Seconds between two scrapes.")]

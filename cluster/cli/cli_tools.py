@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FloatName = Literal["float32", "bfloat16", "float16"]
 
-JSONOption = Annotated[bool, typer.Option("--json", help="Print numbers for programs.")]
+JSONOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 ModelOption = Annotated[Path | None, typer.Option("--model", help="Folder of the base model.")]
 
 

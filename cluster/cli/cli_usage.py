@@ -13,15 +13,16 @@ from typing import Annotated
 
 import typer
 
+from lorafleet.cluster.cli.cli_tools import ending_in_words
 from lorafleet.cluster.tenancy.usage_sums import FIELDS, Sum, summed
-from lorafleet.protocol.errors import InvalidRequest, LorafleetError
+from lorafleet.protocol.errors import InvalidRequest
 
 
 def usage(
     folder: Annotated[Path, typer.Argument(help="The servers' --usage-dir.")],
-    by: Annotated[str, typer.Option(help=f"Parted by commas: {', '.join(FIELDS)}.")] = "tenant",
+    by: Annotated[str, typer.Option(help=f"Fields to group by, separated by commas: {', '.join(FIELDS)}.")] = "tenant",
     since: Annotated[
-        str | None, typer.Option(help="A date or time (UTC where it says no zone), or 7d, 12h ago.")
+        str | None, typer.Option(help="A date or time (UTC if it has no time zone), or an age such as 7d or 12h.")
     ] = None,
     until: Annotated[
         str | None, typer.Option(help="The same; requests that ended at this time or later are left out.")
@@ -30,13 +31,10 @@ def usage(
     """Prints sequences and tokens as CSV, with one line for each tenant, or for each combination of the fields in
     --by."""
     names = [name for name in by.split(",") if name]
-    try:
+    with ending_in_words():
         sums = summed(
             folder, names, 0.0 if since is None else _time_s(since), float("inf") if until is None else _time_s(until)
         )
-    except LorafleetError as error:
-        typer.echo(f"lorafleet: {error.message}", err=True)
-        raise typer.Exit(1) from None
     out = csv.writer(sys.stdout, lineterminator="\n")
     out.writerow([*names, *(field.name for field in fields(Sum))])
     for values, total in sums.items():
@@ -51,5 +49,7 @@ def _time_s(given: str) -> float:
     try:
         when = datetime.fromisoformat(given)
     except ValueError:
-        raise InvalidRequest(f"{given!r} is no time; give a date such as 2026-11-01, or 7d.", "since") from None
+        raise InvalidRequest(
+            f"{given!r} is not a time; give a date such as 2026-11-01, or an age such as 7d.", "since"
+        ) from None
     return (when if when.tzinfo is not None else when.replace(tzinfo=UTC)).timestamp()

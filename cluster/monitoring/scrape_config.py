@@ -30,9 +30,9 @@ class ScrapeTarget:
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{self.url!r} is no server's address; give one such as http://127.0.0.1:8000.")
+            raise ConfigError(f"{self.url!r} is not a server's address; give one such as http://127.0.0.1:8000.")
         if parts.path not in ("", "/"):
-            raise ConfigError(f"{self.url!r} has a path; give the server's address alone, without {parts.path!r}.")
+            raise ConfigError(f"{self.url!r} has a path; give only the server's address, without {parts.path!r}.")
         for path in filter(None, (self.bearer_token_file, self.ca_file)):
             if not path.is_file():
                 raise ConfigError(f"there is no file {path}. Check the path.")
@@ -69,6 +69,6 @@ def to_yaml(target: ScrapeTarget, rules: str = RULES_FILE) -> str:
     }
     text: str = yaml.safe_dump(config, sort_keys=False)
     return (
-        "# One target for the whole cluster: whichever replica answers gives the metrics of all, each with its\n"
-        "# `replica` label. Written by `lorafleet metrics config`; targets: where clients send their requests.\n" + text
+        "# One target for the whole cluster: the replica that answers returns the metrics of all, each with its\n"
+        "# `replica` label. Written by `lorafleet metrics config`. The target is the address that clients use.\n" + text
     )

@@ -59,8 +59,8 @@ def run(options: Options) -> None:
     if program is None:
         raise ConfigError(
             "Prometheus is not installed: there is no `prometheus` on PATH. Install it (Debian, Ubuntu: apt install "
-            "prometheus; else https://prometheus.io/download), or write the files for one that runs elsewhere with "
-            "`lorafleet metrics config`."
+            "prometheus; otherwise https://prometheus.io/download), or run `lorafleet metrics config` to write the "
+            "files for a Prometheus that runs elsewhere."
         )
     for port, option in ((options.port, "--port"), (options.grafana_port, "--grafana-port")):
         _check_free(port, option)
@@ -78,7 +78,7 @@ def run(options: Options) -> None:
         else:
             settings = grafana.settings(options.folder / "grafana", options.grafana_port)
             children.enter_context(_child(installed.command(), options.folder, "grafana", settings))
-            console.print(f"Grafana: {_url(options.grafana_port)}, folder lorafleet; it begins with admin/admin")
+            console.print(f"Grafana: {_url(options.grafana_port)}, folder lorafleet; the first login is admin/admin")
         console.print("Ctrl-C stops everything")
         status = prometheus.wait()
         raise ConfigError(f"Prometheus ended with status {status}: {_last_line(options.folder / 'prometheus.log')}")
@@ -125,10 +125,10 @@ def _check_server(target: ScrapeTarget) -> None:
         with urllib.request.urlopen(request, timeout=SERVER_S, context=context):
             return
     except urllib.error.HTTPError as error:
-        remedy = "Is it a lorafleet server's address?"
+        remedy = "Check that this is the address of a lorafleet server."
         if error.code in (401, 403):
             remedy = "Give a file with a key of the metrics scope as --bearer-token-file."
-        raise ConfigError(f"{target.metrics_url} answers {error.code}. {remedy}") from None
+        raise ConfigError(f"{target.metrics_url} answers with status {error.code}. {remedy}") from None
     except OSError as error:
         raise ConfigError(
             f"{target.metrics_url} does not answer: {error}. Start the server first, or give its address as --server."
@@ -179,7 +179,7 @@ def _url(port: int) -> str:
 
 @contextlib.contextmanager
 def _stopping() -> Iterator[None]:
-    """Makes SIGINT and SIGTERM raise Stopped, once."""
+    """Makes SIGINT and SIGTERM raise MonitoringStopped, once."""
     signals = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, _raise_stopped) for number in signals]
     try:

@@ -41,7 +41,7 @@ def test_what_kustomize_renders_is_right(folder: Path, tmp_path: Path, name: str
     path.write_text(yaml.safe_dump(service))
     result = CliRunner().invoke(app, ["config", "check", str(path)])
     assert result.exit_code == 0, result.output
-    assert "nothing wrong" in result.output
+    assert "no mistakes" in result.output
 
 
 def test_the_example_changes_what_it_says(folder: Path) -> None:

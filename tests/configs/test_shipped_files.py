@@ -38,7 +38,7 @@ def test_all_kinds_are_here():
 def test_config_check_finds_nothing_wrong_and_says_what_would_run(path: Path, monkeypatch: pytest.MonkeyPatch):
     result = check(path, monkeypatch)
     assert result.exit_code == 0, result.output
-    for word in ("nothing wrong", "ingress", "replicas ", "catalogue", "resolvers"):
+    for word in ("no mistakes", "ingress", "replicas ", "catalogue", "resolvers"):
         assert word in result.output
 
 
@@ -59,7 +59,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path):
     path.write_text("services: {}\n")
     result = CliRunner().invoke(app, ["config", "check", str(path)])
     assert result.exit_code == 1
-    assert "is no Serve configuration" in result.output
+    assert "is not a Serve configuration" in result.output
 
 
 @pytest.mark.parametrize("path", RAY_UP, ids=lambda one: one.name)

@@ -126,7 +126,7 @@ def test_mistakes_are_named_before_anything_runs(llm, fleet):
         SamplingParams(tempratur=1)
     with pytest.raises(ConfigError, match="max_loras has no effect without enable_lora"):
         LLM(str(fleet("llama3").base), max_loras=2)
-    with pytest.raises(ConfigError, match="max_lora_rank is given beside lora_config"):
+    with pytest.raises(ConfigError, match="max_lora_rank cannot be given together with lora_config"):
         LLM(str(fleet("llama3").base), enable_lora=True, lora_config=LoRAConfig(), max_lora_rank=8)
     with pytest.raises(TypeError, match="max_num_seq"):
         LLM(str(fleet("llama3").base), max_num_seq=2)

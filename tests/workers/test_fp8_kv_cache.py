@@ -191,7 +191,7 @@ def test_scales_that_are_no_scales_or_too_few_are_refused(model):
     with pytest.raises(ConfigError, match=r"some layers only: layer 0's v_scale"):
         scales_of(model)
     add_tensors(model, {"model.layers.0.self_attn.k_scale": -1.0})
-    with pytest.raises(ConfigError, match=r"k_scale is not one positive number"):
+    with pytest.raises(ConfigError, match=r"k_scale must be one positive number"):
         scales_of(model)
 
 

@@ -104,7 +104,10 @@ class AdapterParts:
                 linears[module] = LinearForm(form.low_rank, form.kronecker, form.out_scale_O, values[name].float())
         both = sorted(made.norms.keys() & self.norms.keys())
         if both:
-            raise AdapterUnsupported(f"{both[0]} is saved whole (modules_to_save), and its readers' inputs are scaled.")
+            raise AdapterUnsupported(
+                f"modules_to_save replaces {both[0]}, and the adapter also scales the inputs of the modules that read "
+                "it. The two cannot be combined."
+            )
         return AdapterForms(
             linears={module: form for module, form in linears.items() if _does_something(form)},
             embedding=embedding_form(embedding, values, self.base),
@@ -119,7 +122,9 @@ class AdapterParts:
         embedding, head = tables[EMBEDDING].target, tables[HEAD].target
         if embedding is not None:
             if self.helper.method != "LORA":
-                raise AdapterUnsupported(f"{self.kind.label} on {EMBEDDING} is not served: PEFT 0.21 refuses it too.")
+                raise AdapterUnsupported(
+                    f"{self.kind.label} on {EMBEDDING} is not supported; PEFT 0.21 rejects it too."
+                )
             self.ranks[EMBEDDING] = check_embedding(embedding)
         if head is not None:
             self.ranks[HEAD] = self.kind.check(head)
@@ -130,7 +135,7 @@ def _check_invocation(helper: PEFTHelper, vocabulary: VocabularyChanges, base: B
     tokens = invocation_tokens(helper) if helper.method == "LORA" else ()
     if tokens and max(tokens) >= vocabulary.size:
         raise AdapterMismatch(
-            f"alora_invocation_tokens has the token {max(tokens)}; {base.named} has tokens 0 to {vocabulary.size - 1}. "
+            f"alora_invocation_tokens has token {max(tokens)}; {base.named} has tokens 0 to {vocabulary.size - 1}. "
             "The adapter was made for another model."
         )
 
@@ -149,8 +154,8 @@ def _check_saved_modules(helper: PEFTHelper, base: Base) -> None:
     for module in (*whole, *_containers((*whole, *map(peft_name, base.layout.norms)))):
         if helper.saves(module):
             raise AdapterUnsupported(
-                f"modules_to_save replaces {module} whole, which is not served; norms, {EMBEDDING} and {HEAD} are. "
-                "Train LoRA on it."
+                f"modules_to_save replaces {module}, which is not supported; it can replace norms, {EMBEDDING} and "
+                f"{HEAD}. Train LoRA on {module} instead."
             )
 
 
@@ -171,7 +176,7 @@ def _take_norms(helper: PEFTHelper, named: NamedTensors, infos: Infos, base: Bas
         leaves = named.by_module.get(module, {})
         if SAVED not in leaves:
             raise AdapterMalformed(
-                f"adapter_config.json says that {module} is saved (modules_to_save matches the ends of names), and the "
+                f"adapter_config.json says that {module} is saved (modules_to_save matches the ends of names), but the "
                 "weights file has no tensor for it."
             )
         norms[module] = leaves.pop(SAVED)
@@ -193,7 +198,7 @@ def _take_biases(
         leaves = named.by_module.get(module, {})
         if leaf not in leaves:
             raise AdapterMalformed(
-                f"adapter_config.json has bias={helper.bias!r}, and the weights file has no {leaf} of {module}."
+                f"adapter_config.json has bias={helper.bias!r}, but the weights file has no {leaf} of {module}."
             )
         biases[module] = leaves.pop(leaf)
         _check_vector(biases[module], infos, base.layout.linears[module][1], base)
@@ -203,7 +208,7 @@ def _take_biases(
 def _check_vector(name: str, infos: Infos, size: int, base: Base) -> None:
     if tensor_shape(name, infos) != (size,):
         raise AdapterMismatch(
-            f"the tensor {shown(name)} has shape {shown(list(infos[name].shape))}; {base.named} has {[size]} there. "
+            f"the tensor {shown(name)} has shape {shown(list(infos[name].shape))}; {base.named} expects {[size]}. "
             "The adapter was made for another model."
         )
 
@@ -240,8 +245,8 @@ def _check_parameters(helper: PEFTHelper, base: Base) -> None:
         matches = [parameter == name or parameter.endswith(ending) for parameter in served]
         if not any(matches) or any(parameter == name or parameter.endswith(ending) for parameter in others):
             raise AdapterUnsupported(
-                f"target_parameters has {shown(name)}; {base.named} has parameters of its linears and experts that can "
-                "be targeted so, and that name means none, or others too."
+                f"target_parameters has {shown(name)}; a name there must match parameters of the linears or experts of "
+                f"{base.named}. This one matches none of them, or other parameters too."
             )
 
 
@@ -250,8 +255,8 @@ def _check_targets(targeted: Collection[str], named: NamedTensors) -> None:
     missing = [module for module in targeted if not named.by_module.get(module)]
     if missing:
         raise AdapterMalformed(
-            f"adapter_config.json targets {missing[0]} ({len(missing)} modules in all) for which the weights file has "
-            f"no tensors."
+            f"adapter_config.json targets {missing[0]} ({len(missing)} modules in all), but the weights file has no "
+            "tensors for it."
         )
     wanted = set(targeted)
     stray = sorted(module for module, leaves in named.by_module.items() if leaves and module not in wanted)
@@ -259,6 +264,6 @@ def _check_targets(targeted: Collection[str], named: NamedTensors) -> None:
         first = next(iter(named.by_module[stray[0]].values()))
         raise AdapterMalformed(
             f"the weights file has tensors for {stray[0]} ({len(stray)} modules in all; {shown(first)}), which "
-            f"adapter_config.json does not target (target_modules, exclude_modules, layers_to_transform) and does not "
-            f"save (modules_to_save, bias)."
+            "adapter_config.json does not target (target_modules, exclude_modules, layers_to_transform) and does not "
+            "save (modules_to_save, bias)."
         )

@@ -86,7 +86,7 @@ def take_experts(
             targets.single[leaf] = [target(name, layout.shapes[leaf], known_as) for name, known_as in names.items()]
         if targets.stacked and targets.single:
             raise AdapterUnsupported(
-                f"{module} is targeted both as parameters and expert by expert, which PEFT does not know either."
+                f"{module} is targeted both as parameters and expert by expert; PEFT does not support that either."
             )
         if targets.stacked or targets.single:
             found[module] = targets
@@ -154,8 +154,8 @@ def _check_present(modules: Sequence[str], named: NamedTensors) -> None:
     missing = [module for module in modules if module not in named.by_module]
     if missing:
         raise AdapterMalformed(
-            f"adapter_config.json targets {missing[0]} ({len(missing)} experts in all) for which the weights file has "
-            "no tensors."
+            f"adapter_config.json targets {missing[0]} ({len(missing)} experts in all), but the weights file has no "
+            "tensors for it."
         )
 
 
@@ -170,7 +170,7 @@ def check_variant(helper: PEFTHelper) -> None:
         variant = f"init_lora_weights={shown(helper.fields.get('init_lora_weights'))}"
     if variant is not None:
         raise AdapterUnsupported(
-            f"{variant} on experts or parameters is not served, plain LoRA is: PEFT 0.21 knows no other there."
+            f"{variant} on experts or parameters is not supported; PEFT 0.21 supports only plain LoRA there."
         )
 
 

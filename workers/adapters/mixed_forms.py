@@ -34,7 +34,7 @@ def _check_plain(name: str, forms: AdapterForms) -> None:
         "changes the head": forms.head is not None,
         "changes the experts of a mixture": bool(forms.experts),
         "replaces norms": bool(forms.norms),
-        "works only from its invocation tokens on (aLoRA)": bool(forms.invocation_tokens),
+        "takes effect only from its invocation tokens on (aLoRA)": bool(forms.invocation_tokens),
         "scales or replaces outputs (DoRA, IA3, biases)": any(
             form.out_scale_O is not None or form.bias_O is not None for form in forms.linears.values()
         ),
@@ -42,7 +42,7 @@ def _check_plain(name: str, forms: AdapterForms) -> None:
     }
     for what, is_so in others.items():
         if is_so:
-            raise AdapterUnsupported(f"adapter {name!r} {what}, and only plain LoRA can be mixed.", "model")
+            raise AdapterUnsupported(f"adapter {name!r} {what}; only plain LoRA can be mixed.", "model")
 
 
 def _stacked(module: str, parts: Sequence[tuple[LoRAPart, AdapterForms]], max_rank: int) -> LowRank:

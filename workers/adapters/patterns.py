@@ -61,11 +61,13 @@ class Pattern:
         self.is_plain = _PLAIN.fullmatch(text) is not None
         self._kept: tuple[str, regex.Pattern[str]] | None = None
         if len(text) > MAX_PATTERN_CHARS:
-            raise AdapterMalformed(f"{field} has a pattern of {len(text)} characters; at most {MAX_PATTERN_CHARS} fit.")
+            raise AdapterMalformed(
+                f"{field} has a pattern of {len(text)} characters; at most {MAX_PATTERN_CHARS} are allowed."
+            )
         if not text.isascii() or "--" in text or _SUBSET.fullmatch(text) is None:
             raise AdapterUnsupported(
-                f"{field} has the pattern {shown(text)}, which uses more than the regular expressions of module names "
-                f"that are understood here (no flags, no \\x or \\u escapes, no nested sets). List the modules instead."
+                f"{field} has the pattern {shown(text)}, which is outside the supported subset of regular expressions "
+                "(no flags, no \\x or \\u escapes, no nested sets). List the modules instead."
             )
 
     def fullmatch(self, module: str, budget: Budget) -> bool:
@@ -111,7 +113,8 @@ class Pattern:
                 re.compile(self.text)  # PEFT would fail on it too; `regex` accepts more
                 self._kept = (text, regex.compile(text, cache_pattern=False))
             except (re.error, regex.error, RecursionError, OverflowError):
-                raise AdapterMalformed(f"{self.field} has {shown(self.text)}, no regular expression.") from None
+                message = f"{self.field} has {shown(self.text)}, which is not a valid regular expression."
+                raise AdapterMalformed(message) from None
         return self._kept[1]
 
 

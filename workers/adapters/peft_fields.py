@@ -49,14 +49,14 @@ _LORA_HARMLESS = (
 )
 _LORA_FEATURES = {
     "arrow_config": "Arrow routing between adapters",
-    "context_length": "a rope scaling of the adapter's own (long_lora_scaling_factors), which the base has not,",
-    "enable_lora": "the merged linear layers of 2023",
+    "context_length": "a RoPE scaling of the adapter's own (long_lora_scaling_factors), which the base does not have,",
+    "enable_lora": "PEFT's MergedLinear layer of 2023",
     "layer_replication": "layer replication",
-    "monteclora_config": "MonteCLoRA, which samples its weights",
-    "use_qalora": "QALoRA, which pools its inputs",
+    "monteclora_config": "MonteCLoRA, which samples its weights,",
+    "use_qalora": "QALoRA, which pools its inputs,",
 }
 _IGNORED_BY_ADALORA = {
-    key: f"{name} in AdaLoRA, which PEFT does not read there,"
+    key: f"{name} in AdaLoRA, where PEFT ignores it,"
     for key, name in {
         "alora_invocation_tokens": "activated LoRA",
         "alpha_pattern": "alpha_pattern",
@@ -64,7 +64,7 @@ _IGNORED_BY_ADALORA = {
         "kasa_config": "KaSA",
         "lora_bias": "a bias on lora_B",
         "target_parameters": "LoRA on parameters",
-        "trainable_token_indices": "trained token embeddings",
+        "trainable_token_indices": "the training of token embeddings",
         "use_bdlora": "block-diagonal LoRA",
         "use_dora": "DoRA",
         "use_rslora": "rsLoRA",
@@ -126,17 +126,17 @@ FIELDS: Mapping[str, Fields] = {
     "TRAINABLE_TOKENS": _fields("token_indices", "init_weights", layers=False),
 }
 
-_NOT_LOW_RANK = "it changes weights by more than a low rank, and has no form that can be batched with other adapters"
-_NOT_WEIGHTS = "it does not change weights, but what the model is given or how it runs"
+_NOT_LOW_RANK = "its change of the weights is not of low rank and cannot be batched with other adapters"
+_NOT_WEIGHTS = "it does not change weights, but the model's inputs or how it runs"
 _OWN_NETWORK = "it adds a network of its own beside the layers"
-_RANDOM = "it is made from random numbers that its files do not hold"
+_RANDOM = "it is computed from random numbers that its files do not contain"
 
 REFUSED_METHODS: Mapping[str, str] = {
     "ADAMSS": _NOT_LOW_RANK,
     "ADAPTION_PROMPT": _NOT_WEIGHTS,
-    "BEFT": "it is not LoRA's kind of change: one bias for each module, which bias='all' of LoRA can say",
+    "BEFT": "it trains one bias for each module instead of a low rank; LoRA with bias='all' can express that",
     "BOFT": _NOT_LOW_RANK,
-    "BONE": "PEFT has removed it; MISS took its place",
+    "BONE": "PEFT has replaced it with MISS",
     "C3A": _NOT_LOW_RANK,
     "CARTRIDGE": _NOT_WEIGHTS,
     "CPT": _NOT_WEIGHTS,
@@ -146,7 +146,7 @@ REFUSED_METHODS: Mapping[str, str] = {
     "GLORA": _NOT_LOW_RANK,
     "HIRA": _NOT_LOW_RANK,
     "LILY": _OWN_NETWORK,
-    "LN_TUNING": "it trains norms alone; save them with LoRA's modules_to_save, which is served",
+    "LN_TUNING": "it trains only norms; save them with LoRA's modules_to_save, which is supported",
     "MULTITASK_PROMPT_TUNING": _NOT_WEIGHTS,
     "OFT": _NOT_LOW_RANK,
     "OSF": _NOT_LOW_RANK,
@@ -158,9 +158,9 @@ REFUSED_METHODS: Mapping[str, str] = {
     "PVERA": "it is VeRA with sampled weights",
     "P_TUNING": _NOT_WEIGHTS,
     "RANDLORA": _NOT_LOW_RANK,
-    "ROAD": "it rotates a layer's outputs, which is no form that can be batched with other adapters",
+    "ROAD": "it rotates a layer's outputs, which cannot be batched with other adapters",
     "SHADOW": _OWN_NETWORK,
-    "SHIRA": "it changes scattered weights, which is no low rank",
+    "SHIRA": "it changes scattered weights, which is not a change of low rank",
     "SUPERTUNING": _NOT_LOW_RANK,
     "TINYLORA": _RANDOM,
     "UNILORA": _RANDOM,
@@ -181,10 +181,10 @@ def check_fields(config: Mapping[str, object]) -> str:
         if key in fields.used or key in fields.harmless or (is_unset(value) and not nested):
             continue
         if key in fields.features:
-            raise AdapterUnsupported(f"{fields.features[key]} ({key}={shown(value)}) is not served.")
+            raise AdapterUnsupported(f"{fields.features[key]} ({key}={shown(value)}) is not supported.")
         raise AdapterUnsupported(
             f"adapter_config.json sets {shown(key)} to {shown(value)}; PEFT 0.21 has no such field for {method}, so "
-            f"what it asks for is unknown. Remove it if it does not change what the adapter computes."
+            "its meaning is unknown. Remove it if it does not change what the adapter computes."
         )
     _check_task_type(config.get("task_type"))
     return method
@@ -206,9 +206,10 @@ def _method(config: Mapping[str, object]) -> str:
         raise AdapterMalformed('adapter_config.json has no "peft_type"; PEFT writes "LORA" there.')
     if not isinstance(method, str) or method not in FIELDS:
         known = isinstance(method, str) and method in REFUSED_METHODS
-        why = REFUSED_METHODS[str(method)] if known else "PEFT 0.21 knows no such method"
+        why = REFUSED_METHODS[str(method)] if known else "PEFT 0.21 has no such method"
         raise AdapterUnsupported(
-            f"the PEFT method {shown(method)} (peft_type) is not served: {why}. Served are {', '.join(FIELDS)}."
+            f"the PEFT method {shown(method)} (peft_type) is not supported: {why}. Supported methods: "
+            f"{', '.join(FIELDS)}."
         )
     return method
 
@@ -217,5 +218,5 @@ def _check_task_type(task_type: object) -> None:
     if task_type is None or (isinstance(task_type, str) and task_type in _TASK_TYPES):
         return
     if isinstance(task_type, str) and task_type in _TASKS_WITH_A_HEAD:
-        raise AdapterUnsupported(f"adapters with a head of their own (task_type={shown(task_type)}) are not served.")
-    raise AdapterMalformed(f"task_type is {shown(task_type)}; PEFT knows no such task.")
+        raise AdapterUnsupported(f"adapters with a head of their own (task_type={shown(task_type)}) are not supported.")
+    raise AdapterMalformed(f"task_type is {shown(task_type)}; PEFT has no such task type.")

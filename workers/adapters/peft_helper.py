@@ -84,7 +84,7 @@ class PEFTHelper:
         helper._check_layer_choice()
         if targets is None and method not in _LORA_TARGETS:
             raise AdapterMalformed(
-                f"target_modules is null, and what {method} means by that depends on the family. Name the modules."
+                f"target_modules is null, whose meaning in {method} depends on the model family. Name the modules."
             )
         return helper
 
@@ -177,7 +177,7 @@ class PEFTHelper:
 
 def _rank(value: object, name: str) -> int:
     if type(value) is not int or value < 1:  # `type`, because True is an int to isinstance
-        raise AdapterMalformed(f"{name} is {shown(value)}; a rank is an integer of at least 1.")
+        raise AdapterMalformed(f"{name} is {shown(value)}; a rank must be an integer of at least 1.")
     return value
 
 
@@ -198,7 +198,7 @@ def _table(config: Mapping[str, object], name: str) -> list[tuple[Pattern, objec
     if table is None:
         return []
     if not isinstance(table, dict):
-        raise AdapterMalformed(f"{name} is {shown(table)}; it must be an object of module names.")
+        raise AdapterMalformed(f"{name} is {shown(table)}; it must be an object with module names as keys.")
     _check_count(len(table), name)
     return [(Pattern(key, f"{name}[{shown(key)}]"), value) for key, value in table.items()]
 
@@ -218,7 +218,7 @@ def _names(value: object, name: str) -> tuple[str, ...]:
 
 def _check_count(count: int, name: str) -> None:
     if count > MAX_ENTRIES:
-        raise AdapterMalformed(f"{name} has {count} entries; at most {MAX_ENTRIES} are read.")
+        raise AdapterMalformed(f"{name} has {count} entries; at most {MAX_ENTRIES} are allowed.")
 
 
 def _layers(value: object) -> frozenset[int] | None:
@@ -247,10 +247,10 @@ def _saved(value: object) -> tuple[str, ...]:
         return ()
     names = _names(value, "modules_to_save")
     if len(names) > MAX_SAVED:
-        raise AdapterMalformed(f"modules_to_save has {len(names)} entries; at most {MAX_SAVED} are read.")
+        raise AdapterMalformed(f"modules_to_save has {len(names)} entries; at most {MAX_SAVED} are allowed.")
     odd = next((name for name in names if not _MODULE_NAME.fullmatch(name)), None)
     if odd is not None:
-        raise AdapterMalformed(f"modules_to_save has {shown(odd)}, which is no name of a module.")
+        raise AdapterMalformed(f"modules_to_save has {shown(odd)}, which is not a valid module name.")
     return names
 
 

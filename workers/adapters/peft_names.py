@@ -55,7 +55,7 @@ _FEATURES = (
     (re.compile(r"prompt_(embeddings|encoder)"), "prompt tuning"),
     (re.compile(r"trainable_tokens_(delta|indices)"), "trained token embeddings (trainable_token_indices)"),
     (re.compile(r"\.lora_[ab](\.weight)?$"), "mlx-lm's layout (lora_a, lora_b)"),
-    (re.compile(r"\.lora_[AB]\."), "an adapter with a name in its tensors, or a part of LoRA unknown here"),
+    (re.compile(r"\.lora_[AB]\."), "an adapter whose name is in its tensors' names, or an unknown part of LoRA"),
 )
 
 
@@ -79,14 +79,18 @@ def name_tensors(
     named = NamedTensors()
     for name in yielding_gil(names):
         if len(name) > MAX_NAME_CHARS:
-            raise AdapterMalformed(f"the tensor {shown(name)} has a name of {len(name)} characters.")
+            raise AdapterMalformed(
+                f"the tensor {shown(name)} has a name of {len(name)} characters; at most {MAX_NAME_CHARS} are allowed."
+            )
         common = name.removeprefix("base_model.")
         if common in shared:
             _put(named.shared, common, name, "the adapter")
             continue
         match = pattern.fullmatch(name)
         if match is None:
-            raise _refusal(name, label)
+            raise _feature(name) or AdapterMalformed(
+                f"the tensor {shown(name)} is not one that PEFT writes for {label}."
+            )
         module = layout.engine_name(engine_name(match["module"]))
         if not layout.targetable(module):
             raise _unknown_module(name, module, layout, base)
@@ -122,16 +126,12 @@ def _put(found: dict[str, str], leaf: str, name: str, owner: str) -> None:
         raise AdapterMalformed(f"{shown(other)} and {shown(name)} are both {leaf.removesuffix('.weight')} of {owner}.")
 
 
-def _refusal(name: str, label: str) -> AdapterMalformed | AdapterUnsupported:
-    return _feature(name) or AdapterMalformed(f"the tensor {shown(name)} is not one that PEFT writes for {label}.")
-
-
 def _feature(name: str) -> AdapterUnsupported | None:
     for pattern, feature in _FEATURES:
         if pattern.search(name):
             return AdapterUnsupported(
-                f"the tensor {shown(name)} is of {feature}, which adapter_config.json does not ask for or which is not "
-                "served there."
+                f"the tensor {shown(name)} belongs to {feature}, which adapter_config.json does not ask for or which "
+                "is not supported there."
             )
     return None
 
@@ -142,8 +142,8 @@ def _unknown_module(name: str, module: str, layout: BaseLayout, base: str) -> Ad
         return inside
     if layout.is_text_part and is_of_pictures(module):
         return AdapterUnsupported(
-            f"the tensor {shown(name)} is of the part for pictures; texts alone are served. Train the adapter on the "
-            "language model alone."
+            f"the tensor {shown(name)} belongs to the vision part of the model; only text is supported. Train the "
+            "adapter on the language model alone."
         )
     return AdapterMismatch(
         f"the tensor {shown(name)} is for the module {shown(module)}, which {base} does not have; it has "

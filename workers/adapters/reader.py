@@ -108,7 +108,7 @@ def _check_rank_limit(parts: AdapterParts, name: str, limit: int) -> None:
     module, rank = max(parts.ranks.items(), key=lambda item: item[1], default=("", 0))
     if rank > limit:
         own = parts.helper.rank_of(module)
-        served = "" if rank == own else f" as {parts.kind.label} with r={own} is served"
+        served = "" if rank == own else f" (the rank at which {parts.kind.label} with r={own} is served)"
         raise RankTooLarge(
             f"adapter {name!r} has rank {rank}{served}; this server allows lora.max_lora_rank={limit}. "
             f"Raise lora.max_lora_rank to {rank} and restart, or retrain at rank <= {limit}."
@@ -118,7 +118,7 @@ def _check_rank_limit(parts: AdapterParts, name: str, limit: int) -> None:
 def _check_digest(digest: str, expected: str) -> None:
     if expected and digest != expected:
         raise AdapterChanged(
-            f"the files have the digest {digest[:12]}…, and the adapter was registered with {expected[:12]}…. "
+            f"the files have the digest {digest[:12]}…, but the adapter was registered with {expected[:12]}…. "
             f"Load it again (load_inplace) to serve the new version."
         )
 
@@ -151,7 +151,7 @@ def _check_forms(forms: AdapterForms, loaded: LoadedTensors, dtype: torch.dtype)
             raise AdapterMalformed(f"{module} has a scaling that overflows {dtype}.")
     for module, weight_D in forms.norms.items():
         if id(weight_D) not in read and not weight_D.float().isfinite().all():
-            raise AdapterMalformed(f"{module} has values, once computed, that overflow torch.float32.")
+            raise AdapterMalformed(f"{module} has computed values that overflow torch.float32.")
     tables = {"embed_tokens": forms.embedding, "lm_head": forms.head}
     everything: Mapping[str, LinearForm | VocabForm | None] = {**forms.linears, **tables}
     for module, form in yielding_gil(everything.items()):
@@ -162,7 +162,7 @@ def _check_forms(forms: AdapterForms, loaded: LoadedTensors, dtype: torch.dtype)
                 raise AdapterMalformed(f"{module} has the scaling {part.scaling}, which overflows {dtype}.")
         for tensor in _tensors(form):
             if id(tensor) not in read and not max_magnitude(tensor).to(_range_of(dtype)).isfinite():
-                raise AdapterMalformed(f"{module} has values, once computed, that overflow {dtype}, the serving dtype.")
+                raise AdapterMalformed(f"{module} has computed values that overflow {dtype}, the serving dtype.")
 
 
 def _tensors(form: LinearForm | VocabForm) -> Iterator[Tensor]:

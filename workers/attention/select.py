@@ -41,7 +41,7 @@ def make_attention(
                 raise ConfigError(message) from error
             log.warning("attention backend %s did not start, trying the next: %s", backend, error)
             continue
-        log.info("attention backend: %s (asked for: %s)", backend, name)
+        log.info("attention backend: %s (requested: %s)", backend, name)
         return made
     raise AssertionError("torch serves everything")
 
@@ -51,7 +51,7 @@ def refusal(name: BackendName, spec: AttentionSpec) -> str | None:
     if name == "torch":
         return None
     if spec.device.type != "cuda":
-        return f"it needs a CUDA GPU, and the device is {spec.device.type!r}"
+        return f"it needs a CUDA GPU, but the device is {spec.device.type!r}"
     if importlib.util.find_spec(name) is None:
         package = {"triton": "triton", "flashinfer": "flashinfer-python"}[name]
         return f"it is not installed (pip install {package})"

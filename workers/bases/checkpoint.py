@@ -136,7 +136,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     if len(names) != 1 or names[0] not in (*FAMILIES, *LANGUAGE_MODEL_OF):
         raise UnsupportedModel(
             f"architecture {', '.join(map(str, names)) or 'missing'} in {folder / 'config.json'} is not supported; "
-            f"supported are {', '.join(sorted((*FAMILIES, *LANGUAGE_MODEL_OF)))}.",
+            f"supported architectures: {', '.join(sorted((*FAMILIES, *LANGUAGE_MODEL_OF)))}.",
             "model",
         )
     language_model = LANGUAGE_MODEL_OF.get(names[0], names[0])
@@ -148,7 +148,7 @@ def read_model_config(folder: Path) -> ModelConfig:
             f"final_logit_softcapping of {names[0]} is not supported; transformers does not apply it."
         )
     if family.experts is not None and ACTIVATIONS[_activation(raw)] != "silu":
-        raise UnsupportedModel(f"hidden_act={_activation(raw)!r} is not supported for experts; silu is.")
+        raise UnsupportedModel(f"hidden_act={_activation(raw)!r} is not supported for experts; only silu is.")
     generation = folder / "generation_config.json"
     eos = (read_json(generation) if generation.exists() else {}).get("eos_token_id", raw.get("eos_token_id"))
     vocab_size = integer(raw, "vocab_size", 32000)
@@ -157,7 +157,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     head_dim = raw.get("head_dim") or family.default_head_dim or hidden // num_heads
     kv_heads = raw.get("num_key_value_heads", family.default_kv_heads) or num_heads
     if num_heads % kv_heads:
-        raise UnsupportedModel(f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={kv_heads}.")
+        raise UnsupportedModel(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={kv_heads}.")
     limit = integer(raw, "max_position_embeddings", family.default_positions)
     return ModelConfig(
         architecture=names[0],
@@ -198,7 +198,7 @@ def _eos_token_ids(given: object, vocab_size: int) -> tuple[int, ...]:
     for token in ids:
         if type(token) is not int or not 0 <= token < vocab_size:
             raise ConfigError(
-                f"eos_token_id={token!r} of generation_config.json or config.json is no token of the model; its "
+                f"eos_token_id={token!r} of generation_config.json or config.json is not a token of the model; its "
                 f"vocabulary has ids 0 to {vocab_size - 1}. Correct the file.",
                 "model",
             )
@@ -207,7 +207,7 @@ def _eos_token_ids(given: object, vocab_size: int) -> tuple[int, ...]:
 
 def _refuse_options(raw: dict[str, Any]) -> None:
     if _activation(raw) not in ACTIVATIONS:
-        raise UnsupportedModel(f"hidden_act={_activation(raw)!r} is not supported; {', '.join(ACTIVATIONS)} are.")
+        raise UnsupportedModel(f"hidden_act={_activation(raw)!r} is not supported; only {', '.join(ACTIVATIONS)} are.")
     if raw.get("use_bidirectional_attention"):
         raise UnsupportedModel("use_bidirectional_attention is not supported; models that generate do not have it.")
 
@@ -222,5 +222,5 @@ def _dtype(raw: dict[str, Any]) -> torch.dtype | None:
     if name is None:
         return None
     if name not in DTYPES:
-        raise UnsupportedModel(f"config.json's dtype {name!r} is not supported; {', '.join(DTYPES)} are.")
+        raise UnsupportedModel(f"config.json's dtype {name!r} is not supported; only {', '.join(DTYPES)} are.")
     return DTYPES[name]

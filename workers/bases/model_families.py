@@ -56,7 +56,7 @@ def _llama(raw: dict[str, Any]) -> Family:
 
 def _mistral(raw: dict[str, Any]) -> Family:
     if raw.get("layer_types"):
-        raise UnsupportedModel("Mistral with layer_types is not supported; transformers has other classes for those.")
+        raise UnsupportedModel("Mistral with layer_types is not supported; transformers has other classes for it.")
     windows = (raw.get("sliding_window", 4096),) * num_layers(raw)
     return Family(windows, 4096 * 32, default_kv_heads=8)
 

@@ -20,8 +20,8 @@ KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": Fa
 FP8_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False, "symmetric": True}
 FP8_INPUTS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
 REMEDY = (
-    "Serve the unquantized checkpoint with quantization=nf4 or fp8, which need no conversion, or one that bitsandbytes "
-    "made in 4 bits or llm-compressor in FP8_DYNAMIC."
+    "Serve the unquantized checkpoint with quantization=nf4 or fp8, which need no conversion, or a checkpoint that was "
+    "quantized by bitsandbytes in 4 bits or by llm-compressor in FP8_DYNAMIC."
 )
 
 
@@ -49,12 +49,12 @@ def stored_quantization(config: Mapping[str, Any] | None, folder: Path) -> Quant
     method = config.get("quant_method", "unnamed")
     if method == "bitsandbytes":
         if not (config.get("load_in_4bit") or config.get("_load_in_4bit")):
-            raise UnsupportedModel(f"quantization_config: bitsandbytes in 8 bits is not supported. {REMEDY}")
+            raise UnsupportedModel(f"quantization_config: bitsandbytes with 8 bits is not supported. {REMEDY}")
         return Quantization("nf4", _stored_linears(folder))
     if method == "compressed-tensors":
         _check_compressed(config)
         return Quantization("fp8", _stored_linears(folder))
-    raise UnsupportedModel(f"quantization_config: checkpoints of {method} are not supported. {REMEDY}")
+    raise UnsupportedModel(f"quantization_config: checkpoints quantized with {method} are not supported. {REMEDY}")
 
 
 def resolved(stored: Quantization | None, asked: Method | None) -> Quantization | None:
@@ -66,8 +66,8 @@ def resolved(stored: Quantization | None, asked: Method | None) -> Quantization 
         return stored
     if stored is not None:
         raise ConfigError(
-            f"quantization={asked}, but the checkpoint is in {stored.method} already. Leave quantization out, or serve "
-            "the unquantized checkpoint.",
+            f"quantization={asked}, but the checkpoint is already quantized to {stored.method}. Leave quantization "
+            "out, or serve the unquantized checkpoint.",
             "quantization",
         )
     return Quantization(asked, stored=None)
@@ -100,6 +100,6 @@ def _check_compressed(config: Mapping[str, Any]) -> None:
     others = any(config.get(other) for other in ("sparsity_config", "transform_config"))
     if not is_fp8 or others or not KV_SCHEME.items() <= kv_scheme.items():
         raise UnsupportedModel(
-            "quantization_config: of compressed-tensors only weights in FP8 with one scale an output channel and "
-            f"activations scaled by token are supported (FP8_DYNAMIC). {REMEDY}"
+            "quantization_config: with compressed-tensors, only FP8 weights with one scale per output channel and "
+            f"activations with one scale per token are supported (FP8_DYNAMIC). {REMEDY}"
         )

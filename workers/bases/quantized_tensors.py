@@ -68,7 +68,7 @@ def _four_bits(name: str, packed_state: Tensor, names: Container[str], read: Cal
         raise ConfigError(f"{name}: its bitsandbytes state cannot be read: {error}", "model") from None
     if state.blocksize % BLOCK:
         raise ConfigError(
-            f"{name} is quantized in blocks of {state.blocksize}; multiples of {BLOCK} are supported. "
+            f"{name} is quantized in blocks of {state.blocksize}; only multiples of {BLOCK} are supported. "
             "Quantize it again.",
             "model",
         )
@@ -78,8 +78,8 @@ def _four_bits(name: str, packed_state: Tensor, names: Container[str], read: Cal
     blocks = -(-outputs * inputs // state.blocksize)
     if outputs * inputs != 2 * len(packed_N) or absmax_B.shape != (blocks,) or book.shape != (16,):
         raise ConfigError(
-            f"{name}: {len(packed_N)} bytes, {absmax_B.numel()} magnitudes and a book of {book.numel()} do not make "
-            f"{outputs} x {inputs} numbers in blocks of {state.blocksize}.",
+            f"{name}: {len(packed_N)} bytes, {absmax_B.numel()} absmax values and a codebook of {book.numel()} entries "
+            f"do not match a weight of {outputs} x {inputs} values in blocks of {state.blocksize}.",
             "model",
         )
     code_OD = torch.stack([packed_N >> 4, packed_N & 15], dim=1).view(outputs, inputs)
@@ -101,8 +101,8 @@ def _e4m3(name: str, read: Callable[[str], Tensor]) -> FP8Matrix:
     weight_OD, scale = read(name), read(f"{name}_scale").float()
     if weight_OD.dtype != FP8 or weight_OD.ndim != 2 or scale.numel() != len(weight_OD):
         raise ConfigError(
-            f"{name} is {weight_OD.dtype} {list(weight_OD.shape)} with {scale.numel()} scales; e4m3 with one scale an "
-            "output channel is supported.",
+            f"{name} is {weight_OD.dtype} {list(weight_OD.shape)} with {scale.numel()} scales; only e4m3 with one "
+            "scale per output channel is supported.",
             "model",
         )
     return FP8Matrix(weight_OD, scale.flatten())

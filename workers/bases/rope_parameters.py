@@ -23,7 +23,7 @@ def rope_by_layer_type(raw: dict[str, Any]) -> tuple[RopeConfig, RopeConfig]:
     """Returns Gemma 3's two ropes: for layers that see all tokens, and for layers with a window."""
     scaling = raw.get("rope_parameters") or {}
     if set(scaling) - {"full_attention", "sliding_attention"}:
-        raise UnsupportedModel(f"rope_parameters {sorted(scaling)} are not supported; those by layer type are.")
+        raise UnsupportedModel(f"rope_parameters {sorted(scaling)} are not supported; only those by layer type are.")
     full = {"rope_theta": raw.get("rope_theta", 1_000_000.0)} | (scaling.get("full_attention") or {})
     sliding = {"rope_theta": raw.get("rope_local_base_freq", 10_000.0)} | (scaling.get("sliding_attention") or {})
     ropes = []
@@ -44,13 +44,14 @@ def phi3_rope(raw: dict[str, Any]) -> RopeConfig:
     rotary_dim, positions = int(head_dim * partial), raw["max_position_embeddings"]
     if rotary_dim % 2:
         raise UnsupportedModel(
-            f"partial_rotary_factor={partial} of head_dim={head_dim} is odd, which is not supported."
+            f"partial_rotary_factor={partial} of head_dim={head_dim} gives an odd number of rotated dimensions "
+            f"({rotary_dim}), which is not supported."
         )
     plain = RopeConfig(rotary_dim, _theta(raw, scaling), positions)
     if kind == "default":
         return plain
     if kind not in ("longrope", "su", "yarn"):  # all are names that longrope has had
-        raise UnsupportedModel(f"rope_type={kind!r} is not supported for Phi-3; longrope is.")
+        raise UnsupportedModel(f"rope_type={kind!r} is not supported for Phi-3; only longrope is.")
     factors: dict[str, Any] = {}
     for name in ("short_factor", "long_factor"):
         values = scaling.get(name)
@@ -76,7 +77,7 @@ def _rope_parameters(raw: dict[str, Any]) -> dict[str, Any]:
         raise UnsupportedModel(f"rope parameters by layer type ({', '.join(nested)}) are not supported.")
     partial = raw.get("partial_rotary_factor") or scaling.get("partial_rotary_factor")
     if partial not in (None, 1.0):
-        raise UnsupportedModel(f"partial_rotary_factor={partial} is not supported; 1.0 is.")
+        raise UnsupportedModel(f"partial_rotary_factor={partial} is not supported; only 1.0 is.")
     return scaling
 
 
@@ -85,7 +86,7 @@ def _rope(
 ) -> RopeConfig:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ROPE_TYPES:
-        raise UnsupportedModel(f"rope_type={kind!r} is not supported; {', '.join(ROPE_TYPES)} are.")
+        raise UnsupportedModel(f"rope_type={kind!r} is not supported; only {', '.join(ROPE_TYPES)} are.")
     trained = _trained_positions(raw, scaling, max_positions)
     factor = scaling.get("factor")
     if factor is None and kind == "yarn":

@@ -97,7 +97,7 @@ class StoredTensors:
     def tensor(self, name: str) -> Tensor:
         """Reads the tensor of that name. Raises ConfigError if there is none or it cannot be read."""
         if name not in self._file_of:
-            raise ConfigError(f"{self.folder} lacks tensor {name!r}.", "model")
+            raise ConfigError(f"{self.folder} lacks the tensor {name!r}.", "model")
         try:
             found: Tensor = self._file_of[name].get_tensor(name)
         except SafetensorError as e:

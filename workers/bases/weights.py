@@ -52,14 +52,15 @@ def load_weights(model: DecoderModel, folder: Path, progress: Progress | None = 
                     continue
                 if not _ignorable(known_as, model.config) and not KV_SCALE.fullmatch(name):
                     path = tensors.path_of[name]
-                    raise ConfigError(f"{path} has tensor {name!r}, which {model.config.architecture} does not.")
+                    architecture = model.config.architecture
+                    raise ConfigError(f"{path} has the tensor {name!r}, which {architecture} does not have.")
                 continue
             stored = _stored(name, tensors, model)
             shape = stored.get_shape()
             for part in source.parts:
                 if shape != part.whole_shape:
                     raise ConfigError(
-                        f"{tensors.path_of[name]}: {name} has shape {shape}; config.json asks for {part.whole_shape}."
+                        f"{tensors.path_of[name]}: {name} has shape {shape}; config.json requires {part.whole_shape}."
                     )
                 part.fill(stored)
             seen.update(source.fills)
@@ -67,7 +68,7 @@ def load_weights(model: DecoderModel, folder: Path, progress: Progress | None = 
                 progress(len(seen), len(parts))
     missing = sorted(set(parts) - seen)
     if missing:
-        raise ConfigError(f"{folder} lacks {len(missing)} tensors, the first is {missing[0]!r}.", "model")
+        raise ConfigError(f"{folder} lacks {len(missing)} tensors; the first is {missing[0]!r}.", "model")
 
 
 def held_tensors(model: DecoderModel) -> dict[str, Callable[[], Tensor]]:
@@ -89,7 +90,7 @@ def read_kv_scales(folder: Path, num_layers: int) -> list[tuple[float, float]] |
             scale = tensor.item() if tensor.numel() == 1 else math.nan
             if not 0 < scale < math.inf:
                 raise ConfigError(
-                    f"{tensors.path_of[name]}: {name} is not one positive number, as the scale of a KV cache must be."
+                    f"{tensors.path_of[name]}: {name} must be one positive number, since it scales the KV cache."
                 )
             layer, kinds = int(found[1]), found[2] or found[3] or found[4]
             scales |= {(layer, kind): scale for kind in kinds}

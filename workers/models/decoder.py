@@ -171,7 +171,7 @@ class DecoderModel(nn.Module):
         super().__init__()
         if config.quantization is not None and config.experts is not None:
             raise UnsupportedModel(
-                "a mixture of experts is served in its own dtype only. Leave quantization out, or serve the "
+                "quantization of a mixture of experts is not supported. Leave quantization out, or serve the "
                 "unquantized checkpoint.",
                 "quantization",
             )

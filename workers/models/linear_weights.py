@@ -28,8 +28,8 @@ class LinearWeights:
             return FP8Weight(outputs, inputs, self._dtype, self._device)
         if inputs % 2:
             raise UnsupportedModel(
-                f"a linear with {inputs} inputs on each rank cannot be held in nf4, which takes an even number. Use "
-                "quantization=fp8, or another tensor_parallel_size.",
+                f"a linear with {inputs} inputs on each rank cannot be quantized to nf4, which needs an even number. "
+                "Use quantization=fp8, or another tensor_parallel_size.",
                 "quantization",
             )
         return NF4Weight(outputs, inputs, self._dtype, self._device, self._scratch)

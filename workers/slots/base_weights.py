@@ -90,7 +90,7 @@ class FileWeights:
         except (SafetensorError, OSError, KeyError, ConfigError) as error:
             raise AdapterUnsupported(
                 f"this adapter is computed from the base's weights, and {name} cannot be read from {self._folder}: "
-                f"{error}. Put the checkpoint where it was when the server started."
+                f"{error}. Put the checkpoint back where it was when the server started."
             ) from None
         return tensor
 

@@ -48,8 +48,8 @@ class ExtraMemory:
                 f"adapter {adapter!r} needs {num_bytes} bytes on each GPU besides its low-rank matrices (vectors, "
                 "replaced norms, vocabulary tables, LoRA on experts); "
                 f"lora.extra_memory_gib allows {self.limit} for all adapters in slots. "
-                f"Raise lora.extra_memory_gib to at least {num_bytes / 2**30:.3f} and restart; where it is that "
-                "high already, leave the GPU more memory by a lower gpu_memory_utilization."
+                f"Raise lora.extra_memory_gib to at least {num_bytes / 2**30:.3f} and restart; if it is that high "
+                "already, lower gpu_memory_utilization, which leaves the GPU more memory."
             )
 
     def missing(self, num_bytes: int) -> int:

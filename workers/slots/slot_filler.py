@@ -122,8 +122,8 @@ class SlotFiller:
         if pinned + adapter.extra_bytes <= limit:
             return []
         error = AdapterError(
-            f"adapter {lora.lora_name!r} needs {adapter.extra_bytes} bytes on each GPU besides A and B; of the "
-            f"{limit} that lora.extra_memory_gib allows, pinned adapters have {pinned}. Unpin one, or raise "
+            f"adapter {lora.lora_name!r} needs {adapter.extra_bytes} bytes on each GPU besides A and B; pinned "
+            f"adapters use {pinned} of the {limit} that lora.extra_memory_gib allows. Unpin one, or raise "
             "lora.extra_memory_gib."
         )
         return [(lora.digest, error)]

@@ -62,12 +62,12 @@ def check_vocabulary(forms: AdapterForms, base_size: int, config: LoRAConfig, na
     if most is not None and size > base_size + most:
         raise AdapterTooLarge(
             f"adapter {name!r} has a vocabulary of {size} tokens, {size - base_size} more than the base's; this server "
-            f"allows lora.lora_extra_vocab_size={most}. Raise it, or leave it out, and restart."
+            f"allows lora.lora_extra_vocab_size={most}. Raise or unset it, and restart."
         )
     if forms.invocation_tokens and size > base_size:
         raise AdapterUnsupported(
-            f"adapter {name!r} is an activated LoRA with new tokens: what comes before the invocation is the base's, "
-            "which does not know them."
+            f"adapter {name!r} is an activated LoRA with new tokens, which is not supported: the base processes the "
+            "text before the invocation, and it does not have these tokens."
         )
 
 

@@ -110,8 +110,8 @@ class WorkerLoRAManager:
         pins, num_slots = self._filler.pins, len(self.slots.slots)
         if len(pins.keys() | {lora.digest}) >= num_slots:
             raise AdapterError(
-                f"pinning adapter {lora.lora_name!r} would pin all {num_slots} slots, and no other adapter "
-                "could be served. Unpin one, or raise max_loras."
+                f"pinning adapter {lora.lora_name!r} would pin all {num_slots} slots, so that no other adapter could "
+                "be served. Unpin one, or raise max_loras."
             )
         pins[lora.digest] = lora
         loaded = self.load(lora)

@@ -136,7 +136,7 @@ class StructuredDecoding:
         spec = sequence.params.structured_outputs
         assert spec is not None
         if not eos_token_ids:
-            raise InvalidRequest("this model has no token that ends an answer, which structured output needs.")
+            raise InvalidRequest("this model has no end-of-sequence token, which structured output needs.")
         process = self._vocabularies.join(tokenizer, tuple(sorted(eos_token_ids)), turn_group, base=base)
         number = next(self._numbers)
         try:
@@ -145,7 +145,7 @@ class StructuredDecoding:
             process.open(number, spec, turn_group)
         except Unread:
             self._vocabularies.leave(process, turn_group)
-            raise Overloaded("The process that holds the grammars does not read what it is sent; try again.") from None
+            raise Overloaded("The process that holds the grammars does not read its messages; try again.") from None
         except LorafleetError:
             self._vocabularies.leave(process, turn_group)
             raise
@@ -290,10 +290,10 @@ def _fault_of(sequence: Sequence, opened: Opened) -> LorafleetError | None:
 def _refusal(sequence: Sequence, fault: str) -> InvalidRequest:
     spec = sequence.params.structured_outputs
     assert spec is not None
-    return InvalidRequest(f"`{spec.param}` cannot be kept to: {fault}. Change or remove that part.", spec.param)
+    return InvalidRequest(f"`{spec.param}` cannot be enforced: {fault}. Change or remove that part.", spec.param)
 
 
 def _ended(process: GrammarProcess) -> LorafleetError:
     if process.failure:
-        return InvalidRequest(f"structured output does not know this model's tokenizer: {process.failure}.")
-    return Overloaded("The process that holds the grammars has ended and is started anew; try again.")
+        return InvalidRequest(f"structured output does not support this model's tokenizer: {process.failure}.")
+    return Overloaded("The process that holds the grammars has ended and is being restarted; try again.")

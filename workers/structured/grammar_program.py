@@ -418,7 +418,7 @@ class Server:
 
 TRIED, DROPPED, BUSY, LATE = "tried", "dropped", "busy", "late"  # the result of a trial
 ALIVE = "alive"  # the answer to a ping
-DEAD_END = "no token of this model's vocabulary can follow what is answered so far"
+DEAD_END = "no token of this model's vocabulary can follow the answer so far"
 
 
 def try_alone(tokenizer: Any, spec: Spec, writer: int, settings: Settings) -> None:

@@ -84,7 +84,7 @@ class Vocabularies:
         if group and key != self._base_key and used >= MAX_VOCABULARIES_OF_ONE:
             raise Overloaded(
                 f"your requests use structured output with {used} tokenizers at once, and at most "
-                f"{MAX_VOCABULARIES_OF_ONE} may; try again when they are answered."
+                f"{MAX_VOCABULARIES_OF_ONE} are allowed; try again when they have been answered."
             )
 
     def _make_room(self, key: Key) -> None:
@@ -94,8 +94,8 @@ class Vocabularies:
         idle = next((key for key, process in others if not self._users[process]), None)
         if idle is None:
             raise Overloaded(
-                f"structured output runs with {MAX_VOCABULARIES} tokenizers of adapters at once, and all are in use; "
-                "try again when their requests are answered."
+                f"structured output runs with at most {MAX_VOCABULARIES} tokenizers of adapters at once, and all are "
+                "in use; try again when their requests have been answered."
             )
         self._forget(idle)
 

@@ -106,5 +106,5 @@ def _await_all(store: FileStore, rank: int, size: int, check: Callable[[], None]
     while not store.check(everybody):
         check()
         if time.monotonic() > deadline_s:
-            raise EngineDead(f"not all {size} ranks of the replica came within {JOIN_TIMEOUT_S:.0f} s.")
+            raise EngineDead(f"not all {size} ranks of the replica joined within {JOIN_TIMEOUT_S:.0f} s.")
         time.sleep(JOIN_POLL_S)

@@ -48,7 +48,7 @@ class OtherRanks:
         encoded = self._encoder.encode(order)
         for rank, queue in zip(self.ranks, self._queues, strict=True):
             if not queue.poll(GONE_MS, zmq.POLLOUT):
-                raise EngineDead(f"rank {rank} of the replica has gone.")
+                raise EngineDead(f"rank {rank} of the replica has stopped receiving orders.")
             queue.send(encoded)
 
     def check(self) -> None:

@@ -55,11 +55,13 @@ def open_peer_memory(group: TPGroup, device: torch.device, area_bytes: int) -> P
     if device.type != "cuda" or group.size == 1 or group.size > MOST_RANKS:
         return None
     if group.least(_num_opened, device) != -group.least(-_num_opened, device):
-        log.warning("a rank's process had another replica before, so NCCL sums small steps too: start a new process")
+        log.warning(
+            "a rank's process belonged to another replica before, so NCCL sums small steps too: start a new process"
+        )
         return None
     memory = None
     try:
         memory = PeerMemory(group, device, area_bytes)
     except RuntimeError as error:
-        log.warning("the ranks' GPUs cannot reach each other's memory, so NCCL sums small steps too: %s", error)
+        log.warning("the ranks' GPUs cannot access each other's memory, so NCCL sums small steps too: %s", error)
     return memory if group.least(int(memory is not None), device) else None

@@ -37,7 +37,7 @@ class Shard:
             if total % size:
                 sizes = [f"{name}={total}" for name, total in divided.items()]
                 raise ConfigError(
-                    f"tensor_parallel_size={size} does not divide the model's {name}={total}. Use a divisor of "
+                    f"tensor_parallel_size={size} does not divide the model's {name}={total}. Use a common divisor of "
                     f"{' and '.join(sizes)}.",
                     "tensor_parallel_size",
                 )
@@ -45,7 +45,7 @@ class Shard:
         if max(heads, size) % min(heads, size):
             raise ConfigError(
                 f"tensor_parallel_size={size} neither divides the model's num_key_value_heads={heads} nor is a "
-                "multiple of it. Use one that does.",
+                "multiple of it. Use a size that does or is.",
                 "tensor_parallel_size",
             )
         local = replace(

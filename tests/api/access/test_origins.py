@@ -110,5 +110,5 @@ async def test_browsers_are_told_which_origins_may_read_answers(with_cors: httpx
 
 @pytest.mark.parametrize("origin", ["app.example.org", "https://app.example.org/", "https://", "", "null"])
 def test_an_option_that_is_no_origin_is_refused(origin: str) -> None:
-    with pytest.raises(ValidationError, match="is no origin"):
+    with pytest.raises(ValidationError, match="is not an origin"):
         AppArgs(model="m", allowed_origins=[origin])

@@ -48,7 +48,7 @@ def test_a_misspelt_key_is_refused_with_the_nearest(place: tuple[Any, ...], valu
         ((*CLUSTER, "authOptions"), {"mode": "disabled"}, "authOptions.mode is not token"),
         ((*CONTAINER, "env"), [], "RAY_SERVE_ENABLE_HA_PROXY is not set in this container"),
         (("kind",), "RayCluster", "kind: 'RayCluster' is not one of ['RayService']"),
-        (("spec", "serveConfigV2"), "applications: [", "this is not YAML"),
+        (("spec", "serveConfigV2"), "applications: [", "this is not valid YAML"),
         (("spec", "serveConfigV2"), "proxy_location: HeadOnly\napplications: []", "must be EveryNode"),
     ],
 )

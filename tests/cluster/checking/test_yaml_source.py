@@ -49,7 +49,7 @@ def test_lines_of_an_embedded_file_are_those_of_the_file_around_it(style: str):
     source = parse("f.yaml", text)
     inner = source.embedded(("spec", "inner")) if style != ">" else None
     if inner is None:  # folded into one line, which is no YAML
-        with pytest.raises(ConfigError, match="not YAML"):
+        with pytest.raises(ConfigError, match="not valid YAML"):
             source.embedded(("spec", "inner"))
     elif style.startswith("|"):
         assert str(inner.problem(("b",), "is odd")) == "f.yaml:4: spec.inner: b: is odd"
@@ -60,12 +60,12 @@ def test_lines_of_an_embedded_file_are_those_of_the_file_around_it(style: str):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("a: [1", r"f\.yaml:\d+: this is not YAML"),
-        ("a: 1\n---\nb: 2\n", "not YAML: but found another document"),
+        ("a: [1", r"f\.yaml:\d+: this is not valid YAML"),
+        ("a: 1\n---\nb: 2\n", "not valid YAML: but found another document"),
         ("", "is empty"),
-        ("? [1, 2]\n: x\n", "f.yaml:1: a key must be text; YAML reads a list or a mapping"),
-        ("a: 1\non: 2\n", "f.yaml:2: a key must be text; YAML reads on as something else: quote it"),
-        ("a: &a [*a]\n", "or 100 within each other"),
+        ("? [1, 2]\n: x\n", "f.yaml:1: a key must be text, but this is a list or a mapping"),
+        ("a: 1\non: 2\n", "f.yaml:2: a key must be text, but this is on, which YAML reads as another type; quote it"),
+        ("a: &a [*a]\n", "more than 100 levels of nesting"),
         (
             "a: &a [x, x]\n"
             + "".join(f"b{n}: &b{n} [*{p}, *{p}]\n" for n, p in enumerate(["a", *(f"b{n}" for n in range(30))])),

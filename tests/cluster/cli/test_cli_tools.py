@@ -73,11 +73,19 @@ def test_convert_mixes_several_with_weights_that_may_be_negative(run, tmp_path):
 def test_mistakes_are_one_line(run, tmp_path):
     for arguments, message in {
         ("convert", JSON): "give SRC and DST",
-        ("convert", JSON, tmp_path / "x", "--density", "0.5"): "go with --merge only",
+        ("convert", JSON, tmp_path / "x", "--density", "0.5"): "require --merge",
         ("convert", tmp_path / "x", "--merge", JSON, "--weights", "1"): "give two or more",
         ("compare", "--model", DEMO / "model", "--adapters", JSON): "is not NAME=PATH",
         ("compare", "--model", DEMO / "model", "--adapters", f"base={JSON}"): "base model's own",
-        ("compare", "--model", DEMO / "model", "--adapters", f"a={JSON}", "--baseline", "b"): "it can be base, a",
+        (
+            "compare",
+            "--model",
+            DEMO / "model",
+            "--adapters",
+            f"a={JSON}",
+            "--baseline",
+            "b",
+        ): "must be one of base, a",
         ("merge", DEMO / "model", tmp_path, tmp_path / "x"): "has no adapter_config.json",
         ("inspect", tmp_path / "nowhere"): "no folder",
     }.items():

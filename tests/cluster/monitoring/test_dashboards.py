@@ -80,5 +80,5 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap(dashboard: Dashboard) -
 def test_dashboards_have_names_of_their_own_and_what_only_a_gpu_shows_says_so() -> None:
     assert len({one.uid for one in DASHBOARDS}) == len({one.title for one in DASHBOARDS}) == len(DASHBOARDS) == 4
     on_gpu = [panel.title for one in DASHBOARDS for panel in one.panels if panel.needs_gpu]
-    assert on_gpu == ["Time of a step on the GPU, mean"]
+    assert on_gpu == ["Step time on the GPU, mean"]
     assert GPU_RECORD in record_names()

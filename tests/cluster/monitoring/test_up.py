@@ -69,7 +69,7 @@ def test_a_server_that_does_not_answer_is_told_before_anything_starts(
     with pytest.raises(ConfigError, match=r"does not answer.*--server"):
         up.run(options(server, tmp_path, target=nobody))
     server.answers["/metrics"] = 404, b"not here"
-    with pytest.raises(ConfigError, match=r"answers 404\. Is it a lorafleet"):
+    with pytest.raises(ConfigError, match=r"answers with status 404\. Check that this is the address"):
         up.run(options(server, tmp_path))
     assert not (tmp_path / "data").exists()
 
@@ -77,7 +77,7 @@ def test_a_server_that_does_not_answer_is_told_before_anything_starts(
 def test_a_server_that_asks_for_a_key_is_given_the_files(server: FileServer, programs: Path, tmp_path: Path) -> None:
     install(programs, "prometheus", "echo it ends here; exit 7")
     server.answers["/metrics"] = 401, b"no key"
-    with pytest.raises(ConfigError, match=r"answers 401.*--bearer-token-file"):
+    with pytest.raises(ConfigError, match=r"answers with status 401.*--bearer-token-file"):
         up.run(options(server, tmp_path))
     server.answers.clear()
     token = tmp_path / "token"

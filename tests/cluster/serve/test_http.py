@@ -406,7 +406,7 @@ BAD_ADAPTERS = {
     "truncated": (lambda p, made: _damage(make_adapter(p / "a", made.base), lambda b: b[:-100]), "truncated|damaged"),
     "garbage": (lambda p, made: _damage(make_adapter(p / "a", made.base), lambda _: b"\xff" * 64), "safetensors"),
     "rank": (lambda p, made: make_adapter(p / "a", made.base, r=65), "65.*max_lora_rank=64"),
-    "method": (lambda p, made: _called(make_adapter(p / "a", made.base), "OFT"), "'OFT'.*not served"),
+    "method": (lambda p, made: _called(make_adapter(p / "a", made.base), "OFT"), "'OFT'.*not supported"),
 }
 
 

@@ -134,17 +134,17 @@ LAYERED: dict[str, Case] = {
     "a router missing": (without("1.block_sparse_moe.gate"), AdapterMalformed, "layers.1.mlp.gate"),
     "too many experts": (renamed("experts.3", "experts.4"), AdapterMismatch, "experts.4.gate_proj"),
     "another size": (cut("w2.lora_A", lambda a: a[:, :40]), AdapterMismatch, "another model"),
-    "another rank": (config(r=5), AdapterMalformed, "rank 4 in the weights, and 5"),
+    "another rank": (config(r=5), AdapterMalformed, "rank 4 in the weights, but 5"),
     "both layouts": (config(target_parameters=["experts.down_proj"]), AdapterMalformed, "mlp.experts"),
-    "experts saved whole": (config(modules_to_save=["experts"]), AdapterUnsupported, "mlp.experts whole"),
+    "experts saved whole": (config(modules_to_save=["experts"]), AdapterUnsupported, "replaces .*mlp.experts, which"),
 }
 STACKED: dict[str, Case] = {
     "DoRA": (config(use_dora=True), AdapterUnsupported, "DoRA on experts or parameters"),
     "a layer missing": (without("layers.1."), AdapterMalformed, "layers.1.mlp.experts"),
     "down untargeted": (config(target_parameters=["gate_up_proj"]), AdapterMalformed, "experts.base_layer"),
     "unknown parameter": (config(target_parameters=["w1", "gate_up_proj"]), AdapterUnsupported, "'w1'"),
-    "every weight": (config(target_parameters=["weight"]), AdapterUnsupported, "or others too"),
-    "another rank": (config(r=4), AdapterMismatch, r"\[12, 64\].* ask for \[16, 64\]"),
+    "every weight": (config(target_parameters=["weight"]), AdapterUnsupported, "or other parameters too"),
+    "another rank": (config(r=4), AdapterMismatch, r"\[12, 64\].* require \[16, 64\]"),
     "fewer experts": (cut("lora_A", lambda a: a[:9]), AdapterMismatch, "lora_A"),
 }
 

@@ -38,10 +38,10 @@ def test_a_field_that_no_peft_has_is_refused_for_every_method(method: str) -> No
 
 @pytest.mark.parametrize("method", REFUSED_METHODS)
 def test_a_method_without_a_serving_form_is_refused_by_name(method: str) -> None:
-    with pytest.raises(AdapterUnsupported, match=f"'{method}'.*is not served: .*Served are LORA, ADALORA"):
+    with pytest.raises(AdapterUnsupported, match=f"'{method}'.*is not supported: .*Supported methods: LORA, ADALORA"):
         check_fields({"peft_type": method})
 
 
 def test_a_context_of_the_adapters_own_is_refused_with_its_reason() -> None:
-    with pytest.raises(AdapterUnsupported, match=r"a rope scaling of the adapter.s own.*context_length=32768"):
+    with pytest.raises(AdapterUnsupported, match=r"a RoPE scaling of the adapter.s own.*context_length=32768"):
         check_fields({"peft_type": "LORA", "context_length": 32768})

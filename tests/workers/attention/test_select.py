@@ -33,7 +33,7 @@ def caches() -> list[KVCache]:
 def test_auto_is_torch_on_a_cpu_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "lorafleet"):
         assert isinstance(make_attention(SPEC, caches(), "auto"), TorchAttention)
-    assert [r.message for r in caplog.records] == ["attention backend: torch (asked for: auto)"]
+    assert [r.message for r in caplog.records] == ["attention backend: torch (requested: auto)"]
 
 
 @pytest.mark.parametrize("name", ["triton", "flashinfer"])

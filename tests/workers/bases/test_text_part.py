@@ -98,5 +98,5 @@ def test_adapters_on_the_language_model_answer_as_peft_does(checkpoint, prompt, 
 
 def test_adapters_on_what_is_for_pictures_are_refused_by_name(checkpoint, prompt, tmp_path):
     adapter = save(tmp_path / "a", checkpoint, LoraConfig(r=4, target_modules=["q_proj"]))
-    with pytest.raises(AdapterUnsupported, match=r"vision_tower.*texts alone are served"):
+    with pytest.raises(AdapterUnsupported, match=r"vision_tower.*only text is supported"):
         check(checkpoint, prompt(5), adapter)

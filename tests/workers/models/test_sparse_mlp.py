@@ -59,7 +59,7 @@ def test_experts_of_another_size_are_refused(tmp_path: Path) -> None:
     tensors = load_file(folder / WEIGHTS)
     name = "model.layers.0.mlp.experts.gate_up_proj"
     save_file(tensors | {name: tensors[name].transpose(1, 2).contiguous()}, folder / WEIGHTS)
-    with pytest.raises(ConfigError, match=r"gate_up_proj has shape \[4, 64, 96\]; config.json asks for \[4, 96, 64\]"):
+    with pytest.raises(ConfigError, match=r"gate_up_proj has shape \[4, 64, 96\]; config.json requires \[4, 96, 64\]"):
         parameters(folder)
 
 

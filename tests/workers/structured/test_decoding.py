@@ -199,7 +199,7 @@ def test_a_schema_that_is_a_part_is_refused_with_its_own_place(played: Played):
         structured_spec.JsonPart("a", {"type": "null"}, "`a`"),
         structured_spec.JsonPart("b", part | LIGHTLY, "`b`"),
     ]
-    with pytest.raises(InvalidRequest, match=r"`tools` cannot be kept to: in `b`: at /properties/list/items: .*unique"):
+    with pytest.raises(InvalidRequest, match=r"`tools` cannot be enforced: in `b`: at /properties/list/items:.*unique"):
         played.begin(structured_spec.tagged('start: "x" a | "y" b', parts, "tools"))
     assert played.write(structured_spec.tagged('start: "x" a', parts[:1], "tools"), random.Random(0)) == "xnull"
 

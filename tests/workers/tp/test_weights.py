@@ -107,7 +107,7 @@ def test_only_the_ranks_part_of_a_tensor_is_taken_from_the_file(folder: Path, mo
 def test_shapes_are_checked_against_the_whole_models(folder: Path, tmp_path: Path) -> None:
     narrow = make_model(tmp_path / "narrow", "llama_bias", vocab_size=321, intermediate_size=48)
     model = empty(folder, 1, 2)
-    with pytest.raises(ConfigError, match=r"has shape \[64, 48\]; config.json asks for \[64, 96\]"):
+    with pytest.raises(ConfigError, match=r"has shape \[64, 48\]; config.json requires \[64, 96\]"):
         load_weights(model, narrow)
 
 

@@ -29,7 +29,7 @@ def check(target: Target) -> int:
 def _init_r(target: Target) -> int:
     init_r = target.helper.integer("init_r", _DEFAULT_INIT_R)
     if init_r < 1:
-        raise AdapterMalformed(f"init_r is {init_r}; a rank is an integer of at least 1.")
+        raise AdapterMalformed(f"init_r is {init_r}; a rank must be an integer of at least 1.")
     return init_r
 
 
@@ -40,14 +40,14 @@ def _rank_left(target: Target) -> int:
     """
     patterns = target.helper.fields.get("rank_pattern") or {}
     if not isinstance(patterns, dict):
-        raise AdapterMalformed(f"rank_pattern is {shown(patterns)}; it must be an object of module names.")
+        raise AdapterMalformed(f"rank_pattern is {shown(patterns)}; it must be an object with module names as keys.")
     init_r = _init_r(target)
     mask = patterns.get(f"{target.peft_name}.{E}", patterns.get(f"{target.peft_name}.{E}.default"))
     if mask is None:
         return init_r
     if not isinstance(mask, list) or len(mask) != init_r or not all(isinstance(kept, bool) for kept in mask):
         raise AdapterMalformed(
-            f"rank_pattern has {shown(mask)} for {target.module}; it must be a list of {init_r} times true or false."
+            f"rank_pattern has {shown(mask)} for {target.module}; it must be a list of {init_r} booleans."
         )
     return sum(mask)
 

@@ -29,7 +29,8 @@ def check(target: Target, a: str, b: str) -> None:
         return
     if divided % blocks or target.rank % blocks:
         raise AdapterMalformed(
-            f"{target.module}: nblocks={blocks} of use_bdlora does not divide the rank {target.rank} and {divided}."
+            f"{target.module}: nblocks={blocks} of use_bdlora does not divide both the rank {target.rank} and the "
+            f"{divided} {'inputs' if side == 'A' else 'outputs'}."
         )
     target.expect(a, target.rank, inputs // blocks if side == "A" else inputs)
     target.expect(b, outputs, target.rank // blocks if side == "B" else target.rank)
@@ -53,7 +54,9 @@ def _whole(stacked: Tensor, blocks: int) -> Tensor:
 def _config(target: Target) -> Mapping[str, object]:
     config = target.helper.fields.get("use_bdlora")
     if not isinstance(config, dict) or not config.keys() <= _KEYS:
-        raise AdapterMalformed(f"use_bdlora is {shown(config)}; it must have {', '.join(sorted(_KEYS))}.")
+        raise AdapterMalformed(
+            f"use_bdlora is {shown(config)}; it must be an object with no other keys than {', '.join(sorted(_KEYS))}."
+        )
     return config
 
 
@@ -74,7 +77,10 @@ def _side(target: Target) -> str:
     sides = [side for side in "AB" if _matches(config.get(f"target_modules_bd_{side.lower()}"), leaf)]
     strict = config.get("match_strict", True)
     if len(sides) > 1 or (strict and not sides):
-        raise AdapterMalformed(f"{target.module} matches {' and '.join(sides) or 'neither A nor B'} in use_bdlora.")
+        raise AdapterMalformed(
+            f"{target.module} matches {' and '.join(sides) or 'neither A nor B'} in use_bdlora; it must match "
+            f"{'exactly' if strict else 'at most'} one of target_modules_bd_a and target_modules_bd_b."
+        )
     return sides[0] if sides else ""
 
 
@@ -82,5 +88,5 @@ def _matches(patterns: object, leaf: str) -> bool:
     if patterns is None:
         return False
     if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise AdapterMalformed(f"use_bdlora has {shown(patterns)} where a list of module names belongs.")
+        raise AdapterMalformed(f"use_bdlora has {shown(patterns)} where a list of module names is expected.")
     return any(pattern in leaf for pattern in patterns)

@@ -33,5 +33,7 @@ def row_scale(weight_OD: Tensor, pairs: Sequence[LowRank], magnitude_O: Tensor, 
         norms.append(torch.linalg.vector_norm(chunk_OD, dim=1))
     scale_O = magnitude_O.float() / torch.cat(norms).cpu()
     if not scale_O.isfinite().all():
-        raise AdapterMalformed(f"{module}: a row of the base with its LoRA is zero, which DoRA divides by.")
+        raise AdapterMalformed(
+            f"{module}: a row of the base's weight plus LoRA has length zero, and DoRA divides by that length."
+        )
     return scale_O

@@ -26,8 +26,8 @@ def check(target: Target) -> int:
     inputs, outputs = target.shape
     if k < 1 or inputs % k or outputs % k or target.rank % k:
         raise AdapterMalformed(
-            f"gralora_k={k} does not divide the rank {target.rank}, the {inputs} inputs and the {outputs} outputs of "
-            f"{target.module}."
+            f"gralora_k={k} does not divide all of the rank {target.rank}, the {inputs} inputs and the {outputs} "
+            f"outputs of {target.module}."
         )
     target.expect_leaves(A, B, *((A_GENERAL, B_GENERAL) if hybrid_r else ()))
     target.expect(A, k, inputs // k, target.rank)

@@ -28,7 +28,7 @@ def check(target: Target) -> int:
 def form(target: Target) -> LinearForm:
     norms_R = target.value(U).double().norm(dim=0)
     if not (norms_R > 0).all():
-        raise AdapterMalformed(f"{target.module} has a reflection of length zero in {U}.")
+        raise AdapterMalformed(f"{target.module} has a reflection vector of length zero in {U}.")
     u_DR = target.value(U).double() / norms_R
     if target.helper.flag("apply_GS"):
         u_DR, t_RR = _orthogonal(u_DR, target.module)
@@ -59,7 +59,9 @@ def _orthogonal(u_DR: Tensor, module: str) -> tuple[Tensor, Tensor]:
     """
     q_DR, r_RR = torch.linalg.qr(u_DR)
     if r_RR.diagonal().abs().min() < _LEAST_PIVOT:
-        raise AdapterUnsupported(f"{module} has nearly dependent reflections with apply_GS, which are not determined.")
+        raise AdapterUnsupported(
+            f"{module} has nearly linearly dependent reflections, which apply_GS cannot orthogonalize reliably."
+        )
     return q_DR, 2.0 * torch.eye(u_DR.shape[1], dtype=u_DR.dtype)
 
 

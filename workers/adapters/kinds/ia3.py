@@ -34,7 +34,8 @@ def check_config(helper: PEFTHelper) -> None:
     modules = helper.fields.get("feedforward_modules")
     if modules is None:
         raise AdapterMalformed(
-            "feedforward_modules is null, and what IA3 means by that depends on the family. Name the modules, or []."
+            "feedforward_modules is null, whose meaning in IA3 depends on the model family. Name the modules, or set "
+            "it to []."
         )
     if not isinstance(modules, str):
         helper.names("feedforward_modules")
@@ -104,7 +105,7 @@ def _multiply(outputs: dict[str, Tensor], reader: str, names: Sequence[str], sca
     parent = reader.rpartition(".")[0]
     module = next((f"{parent}.{name}" for name in names if f"{parent}.{name}" in base.layout.linears), None)
     if module is None:
-        raise AdapterUnsupported(f"IA3 on the inputs of {reader} (feedforward_modules) is not served.")
+        raise AdapterUnsupported(f"IA3 on the inputs of {reader} (feedforward_modules) is not supported.")
     before = base.layout.linears[module][1] - len(scale_O)
     scale_O = torch.cat([torch.ones(before), scale_O])
     outputs[module] = outputs[module] * scale_O if module in outputs else scale_O
@@ -120,8 +121,8 @@ def _by_kv_head(scale_D: Tensor, module: str, base: Base) -> Tensor:
     groups = scale_D.view(kv_heads, heads // kv_heads, -1)
     if not torch.equal(groups, groups[:, :1].expand_as(groups)):
         raise AdapterUnsupported(
-            f"IA3 scales the inputs of {module} differently for query heads that share a KV head, which is not served. "
-            "Train it on v_proj instead."
+            f"IA3 scales the inputs of {module} differently for query heads that share a KV head, which is not "
+            "supported. Train it on v_proj instead."
         )
     return groups[:, 0].flatten()
 
@@ -139,21 +140,24 @@ def _norm_of(module: str, base: Base) -> tuple[str, tuple[str, ...]]:
         for readers in groups:
             if leaf in readers:
                 return norm, tuple(f"{parent}.{reader}" for reader in readers)
-    raise AdapterUnsupported(f"IA3 on the inputs of {module} (feedforward_modules) is not served.")
+    raise AdapterUnsupported(f"IA3 on the inputs of {module} (feedforward_modules) is not supported.")
 
 
 def _check_same(module: str, readers: Sequence[str], inputs: Mapping[str, Tensor], scale_D: Tensor) -> None:
     for reader in readers:
         if reader not in inputs or not torch.equal(inputs[reader], scale_D):
             raise AdapterUnsupported(
-                f"IA3 scales the inputs of {module} (feedforward_modules) otherwise than those of {reader}, which "
-                "reads the same norm. That is not served. Train it on down_proj, as IA3 does."
+                f"IA3 scales the inputs of {module} (feedforward_modules) differently from those of {reader}, which "
+                "reads the same norm. That is not supported. Train it on down_proj, as IA3 does by default."
             )
 
 
 def _scaled_norm(norm: str, scale_D: Tensor, base: Base, module: str) -> Tensor:
     if norm not in base.layout.norms or base.weights is None:
-        raise AdapterUnsupported(f"IA3 on the inputs of {module} is not served: {norm} is not at hand to take it.")
+        raise AdapterUnsupported(
+            f"IA3 on the inputs of {module} is not supported: the base's {norm}, which would take the scale, is not "
+            "available."
+        )
     offset = base.layout.norm_offset
     with base.weights.beside_the_steps():
         weight_D = base.weights.weight(norm).float().cpu()

@@ -82,7 +82,7 @@ class Target:
         stray = next((leaf for leaf in self.tensors if leaf not in leaves), None)
         if stray is not None:
             raise AdapterMalformed(
-                f"the tensor {shown(self.tensors[stray])} has no place in what adapter_config.json describes."
+                f"the tensor {shown(self.tensors[stray])} does not belong to what adapter_config.json describes."
             )
 
     def shape_of(self, leaf: str) -> tuple[int, ...]:
@@ -94,7 +94,7 @@ class Target:
         if found != shape:
             raise AdapterMismatch(
                 f"{self.module} has {leaf} {list(found)}; adapter_config.json and {self.base.named}, which has "
-                f"{self.shape[0]} inputs and {self.shape[1]} outputs there, ask for {list(shape)}."
+                f"{self.shape[0]} inputs and {self.shape[1]} outputs there, require {list(shape)}."
             )
 
     def value(self, leaf: str) -> Tensor:
@@ -112,7 +112,7 @@ class Target:
     def weights(self) -> BaseWeights:
         if self.base.weights is None:
             raise AdapterUnsupported(
-                f"{self.module} is computed from the base's weights, which this server does not have whole "
+                f"{self.module} is computed from the base's weights, which this server does not have in full "
                 "(load_format=dummy under tensor parallelism). Serve a real checkpoint."
             )
         return self.base.weights
@@ -145,7 +145,7 @@ def tensor_shape(name: str, infos: Mapping[str, TensorInfo]) -> tuple[int, ...]:
         )
     if info.dtype not in FLOAT_DTYPES:
         raise AdapterUnsupported(
-            f"the tensor {shown(name)} is {shown(info.dtype)}; weights in F32, BF16, F16 and F64 are served."
+            f"the tensor {shown(name)} has dtype {shown(info.dtype)}; F32, BF16, F16 and F64 are supported."
         )
     return info.shape
 

@@ -40,19 +40,21 @@ def check_config(helper: PEFTHelper) -> None:
     if helper.fields.get("init_lora_weights") == "mica":
         variants.append("init_lora_weights='mica'")
     if len(variants) > 1:
-        raise AdapterUnsupported(f"{' with '.join(variants)} is not served, and PEFT 0.21 does not know it either.")
+        raise AdapterUnsupported(f"{' with '.join(variants)} is not supported; PEFT 0.21 does not support it either.")
     if helper.has_object(KASA) and mutated_base.is_named(helper):
-        raise AdapterUnsupported("kasa_config with an init_lora_weights that changes the base is not served.")
+        raise AdapterUnsupported("kasa_config with an init_lora_weights that changes the base is not supported.")
     if helper.flag("lora_bias") and (
         helper.flag("use_dora") or isinstance(helper.fields.get("init_lora_weights"), str)
     ):
-        raise AdapterUnsupported("lora_bias with DoRA or with a named init_lora_weights: PEFT 0.21 refuses it too.")
+        raise AdapterUnsupported(
+            "lora_bias with DoRA or with a named init_lora_weights is not supported; PEFT 0.21 rejects it too."
+        )
     if invocation_tokens(helper) and (
         helper.bias != "none" or helper.modules_to_save or helper.is_set("trainable_token_indices")
     ):
         raise AdapterUnsupported(
-            "activated LoRA (alora_invocation_tokens) with biases, modules_to_save or trained tokens is not served: "
-            "those would be in force before the invocation too."
+            "activated LoRA (alora_invocation_tokens) with biases, modules_to_save or trained tokens is not supported: "
+            "those would take effect before the invocation too."
         )
 
 

@@ -23,9 +23,11 @@ BLOCK = "miss_block"
 def check_config(helper: PEFTHelper) -> None:
     init = helper.fields.get("init_weights", True)
     if init == "bat":
-        raise AdapterUnsupported("MiSS with init_weights='bat' is not served: it multiplies W by blocks.")
+        raise AdapterUnsupported(
+            "MiSS with init_weights='bat' is not supported: it multiplies W by blocks, which is not a low-rank update."
+        )
     if not isinstance(init, bool) and init != "mini":
-        raise AdapterMalformed(f"init_weights is {shown(init)}; PEFT's MiSS knows true, false, 'bat' and 'mini'.")
+        raise AdapterMalformed(f"init_weights is {shown(init)}; PEFT's MiSS accepts true, false, 'bat' and 'mini'.")
 
 
 def _is_mini(helper: PEFTHelper) -> bool:
@@ -41,7 +43,7 @@ def check(target: Target) -> int:
         if width < 1 or outputs % width:
             raise AdapterMalformed(f"{target.module}: mini_r={width} does not divide its {outputs} outputs.")
     if target.rank > inputs:
-        raise AdapterMalformed(f"{target.module} has rank {target.rank}, and only {inputs} inputs.")
+        raise AdapterMalformed(f"{target.module} has rank {target.rank} but only {inputs} inputs.")
     target.expect(BLOCK, target.rank, width)
     return target.rank
 

@@ -39,20 +39,20 @@ def check_init(helper: PEFTHelper) -> None:
     if init.startswith("pissa_niter_"):
         raise AdapterUnsupported(
             f"unconverted PiSSA with a randomized decomposition (init_lora_weights={shown(init)}) cannot be served: "
-            f"what was taken from the base is not in its files. {_CONVERT}"
+            f"the part that it removed from the base is not in its files. {_CONVERT}"
         )
     if init.startswith("corda"):
         raise AdapterUnsupported(
-            f"unconverted CorDA (init_lora_weights={shown(init)}) cannot be served: the base it was trained over is "
-            f"not in its files. {_CONVERT}"
+            f"unconverted CorDA (init_lora_weights={shown(init)}) cannot be served: the changed base that it was "
+            f"trained on is not in its files. {_CONVERT}"
         )
     if init == "loftq":
         raise AdapterUnsupported(
-            "LoftQ (init_lora_weights='loftq') cannot be served: the base it was trained over is not in its files. "
-            "Serve the quantized base that LoftQ wrote, and set init_lora_weights to true."
+            "LoftQ (init_lora_weights='loftq') cannot be served: the quantized base that it was trained on is not in "
+            "its files. Serve the quantized base that LoftQ wrote, and set init_lora_weights to true."
         )
     if init != "pissa" and init.lower() not in _PLAIN_INITS | {"olora"}:
-        raise AdapterUnsupported(f"init_lora_weights={shown(init)} is not known; PEFT 0.21 has no such initialization.")
+        raise AdapterUnsupported(f"init_lora_weights={shown(init)} is unknown; PEFT 0.21 has no such initialization.")
 
 
 def _init(helper: PEFTHelper) -> str:
@@ -72,7 +72,8 @@ def check_rank(target: Target) -> None:
     largest = min(target.shape)
     if target.rank > largest or (target.rank == largest and not is_named(target.helper)):
         raise AdapterMalformed(
-            f"{target.module} has rank {target.rank}, and the base's weight there has only {largest} directions."
+            f"{target.module} has rank {target.rank}; it must be {'at most' if is_named(target.helper) else 'below'} "
+            f"{largest}, the number of directions of the base's weight there."
         )
 
 
@@ -87,7 +88,7 @@ def removed(target: Target, scaling: float) -> list[LowRank]:
     init = _init(target.helper)
     if init == "pissa":
         if scaling <= 0:
-            raise AdapterMalformed(f"{target.module} has the scaling {scaling}; PiSSA's is over 0.")
+            raise AdapterMalformed(f"{target.module} has the scaling {scaling}; PiSSA's must be greater than 0.")
         pairs.append(_span(target.base_weight(), target.rank, largest=True))
     elif init == "olora":
         pairs.append(_first_columns(target.base_weight(), target.rank, scaling))

@@ -32,7 +32,7 @@ def check_pair(target: Target, a_leaf: str, b_leaf: str, rank: int) -> int:
         )
     if a[0] != rank:
         raise AdapterMalformed(
-            f"{target.module} has rank {a[0]} in the weights, and {rank} by adapter_config.json (r, rank_pattern)."
+            f"{target.module} has rank {a[0]} in the weights, but {rank} in adapter_config.json (r, rank_pattern)."
         )
     return rank
 

@@ -51,7 +51,8 @@ def _beside_lora(helper: PEFTHelper) -> dict[str, tuple[int, ...]]:
         table = next((table for table in TABLES if name and peft_name(table).endswith(name)), None)
         if table is None or table in found:
             raise AdapterUnsupported(
-                f"trainable_token_indices names {shown(name)}; {EMBEDDING} and {HEAD} are served, each once."
+                f"trainable_token_indices names {shown(name)}; only {EMBEDDING} and {HEAD} are supported, each at most "
+                "once."
             )
         found[table] = _checked(tokens, f"trainable_token_indices[{shown(name)}]")
     return found
@@ -61,7 +62,9 @@ def _checked(tokens: object, name: str) -> tuple[int, ...]:
     if not isinstance(tokens, list) or not tokens or not all(type(token) is int and token >= 0 for token in tokens):
         raise AdapterMalformed(f"{name} is {shown(tokens)}; it must be a list of token ids.")
     if len(tokens) > MAX_ENTRIES or len(set(tokens)) != len(tokens):
-        raise AdapterMalformed(f"{name} has {len(tokens)} tokens; at most {MAX_ENTRIES} are read, each once.")
+        raise AdapterMalformed(
+            f"{name} has {len(tokens)} tokens; at most {MAX_ENTRIES} are allowed, without duplicates."
+        )
     return tuple(tokens)
 
 
@@ -71,7 +74,9 @@ def token_rows(tokens: tuple[int, ...], row_ND: Tensor) -> TokenRows:
 
 
 def _no_linears(target: Target) -> int:
-    raise AdapterMalformed(f"target_modules of TRAINABLE_TOKENS has {target.module}; embedding and head are served.")
+    raise AdapterMalformed(
+        f"target_modules of TRAINABLE_TOKENS has {target.module}; only the embedding and the head are supported."
+    )
 
 
 TRAINED_TOKENS = Kind("trained tokens", (ROWS,), _no_linears, lambda _: AdapterForms())

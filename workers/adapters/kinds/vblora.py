@@ -29,7 +29,7 @@ def check(target: Target) -> int:
     helper, rank = target.helper, target.rank
     inputs, outputs = target.shape
     if BANK not in target.shared:
-        raise AdapterMalformed(f"the weights file has no {BANK}, which VB-LoRA's modules are made of.")
+        raise AdapterMalformed(f"the weights file has no {BANK}, from which VB-LoRA computes its modules.")
     vectors, length = helper.integer("num_vectors", 256), helper.integer("vector_length", 256)
     target.expect(BANK, vectors, length)
     best = _num_best(target)
@@ -59,8 +59,8 @@ def _expect_places(target: Target, leaf: str, shape: tuple[int, ...]) -> None:
     info = target.infos[target.tensors[leaf]]
     if info.dtype not in INDEX_DTYPES or info.shape != shape:
         raise AdapterMalformed(
-            f"{target.module} has {leaf} {shown(list(info.shape))} of {shown(info.dtype)}; integers {list(shape)} are "
-            "expected."
+            f"{target.module} has {leaf} of shape {shown(list(info.shape))} and dtype {shown(info.dtype)}; integers of "
+            f"shape {list(shape)} are expected."
         )
 
 
@@ -90,7 +90,7 @@ def _stored(target: Target, leaf: str, num_vectors: int) -> tuple[Tensor, Tensor
     first = target.float32(leaf + WEIGHTS)
     weight = torch.cat([first, 1 - first.sum(-1, keepdim=True)], dim=-1)
     if weight.min() < 0:
-        raise AdapterMalformed(f"{target.module} has {leaf + WEIGHTS} that are no weights from 0 to 1.")
+        raise AdapterMalformed(f"{target.module} has values in {leaf + WEIGHTS} that are not weights from 0 to 1.")
     # PEFT stores these as logits and selects the best again, which makes their sum 1 within rounding.
     return place, weight / weight.sum(-1, keepdim=True)
 

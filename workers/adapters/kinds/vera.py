@@ -33,7 +33,9 @@ def check(target: Target) -> int:
     target.expect(LAMBDA_B, outputs)
     target.expect(LAMBDA_D, target.rank)
     if (A in target.shared) != (B in target.shared) or (A in target.shared) != _saves_projection(target.helper):
-        raise AdapterMalformed("the weights file has vera_A and vera_B just if save_projection is true; here not so.")
+        raise AdapterMalformed(
+            "the weights file must have vera_A and vera_B if save_projection is true, and neither of them otherwise."
+        )
     if A in target.shared:
         a, b = matrix(target, A), matrix(target, B)
         if a[0] != target.rank or b[1] != target.rank or a[1] < inputs or b[0] < outputs:

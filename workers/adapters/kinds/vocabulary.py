@@ -61,7 +61,7 @@ class VocabularyChanges:
     def check_same(self, values: Mapping[str, Tensor]) -> None:
         for name, other in self.same:
             if not torch.equal(values[name], values[other]):
-                raise AdapterMalformed(f"{shown(name)} and {shown(other)} differ, and PEFT has one tensor for both.")
+                raise AdapterMalformed(f"{shown(name)} and {shown(other)} differ, but PEFT has one tensor for both.")
 
 
 def take_vocabulary(
@@ -86,7 +86,7 @@ def take_vocabulary(
         tables[name].tokens = own
         tables[name].rows = _take_rows(name, named.by_module.get(name, {}), helper, own == tokens.get(EMBEDDING), tied)
     if together and len(set(tokens.values())) > 1:
-        raise AdapterMalformed("ensure_weight_tying with other trained tokens of the head than of the embedding.")
+        raise AdapterMalformed("ensure_weight_tying is set, but the head's trained tokens are not the embedding's.")
     copies = [table.tensor for table in tables.values() if table.tensor and (table.is_copy or together)]
     same = (copies[0], copies[1]) if tied and len(copies) == 2 else None
     _share(tables, tied, saved)
@@ -94,8 +94,8 @@ def take_vocabulary(
         tables[HEAD].rows = tables[EMBEDDING].rows
     if tied and tables[HEAD].target is not None and tables[HEAD].tensor is None and mutates(helper):
         raise AdapterUnsupported(
-            f"init_lora_weights or kasa_config changes the base, and on a {HEAD} that is tied to the embedding that is "
-            "not served without what was left of them: save the adapter with save_embedding_layers=True."
+            f"init_lora_weights or kasa_config changes the base. On a {HEAD} that is tied to the embedding, this is "
+            "supported only if the file has the changed weight: save the adapter with save_embedding_layers=True."
         )
     vocabulary = VocabularyChanges(
         _check_size(tables, infos, base), tables, (*twice, *([] if same is None else [same]))
@@ -111,10 +111,12 @@ def _is_targeted(helper: PEFTHelper, name: str) -> bool:
 def _take_table(name: str, table: Table, leaves: dict[str, str], is_saved: bool) -> list[tuple[str, str]]:
     """Sets the tensor that replaces the table, and returns pairs of tensors that hold the same table."""
     if is_saved and SAVED not in leaves:
-        raise AdapterMalformed(f"adapter_config.json says that {name} is saved (modules_to_save); the file lacks it.")
+        raise AdapterMalformed(
+            f"adapter_config.json says that {name} is saved (modules_to_save), but the weights file lacks it."
+        )
     replacing = [leaves.pop(leaf) for leaf in (SAVED, BASE_COPY, TOKEN_BASE) if leaf in leaves]
     if len(replacing) > 1:
-        raise AdapterMalformed(f"{shown(replacing[0])} and {shown(replacing[1])} are both the table of {name}.")
+        raise AdapterMalformed(f"{shown(replacing[0])} and {shown(replacing[1])} both replace the table of {name}.")
     if replacing:
         table.tensor, table.is_copy = replacing[0], not is_saved
     if not is_saved:
@@ -130,7 +132,7 @@ def _target(
     leaves = named.by_module.get(name, {})
     own = {leaf: leaves.pop(leaf) for leaf in list(leaves) if leaf not in (ROWS, TOKEN_ROWS)}
     if not own:
-        raise AdapterMalformed(f"adapter_config.json targets {name}, for which the weights file has no tensors.")
+        raise AdapterMalformed(f"adapter_config.json targets {name}, but the weights file has no tensors for it.")
     return Target(name, (0, 0), own, named.shared, infos, helper, base, max_rank)
 
 
@@ -140,7 +142,7 @@ def _take_rows(name: str, leaves: dict[str, str], helper: PEFTHelper, is_same: b
         return leaves.pop(leaf)
     if tied and name == HEAD and is_same:  # PEFT saves only the embedding's
         return None
-    raise AdapterMalformed(f"adapter_config.json has trained tokens of {name}, and the weights file has no {leaf}.")
+    raise AdapterMalformed(f"adapter_config.json has trained tokens of {name}, but the weights file has no {leaf}.")
 
 
 def _share(tables: Mapping[str, Table], tied: bool, saved: Sequence[str]) -> None:
@@ -189,12 +191,14 @@ def _check_parts(vocabulary: VocabularyChanges, infos: Mapping[str, TensorInfo],
         if table.rows is not None and tensor_shape(table.rows, infos) != (len(table.tokens), hidden):
             raise AdapterMismatch(
                 f"the tensor {shown(table.rows)} has shape {shown(list(infos[table.rows].shape))}; adapter_config.json "
-                f"and {base.named} ask for {[len(table.tokens), hidden]}."
+                f"and {base.named} require {[len(table.tokens), hidden]}."
             )
         if table.tokens and max(table.tokens) >= size:
-            raise AdapterMalformed(f"token {max(table.tokens)} is trained, and the vocabulary has {size} tokens.")
+            raise AdapterMalformed(f"token {max(table.tokens)} is trained, but the vocabulary has only {size} tokens.")
         if table.tokens and table.target is not None and name == EMBEDDING:
-            raise AdapterUnsupported(f"LoRA and trained tokens on {EMBEDDING} at once: PEFT 0.21 refuses it too.")
+            raise AdapterUnsupported(
+                f"LoRA together with trained tokens on {EMBEDDING} is not supported; PEFT 0.21 rejects it too."
+            )
 
 
 def check_embedding(target: Target) -> int:
@@ -204,7 +208,7 @@ def check_embedding(target: Target) -> int:
     tokens, hidden = target.shape
     for key in ("lora_bias", "use_bdlora", "kasa_config", "alora_invocation_tokens"):
         if target.helper.is_set(key) or target.helper.has_object(key):
-            raise AdapterUnsupported(f"{key} with LoRA on {EMBEDDING}: PEFT 0.21 refuses it too.")
+            raise AdapterUnsupported(f"{key} with LoRA on {EMBEDDING} is not supported; PEFT 0.21 rejects it too.")
     target.expect(EMBEDDING_A, target.rank, tokens)
     target.expect(EMBEDDING_B, hidden, target.rank)
     if dora:
@@ -237,9 +241,9 @@ def head_form(table: Table, linear: LinearForm | None, values: Mapping[str, Tens
     if linear.kronecker is None and linear.out_scale_O is None:
         return VocabForm(linear.low_rank, table_VD, rows, linear.bias_O)
     if rows is not None:
-        raise AdapterUnsupported(f"trained tokens beside more than a low rank on {HEAD} are not served.")
+        raise AdapterUnsupported(f"trained tokens together with more than a low rank on {HEAD} are not supported.")
     if linear.kronecker is not None:
-        raise AdapterUnsupported(f"a Kronecker product of high rank on {HEAD} is not served.")
+        raise AdapterUnsupported(f"a Kronecker product of high rank on {HEAD} is not supported.")
     with table.target.weights.beside_the_steps():
         weight_VD, dtype = table.target.base_weight(), _served_dtype(table.target)
         table_VD = _computed(weight_VD, linear.low_rank, None, linear.out_scale_O, dtype)

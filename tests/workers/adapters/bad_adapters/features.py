@@ -7,7 +7,7 @@ from tests.workers.adapters.bad_adapters.damage import Case, config_has
 
 CASES: dict[str, Case] = {
     "LoRA's keys in LoHa": (config_has(peft_type="LOHA"), AdapterUnsupported, "'bias'"),
-    "method of a later PEFT": (config_has(peft_type="WONDER"), AdapterUnsupported, "knows no such method"),
+    "method of a later PEFT": (config_has(peft_type="WONDER"), AdapterUnsupported, "has no such method"),
     "prompt tuning": (config_has(peft_type="PROMPT_TUNING"), AdapterUnsupported, "PROMPT_TUNING"),
     "DoRA": (config_has(use_dora=True), AdapterMalformed, "without lora_magnitude_vector"),
     "unknown biases": (config_has(bias="some"), AdapterMalformed, "bias is 'some'"),
@@ -16,12 +16,16 @@ CASES: dict[str, Case] = {
     "two variants": (config_has(kasa_config={}, use_dora=True), AdapterUnsupported, "use_dora with kasa_config"),
     "KaSA over PiSSA": (config_has(kasa_config={}, init_lora_weights="pissa"), AdapterUnsupported, "kasa_config with"),
     "modules_to_save": (config_has(modules_to_save=["lm_head"]), AdapterMalformed, "modules_to_save"),
-    "a whole linear saved": (config_has(modules_to_save=["k_proj"]), AdapterUnsupported, "self_attn.k_proj whole"),
-    "a whole MLP saved": (config_has(modules_to_save=["mlp"]), AdapterUnsupported, "model.layers.0.mlp whole"),
-    "an expression saved": (config_has(modules_to_save=["(a|a)*"]), AdapterMalformed, "no name of a module"),
+    "a whole linear saved": (
+        config_has(modules_to_save=["k_proj"]),
+        AdapterUnsupported,
+        "self_attn.k_proj, which is not",
+    ),
+    "a whole MLP saved": (config_has(modules_to_save=["mlp"]), AdapterUnsupported, "replaces model.layers.0.mlp,"),
+    "an expression saved": (config_has(modules_to_save=["(a|a)*"]), AdapterMalformed, "not a valid module name"),
     "norms saved, not there": (config_has(modules_to_save=["norm"]), AdapterMalformed, "has no tensor for it"),
     "trained tokens": (config_has(trainable_token_indices=[1]), AdapterMalformed, "trained tokens"),
-    "trained tokens twice": (config_has(trainable_token_indices=[1, 1]), AdapterMalformed, "each once"),
+    "trained tokens twice": (config_has(trainable_token_indices=[1, 1]), AdapterMalformed, "without duplicates"),
     "trained tokens are text": (config_has(trainable_token_indices=["a"]), AdapterMalformed, "list of token ids"),
     "trained tokens of another": (
         config_has(trainable_token_indices={"wte": [1]}),

@@ -77,7 +77,11 @@ def vast_tables(a: Any) -> None:
 
 
 CASES: dict[str, Case] = {
-    "LoHa whose rank squared is too large": (loha(100), RankTooLarge, "has rank 10000 as LoHa with r=100"),
+    "LoHa whose rank squared is too large": (
+        loha(100),
+        RankTooLarge,
+        "10000 (the rank at which LoHa with r=100",
+    ),
     "LoHa of rank 10^9": (loha(4, said_r=10**9), AdapterMismatch, "hada_w1_a"),
     "LoHa without a factor": (
         kind_is("LOHA", {"hada_w1_a": (32, 4), "hada_w1_b": (4, 32), "hada_w2_a": (32, 4)}, r=4),
@@ -123,9 +127,9 @@ CASES: dict[str, Case] = {
         AdapterMalformed,
         "do not cover",
     ),
-    "AdaLoRA with a long mask": (adalora([True] * 5), AdapterMalformed, "list of 4 times"),
-    "AdaLoRA with a mask of numbers": (adalora([1, 1, 1, 1]), AdapterMalformed, "list of 4 times"),
-    "AdaLoRA whose mask keeps less": (adalora([True, False, False, False]), AdapterMismatch, "ask for [1, 32]"),
+    "AdaLoRA with a long mask": (adalora([True] * 5), AdapterMalformed, "list of 4 booleans"),
+    "AdaLoRA with a mask of numbers": (adalora([1, 1, 1, 1]), AdapterMalformed, "list of 4 booleans"),
+    "AdaLoRA whose mask keeps less": (adalora([True, False, False, False]), AdapterMismatch, "require [1, 32]"),
     "AdaLoRA of rank 10^9": (adalora(None, init_r=10**9), AdapterMismatch, "[1000000000, 32]"),
     "AdaLoRA of rank 0": (adalora(None, init_r=0), AdapterMalformed, "init_r is 0"),
     "DoRA with NaN": (dora(torch.full((32,), torch.nan)), AdapterMalformed, "NaN"),
@@ -147,9 +151,9 @@ CASES: dict[str, Case] = {
         "backtracking",
     ),
     "a negative token": (with_tokens([-1], 1, 32), AdapterMalformed, "token"),
-    "a token twice": (with_tokens([5, 5], 2, 32), AdapterMalformed, "each once"),
+    "a token twice": (with_tokens([5, 5], 2, 32), AdapterMalformed, "without duplicates"),
     "a token beyond the vocabulary": (with_tokens([10**9], 1, 32), AdapterMalformed, "token 1000000000"),
-    "fewer rows than tokens": (with_tokens([5, 6], 1, 32), AdapterMismatch, "ask for [2, 32]"),
+    "fewer rows than tokens": (with_tokens([5, 6], 1, 32), AdapterMismatch, "require [2, 32]"),
     "tables of sixty million tokens": (vast_tables, AdapterTooLarge, "60000000 tokens"),
     "aLoRA beyond the vocabulary": (config_has(alora_invocation_tokens=[64]), AdapterMismatch, "tokens 0 to 63"),
     "aLoRA with a negative token": (config_has(alora_invocation_tokens=[-1]), AdapterMalformed, "list of token ids"),

@@ -27,7 +27,11 @@ def renamed(old: str, new: str) -> Damage:
 
 
 CASES: dict[str, Case] = {
-    "magnitude vector": (with_tensor(f"{Q0}.lora_magnitude_vector", 32), AdapterMalformed, "magnitude_vector' has no"),
+    "magnitude vector": (
+        with_tensor(f"{Q0}.lora_magnitude_vector", 32),
+        AdapterMalformed,
+        "magnitude_vector' does not",
+    ),
     "tensors of another method": (with_tensor(f"{Q0}.hada_w1_a", 32, 4), AdapterUnsupported, "LoHa"),
     "embedding LoRA": (
         with_tensor("base_model.model.model.embed_tokens.lora_embedding_A", 4, 64),

@@ -82,9 +82,15 @@ def _one_of_each_leaf(tensors: dict[str, torch.Tensor]) -> list[str]:
 
 
 LARGE: dict[str, tuple[PeftConfig, str]] = {
-    "LoHa": (LoHaConfig(r=5, target_modules=["q_proj"]), r"rank 25 as LoHa with r=5 is served.*max_lora_rank=16"),
+    "LoHa": (
+        LoHaConfig(r=5, target_modules=["q_proj"]),
+        r"rank 25 \(the rank at which LoHa with r=5 .*max_lora_rank=16",
+    ),
     "VeRA": (VeraConfig(r=17, target_modules=["q_proj"]), r"rank 17; .*max_lora_rank=16"),
-    "PiSSA": (lora(init_lora_weights="pissa", r=9), r"rank 18 as LoRA with r=9 is served.*max_lora_rank=16"),
+    "PiSSA": (
+        lora(init_lora_weights="pissa", r=9),
+        r"rank 18 \(the rank at which LoRA with r=9 .*max_lora_rank=16",
+    ),
     "embedding": (lora(target_modules=["embed_tokens"], r=17), r"rank 17; .*max_lora_rank=16"),
 }
 
@@ -111,10 +117,10 @@ INEXACT: dict[str, tuple[PeftConfig, dict[str, object], str]] = {
     "IA3 on inputs of q": (
         ia3("q_proj"),
         {},
-        "inputs of layers.0.self_attn.q_proj .* otherwise than those of .*k_proj",
+        "inputs of layers.0.self_attn.q_proj .* differently from those of .*k_proj",
     ),
-    "IA3 on inputs of all": (ia3("q_proj", "k_proj", "v_proj"), {}, "otherwise than those of .*k_proj"),
-    "IA3 on inputs of gate": (ia3("gate_proj"), {}, "otherwise than those of .*up_proj"),
+    "IA3 on inputs of all": (ia3("q_proj", "k_proj", "v_proj"), {}, "differently from those of .*k_proj"),
+    "IA3 on inputs of gate": (ia3("gate_proj"), {}, "differently from those of .*up_proj"),
     "IA3 on inputs of o": (ia3("o_proj"), {}, "differently for query heads that share a KV head"),
     "IA3 without its list": (ia3("down_proj"), {"feedforward_modules": None}, "feedforward_modules is null"),
     "random PiSSA": (lora(), {"init_lora_weights": "pissa_niter_16"}, "PiSSA with a randomized"),
@@ -122,7 +128,7 @@ INEXACT: dict[str, tuple[PeftConfig, dict[str, object], str]] = {
     "targets left open": (KINDS["LoKr"], {"target_modules": None, "peft_type": "IA3"}, "alpha"),
     "QALoRA": (lora(), {"use_qalora": True}, "QALoRA"),
     "layer replication": (lora(), {"layer_replication": [[0, 1]]}, "layer replication"),
-    "rsLoRA in AdaLoRA": (KINDS["AdaLoRA"], {"use_rslora": True}, "rsLoRA in AdaLoRA, which PEFT does not read"),
+    "rsLoRA in AdaLoRA": (KINDS["AdaLoRA"], {"use_rslora": True}, "rsLoRA in AdaLoRA, where PEFT ignores it"),
     "DoRA in AdaLoRA": (KINDS["AdaLoRA"], {"use_dora": True}, "DoRA in AdaLoRA"),
     "tokens past the end": (KINDS["tokens alone"], {"token_indices": [3, 64]}, "token 64 is trained"),
     "tokens over a changed base": (
@@ -164,7 +170,7 @@ VALUES: dict[str, tuple[str, Callable[[AdapterDir], AdapterDir], str]] = {
     "weights over 1": (
         "VB-LoRA, best alone",
         damage(lambda name, tensor: tensor + 1 if "weights" in name else tensor),
-        "no weights from 0 to 1",
+        "not weights from 0 to 1",
     ),
     "ties that differ": (
         "saved embedding, tied",
