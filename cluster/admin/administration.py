@@ -114,7 +114,7 @@ class Administration:
         returns only the adapters that it owns. Raises InvalidRequest if the limit is out of range."""
         if not 1 <= limit <= MAX_ADAPTERS_LISTED:
             raise InvalidRequest(
-                f"limit is {limit}; it must be 1 to {MAX_ADAPTERS_LISTED}. Ask for more with `after`.", "limit"
+                f"limit is {limit}; it must be 1 to {MAX_ADAPTERS_LISTED}. Request further pages with `after`.", "limit"
             )
         found: list[AdapterRecord] = []
         await in_slices(self._list(after, limit, tenant, found))

@@ -58,8 +58,8 @@ class Removals:
             done, _ = await asyncio.wait([freeing], timeout=wait_s)
             if not done:
                 raise Overloaded(
-                    f"adapter {name!r} is not served any more, but after {wait_s:.0f} s requests for it still run. It "
-                    "is freed when they end; `show` says when it is gone."
+                    f"adapter {name!r} is no longer served, but after {wait_s:.0f} s requests for it are still "
+                    "running. It is freed when they end; check with `show` whether it is gone."
                 )
             freeing.result()
 
@@ -68,7 +68,7 @@ class Removals:
         while (freeing := self._freeing.get(name)) is not None:
             await asyncio.wait([freeing], timeout=REMOVE_S)
             if not freeing.done():
-                raise Overloaded(f"adapter {name!r} is being removed: requests for it still run. Try again.")
+                raise Overloaded(f"adapter {name!r} is being removed: requests for it are still running. Try again.")
 
     async def prune(self, adapter: AdapterRecord) -> None:
         """Drops the oldest versions above MAX_VERSIONS that no alias stands for."""
@@ -85,7 +85,7 @@ class Removals:
         try:
             await self._files.delete_unless_named(digest)
         except LorafleetError as error:
-            logger.warning("the files of %s stay until they are collected: %s", digest[:12], error)
+            logger.warning("the files of %s could not be deleted; they are collected later: %s", digest[:12], error)
 
     def follow_others(self, before: list[AdapterRecord]) -> None:
         """Follows changes by another server of the same catalogue. `before` holds the adapters as they were. Versions
@@ -109,7 +109,7 @@ class Removals:
                 await self._directory.acknowledged()
                 await self._free(adapter.name, adapter.versions)
                 await self._catalogue.change(adapter.name, _removal)
-                logger.info("adapter %s is removed", adapter.name)
+                logger.info("adapter %s was removed", adapter.name)
             finally:
                 del self._freeing[adapter.name]
 
@@ -123,7 +123,7 @@ class Removals:
         for version in versions:
             await self._drop_unless_used(name, version)
             if not version.location and not await self._files.delete_unless_named(version.digest, removed=name):
-                logger.info("adapter %s: the files of %s stay, others name them", name, version.digest[:12])
+                logger.info("adapter %s: the files of %s are kept, as they are in use", name, version.digest[:12])
 
     async def _drop_unless_used(self, name: str, version: VersionRecord) -> None:
         if not self._catalogue.state.versions(version.digest):

@@ -23,7 +23,7 @@ class ReplicaOrders:
         live = await self._directory.wait_for_ready(count)
         if not 1 <= count <= len(live):
             raise InvalidRequest(
-                f"replicas is {count}; this cluster has {len(live)} now. Ask for 1 to {len(live)}, or add replicas.",
+                f"replicas is {count}; this cluster has {len(live)} now. Request 1 to {len(live)}, or add replicas.",
                 "replicas",
             )
         return ring_of(live).first(key_of(name), count)
@@ -35,7 +35,7 @@ class ReplicaOrders:
         await asyncio.wait(orders.values(), timeout=ORDER_S)
         for replica, answer in orders.items():
             if not answer.done():
-                raise Overloaded(f"replica {replica} did not {kind} adapter {lora.lora_name!r} in {ORDER_S:.0f} s.")
+                raise Overloaded(f"replica {replica} did not {kind} adapter {lora.lora_name!r} within {ORDER_S:.0f} s.")
             error = answer.exception()
             if isinstance(error, LorafleetError):
                 raise type(error)(f"replica {replica}: {error.message}", error.param)

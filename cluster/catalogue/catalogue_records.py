@@ -100,12 +100,12 @@ def moved(adapter: AdapterRecord, alias: str, shares: tuple[Share, ...], now_s: 
         adapter.version(share.version)
         if not 0 < share.weight < float("inf"):
             raise InvalidRequest(
-                f"the weight of version {share.version} is {share.weight}; it must be over 0. Leave the version out "
-                "to give it no requests.",
+                f"the weight of version {share.version} is {share.weight}; it must be over 0 and finite. Leave the "
+                "version out to send it no requests.",
                 "split",
             )
     if len({share.version for share in shares}) < len(shares):
-        raise InvalidRequest("the split names a version twice; give each once.", "split")
+        raise InvalidRequest("the split contains a version twice; list each version once.", "split")
     if alias not in adapter.aliases and len(adapter.aliases) >= MAX_ALIASES:
         raise InvalidRequest(
             f"adapter {adapter.name!r} has {len(adapter.aliases)} aliases; at most {MAX_ALIASES} are allowed. Remove "
@@ -136,7 +136,7 @@ def without_alias(adapter: AdapterRecord, alias: str) -> AdapterRecord:
 
 
 def taken(name: str, owner: str) -> AdapterExists:
-    return AdapterExists(f"the name {name!r} is an alias of adapter {owner!r}. Choose another.", "name")
+    return AdapterExists(f"the name {name!r} is an alias of adapter {owner!r}. Choose another name.", "name")
 
 
 def in_words(shares: tuple[Share, ...]) -> str:

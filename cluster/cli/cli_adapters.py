@@ -38,7 +38,7 @@ def push(
     replicas: Annotated[int, typer.Option(min=1, help="Replicas that must load it before the command returns.")] = 1,
     activate: Annotated[bool, typer.Option(help="Send the name's requests to this version from now on.")] = True,
     pin: Annotated[int | None, typer.Option(min=1, help="Number of replicas that keep it in a slot.")] = None,
-    tenant: Annotated[str | None, typer.Option(help="Tenant that will own it; only the operator may name any.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Tenant that will own it, if you are the operator.")] = None,
     metadata: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE to store with the version; may be repeated.")
     ] = None,
@@ -162,7 +162,7 @@ def _pairs(texts: list[str] | None) -> dict[str, str]:
 
 def _version(text: str) -> int:
     if not text.isdecimal():
-        fail(f"{text!r} is no version; versions are numbers, such as 1.")
+        fail(f"{text!r} is not a version; versions are numbers, such as 1.")
     return int(text)
 
 
@@ -184,7 +184,7 @@ def print_answer(url: str, key: str, output: str, call: Callable[[AdminClient], 
     except APIStatusError as error:
         fail(f"{error.status_code}: {error.message}")
     except APIConnectionError as error:
-        fail(f"{error.message} Name the server with --url.")
+        fail(f"{error.message} Give the server's URL with --url.")
     except (APIError, FileNotFoundError) as error:
         fail(str(error))
     typer.echo(json.dumps(msgspec.to_builtins(answer), indent=2) if output == "json" else in_words(answer))

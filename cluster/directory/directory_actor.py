@@ -121,7 +121,7 @@ class DirectoryActor:
             try:
                 await self._administration.collect_files()
             except LorafleetError as error:
-                logger.warning("files that nobody names are collected later: %s", error)
+                logger.warning("unused files could not be collected; they are collected later: %s", error)
 
     async def _load(self) -> None:
         loop = asyncio.get_running_loop()
@@ -146,7 +146,7 @@ class DirectoryActor:
             await asyncio.sleep(1.0)
             self._directory.tick()
             idle_s = idle_s + 1.0 if self._directory.idle else 0.0
-        logger.info("no replica is left: the adapter directory ends")
+        logger.info("no replica is left; the adapter directory exits")
         ray.kill(ray.get_runtime_context().current_actor)
 
 

@@ -243,12 +243,12 @@ class Membership:
         try:
             await self.directory.ask(DoneCall(self.replica_id, epoch, order.number, info, error))
         except Exception as gone:  # A restarted directory sends its own orders.
-            logger.warning("replica %s: the answer to order %d is lost: %r", self.replica_id, order.number, gone)
+            logger.warning("replica %s: the answer to order %d was lost: %r", self.replica_id, order.number, gone)
 
 
 def _unavailable(silent_s: float) -> DirectoryUnavailable:
     return DirectoryUnavailable(
-        f"The adapter directory does not answer (last heard {silent_s:.0f} s ago). Requests for adapters that this "
-        "replica knows go on; try again, and look first whether a change was made.",
+        f"The adapter directory does not answer (its last answer was {silent_s:.0f} s ago). Requests for adapters that "
+        "this replica knows are still served. Try again; before you repeat a change, check whether it was made.",
         retry_after_s=RETRY_AFTER_S,
     )

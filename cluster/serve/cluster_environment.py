@@ -38,5 +38,5 @@ def environment() -> dict[str, str]:
     HAProxy's own pages. Raises ConfigError if it is not installed."""
     path = Path(sys.executable).with_name(haproxy.NAME)
     if not path.exists():
-        raise ConfigError(f"there is no {path}. Install lorafleet into this Python environment again.")
+        raise ConfigError(f"{path} does not exist. Reinstall lorafleet into this Python environment.")
     return NEEDED | TOKEN | {haproxy.RAYS_VARIABLE: str(path)}

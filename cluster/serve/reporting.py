@@ -105,7 +105,7 @@ async def keep_reporting(engine: EngineClient, membership: Membership, cpu_loras
         try:
             accepted = await membership.report(report)
         except Exception as error:  # The directory is being restarted.
-            logger.warning("replica %s: the directory took no report: %r", membership.replica_id, error)
+            logger.warning("replica %s: the directory did not accept a report: %r", membership.replica_id, error)
             accepted = False
         if not accepted:
             reporter.want_full()

@@ -128,8 +128,8 @@ def _hold_range() -> int:
             return start
         first.close()
     raise ConfigError(
-        f"no {PORTS} ports in a row are free between 10000 and 30000, which HAProxy and the replicas would listen on. "
-        "Stop what listens there, or use --no-direct-streaming."
+        f"HAProxy and the replicas need {PORTS} consecutive free ports, and there are none between 10000 and 30000. "
+        "Stop programs that listen there, or use --no-direct-streaming."
     )
 
 

@@ -199,7 +199,7 @@ async def test_removal_waits_for_requests_and_frees_every_replica_and_the_store(
     async with cluster.replicas(*engines) as view:
         digest = (await cluster.push("sql", make("x"), num_replicas=2)).versions[0].digest
         engines[1].busy[digest] = asyncio.Event()
-        with pytest.raises(Overloaded, match="requests for it still run"):
+        with pytest.raises(Overloaded, match="requests for it are still running"):
             await cluster.admin.remove("sql", wait_s=0.2)
         with pytest.raises(ModelNotFound):
             await view.resolve("sql")

@@ -161,7 +161,7 @@ async def test_a_push_that_was_written_and_reported_as_failed_is_in_force_with_i
             return done
 
         store.create = done_and_lost  # type: ignore[method-assign]
-        with pytest.raises(OutcomeUnknown, match="may have been made: look"):
+        with pytest.raises(OutcomeUnknown, match="may have been made: check"):
             await server.push("sql", "y")
         faults.fails = lambda _: False
         store.create = written  # type: ignore[method-assign]
