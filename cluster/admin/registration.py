@@ -142,7 +142,7 @@ class Registration:
 
     def _check_free(self, pushed: RegisterAdapter) -> None:
         self._check_owner(pushed.name)
-        if not pushed.terms.replace and self._directory.served(pushed.name) is not None:
+        if not pushed.terms.replace and self._directory.names.served(pushed.name) is not None:
             raise AdapterExists(
                 f"The adapter {pushed.name!r} already exists; set `replace` to register a new version.", "name"
             )

@@ -48,7 +48,7 @@ class Removals:
         """Stops serving the adapter under any name, then waits up to `wait_s` seconds until its bytes are freed
         everywhere. Raises Overloaded if requests still use it then; the removal continues by itself."""
         adapter = self._catalogue.state.adapters.get(name)
-        if adapter is None and name in self._directory.resolved:
+        if adapter is None and name in self._directory.names.found:
             await self._forget_found(name)
             return
         if adapter is None or not adapter.removing:
@@ -100,13 +100,13 @@ class Removals:
         """Removes a name that only resolvers know. The removal is also written to the log, for replicas that check
         their copies against it (catalogue/log_end.py)."""
         await self._catalogue.change(name, lambda present: RemovalRecord(name) if present is None else None)
-        self._directory.forget_found(name)
-        await self._directory.acknowledged()
+        self._directory.names.forget_found(name)
+        await self._directory.leases.acknowledged()
 
     def _start_freeing(self, adapter: AdapterRecord) -> asyncio.Task[None]:
         async def free() -> None:
             try:
-                await self._directory.acknowledged()
+                await self._directory.leases.acknowledged()
                 await self._free(adapter.name, adapter.versions)
                 await self._catalogue.change(adapter.name, _removal)
                 logger.info("adapter %s was removed", adapter.name)

@@ -20,7 +20,7 @@ class ReplicaOrders:
 
     async def homes(self, name: str, count: int) -> list[str]:
         """Returns the `count` replicas that should have the adapter. Raises InvalidRequest if there are fewer."""
-        live = await self._directory.wait_for_ready(count)
+        live = await self._directory.replicas.wait_for_ready(count)
         if not 1 <= count <= len(live):
             raise InvalidRequest(
                 f"replicas is {count}; this cluster has {len(live)} now. Request 1 to {len(live)}, or add replicas.",
@@ -31,7 +31,7 @@ class ReplicaOrders:
     async def order_all(self, kind: OrderKind, lora: LoRARequest, replicas: Iterable[str]) -> list[AdapterInfo | None]:
         """Sends the order to the replicas and returns their answers. Raises the first error, with its replica's id, and
         Overloaded if a replica does not answer within ORDER_S seconds."""
-        orders = {replica: self._directory.order(replica, kind, lora) for replica in replicas}
+        orders = {replica: self._directory.replicas.order(replica, kind, lora) for replica in replicas}
         await asyncio.wait(orders.values(), timeout=ORDER_S)
         for replica, answer in orders.items():
             if not answer.done():
@@ -44,7 +44,7 @@ class ReplicaOrders:
     async def drop_everywhere(self, lora: LoRARequest) -> None:
         """Drops the adapter on every live replica, and waits for as long as requests use it. A replica that leaves
         takes its copy with it."""
-        orders = [self._directory.order(replica, "drop", lora) for replica in self._directory.live()]
+        orders = [self._directory.replicas.order(replica, "drop", lora) for replica in self._directory.replicas.live()]
         if orders:
             await asyncio.wait(orders)
 

@@ -118,6 +118,7 @@ def moved(adapter: AdapterRecord, alias: str, shares: tuple[Share, ...], now_s: 
 
 def rolled_back(adapter: AdapterRecord, alias: str) -> AdapterRecord:
     """Returns the adapter with the alias as it was before its last move, which is deleted from the history."""
+    _check_alias(adapter, alias)
     moves = adapter.aliases[alias]
     if len(moves) < 2:
         raise InvalidRequest(
@@ -130,9 +131,13 @@ def rolled_back(adapter: AdapterRecord, alias: str) -> AdapterRecord:
 def without_alias(adapter: AdapterRecord, alias: str) -> AdapterRecord:
     if alias == adapter.name:
         raise InvalidRequest(f"{alias!r} is the adapter's own name; remove the adapter instead.", "alias")
+    _check_alias(adapter, alias)
+    return msgspec.structs.replace(adapter, aliases={k: v for k, v in adapter.aliases.items() if k != alias})
+
+
+def _check_alias(adapter: AdapterRecord, alias: str) -> None:
     if alias not in adapter.aliases:
         raise ModelNotFound(f"adapter {adapter.name!r} has no alias {alias!r}.", "alias")
-    return msgspec.structs.replace(adapter, aliases={k: v for k, v in adapter.aliases.items() if k != alias})
 
 
 def taken(name: str, owner: str) -> AdapterExists:

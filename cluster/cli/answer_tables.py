@@ -15,14 +15,14 @@ _SIZES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedAdapter:
+class LocatedAdapter:
     """An adapter with the replicas where it is resident."""
 
     adapter: Adapter
     places: AdapterPlaces | None  # None: unknown.
 
 
-Answer = Adapter | AdapterPage | PlacedAdapter | Prefetched | Removed | Verified
+Answer = Adapter | AdapterPage | LocatedAdapter | Prefetched | Removed | Verified
 
 
 def in_words(answer: Answer, now_s: float | None = None) -> str:
@@ -31,7 +31,7 @@ def in_words(answer: Answer, now_s: float | None = None) -> str:
     match answer:
         case Adapter():
             return _one_adapter(answer, now_s)
-        case PlacedAdapter():
+        case LocatedAdapter():
             return _one_adapter(answer.adapter, now_s) + ("" if answer.places is None else _resident(answer.places))
         case AdapterPage():
             return _page(answer, now_s)
@@ -99,7 +99,7 @@ def _resident(places: AdapterPlaces) -> str:
         for replica, tier in sorted(version.tiers.items())
     ]
     if not rows:
-        return "\n\nNo replica has it in memory; it is loaded with its next request."
+        return "\n\nNo replica has it in memory; its next request loads it."
     return "\n\n" + _table(("REPLICA", "VERSION", "RESIDENT IN"), rows)
 
 

@@ -12,7 +12,7 @@ import typer
 from lorafleet.client.admin import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE, AdminClient, PushOptions
 from lorafleet.client.client_errors import APIConnectionError, APIError, APIStatusError
 from lorafleet.client.places import AdapterPlaces
-from lorafleet.cluster.cli.answer_tables import PlacedAdapter, in_words
+from lorafleet.cluster.cli.answer_tables import LocatedAdapter, in_words
 from lorafleet.cluster.cli.cli_tools import fail
 from lorafleet.cluster.cli.upload_progress import upload_progress
 from lorafleet.protocol.admin_verbs import REMOVE_S
@@ -72,7 +72,7 @@ def show(name: Name, url: Url = DEFAULT_URL, admin_key: Key = "", output: Output
     if output == "json":
         print_answer(url, admin_key, output, lambda client: client.show(name))
     else:
-        print_answer(url, admin_key, output, lambda client: PlacedAdapter(client.show(name), _places(client, name)))
+        print_answer(url, admin_key, output, lambda client: LocatedAdapter(client.show(name), _places(client, name)))
 
 
 def _places(client: AdminClient, name: str) -> AdapterPlaces | None:
@@ -93,8 +93,8 @@ def alias(
     output: Output = "table",
 ) -> None:
     """Makes a name stand for one version, or for a weighted split of several."""
-    one = len(versions) == 1 and versions[0].isdecimal()
-    to = int(versions[0]) if one else {_version(text): _weight(text, of) for text, of in _pairs(versions).items()}
+    is_single = len(versions) == 1 and versions[0].isdecimal()
+    to = int(versions[0]) if is_single else {_version(text): _weight(text, of) for text, of in _pairs(versions).items()}
     print_answer(url, admin_key, output, lambda client: client.alias(name, to, as_))
 
 

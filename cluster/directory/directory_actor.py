@@ -103,11 +103,11 @@ class DirectoryActor:
 
     async def administer(self, verb: Verb[T]) -> T:
         """Carries out a verb of administration, once the catalogue is loaded."""
-        await self._directory.until_loaded()
+        await self._directory.epoch.until_loaded()
         return await self._administration.carry_out(verb)
 
     async def look(self, call: ConsoleCall[T]) -> T:
-        await self._directory.until_loaded()
+        await self._directory.epoch.until_loaded()
         return await call.answered_by(self._window)
 
     async def _keep_placing(self) -> None:

@@ -26,13 +26,11 @@ from lorafleet.cluster.directory.directory_calls import (
     ListCall,
     LookupCall,
     ProgressCall,
-    ReportCall,
     WatchCall,
 )
 from lorafleet.cluster.directory.directory_messages import Changes, Order, Progress, StaleEpoch
 from lorafleet.cluster.directory.directory_timing import TIMING, DirectoryTiming
 from lorafleet.cluster.directory.name_copies import NameCopies
-from lorafleet.cluster.directory.residency import Report
 from lorafleet.cluster.task_set import TaskSet
 from lorafleet.cluster.tenancy.quota_book import Ask, Verdict
 from lorafleet.protocol.errors import DirectoryUnavailable, LorafleetError, to_wire
@@ -130,9 +128,6 @@ class Membership:
         """Requests admission against the quotas. Raises DirectoryUnavailable after admit_s."""
         call = AdmitCall(self.replica_id, asks, charges, running)
         return await self.call(lambda _: self.directory.ask(call), self._timing.admit_s)
-
-    async def report(self, report: Report) -> bool:
-        return await self.directory.ask(ReportCall(report))
 
     async def publish_progress(self, text: str, *, failed: bool = False) -> None:
         logger.log(logging.ERROR if failed else logging.INFO, "replica %s: %s", self.replica_id, text)

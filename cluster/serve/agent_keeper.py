@@ -71,7 +71,7 @@ def with_ports(command: Sequence[str], ports: Mapping[str, int]) -> list[str]:
 
 def _options(command: Sequence[str]) -> dict[str, str]:
     found = (_OPTION.fullmatch(argument) for argument in command)
-    return {one[1]: one[2] for one in found if one is not None}
+    return {option[1]: option[2] for option in found if option is not None}
 
 
 def _ended(raylet: int, agent: int | None = None, within_s: float | None = None) -> bool:

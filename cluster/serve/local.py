@@ -187,12 +187,12 @@ def _wait_for_replicas(directory: str) -> None:
     with StartProgress(console) as progress:
         while True:
             application = serve.status().applications.get(APP_NAME)
-            notes = read_progress(directory, num_read)
-            num_read += len(notes)
-            for note in notes:
-                if note.failed:
-                    raise ConfigError(note.text)
-                progress.line(note.replica_id, note.text)
+            steps = read_progress(directory, num_read)
+            num_read += len(steps)
+            for step in steps:
+                if step.failed:
+                    raise ConfigError(step.text)
+                progress.line(step.replica_id, step.text)
             if application is not None and application.status == "RUNNING":
                 return
             if application is not None and application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
@@ -275,8 +275,8 @@ def _begin_anew(environment: dict[str, str], run_dir: str) -> NoReturn:
     console.print("Ray has ended, and all serving processes with it; restarting", style="red")
     _leave_nothing(run_dir)
     sys.stdout.flush()
-    for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
@@ -286,13 +286,13 @@ def _leave_nothing(run_dir: str) -> None:
 
 
 def _catch_signals() -> None:
-    for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, _raise_stopped)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _raise_stopped)
 
 
 def _ignore_signals() -> None:
-    for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _raise_stopped(_number: int, _frame: FrameType | None) -> NoReturn:

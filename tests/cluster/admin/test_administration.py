@@ -89,7 +89,7 @@ class Cluster:
 
             for number, engine in enumerate(engines[1:], 1):
                 group.create_task(run(number, engine))
-            await self.directory.wait_for_ready(len(engines))
+            await self.directory.replicas.wait_for_ready(len(engines))
             self.admin = Administration(self.directory, ["base"])
             try:
                 yield first

@@ -125,7 +125,7 @@ class Server:
 async def serving(store: Store, make: Make, settle_s: float = 0.05) -> AsyncIterator[Server]:
     directory = await loaded(AdapterDirectory(Catalogue(store, settle_s), timing=QUICK))
     async with replica(directory, "r0", Reader()):
-        await directory.wait_for_ready(1)
+        await directory.replicas.wait_for_ready(1)
         yield Server(store, directory, make)
 
 

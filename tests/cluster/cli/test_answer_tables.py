@@ -6,7 +6,7 @@ import pytest
 
 from lorafleet.client.places import AdapterPlaces, VersionPlaces
 from lorafleet.client.results import Adapter, AdapterPage, Alias, Move, Prefetched, Removed, Verified, Version
-from lorafleet.cluster.cli.answer_tables import Answer, PlacedAdapter, in_words
+from lorafleet.cluster.cli.answer_tables import Answer, LocatedAdapter, in_words
 
 NOW_S = 1_000_000.0
 SQL = Adapter(
@@ -44,14 +44,14 @@ def test_an_adapter_is_shown_with_its_versions_and_aliases() -> None:
 
 def test_an_adapter_is_shown_with_the_replicas_where_it_is() -> None:
     places = AdapterPlaces([VersionPlaces(1, {}), VersionPlaces(2, {"r1": "cpu", "r0": "gpu"})])
-    shown = in_words(PlacedAdapter(SQL, places), NOW_S)
+    shown = in_words(LocatedAdapter(SQL, places), NOW_S)
     assert shown.removeprefix(in_words(SQL, NOW_S)).splitlines()[2:] == [
         "REPLICA  VERSION  RESIDENT IN",
         "r0       2        GPU",
         "r1       2        host memory",
     ]
-    assert "No replica has it" in in_words(PlacedAdapter(SQL, AdapterPlaces([])), NOW_S)
-    assert in_words(PlacedAdapter(SQL, None), NOW_S) == in_words(SQL, NOW_S)
+    assert "No replica has it" in in_words(LocatedAdapter(SQL, AdapterPlaces([])), NOW_S)
+    assert in_words(LocatedAdapter(SQL, None), NOW_S) == in_words(SQL, NOW_S)
 
 
 def test_a_list_has_a_line_for_each_adapter_and_says_how_to_go_on() -> None:
