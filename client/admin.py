@@ -261,7 +261,7 @@ def _settings(url: str | None, key: str | None, timeout_s: float) -> dict[str, A
     try:
         httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise APIError(f"{url!r} is no URL: {error}. Give one such as {DEFAULT_URL}.") from error
+        raise APIError(f"{url!r} is not a URL: {error}. Use one such as {DEFAULT_URL}.") from error
     return {"base_url": url, "headers": headers, "timeout": timeout_s}
 
 

@@ -50,7 +50,7 @@ def answer_of(verb: Verb[AnswerT], response: httpx.Response) -> AnswerT:
     try:
         return msgspec.json.decode(response.content, type=verb.answer_type())
     except msgspec.DecodeError as error:
-        raise APIConnectionError(f"{response.url} answers what no lorafleet does: {error}.") from error
+        raise APIConnectionError(f"{response.url} did not answer as a lorafleet server does: {error}.") from error
 
 
 @contextmanager

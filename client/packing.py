@@ -14,7 +14,7 @@ def pack(folder: Path, packed: IO[bytes]) -> int:
     weights = next((name for name in (SAFETENSORS_NAME, BIN_NAME) if (folder / name).exists()), None)
     if weights is None or not (folder / CONFIG_NAME).exists():
         raise FileNotFoundError(
-            f"{folder} is no adapter: it needs {CONFIG_NAME} and {SAFETENSORS_NAME} (or {BIN_NAME})."
+            f"{folder} is not an adapter: it needs {CONFIG_NAME} and {SAFETENSORS_NAME} (or {BIN_NAME})."
         )
     language = [name for name in LANGUAGE_NAMES if (folder / name).exists()]
     with tarfile.open(fileobj=packed, mode="w:", format=tarfile.PAX_FORMAT) as tar:

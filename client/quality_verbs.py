@@ -9,7 +9,7 @@ _MODEL = "/v1/quality/{name}"
 
 
 class ListQuality(Verb[QualityList], frozen=True):
-    http = HttpRoute("GET", "/v1/quality", "How models stand beside their baselines")
+    http = HttpRoute("GET", "/v1/quality", "Compare models with their baselines")
 
 
 class RunQuality(Verb[Quality], frozen=True):
@@ -19,6 +19,6 @@ class RunQuality(Verb[Quality], frozen=True):
 
 
 class AcceptQuality(Verb[Quality], frozen=True):
-    http = HttpRoute("POST", f"{_MODEL}/accept", "Take a model as it is now for its baseline")
+    http = HttpRoute("POST", f"{_MODEL}/accept", "Make a model's present results its new baseline")
 
     name: str

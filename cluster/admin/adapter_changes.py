@@ -35,7 +35,7 @@ class AdapterChanges:
         adapter = await self._directory.catalogue.change(name, decide)
         assert adapter is not None, "only removal takes it away"
         self._repin()
-        await self._directory.acknowledged()
+        await self._directory.leases.acknowledged()
         return adapter
 
     async def edit(self, name: str, edit: Callable[[AdapterRecord], AdapterRecord | None]) -> AdapterRecord:

@@ -234,7 +234,9 @@ def _pushed_name(front: AppState, request: Request, name: str, tenant: str | Non
     if tenant is None or tenant == caller.tenant:
         return front.models.catalog_of(caller).to_change(name)
     if not caller.is_operator:
-        raise Forbidden(f"The API key {caller.key_id!r} is tenant {caller.tenant!r}'s; it cannot push for {tenant!r}.")
+        raise Forbidden(
+            f"The API key {caller.key_id!r} belongs to tenant {caller.tenant!r}; it cannot push for {tenant!r}."
+        )
     check_tenant(tenant)
     return full_name(tenant, name)
 
@@ -242,4 +244,6 @@ def _pushed_name(front: AppState, request: Request, name: str, tenant: str | Non
 def _check_may_pin(request: Request) -> None:
     """Raises Forbidden unless the operator calls, since a pinned adapter takes a slot from all tenants."""
     if not caller_of(request).is_operator:
-        raise Forbidden("Pinning takes slots from all tenants: it needs the operator's key, one of no tenant.")
+        raise Forbidden(
+            "Pinning takes slots from all tenants: it requires the operator's key, which belongs to no tenant."
+        )

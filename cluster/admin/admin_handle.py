@@ -45,12 +45,13 @@ def get_directory(app_name: str = "lorafleet") -> DirectoryHandle:
     application serves more than one model."""
     prefix = f"directory:{app_name}:"
     named: list[dict[str, str]] = ray.util.list_named_actors(all_namespaces=True)
-    found = [one["name"] for one in named if one["namespace"] == NAMESPACE and one["name"].startswith(prefix)]
+    names = [actor["name"] for actor in named if actor["namespace"] == NAMESPACE]
+    found = [name for name in names if name.startswith(prefix)]
     if len(found) != 1:
-        there = sorted(one["name"].split(":")[1] for one in named if one["namespace"] == NAMESPACE)
+        there = sorted(name.split(":")[1] for name in names)
         raise ConfigError(
             f"app_name={app_name!r}: {len(found)} adapter directories of that name run in this Ray cluster "
-            f"(applications: {', '.join(there) or 'none'}). Connect to the cluster that serves, and name its app."
+            f"(applications: {', '.join(there) or 'none'}). Connect to the Ray cluster of the server, and name its app."
         )
     return DirectoryHandle(ray.get_actor(found[0], namespace=NAMESPACE))
 
@@ -114,19 +115,21 @@ class DirectoryHandle:
         return [version for version in self.show(name).versions if version.number in verified]
 
     def _call(self, verb: Verb[AnswerT]) -> AnswerT:
-        said = type(verb).__name__
+        name = type(verb).__name__
         try:
             ray.get(self._actor.address.remote(), timeout=ALIVE_S)
             answer: AnswerT = ray.get(self._actor.administer.remote(verb), timeout=CALL_S)
         except GetTimeoutError as error:
             raise DirectoryUnavailable(
-                f"{said}: the adapter directory does not answer. Look with show() before you repeat it."
+                f"{name}: the adapter directory does not answer. Check with show() whether the change was made before "
+                "you repeat it."
             ) from error
         except RayTaskError as error:
             raise error.cause from None
         except RayActorError as error:
             raise Overloaded(
-                f"{said}: the adapter directory is being restarted. Look with show(), and repeat."
+                f"{name}: the adapter directory is being restarted. Check with show() whether the change was made, and "
+                "repeat it if it was not."
             ) from error
         return answer
 

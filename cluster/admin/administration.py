@@ -33,9 +33,8 @@ from lorafleet.cluster.directory.task_leases import TaskLeases
 from lorafleet.protocol import admin_verbs as verbs
 from lorafleet.protocol.admin_answers import Prefetched, Removed, Verified
 from lorafleet.protocol.admin_verbs import REMOVE_S, DirectoryVerb, RegisterAdapter, Verb
-from lorafleet.protocol.errors import InvalidRequest, LorafleetError, ModelNotFound
+from lorafleet.protocol.errors import InvalidRequest, LorafleetError
 from lorafleet.protocol.limits import MAX_ADAPTERS_LISTED
-from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.names import PAST_ALL, check_full_name, full_name, past_names_of
 
 AnswerT = TypeVar("AnswerT")
@@ -52,7 +51,7 @@ class Administration:
         self._removals = Removals(directory, self._changes, self._replicas, files)
         self._registration = Registration(directory, base_names, self._changes, self._replicas, files, self._removals)
         self._verification = Verification(directory.catalogue)
-        self._turns = TaskLeases()
+        self._leases = TaskLeases()
         self._files = files
         directory.on_replicas = self._pins.follow
         directory.pins = self._pins.replicas_by_digest
@@ -99,9 +98,9 @@ class Administration:
                 await self.remove(name, wait_s)
                 return Removed("adapter", name, True)
             case verbs.SeedAdapter(lora, info, application):
-                return verbs.Seeded(await self.seed(lora, info, application))
+                return verbs.Seeded(await self._registration.seed(lora, info, application))
             case verbs.TakeLease(task, replica_id, for_s):
-                return await self.take_turn(task, replica_id, for_s)
+                return self._leases.take(task, replica_id, for_s)
             case _:
                 assert_never(verb)
 
@@ -114,7 +113,7 @@ class Administration:
         returns only the adapters that it owns. Raises InvalidRequest if the limit is out of range."""
         if not 1 <= limit <= MAX_ADAPTERS_LISTED:
             raise InvalidRequest(
-                f"limit is {limit}; it must be 1 to {MAX_ADAPTERS_LISTED}. Ask for more with `after`.", "limit"
+                f"limit is {limit}; it must be 1 to {MAX_ADAPTERS_LISTED}. Request further pages with `after`.", "limit"
             )
         found: list[AdapterRecord] = []
         await in_slices(self._list(after, limit, tenant, found))
@@ -146,9 +145,6 @@ class Administration:
     async def push(self, pushed: RegisterAdapter) -> AdapterRecord:
         return await self._registration.push(pushed)
 
-    async def seed(self, lora: LoRARequest, info: AdapterInfo, application: str) -> LoRARequest | None:
-        return await self._registration.seed(lora, info, application)
-
     async def alias(self, name: str, shares: list[Share], alias: str | None = None) -> AdapterRecord:
         """Moves the alias, by default the adapter's own name, to these shares of the adapter's versions."""
         alias = alias or name
@@ -160,13 +156,7 @@ class Administration:
 
     async def rollback(self, name: str, alias: str | None = None) -> AdapterRecord:
         """Moves the alias back to what it stood for before its last move."""
-
-        def roll_back(adapter: AdapterRecord) -> AdapterRecord:
-            if (alias or name) not in adapter.aliases:
-                raise ModelNotFound(f"adapter {name!r} has no alias {alias!r}.", "alias")
-            return rolled_back(adapter, alias or name)
-
-        return await self._changes.edit(name, roll_back)
+        return await self._changes.edit(name, lambda adapter: rolled_back(adapter, alias or name))
 
     async def pin(self, name: str, num_replicas: int = 1) -> AdapterRecord:
         """Pins the versions behind the adapter's aliases in slots of `num_replicas` replicas. Restores the former
@@ -196,10 +186,6 @@ class Administration:
 
     async def remove(self, name: str, wait_s: float = REMOVE_S) -> None:
         await self._removals.remove(name, wait_s)
-
-    async def take_turn(self, task: str, replica_id: str, for_s: float) -> bool:
-        """Returns whether the replica holds the lease for the task; see task_leases.py."""
-        return self._turns.take(task, replica_id, for_s)
 
     async def collect_files(self) -> None:
         """Deletes the files that no version names. Called periodically. Raises StoreError."""

@@ -22,13 +22,13 @@ class AdapterPins:
 
     def follow(self) -> None:
         """Orders only the pins that changed. Called after a change, and when a replica joins or leaves."""
-        wanted, live = self._wanted(), set(self._directory.ready())
+        wanted, live = self._wanted(), set(self._directory.replicas.ready())
         for (replica, digest), lora in self._ordered.items():
             if (replica, digest) not in wanted and replica in live:
-                self._directory.order(replica, "unpin", lora)
+                self._directory.replicas.order(replica, "unpin", lora)
         for (replica, digest), lora in wanted.items():
             if (replica, digest) not in self._ordered:
-                self._directory.order(replica, "pin", lora).add_done_callback(_log_failure)
+                self._directory.replicas.order(replica, "pin", lora).add_done_callback(_log_failure)
         self._ordered = wanted
 
     async def confirm(self, adapter: AdapterRecord) -> None:
@@ -45,7 +45,7 @@ class AdapterPins:
         return pinned
 
     def _wanted(self) -> dict[tuple[str, str], LoRARequest]:
-        state, ring = self._directory.catalogue.state, ring_of(self._directory.ready())
+        state, ring = self._directory.catalogue.state, ring_of(self._directory.replicas.ready())
         wanted: dict[tuple[str, str], LoRARequest] = {}
         for name in state.pinned:
             adapter = state.adapters[name]

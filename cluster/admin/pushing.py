@@ -103,5 +103,5 @@ def as_store_error() -> Iterator[None]:
     except OSError as error:
         raise StoreRefused(
             f"The adapter's files cannot be copied to the temporary folder: {error.strerror or error}. Nothing was "
-            "pushed. Make room there, or set TMPDIR."
+            "pushed. Free some space there, or set TMPDIR to another folder."
         ) from error

@@ -142,9 +142,9 @@ class Registration:
 
     def _check_free(self, pushed: RegisterAdapter) -> None:
         self._check_owner(pushed.name)
-        if not pushed.terms.replace and self._directory.served(pushed.name) is not None:
+        if not pushed.terms.replace and self._directory.names.served(pushed.name) is not None:
             raise AdapterExists(
-                f"There is an adapter {pushed.name!r} already; allow `replace` for a new version.", "name"
+                f"The adapter {pushed.name!r} already exists; set `replace` to register a new version.", "name"
             )
 
     def _check_owner(self, name: str) -> None:

@@ -48,7 +48,7 @@ class Removals:
         """Stops serving the adapter under any name, then waits up to `wait_s` seconds until its bytes are freed
         everywhere. Raises Overloaded if requests still use it then; the removal continues by itself."""
         adapter = self._catalogue.state.adapters.get(name)
-        if adapter is None and name in self._directory.resolved:
+        if adapter is None and name in self._directory.names.found:
             await self._forget_found(name)
             return
         if adapter is None or not adapter.removing:
@@ -58,8 +58,8 @@ class Removals:
             done, _ = await asyncio.wait([freeing], timeout=wait_s)
             if not done:
                 raise Overloaded(
-                    f"adapter {name!r} is not served any more, but after {wait_s:.0f} s requests for it still run. It "
-                    "is freed when they end; `show` says when it is gone."
+                    f"adapter {name!r} is no longer served, but after {wait_s:.0f} s requests for it are still "
+                    "running. It is freed when they end; check with `show` whether it is gone."
                 )
             freeing.result()
 
@@ -68,7 +68,7 @@ class Removals:
         while (freeing := self._freeing.get(name)) is not None:
             await asyncio.wait([freeing], timeout=REMOVE_S)
             if not freeing.done():
-                raise Overloaded(f"adapter {name!r} is being removed: requests for it still run. Try again.")
+                raise Overloaded(f"adapter {name!r} is being removed: requests for it are still running. Try again.")
 
     async def prune(self, adapter: AdapterRecord) -> None:
         """Drops the oldest versions above MAX_VERSIONS that no alias stands for."""
@@ -85,7 +85,7 @@ class Removals:
         try:
             await self._files.delete_unless_named(digest)
         except LorafleetError as error:
-            logger.warning("the files of %s stay until they are collected: %s", digest[:12], error)
+            logger.warning("the files of %s could not be deleted; they are collected later: %s", digest[:12], error)
 
     def follow_others(self, before: list[AdapterRecord]) -> None:
         """Follows changes by another server of the same catalogue. `before` holds the adapters as they were. Versions
@@ -100,16 +100,16 @@ class Removals:
         """Removes a name that only resolvers know. The removal is also written to the log, for replicas that check
         their copies against it (catalogue/log_end.py)."""
         await self._catalogue.change(name, lambda present: RemovalRecord(name) if present is None else None)
-        self._directory.forget_found(name)
-        await self._directory.acknowledged()
+        self._directory.names.forget_found(name)
+        await self._directory.leases.acknowledged()
 
     def _start_freeing(self, adapter: AdapterRecord) -> asyncio.Task[None]:
         async def free() -> None:
             try:
-                await self._directory.acknowledged()
+                await self._directory.leases.acknowledged()
                 await self._free(adapter.name, adapter.versions)
                 await self._catalogue.change(adapter.name, _removal)
-                logger.info("adapter %s is removed", adapter.name)
+                logger.info("adapter %s was removed", adapter.name)
             finally:
                 del self._freeing[adapter.name]
 
@@ -123,7 +123,7 @@ class Removals:
         for version in versions:
             await self._drop_unless_used(name, version)
             if not version.location and not await self._files.delete_unless_named(version.digest, removed=name):
-                logger.info("adapter %s: the files of %s stay, others name them", name, version.digest[:12])
+                logger.info("adapter %s: the files of %s are kept, as they are in use", name, version.digest[:12])
 
     async def _drop_unless_used(self, name: str, version: VersionRecord) -> None:
         if not self._catalogue.state.versions(version.digest):

@@ -20,10 +20,10 @@ class ReplicaOrders:
 
     async def homes(self, name: str, count: int) -> list[str]:
         """Returns the `count` replicas that should have the adapter. Raises InvalidRequest if there are fewer."""
-        live = await self._directory.wait_for_ready(count)
+        live = await self._directory.replicas.wait_for_ready(count)
         if not 1 <= count <= len(live):
             raise InvalidRequest(
-                f"replicas is {count}; this cluster has {len(live)} now. Ask for 1 to {len(live)}, or add replicas.",
+                f"replicas is {count}; this cluster has {len(live)} now. Request 1 to {len(live)}, or add replicas.",
                 "replicas",
             )
         return ring_of(live).first(key_of(name), count)
@@ -31,11 +31,11 @@ class ReplicaOrders:
     async def order_all(self, kind: OrderKind, lora: LoRARequest, replicas: Iterable[str]) -> list[AdapterInfo | None]:
         """Sends the order to the replicas and returns their answers. Raises the first error, with its replica's id, and
         Overloaded if a replica does not answer within ORDER_S seconds."""
-        orders = {replica: self._directory.order(replica, kind, lora) for replica in replicas}
+        orders = {replica: self._directory.replicas.order(replica, kind, lora) for replica in replicas}
         await asyncio.wait(orders.values(), timeout=ORDER_S)
         for replica, answer in orders.items():
             if not answer.done():
-                raise Overloaded(f"replica {replica} did not {kind} adapter {lora.lora_name!r} in {ORDER_S:.0f} s.")
+                raise Overloaded(f"replica {replica} did not {kind} adapter {lora.lora_name!r} within {ORDER_S:.0f} s.")
             error = answer.exception()
             if isinstance(error, LorafleetError):
                 raise type(error)(f"replica {replica}: {error.message}", error.param)
@@ -44,7 +44,7 @@ class ReplicaOrders:
     async def drop_everywhere(self, lora: LoRARequest) -> None:
         """Drops the adapter on every live replica, and waits for as long as requests use it. A replica that leaves
         takes its copy with it."""
-        orders = [self._directory.order(replica, "drop", lora) for replica in self._directory.live()]
+        orders = [self._directory.replicas.order(replica, "drop", lora) for replica in self._directory.replicas.live()]
         if orders:
             await asyncio.wait(orders)
 

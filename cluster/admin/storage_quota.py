@@ -24,12 +24,12 @@ class StorageQuota:
         if terms.max_adapters is not None and len(others) + 1 > terms.max_adapters:
             raise QuotaExceeded(
                 f"Tenant {tenant!r} would have {len(others) + 1} adapters; its limit is {terms.max_adapters}. Remove "
-                "one, or ask the operator for a higher `adapters`.",
+                "one, or ask the operator to raise the limit `adapters`.",
                 "name",
             )
         if terms.max_bytes is not None and num_bytes > terms.max_bytes:
             raise QuotaExceeded(
                 f"Tenant {tenant!r} would have {num_bytes} bytes of adapters; its limit is {terms.max_bytes}. Remove "
-                "adapters that are not needed, or ask the operator for a higher `adapter_bytes`.",
+                "adapters that are not needed, or ask the operator to raise the limit `adapter_bytes`.",
                 "name",
             )

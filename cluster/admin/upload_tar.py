@@ -63,7 +63,7 @@ def _check_headers(packed: IO[bytes]) -> None:
         size = tarfile.nti(block[124:136])  # type: ignore[attr-defined]  # its own reader of numbers, not in the stubs
         described = block[156:157] in (tarfile.XHDTYPE, tarfile.XGLTYPE) and 0 <= size <= MAX_DESCRIPTION_BYTES
         if not described and (block[156:157] not in (tarfile.REGTYPE, tarfile.AREGTYPE) or size < 0):
-            raise tarfile.TarError("it has something else than files, or long descriptions of them")
+            raise tarfile.TarError("it contains something other than files, or pax headers that are too large")
         packed.seek(-(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE, io.SEEK_CUR)
     packed.seek(0)
 
@@ -76,15 +76,15 @@ def unpack(packed: IO[bytes], folder: Path) -> None:
                 content = tar.extractfile(member) if member.isreg() and not member.issparse() else None
                 if content is None or member.name not in UPLOADED_NAMES:
                     raise AdapterMalformed(
-                        f"the upload holds {shown(member.name)}; it must be an uncompressed tar of {CONFIG_NAME} "
-                        f"and {SAFETENSORS_NAME} (or {BIN_NAME}), and where it has them {', '.join(LANGUAGE_NAMES)}, "
+                        f"the upload contains {shown(member.name)}; it must be an uncompressed tar of {CONFIG_NAME} "
+                        f"and {SAFETENSORS_NAME} (or {BIN_NAME}), optionally with {', '.join(LANGUAGE_NAMES)}, and "
                         "without folders."
                     )
                 if (folder / member.name).exists():
-                    raise AdapterMalformed(f"the upload holds {member.name} twice.")
+                    raise AdapterMalformed(f"the upload contains {member.name} twice.")
                 with (folder / member.name).open("xb") as file:
                     shutil.copyfileobj(content, file)
     except (tarfile.TarError, ValueError) as error:  # ValueError: a malformed number in a pax header.
         raise AdapterMalformed(
-            f"the upload is no uncompressed tar of an adapter's files: {cut(str(error))}."
+            f"the upload is not an uncompressed tar of an adapter's files: {cut(str(error))}."
         ) from error

@@ -31,7 +31,7 @@ class Verification:
         for version in adapter.versions:
             if is_uri(version.location):
                 raise InvalidRequest(
-                    f"version {version.number} of adapter {adapter.name!r} lies at {version.location}, not in the "
+                    f"version {version.number} of adapter {adapter.name!r} is stored at {version.location}, not in the "
                     "catalogue: replicas check its digest whenever they fetch it. Push it to have a copy that can be "
                     "verified."
                 )
@@ -40,8 +40,8 @@ class Verification:
             if digest != version.digest:
                 raise AdapterChanged(
                     f"version {version.number} of adapter {adapter.name!r} was registered with digest "
-                    f"{version.digest[:12]}…, and its files now have {digest[:12]}…. Push it again, and roll back "
-                    "until then."
+                    f"{version.digest[:12]}…, but its files now have digest {digest[:12]}…. Push it again, "
+                    "and roll back until then."
                 )
 
     def _read_again(self, version: VersionRecord) -> str:

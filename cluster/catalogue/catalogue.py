@@ -74,7 +74,7 @@ class Catalogue:
                     return self.state.adapters.get(name)
                 self._take_in(others)
         raise Overloaded(
-            f"adapter {name!r}: other writers to the catalogue were first {MAX_OVERTAKEN} times; try again."
+            f"adapter {name!r}: other writers to the catalogue overtook this change {MAX_OVERTAKEN} times. Try again."
         )
 
     async def read_on(self) -> None:
@@ -143,7 +143,8 @@ async def keep_reading(catalogue: Catalogue, pause_s: float) -> None:
             await catalogue.read_on()
             has_failed = False
         except StoreError as error:
-            logger.log(logging.DEBUG if has_failed else logging.WARNING, "changes of others are not seen: %s", error)
+            level = logging.DEBUG if has_failed else logging.WARNING
+            logger.log(level, "other servers' changes cannot be read: %s", error)
             has_failed = True
 
 

@@ -165,7 +165,7 @@ class CatalogueLog:
                     raise
                 if time.monotonic() >= deadline:
                     raise OutcomeUnknown(
-                        f"{error.message} The change may have been made: look with `show` before you repeat it."
+                        f"{error.message} The change may have been made: check with `show` before you repeat it."
                     ) from error
             is_written = True
             time.sleep(SETTLE_PAUSE_S)
@@ -197,7 +197,7 @@ class CatalogueLog:
             contents = pool.map(lambda span: self._store.read(span.key), cover)
             for span, content in zip(cover, contents, strict=True):
                 if content is None:
-                    raise CatalogueDamaged(self._damage(span.key, "is gone"))
+                    raise CatalogueDamaged(self._damage(span.key, "is missing"))
                 last = self._take(span, content, last, entries)
         self._last = last
         self._next = cover[-1].end if cover else 0
@@ -211,7 +211,7 @@ class CatalogueLog:
         payload = _unframe(content)
         if payload is None:
             if span.is_run:
-                raise CatalogueDamaged(self._damage(span.key, "has other bytes than were written"))
+                raise CatalogueDamaged(self._damage(span.key, "does not contain the bytes that were written"))
             return last
         if span.is_run:
             run = _run_decoder.decode(payload)
@@ -220,14 +220,14 @@ class CatalogueLog:
             change = _change_decoder.decode(payload)
             after, now, added = change.after, span.start, [change.entry]
         if after != last:
-            raise CatalogueDamaged(self._damage(_change_key(after), "is lost, and later changes build upon it"))
+            raise CatalogueDamaged(self._damage(_change_key(after), "is lost, but later changes build upon it"))
         entries.update((head(entry).name, bytes(entry)) for entry in added)
         return now
 
     def _damage(self, key: str, what: str) -> str:
         return (
-            f"catalogue {self._store.uri}: {key} {what}. Bring the object back from a backup, or name another "
-            "catalog_uri to begin with an empty catalogue."
+            f"catalogue {self._store.uri}: {key} {what}. Restore the object from a backup, or set another "
+            "catalog_uri to start with an empty catalogue."
         )
 
     def _runs(self) -> list[_Span]:
@@ -248,7 +248,7 @@ class CatalogueLog:
                 self._merge(size)
                 size *= FAN_OUT
         except (StoreError, _Vanished) as error:
-            logger.warning("catalogue %s: merging is put off: %s", self._store.uri, error)
+            logger.warning("catalogue %s: merging is postponed: %s", self._store.uri, error)
 
     def _merge(self, size: int) -> None:
         """Makes one run of every block of `size` numbers that is in pieces, then deletes what runs have replaced."""

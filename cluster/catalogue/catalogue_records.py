@@ -100,12 +100,12 @@ def moved(adapter: AdapterRecord, alias: str, shares: tuple[Share, ...], now_s: 
         adapter.version(share.version)
         if not 0 < share.weight < float("inf"):
             raise InvalidRequest(
-                f"the weight of version {share.version} is {share.weight}; it must be over 0. Leave the version out "
-                "to give it no requests.",
+                f"the weight of version {share.version} is {share.weight}; it must be over 0 and finite. Leave the "
+                "version out to send it no requests.",
                 "split",
             )
     if len({share.version for share in shares}) < len(shares):
-        raise InvalidRequest("the split names a version twice; give each once.", "split")
+        raise InvalidRequest("the split contains a version twice; list each version once.", "split")
     if alias not in adapter.aliases and len(adapter.aliases) >= MAX_ALIASES:
         raise InvalidRequest(
             f"adapter {adapter.name!r} has {len(adapter.aliases)} aliases; at most {MAX_ALIASES} are allowed. Remove "
@@ -118,6 +118,7 @@ def moved(adapter: AdapterRecord, alias: str, shares: tuple[Share, ...], now_s: 
 
 def rolled_back(adapter: AdapterRecord, alias: str) -> AdapterRecord:
     """Returns the adapter with the alias as it was before its last move, which is deleted from the history."""
+    _check_alias(adapter, alias)
     moves = adapter.aliases[alias]
     if len(moves) < 2:
         raise InvalidRequest(
@@ -130,13 +131,17 @@ def rolled_back(adapter: AdapterRecord, alias: str) -> AdapterRecord:
 def without_alias(adapter: AdapterRecord, alias: str) -> AdapterRecord:
     if alias == adapter.name:
         raise InvalidRequest(f"{alias!r} is the adapter's own name; remove the adapter instead.", "alias")
-    if alias not in adapter.aliases:
-        raise ModelNotFound(f"adapter {adapter.name!r} has no alias {alias!r}.", "alias")
+    _check_alias(adapter, alias)
     return msgspec.structs.replace(adapter, aliases={k: v for k, v in adapter.aliases.items() if k != alias})
 
 
+def _check_alias(adapter: AdapterRecord, alias: str) -> None:
+    if alias not in adapter.aliases:
+        raise ModelNotFound(f"adapter {adapter.name!r} has no alias {alias!r}.", "alias")
+
+
 def taken(name: str, owner: str) -> AdapterExists:
-    return AdapterExists(f"the name {name!r} is an alias of adapter {owner!r}. Choose another.", "name")
+    return AdapterExists(f"the name {name!r} is an alias of adapter {owner!r}. Choose another name.", "name")
 
 
 def in_words(shares: tuple[Share, ...]) -> str:

@@ -30,7 +30,7 @@ class FolderStore:
             self._clear_aside()
         except OSError as error:
             raise ConfigError(
-                f"catalog_uri={str(root)!r} cannot be written: {error.strerror}. Name a folder that can, or s3://…"
+                f"catalog_uri={str(root)!r} cannot be written: {error.strerror}. Use a writable folder, or s3://…"
             ) from None
 
     def _clear_aside(self) -> None:
@@ -109,7 +109,7 @@ class FolderStore:
                 aside.rename(self._files / digest)  # Fails if another writer was first, with the same bytes.
             sync(self._files)
             if not self.has_files(digest):
-                raise StoreError(f"the files of adapter {digest[:12]} did not get into {self._files}.")
+                raise StoreError(f"the files of adapter {digest[:12]} could not be moved into {self._files}.")
         except OSError as error:
             raise _failed(f"the files of adapter {digest[:12]} cannot be written", self.uri, error) from error
         finally:
@@ -158,4 +158,4 @@ def _copy_durably(source: Path, target: Path) -> None:
 
 def _failed(what: str, uri: str, error: OSError) -> StoreError:
     reason = error.strerror or error
-    return StoreError(f"catalogue {uri}: {what}: {reason}. Look whether it was done before you repeat it.")
+    return StoreError(f"catalogue {uri}: {what}: {reason}. Check whether it was done before you repeat it.")

@@ -37,7 +37,7 @@ def read_store_id(store: Store) -> str:
         store.create(_ID_KEY, uuid.uuid4().hex.encode())
         return (store.read(_ID_KEY) or b"").decode()
     except StoreError as error:
-        logger.warning("replicas will not use their copies without the directory: %s", error)
+        logger.warning("without the directory, replicas will not use their copies: %s", error)
         return ""
 
 

@@ -150,10 +150,10 @@ class S3Store:
                 self._renewed.drop()
                 raise kind(
                     f"catalogue {self.uri}: {what}: the server refuses this cluster's credentials: {error}. Renew "
-                    "them; no restart is needed. Look whether it was done before you repeat it."
+                    "them; no restart is needed. Check whether it was done before you repeat it."
                 ) from error
             raise kind(
-                f"catalogue {self.uri}: {what}: {error}. Look whether it was done before you repeat it."
+                f"catalogue {self.uri}: {what}: {error}. Check whether it was done before you repeat it."
             ) from error
 
 

@@ -96,7 +96,7 @@ class StoredFiles:
         self._unnamed_since_s = {digest: self._unnamed_since_s.get(digest, now) for digest in unnamed}
         for digest, since_s in list(self._unnamed_since_s.items()):
             if now - since_s >= ORPHAN_S and await self.delete_unless_named(digest):
-                logger.info("catalogue %s: collected the files of %s, which nobody names", self._store.uri, digest[:12])
+                logger.info("catalogue %s: collected the unused files of %s", self._store.uri, digest[:12])
         await asyncio.to_thread(self._delete_expired_locks)
 
     def _is_named(self, digest: str, removed: str | None = None) -> bool:
@@ -127,7 +127,7 @@ class StoredFiles:
         try:
             await asyncio.to_thread(self._store.delete, lock.key)
         except StoreError as error:
-            logger.warning("a lock stays until it expires after %.0f s: %s", LOCK_S, error)
+            logger.warning("a lock could not be deleted; it expires after %.0f s: %s", LOCK_S, error)
 
     def _is_locked(self, digest: str, kind: Kind) -> bool:
         prefix = f"locks/{digest}.{kind}."

@@ -16,7 +16,7 @@ _SIZES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedAdapter:
+class LocatedAdapter:
     """An adapter with the replicas where it is resident."""
 
     adapter: Adapter
@@ -24,14 +24,14 @@ class PlacedAdapter:
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedPage:
+class LocatedPage:
     """A page of adapters, with the replicas where each is resident."""
 
     page: AdapterPage
     places: Mapping[str, AdapterPlaces] | None  # By name; None: unknown.
 
 
-Answer = Adapter | PlacedAdapter | PlacedPage | Prefetched | Removed | Verified
+Answer = Adapter | LocatedAdapter | LocatedPage | Prefetched | Removed | Verified
 
 
 def in_words(answer: Answer, now_s: float | None = None) -> str:
@@ -40,9 +40,9 @@ def in_words(answer: Answer, now_s: float | None = None) -> str:
     match answer:
         case Adapter():
             return _one_adapter(answer, now_s)
-        case PlacedAdapter():
+        case LocatedAdapter():
             return _one_adapter(answer.adapter, now_s) + ("" if answer.places is None else _resident(answer.places))
-        case PlacedPage():
+        case LocatedPage():
             return _page(answer.page, answer.places, now_s)
         case Removed():
             return f"{answer.id} is removed."
@@ -118,7 +118,7 @@ def _resident(places: AdapterPlaces) -> str:
         for replica, tier in sorted(version.tiers.items())
     ]
     if not rows:
-        return "\n\nNo replica has it in memory; it is loaded with its next request."
+        return "\n\nNo replica has it in memory; its next request loads it."
     return "\n\n" + _table(("REPLICA", "VERSION", "RESIDENT IN"), rows)
 
 

@@ -12,7 +12,7 @@ import typer
 from lorafleet.client.admin import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE, AdminClient, PushOptions
 from lorafleet.client.client_errors import APIConnectionError, APIError, APIStatusError
 from lorafleet.client.places import AdapterPlaces
-from lorafleet.cluster.cli.answer_tables import PlacedAdapter, PlacedPage, in_words
+from lorafleet.cluster.cli.answer_tables import LocatedAdapter, LocatedPage, in_words
 from lorafleet.cluster.cli.cli_tools import fail
 from lorafleet.cluster.cli.upload_progress import upload_progress
 from lorafleet.protocol.admin_verbs import REMOVE_S
@@ -38,7 +38,7 @@ def push(
     replicas: Annotated[int, typer.Option(min=1, help="Replicas that must load it before the command returns.")] = 1,
     activate: Annotated[bool, typer.Option(help="Send the name's requests to this version from now on.")] = True,
     pin: Annotated[int | None, typer.Option(min=1, help="Number of replicas that keep it in a slot.")] = None,
-    tenant: Annotated[str | None, typer.Option(help="Tenant that will own it; only the operator may name any.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Tenant that will own it, if you are the operator.")] = None,
     metadata: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE to store with the version; may be repeated.")
     ] = None,
@@ -66,10 +66,10 @@ def list_adapters(
     if output == "json":
         print_answer(url, admin_key, output, lambda client: client.page(after, limit))
     else:
-        print_answer(url, admin_key, output, lambda client: _placed_page(client, after, limit))
+        print_answer(url, admin_key, output, lambda client: _located_page(client, after, limit))
 
 
-def _placed_page(client: AdminClient, after: str, limit: int) -> PlacedPage:
+def _located_page(client: AdminClient, after: str, limit: int) -> LocatedPage:
     page = client.page(after, limit)
     places: dict[str, AdapterPlaces] = {}
     try:
@@ -80,8 +80,8 @@ def _placed_page(client: AdminClient, after: str, limit: int) -> PlacedPage:
                 break
             after = found.after
     except APIError:  # The server does not say it, as to a key without the scope infer.
-        return PlacedPage(page, None)
-    return PlacedPage(page, places)
+        return LocatedPage(page, None)
+    return LocatedPage(page, places)
 
 
 @adapters.command("show")
@@ -90,7 +90,7 @@ def show(name: Name, url: Url = DEFAULT_URL, admin_key: Key = "", output: Output
     if output == "json":
         print_answer(url, admin_key, output, lambda client: client.show(name))
     else:
-        print_answer(url, admin_key, output, lambda client: PlacedAdapter(client.show(name), _places(client, name)))
+        print_answer(url, admin_key, output, lambda client: LocatedAdapter(client.show(name), _places(client, name)))
 
 
 def _places(client: AdminClient, name: str) -> AdapterPlaces | None:
@@ -111,8 +111,8 @@ def alias(
     output: Output = "table",
 ) -> None:
     """Makes a name stand for one version, or for a weighted split of several."""
-    one = len(versions) == 1 and versions[0].isdecimal()
-    to = int(versions[0]) if one else {_version(text): _weight(text, of) for text, of in _pairs(versions).items()}
+    is_single = len(versions) == 1 and versions[0].isdecimal()
+    to = int(versions[0]) if is_single else {_version(text): _weight(text, of) for text, of in _pairs(versions).items()}
     print_answer(url, admin_key, output, lambda client: client.alias(name, to, as_))
 
 
@@ -180,7 +180,7 @@ def _pairs(texts: list[str] | None) -> dict[str, str]:
 
 def _version(text: str) -> int:
     if not text.isdecimal():
-        fail(f"{text!r} is no version; versions are numbers, such as 1.")
+        fail(f"{text!r} is not a version; versions are numbers, such as 1.")
     return int(text)
 
 
@@ -202,7 +202,7 @@ def print_answer(url: str, key: str, output: str, call: Callable[[AdminClient], 
     except APIStatusError as error:
         fail(f"{error.status_code}: {error.message}")
     except APIConnectionError as error:
-        fail(f"{error.message} Name the server with --url.")
+        fail(f"{error.message} Give the server's URL with --url.")
     except (APIError, FileNotFoundError) as error:
         fail(str(error))
     typer.echo(json.dumps(msgspec.to_builtins(answer), indent=2) if output == "json" else in_words(answer))

@@ -41,16 +41,17 @@ class DirectoryWindow:
         names, has_more = await self._names(query, viewer)
         adapters = [view for name in names if (view := self.adapter(name, viewer)) is not None]
         directory = self._directory
-        known = sorted(directory.live())
+        known = sorted(directory.replicas.live())
         if query.replica:
             shown = [one for one in known if one == query.replica]
         else:
             shown = [one for one in known if one > query.replicas_after][: query.replica_limit]
         pinned = directory.pins()
+        num_adapters = len(directory.catalogue.state.adapters) + len(directory.names.found)
         return DirectoryView(
             adapters=adapters,
             has_more=has_more,
-            num_adapters=len(directory.catalogue.state.adapters) + len(directory.resolved) if viewer.sees_all else None,
+            num_adapters=num_adapters if viewer.sees_all else None,
             replicas=[self._replica(one, pinned, viewer) for one in shown],
             num_replicas=len(known),
             more_replicas=bool(shown) and not query.replica and shown[-1] != known[-1],
@@ -68,7 +69,7 @@ class DirectoryWindow:
         adapter = self._directory.catalogue.state.adapters.get(name)
         if adapter is not None:
             return self._of_catalogue(adapter, viewer)
-        resolved = self._directory.resolved.get(name)
+        resolved = self._directory.names.found.by_name.get(name)
         return self._of_resolver(resolved, viewer) if resolved is not None else None
 
     async def _names(self, query: ViewQuery, viewer: Viewer) -> tuple[list[str], bool]:
@@ -130,7 +131,7 @@ class DirectoryWindow:
     def _owner(self, name: str) -> str | None:
         """Returns the adapter that has this name or alias, or None."""
         state = self._directory.catalogue.state
-        if name in state.adapters or name in self._directory.resolved:
+        if name in state.adapters or name in self._directory.names.found:
             return name
         return state.owner_name(name)
 

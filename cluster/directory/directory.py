@@ -9,17 +9,15 @@ cluster/admin/administration.py.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 
 from lorafleet.cluster.catalogue.catalogue import Catalogue
-from lorafleet.cluster.catalogue.catalogue_state import Served
 from lorafleet.cluster.directory.adapter_names import AdapterNames
 from lorafleet.cluster.directory.copy_leases import CopyLeases
 from lorafleet.cluster.directory.directory_calls import Answer, DirectoryCall
 from lorafleet.cluster.directory.directory_epoch import DirectoryEpoch
-from lorafleet.cluster.directory.directory_messages import OrderKind, Progress
+from lorafleet.cluster.directory.directory_messages import Progress
 from lorafleet.cluster.directory.directory_metrics import DirectoryCounts
 from lorafleet.cluster.directory.directory_timing import TIMING, DirectoryTiming
 from lorafleet.cluster.directory.placement_rounds import PlacementRounds
@@ -28,7 +26,6 @@ from lorafleet.cluster.directory.replica_table import ReplicaTable
 from lorafleet.cluster.directory.residency import Residency
 from lorafleet.cluster.directory.route_broadcast import RouteBroadcast
 from lorafleet.cluster.tenancy.quota_book import QuotaBook
-from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 
 
 class AdapterDirectory:
@@ -89,13 +86,13 @@ class AdapterDirectory:
     @property
     def idle(self) -> bool:
         """Whether no replica has called for a while, so that nobody is left who could use this directory."""
-        return not self.live()
+        return not self.replicas.live()
 
     def tick(self) -> None:
         """Treats a silent replica as gone, and ends drains that are overdue. Called every second."""
         self.placement.end_overdue_drains()
         self.replicas.notice_silent()
-        for replica_id in self.residency.loads.keys() - set(self.live()):
+        for replica_id in self.residency.loads.keys() - set(self.replicas.live()):
             self.residency.forget(replica_id)
         self.routers.publish()
 
@@ -103,7 +100,7 @@ class AdapterDirectory:
         placed = self.placement.counts
         return DirectoryCounts(
             adapters=len(self.catalogue.state.adapters),
-            replicas=len(self.live()),
+            replicas=len(self.replicas.live()),
             placed_adapters=placed.placed,
             homes=placed.homes,
             placement_rounds=placed.rounds,
@@ -126,34 +123,3 @@ class AdapterDirectory:
         self.residency.forget(replica_id)
         self.placement.end_drain(replica_id)
         self.routers.publish()
-
-    # -- for administration ---------------------------------------------------------------------------------------
-
-    async def until_loaded(self) -> None:
-        await self.epoch.until_loaded()
-
-    def live(self) -> list[str]:
-        return self.replicas.live()
-
-    def ready(self) -> list[str]:
-        return self.replicas.ready()
-
-    async def wait_for_ready(self, count: int) -> list[str]:
-        return await self.replicas.wait_for_ready(count)
-
-    def order(self, replica_id: str, kind: OrderKind, lora: LoRARequest) -> asyncio.Future[AdapterInfo | None]:
-        return self.replicas.order(replica_id, kind, lora)
-
-    def served(self, name: str) -> Served | None:
-        return self.names.served(name)
-
-    @property
-    def resolved(self) -> Mapping[str, LoRARequest]:
-        """The adapters that resolvers have found, by name."""
-        return self.names.found.by_name
-
-    def forget_found(self, name: str) -> bool:
-        return self.names.forget_found(name)
-
-    async def acknowledged(self) -> None:
-        await self.leases.acknowledged()

@@ -103,11 +103,11 @@ class DirectoryActor:
 
     async def administer(self, verb: Verb[T]) -> T:
         """Carries out a verb of administration, once the catalogue is loaded."""
-        await self._directory.until_loaded()
+        await self._directory.epoch.until_loaded()
         return await self._administration.carry_out(verb)
 
     async def look(self, call: ConsoleCall[T]) -> T:
-        await self._directory.until_loaded()
+        await self._directory.epoch.until_loaded()
         return await call.answered_by(self._window)
 
     async def _keep_placing(self) -> None:
@@ -121,7 +121,7 @@ class DirectoryActor:
             try:
                 await self._administration.collect_files()
             except LorafleetError as error:
-                logger.warning("files that nobody names are collected later: %s", error)
+                logger.warning("unused files could not be collected; they are collected later: %s", error)
 
     async def _load(self) -> None:
         loop = asyncio.get_running_loop()
@@ -146,7 +146,7 @@ class DirectoryActor:
             await asyncio.sleep(1.0)
             self._directory.tick()
             idle_s = idle_s + 1.0 if self._directory.idle else 0.0
-        logger.info("no replica is left: the adapter directory ends")
+        logger.info("no replica is left; the adapter directory exits")
         ray.kill(ray.get_runtime_context().current_actor)
 
 

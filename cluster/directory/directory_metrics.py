@@ -13,18 +13,18 @@ from lorafleet.api.telemetry.http_metrics import text_of
 _GAUGES = {
     "adapters": "Adapters in the catalogue.",
     "replicas": "Replicas that call the directory.",
-    "placed_adapters": "Adapters that placement has given homes: those that are asked for or pinned.",
-    "homes": "Homes of all placed adapters together.",
+    "placed_adapters": "Adapters to which placement has assigned homes: those that are requested or pinned.",
+    "homes": "Homes of all placed adapters in total.",
 }
 _COUNTERS = {
     "placement_rounds": "Rounds of placement.",
-    "placement_round_seconds": "Seconds that they took.",
-    "rebalances": "Rounds that gave an adapter another home than those it had.",
-    "placements": "Adapters that were given homes and had none.",
-    "moves": "Homes that an adapter was given beside or instead of those it had.",
-    "moved_bytes": "Bytes of the adapters at these homes.",
-    "reads_ahead": "Adapters that replicas were told to read before they are asked for.",
-    "reports": "Reports of replicas that were taken in.",
+    "placement_round_seconds": "Seconds spent in rounds of placement.",
+    "rebalances": "Rounds that assigned a new home to an adapter that already had homes.",
+    "placements": "Adapters without homes to which placement assigned homes.",
+    "moves": "New homes that were assigned to adapters that already had homes.",
+    "moved_bytes": "Bytes of the adapters that were assigned these new homes.",
+    "reads_ahead": "Adapters that replicas were ordered to read before any request for them.",
+    "reports": "Reports of replicas that were accepted.",
 }
 
 

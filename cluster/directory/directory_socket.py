@@ -143,7 +143,7 @@ class _ServerConnection(asyncio.Protocol):
             for frame in self._frames.cut(data):
                 self._take(frame)
         except (msgspec.MsgspecError, FrameTooLarge, _UnknownSecret) as error:
-            logger.warning("the adapter directory cuts a connection off: %s", error)
+            logger.warning("the adapter directory closes a connection: %s", error)
             self.abort()
 
     def _take(self, frame: bytes) -> None:
@@ -151,7 +151,7 @@ class _ServerConnection(asyncio.Protocol):
             shown = _hello_decoder.decode(frame).secret.encode()  # compare_digest needs ASCII text, or bytes.
             self._known = secrets.compare_digest(shown, self._server.address.secret.encode())
             if not self._known:
-                raise _UnknownSecret("it does not know the secret")
+                raise _UnknownSecret("it sent a wrong secret")
             self._is_stranger_no_more()
             self._frames.max_bytes = MAX_CALL_BYTES
             return
@@ -168,7 +168,7 @@ class _ServerConnection(asyncio.Protocol):
         except StaleEpoch as stale:
             self._answer(_Answer(request.number, stale=str(stale)))
         except Exception:
-            logger.exception("the adapter directory failed at %r", request.call)
+            logger.exception("the adapter directory failed to answer %r", request.call)
             self.abort()
 
     def _answer(self, answer: _Answer) -> None:
@@ -198,7 +198,7 @@ class DirectoryConnection(asyncio.Protocol):
     async def ask(self, call: SocketCall[T]) -> T:
         """Makes a call, beside others that may wait for their answers."""
         if self.closed:
-            raise ConnectionResetError("the adapter directory has gone")
+            raise ConnectionResetError("the connection to the adapter directory is closed")
         number = next(self._numbers)
         waiting: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
         self._waiting[number] = waiting
@@ -226,7 +226,7 @@ class DirectoryConnection(asyncio.Protocol):
         self.closed = True
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(ConnectionResetError("the adapter directory has gone"))
+                waiting.set_exception(ConnectionResetError("the adapter directory closed the connection"))
 
     def data_received(self, data: bytes) -> None:
         for frame in self._frames.cut(data):

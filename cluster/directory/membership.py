@@ -26,13 +26,11 @@ from lorafleet.cluster.directory.directory_calls import (
     ListCall,
     LookupCall,
     ProgressCall,
-    ReportCall,
     WatchCall,
 )
 from lorafleet.cluster.directory.directory_messages import Changes, Order, Progress, StaleEpoch
 from lorafleet.cluster.directory.directory_timing import TIMING, DirectoryTiming
 from lorafleet.cluster.directory.name_copies import NameCopies
-from lorafleet.cluster.directory.residency import Report
 from lorafleet.cluster.task_set import TaskSet
 from lorafleet.cluster.tenancy.quota_book import Ask, Verdict
 from lorafleet.protocol.errors import DirectoryUnavailable, LorafleetError, to_wire
@@ -130,9 +128,6 @@ class Membership:
         """Requests admission against the quotas. Raises DirectoryUnavailable after admit_s."""
         call = AdmitCall(self.replica_id, asks, charges, running)
         return await self.call(lambda _: self.directory.ask(call), self._timing.admit_s)
-
-    async def report(self, report: Report) -> bool:
-        return await self.directory.ask(ReportCall(report))
 
     async def publish_progress(self, text: str, *, failed: bool = False) -> None:
         logger.log(logging.ERROR if failed else logging.INFO, "replica %s: %s", self.replica_id, text)
@@ -243,12 +238,12 @@ class Membership:
         try:
             await self.directory.ask(DoneCall(self.replica_id, epoch, order.number, info, error))
         except Exception as gone:  # A restarted directory sends its own orders.
-            logger.warning("replica %s: the answer to order %d is lost: %r", self.replica_id, order.number, gone)
+            logger.warning("replica %s: the answer to order %d was lost: %r", self.replica_id, order.number, gone)
 
 
 def _unavailable(silent_s: float) -> DirectoryUnavailable:
     return DirectoryUnavailable(
-        f"The adapter directory does not answer (last heard {silent_s:.0f} s ago). Requests for adapters that this "
-        "replica knows go on; try again, and look first whether a change was made.",
+        f"The adapter directory does not answer (its last answer was {silent_s:.0f} s ago). Requests for adapters that "
+        "this replica knows are still served. Try again; before you repeat a change, check whether it was made.",
         retry_after_s=RETRY_AFTER_S,
     )

@@ -21,7 +21,7 @@ logger = logging.getLogger("lorafleet.cluster")
 
 
 class PlacementRounds:
-    """Places adapters on the replicas that stay. `routers` are told the outcome of each round.
+    """Places adapters on the replicas that stay. `routers` publishes the outcome of each round.
 
     Args:
         pins: returns the replicas that hold each pinned adapter in a slot.
@@ -100,7 +100,7 @@ class PlacementRounds:
         done, late = await asyncio.wait(sent, timeout=self._timing.hand_over_s) if sent else (set(), set())
         failed = sum(1 for order in done if order.exception() is not None)
         logger.info(
-            "replica %s goes: of %d adapters handed over, %d failed and %d are late",
+            "replica %s is stopping: of %d adapters handed over, %d failed and %d are late",
             replica_id,
             len(sent),
             failed,

@@ -20,15 +20,15 @@ def check_exposure(host: str, args: AppArgs, environment: Mapping[str, str] = os
         return
     if args.api_keys is None and not args.insecure_without_keys:
         raise ConfigError(
-            f"host={host} is open to the network, and there are no API keys: whoever reaches it may use every adapter. "
-            "Make keys with `lorafleet keys` and give them with api_keys, or listen on 127.0.0.1. Where something in "
-            "front checks who comes, set insecure_without_keys."
+            f"host={host} is open to the network, and there are no API keys: anyone who can reach it can use every "
+            "adapter. Create keys with `lorafleet keys` and set api_keys, or listen on 127.0.0.1. If a proxy in front "
+            "authenticates clients, set insecure_without_keys."
         )
     if environment.get("RAY_AUTH_MODE", "").lower() in ("", "disabled") and not args.insecure_without_ray_token:
         raise ConfigError(
-            f"host={host} is open to the network, and Ray runs without authentication: whoever reaches Ray's ports can "
-            "run code on every node. Start Ray on every node with RAY_AUTH_MODE=token and the token of `ray "
-            "get-auth-token --generate` (docs/security.md). Where Ray's ports are closed to others by other means, set "
+            f"host={host} is open to the network, and Ray runs without authentication: anyone who can reach Ray's "
+            "ports can run code on every node. Start Ray on every node with RAY_AUTH_MODE=token and the token of `ray "
+            "get-auth-token --generate` (docs/security.md). If Ray's ports are closed to others by other means, set "
             "insecure_without_ray_token."
         )
 
@@ -38,14 +38,14 @@ def check_tls(serves_own: bool, direct_streaming: bool, environment: Mapping[str
     a cluster it is set either in http_options (`serves_own` is True then) or in the environment."""
     if serves_own and direct_streaming:
         raise ConfigError(
-            "http_options has ssl_certfile, which HAProxy would not serve. Start Ray on every node with "
-            f"{CERT_VARIABLE} and the variables beside it in place of it (docs/security.md)."
+            "http_options sets ssl_certfile, which HAProxy would not use. Start Ray on every node with "
+            f"{CERT_VARIABLE} and the variables that belong to it instead (docs/security.md)."
         )
     stand_in = os.path.basename(environment.get(haproxy.RAYS_VARIABLE, "")) == haproxy.NAME
     if CERT_VARIABLE in environment and not (direct_streaming and stand_in):
         raise ConfigError(
-            f"{CERT_VARIABLE} takes effect through HAProxy only. Start Ray on every node with RAY_SERVE_ENABLE_HA_PROXY"
-            f"=1 and {haproxy.RAYS_VARIABLE} naming {haproxy.NAME}, or set ssl_certfile under http_options instead."
+            f"{CERT_VARIABLE} takes effect only with HAProxy. Start Ray on every node with RAY_SERVE_ENABLE_HA_PROXY=1 "
+            f"and with {haproxy.RAYS_VARIABLE} set to {haproxy.NAME}, or set ssl_certfile under http_options instead."
         )
 
 

@@ -56,7 +56,7 @@ def read_ingress(environment: Mapping[str, str], folder: Path) -> Ingress:
 def _connections(environment: Mapping[str, str]) -> int:
     text = environment.get(CONNECTIONS_VARIABLE, str(CONNECTIONS_PER_CLIENT))
     if not text.isdecimal() or not int(text):
-        raise ConfigError(f"{CONNECTIONS_VARIABLE}={text!r} is no whole number above 0. Set it to one, or unset it.")
+        raise ConfigError(f"{CONNECTIONS_VARIABLE}={text!r} is not a whole number above 0. Change it, or unset it.")
     return int(text)
 
 

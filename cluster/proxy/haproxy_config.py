@@ -203,7 +203,7 @@ def _quoted(text: str) -> str:
 def _replace(config: str, pattern: str, by: str | Callable[[re.Match[str]], str]) -> str:
     config, count = re.subn(pattern, by, config, flags=re.MULTILINE)
     if count != 1:
-        raise NotServesTemplate(f"{pattern!r} is in Serve's configuration of HAProxy {count} times, not once.")
+        raise NotServesTemplate(f"{pattern!r} occurs in Serve's configuration of HAProxy {count} times, not once.")
     return config
 
 
@@ -212,6 +212,6 @@ def edit_lua(template: str, serves: str) -> str:
     for table in ("ROUTERS", "REPLICA_TARGETS"):
         found = re.findall(rf"^local {table} = (\{{.*?^\}})$", serves, re.MULTILINE | re.DOTALL)
         if len(found) != 1:
-            raise NotServesTemplate(f"{table} is in Serve's program for HAProxy {len(found)} times, not once.")
+            raise NotServesTemplate(f"{table} occurs in Serve's program for HAProxy {len(found)} times, not once.")
         template = template.replace(f"@{table}@", found[0])
     return template

@@ -53,7 +53,7 @@ class WatchedHAProxyManager(ServesManager):  # type: ignore[misc]  # Ray gives n
             try:
                 await self._look()
             except Exception:  # Whatever it was, HAProxy must still be watched.
-                logger.exception("HAProxy could not be looked after; this is tried again.")
+                logger.exception("HAProxy could not be checked; this is tried again.")
 
     async def _look(self) -> None:
         """Checks HAProxy once, and replaces it if it is lost. Waits while HAProxy is reloaded, since Serve then
@@ -97,7 +97,7 @@ class WatchedHAProxyManager(ServesManager):  # type: ignore[misc]  # Ray gives n
         process = self._haproxy._proc
         if process.returncode is None:
             process.kill()
-        logger.error("HAProxy ended with status %s. Another one is started.", await process.wait())
+        logger.error("HAProxy ended with status %s; another one is being started.", await process.wait())
         self._haproxy._proc = await self._haproxy._start_and_wait_for_haproxy()
         self._forget()
 

@@ -40,14 +40,14 @@ class TLSFiles:
             context.load_cert_chain(self.cert, self.key, _no_password)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"ssl_certfile={self.cert!r} and ssl_keyfile={self.key!r} are no certificate with its key: {error}. "
-                "Give PEM files, the certificate before its issuers' and the key without a password."
+                f"ssl_certfile={self.cert!r} and ssl_keyfile={self.key!r} are not a certificate and its key: {error}. "
+                "Give PEM files: the certificate before those of its issuers, and the key without a password."
             ) from None
         if self.ca_certs is not None:
             try:
                 context.load_verify_locations(self.ca_certs)
             except OSError as error:
-                raise ConfigError(f"ssl_ca_certs={self.ca_certs!r} has no certificates: {error}.") from None
+                raise ConfigError(f"ssl_ca_certs={self.ca_certs!r} contains no certificates: {error}.") from None
 
     def pem(self) -> str:
         """Returns certificate and key as one text, without empty lines, since one would end it on HAProxy's admin
@@ -78,12 +78,12 @@ def tls_files(cert: str | None, key: str | None, ca_certs: str | None) -> TLSFil
         return None
     if cert is None or key is None:
         missing = "ssl_certfile" if cert is None else "ssl_keyfile"
-        raise ConfigError(f"TLS needs a certificate and its key, and {missing} is not given.")
+        raise ConfigError(f"TLS needs a certificate and its key, but {missing} is not given.")
     clients = None if ca_certs is None else os.path.abspath(ca_certs)
     files = TLSFiles(os.path.abspath(cert), os.path.abspath(key), clients)
     for path in (files.cert, files.key, files.ca_certs or files.cert):
         if " " in path:
-            raise ConfigError(f"{path!r} has a space in it, which HAProxy's configuration cannot hold; rename it.")
+            raise ConfigError(f"{path!r} contains a space, which HAProxy's configuration does not allow; rename it.")
     files.check()
     return files
 
@@ -106,7 +106,7 @@ async def keep_renewing(files: TLSFiles, admin_socket: str, name: str, watch_s: 
             await _renew(pem, admin_socket, name)
         except (ConfigError, OSError) as error:
             # Perhaps only one of the two files is written yet, so this is tried again.
-            logger.warning("the ingress keeps its certificate: %s", error)
+            logger.warning("the ingress keeps its old certificate: %s", error)
             continue
         known = stamp
         logger.info("the ingress has a new certificate from %s", files.cert)
@@ -115,10 +115,10 @@ async def keep_renewing(files: TLSFiles, admin_socket: str, name: str, watch_s: 
 async def _renew(pem: str, admin_socket: str, name: str) -> None:
     answer = await _ask(admin_socket, f"set ssl cert {name} <<\n{pem}\n")
     if "Transaction" not in answer:
-        raise OSError(f"HAProxy does not take it: {answer.strip()}")
+        raise OSError(f"HAProxy rejects the new one: {answer.strip()}")
     answer = await _ask(admin_socket, f"commit ssl cert {name}\n")
     if "Success" not in answer:
-        raise OSError(f"HAProxy does not use it: {answer.strip()}")
+        raise OSError(f"HAProxy cannot activate the new one: {answer.strip()}")
 
 
 async def _ask(admin_socket: str, command: str) -> str:

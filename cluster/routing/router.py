@@ -76,7 +76,7 @@ class AffinityRouter(RequestRouter):
         try:
             await get_or_create(self._directory).ask(DrainCall(replica_id))
         except Exception as error:  # The replica informs it again.
-            logger.warning("the directory does not know that replica %s goes: %r", replica_id, error)
+            logger.warning("the adapter directory was not informed that replica %s stops: %r", replica_id, error)
 
     async def _follow_directory(self) -> None:
         directory = get_or_create(self._directory)

@@ -129,7 +129,7 @@ class DirectoryCatalog:
         check_full_name(name, self._base_names)
         if not load_inplace and await self.known(name) is not None:
             raise AdapterExists(
-                f"There is an adapter {name!r} already; allow `replace` for a new version.", "lora_name"
+                f"The adapter {name!r} already exists; set `replace` to register a new version.", "lora_name"
             )
         # Loading rejects an unusable adapter by its header, before its files, however large, are copied into the store.
         async with self._turn(name, turn_group(tenant_of(name), None)):

@@ -47,7 +47,7 @@ def keep(command: Sequence[str], raylet_pid: int) -> int:
             return 1  # The raylet waits for the ports, and reports best that they are missing.
         command = with_ports(command, ports)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S) if time.monotonic() - began_s < SOON_S else SHORTEST_PAUSE_S
-        print(f"an agent ended with status {status} and is started again in {pause_s} s", file=sys.stderr, flush=True)
+        print(f"an agent ended with status {status} and is restarted in {pause_s} s", file=sys.stderr, flush=True)
         if _ended(raylet, within_s=pause_s):
             return 0
 
@@ -71,7 +71,7 @@ def with_ports(command: Sequence[str], ports: Mapping[str, int]) -> list[str]:
 
 def _options(command: Sequence[str]) -> dict[str, str]:
     found = (_OPTION.fullmatch(argument) for argument in command)
-    return {one[1]: one[2] for one in found if one is not None}
+    return {option[1]: option[2] for option in found if option is not None}
 
 
 def _ended(raylet: int, agent: int | None = None, within_s: float | None = None) -> bool:

@@ -46,8 +46,8 @@ def build(args: AppArgs) -> Application:
     if not ingress.direct_streaming():
         if args.most_replicas > 1 and not ingress.proxy_affinity():
             logger.warning(
-                "requests go to replicas without regard to their adapter: every replica will load what any request "
-                "asks for. Start Ray with RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=%s in its environment, or with "
+                "requests are routed without regard to their adapter, so every replica will load the adapters of all "
+                "requests. Start Ray with RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=%s in its environment, or with "
                 "direct streaming (docs/running-on-a-cluster.md).",
                 PROXY_MIDDLEWARES,
             )
@@ -66,7 +66,7 @@ def _device(args: AppArgs) -> Device:
         if args.device == "auto":
             raise
         # A cluster may still grow: nodes with GPUs may join after this deployment, or be started because of it.
-        logger.warning("%s Until then replicas wait.", error.message)
+        logger.warning("%s Until then, replicas wait for GPUs.", error.message)
     return "cuda"
 
 

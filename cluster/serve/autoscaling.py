@@ -40,8 +40,8 @@ class LoadPolicy:
     def __call__(self, context: Any) -> Wish:
         """Returns the wanted number of replicas for a ray.serve.config.AutoscalingContext. The number does not
         change until replicas have reported a load."""
-        told: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
-        busy = told.get("busy", {})
+        metrics: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
+        busy = metrics.get("busy", {})
         if not busy:
             return context.target_num_replicas, {}
-        return wanted_replicas(busy.values(), told.get("adapters", {}).values(), self._target), {}
+        return wanted_replicas(busy.values(), metrics.get("adapters", {}).values(), self._target), {}

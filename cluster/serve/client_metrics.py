@@ -18,16 +18,18 @@ class ClientMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         engine = self._engine
         yield GaugeMetricFamily(
-            "lorafleet_client_sequences", "Sequences given to the engine whose end has not come.", engine.num_streams
+            "lorafleet_client_sequences", "Sequences sent to the engine that have not ended.", engine.num_streams
         )
         yield GaugeMetricFamily(
             "lorafleet_client_stats_age_seconds",
-            "Since the engine was last heard of: a second where it is idle, a tenth and a step where it works.",
+            "Seconds since the engine's last message: up to 1 s while it is idle, and 0.1 s and a step while it works.",
             engine.stats_age_s,
         )
         yield GaugeMetricFamily(
-            "lorafleet_client_engine_alive", "1 while the engine's processes live, else 0.", int(engine.dead is None)
+            "lorafleet_client_engine_alive",
+            "1 while the engine's processes are alive, otherwise 0.",
+            int(engine.dead is None),
         )
         yield CounterMetricFamily(
-            "lorafleet_client_batches", "Messages sent to the engine, at most one a step.", engine.num_batches
+            "lorafleet_client_batches", "Messages sent to the engine, at most one per step.", engine.num_batches
         )

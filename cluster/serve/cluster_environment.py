@@ -9,23 +9,14 @@ from pathlib import Path
 
 from lorafleet.cluster.proxy import haproxy
 from lorafleet.cluster.serve.serve_environment import (
-    CONTROLLER_CALLBACK,
+    DIRECT_STREAMING,
     PROXY_MIDDLEWARES,
-    ROUTED_BODY_BYTES,
     WORKER_NICENESS,
 )
 from lorafleet.protocol.errors import ConfigError
 
-NEEDED = {
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-    "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
-    # HAProxy may hold two such buffers for each of 4096 connections, which is 64 GiB with the default of 8 MiB.
-    "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE": str(ROUTED_BODY_BYTES),
-    "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # Otherwise Python parses a log line for every request.
+NEEDED = DIRECT_STREAMING | {
     "RAY_SERVE_LOG_TO_STDERR": "0",
-    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": CONTROLLER_CALLBACK,
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # A dead manager of HAProxy is noticed after 3 periods.
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": PROXY_MIDDLEWARES,
     "RAY_worker_niceness": WORKER_NICENESS,
     "RAY_START_HOOK": "lorafleet.cluster.serve.ray_agents.keep_agents",  # A raylet outlives its agents.
@@ -38,5 +29,5 @@ def environment() -> dict[str, str]:
     HAProxy's own pages. Raises ConfigError if it is not installed."""
     path = Path(sys.executable).with_name(haproxy.NAME)
     if not path.exists():
-        raise ConfigError(f"there is no {path}. Install lorafleet into this Python environment again.")
+        raise ConfigError(f"{path} does not exist. Reinstall lorafleet into this Python environment.")
     return NEEDED | TOKEN | {haproxy.RAYS_VARIABLE: str(path)}

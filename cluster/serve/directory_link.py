@@ -62,7 +62,7 @@ class DirectoryLink:
         try:
             await asyncio.wait_for(self._directory.ask(DrainCall(self._replica_id)), TIMING.hand_over_s)
         except Exception as error:  # The replica stops all the same.
-            logger.warning("replica %s leaves without handing over: %r", self._replica_id, error)
+            logger.warning("replica %s leaves without handing over its adapters: %r", self._replica_id, error)
 
     async def close(self) -> None:
         with contextlib.suppress(Exception):  # Expected while the whole cluster shuts down.

@@ -54,8 +54,8 @@ class Listener:
     def __post_init__(self) -> None:
         if self.tls is not None and self.tls.ca_certs is not None and not self.direct_streaming:
             raise ConfigError(
-                f"ssl_ca_certs={self.tls.ca_certs!r}: Serve's own proxy asks clients for no certificate. Leave it out, "
-                "or leave out --no-direct-streaming."
+                f"ssl_ca_certs={self.tls.ca_certs!r}: Serve's own proxy cannot require certificates of clients. Leave "
+                "out ssl_ca_certs, or leave out --no-direct-streaming."
             )
 
     @property
@@ -170,10 +170,10 @@ def start_ray(num_cpus: int) -> None:
             end_descendants()
             if not starts_left:
                 raise ConfigError(
-                    f"Ray's processes did not start in {RAY_STARTS} times 30 s: this machine is too busy, or one of "
-                    f"them ends at once; see the logs in /tmp/ray/session_latest/logs. Ray says: {error}"
+                    f"Ray's processes did not start in {RAY_STARTS} attempts of 30 s: this machine is too busy, or one "
+                    f"of them ends at once. See the logs in /tmp/ray/session_latest/logs. Ray reports: {error}"
                 ) from None
-            console.print("Ray did not start in 30 s; once more")
+            console.print("Ray did not start within 30 s; trying again")
 
 
 def _wait_for_replicas(directory: str) -> None:
@@ -187,12 +187,12 @@ def _wait_for_replicas(directory: str) -> None:
     with StartProgress(console) as progress:
         while True:
             application = serve.status().applications.get(APP_NAME)
-            notes = read_progress(directory, num_read)
-            num_read += len(notes)
-            for note in notes:
-                if note.failed:
-                    raise ConfigError(note.text)
-                progress.line(note.replica_id, note.text)
+            steps = read_progress(directory, num_read)
+            num_read += len(steps)
+            for step in steps:
+                if step.failed:
+                    raise ConfigError(step.text)
+                progress.line(step.replica_id, step.text)
             if application is not None and application.status == "RUNNING":
                 return
             if application is not None and application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
@@ -225,7 +225,7 @@ def _wait_for_http(args: AppArgs, client: httpx.Client) -> None:
         except httpx.HTTPError as error:
             cause = str(error)
         if time.monotonic() > deadline:
-            raise ConfigError(f"the replicas are up, but HTTP did not answer in {HTTP_S:.0f} s: {cause}")
+            raise ConfigError(f"the replicas are up, but HTTP did not answer within {HTTP_S:.0f} s: {cause}")
         time.sleep(POLL_S)
 
 
@@ -272,11 +272,11 @@ def _ray_has_ended() -> bool:
 def _begin_anew(environment: dict[str, str], run_dir: str) -> NoReturn:
     """Replaces this process by a new run of its command, in the environment that it was started with. A signal that
     arrives meanwhile ends it for good."""
-    console.print("Ray has ended, and all that serves with it; starting anew", style="red")
+    console.print("Ray has ended, and all serving processes with it; restarting", style="red")
     _leave_nothing(run_dir)
     sys.stdout.flush()
-    for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
@@ -286,13 +286,13 @@ def _leave_nothing(run_dir: str) -> None:
 
 
 def _catch_signals() -> None:
-    for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, _raise_stopped)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _raise_stopped)
 
 
 def _ignore_signals() -> None:
-    for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _raise_stopped(_number: int, _frame: FrameType | None) -> NoReturn:

@@ -82,7 +82,7 @@ async def _first_failure(starting: Sequence[asyncio.Task[EngineHello | None]]) -
     waiting, wait_s = set(starting), None
     while waiting:
         done, waiting = await asyncio.wait(waiting, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-        errors += [error for one in done if (error := one.exception()) is not None]
+        errors += [error for task in done if (error := task.exception()) is not None]
         if not done or any(_is_a_cause(error) for error in errors):
             break
         if errors:

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Mapping
 
+from lorafleet.cluster.directory.directory_calls import ReportCall
 from lorafleet.cluster.directory.membership import Membership
 from lorafleet.cluster.directory.residency import Report
 from lorafleet.cluster.routing.routing import ReplicaLoad, Tier
@@ -27,7 +28,7 @@ class Reporter:
         self._replica_id = replica_id
         self._cpu_loras = cpu_loras
         self._sequence = 0
-        self._told: dict[str, Tier] = {}
+        self._reported: dict[str, Tier] = {}
         self._load: tuple[ReplicaLoad, list[str]] | None = None
         self._full_at = 0.0
         self._full_wanted = True
@@ -43,16 +44,17 @@ class Reporter:
         """Returns the next report, or None if there is nothing to report. `now` is in seconds, of any clock that
         does not jump."""
         full = self._full_wanted or now >= self._full_at
-        changed: dict[str, Tier | None] = {one: tier for one, tier in tiers.items() if self._told.get(one) != tier}
-        changed |= dict.fromkeys(self._told.keys() - tiers.keys())
+        known = self._reported
+        changed: dict[str, Tier | None] = {digest: tier for digest, tier in tiers.items() if known.get(digest) != tier}
+        changed |= dict.fromkeys(known.keys() - tiers.keys())
         if not (full or changed or tokens or (load, unread) != self._load):
             return None
         self._sequence += 1
-        self._told, self._load = dict(tiers), (load, unread)
+        self._reported, self._load = dict(tiers), (load, unread)
         if full:
             self._full_at, self._full_wanted = now + FULL_S, False
-        said: dict[str, Tier | None] = dict(tiers) if full else changed
-        return Report(self._replica_id, self._sequence, full, said, load, dict(tokens), self._cpu_loras, unread)
+        reported: dict[str, Tier | None] = dict(tiers) if full else changed
+        return Report(self._replica_id, self._sequence, full, reported, load, dict(tokens), self._cpu_loras, unread)
 
     def want_full(self) -> None:
         """Makes the next report a full one, since the directory has missed something: an answer said so, none came,
@@ -81,7 +83,7 @@ def load_of(stats: EngineStats, max_num_seqs: int) -> ReplicaLoad:
 def unread_of(stats: EngineStats) -> list[str]:
     """Returns the adapters that requests wait for and that are in no tier yet."""
     held = {*stats.resident_slots, *stats.resident_cpu}
-    return [one for one in stats.waiting_adapters if one not in held]
+    return [digest for digest in stats.waiting_adapters if digest not in held]
 
 
 async def keep_reporting(engine: EngineClient, membership: Membership, cpu_loras: int, max_num_seqs: int) -> None:
@@ -103,9 +105,9 @@ async def keep_reporting(engine: EngineClient, membership: Membership, cpu_loras
             continue
         engine.tokens_asked.clear()
         try:
-            accepted = await membership.report(report)
+            accepted = await membership.directory.ask(ReportCall(report))
         except Exception as error:  # The directory is being restarted.
-            logger.warning("replica %s: the directory took no report: %r", membership.replica_id, error)
+            logger.warning("replica %s: the directory did not accept a report: %r", membership.replica_id, error)
             accepted = False
         if not accepted:
             reporter.want_full()

@@ -31,7 +31,7 @@ def check_gpus(args: AppArgs, num_gpus: list[int]) -> None:
             "device=cpu."
         )
     raise ConfigError(
-        f"{wanted}{size} GPUs of one node for each replica; this Ray cluster's nodes have "
+        f"{wanted}{size} GPUs on one node for each replica; this Ray cluster's nodes have "
         f"{', '.join(map(str, num_gpus))}. Lower either, or add GPUs to a node."
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 PATIENCE_S = 5.0  # Seconds; Prometheus itself waits for ten.
 
 _COMPLETE = """\
-# HELP lorafleet_scrape_complete Whether every replica and the directory answered this scrape: 1, else 0.
+# HELP lorafleet_scrape_complete 1 if every replica and the directory answered this scrape, otherwise 0.
 # TYPE lorafleet_scrape_complete gauge
 lorafleet_scrape_complete {}
 """

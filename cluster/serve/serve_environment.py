@@ -20,12 +20,21 @@ from lorafleet.protocol.errors import ConfigError
 
 PORTS = 100  # In a range: a reserved one, two for HAProxy, one for Serve's proxy, one for each local replica.
 PROXY_MIDDLEWARES = "lorafleet.cluster.proxy.proxy_affinity:middlewares"
-CONTROLLER_CALLBACK = "lorafleet.cluster.proxy.ingress:watch_haproxy"
 # Ray's default is 15. All serving processes are Ray workers, so every other program of the machine would delay them.
 WORKER_NICENESS = "0"
 # Bytes of a request that the router may see; a name after them only costs affinity. HAProxy's buffers have this size,
 # and each stream holds one or two of them.
 ROUTED_BODY_BYTES = 1 << 18
+DIRECT_STREAMING = {  # On one machine and on a cluster alike.
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
+    # HAProxy may hold two such buffers for each of 4096 connections, which is 64 GiB with the default of 8 MiB.
+    "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE": str(ROUTED_BODY_BYTES),
+    "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # Otherwise Python parses a log line for every request.
+    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "lorafleet.cluster.proxy.ingress:watch_haproxy",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # A dead manager of HAProxy is noticed after 3 periods.
+}
 
 
 def prepare(run_dir: str, *, direct_streaming: bool) -> None:
@@ -89,15 +98,7 @@ def _ray() -> dict[str, str]:
 def _direct_streaming(run_dir: str) -> dict[str, str]:
     held = _hold_range()
     metrics_port, stats_port, fallback_port, first_replica = held + 1, held + 2, held + 3, held + 4
-    return {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
-        # HAProxy may hold two such buffers for each of 4096 connections, which is 64 GiB with the default of 8 MiB.
-        "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE": str(ROUTED_BODY_BYTES),
-        "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": CONTROLLER_CALLBACK,
-        # A dead manager of HAProxy is noticed after 3 periods.
-        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    return DIRECT_STREAMING | {
         # By default replicas bind ports from 30000 on, with SO_REUSEPORT. A second Ray on this machine would share
         # them, and each Ray would get some of the other's requests.
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_replica),
@@ -107,7 +108,6 @@ def _direct_streaming(run_dir: str) -> dict[str, str]:
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{run_dir}/haproxy.cfg",
         "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{run_dir}/admin.sock",
-        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # Otherwise Python parses a log line for every request.
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": run_dir,
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{run_dir}/state",
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
@@ -128,8 +128,8 @@ def _hold_range() -> int:
             return start
         first.close()
     raise ConfigError(
-        f"no {PORTS} ports in a row are free between 10000 and 30000, which HAProxy and the replicas would listen on. "
-        "Stop what listens there, or use --no-direct-streaming."
+        f"HAProxy and the replicas need {PORTS} consecutive free ports, and there are none between 10000 and 30000. "
+        "Stop programs that listen there, or use --no-direct-streaming."
     )
 
 

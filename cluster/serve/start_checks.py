@@ -16,8 +16,9 @@ def check_paths(args: AppArgs) -> None:
     """Checks the arguments of a server on this machine. Raises ConfigError for mistakes that can be found before
     anything is started."""
     _require(Path(args.model) / "config.json", f"model {args.model!r} is not a local Hugging Face folder")
-    for module in (one for one in args.lora_modules if not is_uri(one.path)):
-        _require(Path(module.path) / "adapter_config.json", f"adapter {module.name!r} cannot be served")
+    for module in args.lora_modules:
+        if not is_uri(module.path):
+            _require(Path(module.path) / "adapter_config.json", f"adapter {module.name!r} cannot be served")
     if args.lora_resolver_dir is not None:
         _require(Path(args.lora_resolver_dir), f"lora_resolver_dir {args.lora_resolver_dir!r} does not exist")
     if args.api_keys is not None:

@@ -56,12 +56,12 @@ class WorkerActor:
             assert order.addresses is not None
             self._worker: GPUWorker | RankWorker = RankWorker(order.config, self._rank, order.addresses)
             return None
-        teller = _TellDirectory(order.directory, order.replica_id)
-        logging.getLogger("lorafleet.workers").addHandler(teller)
+        handler = _ProgressHandler(order.directory, order.replica_id)
+        logging.getLogger("lorafleet.workers").addHandler(handler)
         try:
             worker = GPUWorker(order.config, order.address, order.addresses)
         finally:
-            logging.getLogger("lorafleet.workers").removeHandler(teller)
+            logging.getLogger("lorafleet.workers").removeHandler(handler)
         self._worker = worker
         return worker.hello()
 
@@ -72,7 +72,7 @@ class WorkerActor:
         self._worker.shutdown()
 
 
-class _TellDirectory(logging.Handler):
+class _ProgressHandler(logging.Handler):
     def __init__(self, directory: DirectoryPlace, replica_id: str) -> None:
         super().__init__(logging.INFO)
         self._directory = get_or_create(directory)

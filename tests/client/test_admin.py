@@ -119,7 +119,7 @@ def test_key_and_address_come_from_the_environment(served: Served, monkeypatch: 
     [
         (502, b"<html>Bad Gateway</html>", APIStatusError, "<html>Bad Gateway"),
         (503, b"", APIStatusError, "Service Unavailable"),
-        (200, b"<html>a captive portal</html>", APIConnectionError, "answers what no lorafleet does"),
+        (200, b"<html>a captive portal</html>", APIConnectionError, "did not answer as a lorafleet server does"),
     ],
 )
 def test_an_answer_of_something_else_than_the_server_is_an_error(
@@ -131,7 +131,8 @@ def test_an_answer_of_something_else_than_the_server_is_an_error(
 
 
 @pytest.mark.parametrize(
-    ("url", "words"), [("http://127.0.0.1:1", "does not answer"), ("http://host:port", "is no URL"), ("host", "http")]
+    ("url", "words"),
+    [("http://127.0.0.1:1", "does not answer"), ("http://host:port", "is not a URL"), ("host", "http")],
 )
 def test_a_server_that_cannot_be_reached_is_an_error_with_its_address(url: str, words: str) -> None:
     with pytest.raises(APIError, match=words), AdminClient(url, "") as client:

@@ -260,7 +260,7 @@ def test_removal_waits_for_a_stream_in_flight_which_ends_well(
         lines = stream.iter_lines()
         next(lines)
         status, message = error_of(http.delete("/v1/adapters/leaving", params={"wait_s": "0.5"}))
-        assert status == 503 and "requests for it still run" in message
+        assert status == 503 and "requests for it are still running" in message
         assert http.post("/v1/completions", json=body("leaving")).status_code == 404
         chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     assert "error" not in chunks[-1]

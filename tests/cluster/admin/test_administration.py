@@ -89,7 +89,7 @@ class Cluster:
 
             for number, engine in enumerate(engines[1:], 1):
                 group.create_task(run(number, engine))
-            await self.directory.wait_for_ready(len(engines))
+            await self.directory.replicas.wait_for_ready(len(engines))
             self.admin = Administration(self.directory, ["base"])
             try:
                 yield first
@@ -199,7 +199,7 @@ async def test_removal_waits_for_requests_and_frees_every_replica_and_the_store(
     async with cluster.replicas(*engines) as view:
         digest = (await cluster.push("sql", make("x"), num_replicas=2)).versions[0].digest
         engines[1].busy[digest] = asyncio.Event()
-        with pytest.raises(Overloaded, match="requests for it still run"):
+        with pytest.raises(Overloaded, match="requests for it are still running"):
             await cluster.admin.remove("sql", wait_s=0.2)
         with pytest.raises(ModelNotFound):
             await view.resolve("sql")

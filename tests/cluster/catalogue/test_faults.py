@@ -125,7 +125,7 @@ class Server:
 async def serving(store: Store, make: Make, settle_s: float = 0.05) -> AsyncIterator[Server]:
     directory = await loaded(AdapterDirectory(Catalogue(store, settle_s), timing=QUICK))
     async with replica(directory, "r0", Reader()):
-        await directory.wait_for_ready(1)
+        await directory.replicas.wait_for_ready(1)
         yield Server(store, directory, make)
 
 
@@ -161,7 +161,7 @@ async def test_a_push_that_was_written_and_reported_as_failed_is_in_force_with_i
             return done
 
         store.create = done_and_lost  # type: ignore[method-assign]
-        with pytest.raises(OutcomeUnknown, match="may have been made: look"):
+        with pytest.raises(OutcomeUnknown, match="may have been made: check"):
             await server.push("sql", "y")
         faults.fails = lambda _: False
         store.create = written  # type: ignore[method-assign]

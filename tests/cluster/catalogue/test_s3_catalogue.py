@@ -184,7 +184,7 @@ def test_what_is_removed_is_gone_from_slots_memory_disk_and_bucket_once_its_last
         assert (fleet.cache / "adapters" / digest).is_dir() and len(stored()) == 2
         waiting = fleet.http.delete("/v1/adapters/leaving", params={"wait_s": "0.2"})
         assert waiting.status_code == 503, waiting.text
-        assert "requests for it still run" in waiting.json()["error"]["message"]
+        assert "requests for it are still running" in waiting.json()["error"]["message"]
         assert fleet.http.post("/v1/completions", json=body).status_code == 404
         assert len(stored()) == 2, "its files stay while a request may need them"
         chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]

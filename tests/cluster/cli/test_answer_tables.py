@@ -6,7 +6,7 @@ import pytest
 
 from lorafleet.client.places import AdapterPlaces, VersionPlaces
 from lorafleet.client.results import Adapter, AdapterPage, Alias, Move, Prefetched, Removed, Verified, Version
-from lorafleet.cluster.cli.answer_tables import Answer, PlacedAdapter, PlacedPage, in_words
+from lorafleet.cluster.cli.answer_tables import Answer, LocatedAdapter, LocatedPage, in_words
 
 NOW_S = 1_000_000.0
 SQL = Adapter(
@@ -44,29 +44,29 @@ def test_an_adapter_is_shown_with_its_versions_and_aliases() -> None:
 
 def test_an_adapter_is_shown_with_the_replicas_where_it_is() -> None:
     places = AdapterPlaces([VersionPlaces(1, {}), VersionPlaces(2, {"r1": "cpu", "r0": "gpu"})])
-    shown = in_words(PlacedAdapter(SQL, places), NOW_S)
+    shown = in_words(LocatedAdapter(SQL, places), NOW_S)
     assert shown.removeprefix(in_words(SQL, NOW_S)).splitlines()[2:] == [
         "REPLICA  VERSION  RESIDENT IN",
         "r0       2        GPU",
         "r1       2        host memory",
     ]
-    assert "No replica has it" in in_words(PlacedAdapter(SQL, AdapterPlaces([])), NOW_S)
-    assert in_words(PlacedAdapter(SQL, None), NOW_S) == in_words(SQL, NOW_S)
+    assert "No replica has it" in in_words(LocatedAdapter(SQL, AdapterPlaces([])), NOW_S)
+    assert in_words(LocatedAdapter(SQL, None), NOW_S) == in_words(SQL, NOW_S)
 
 
 def test_a_list_has_a_line_for_each_adapter_and_says_how_to_go_on() -> None:
     page = AdapterPage("list", [SQL], True, "sql")
     tiers = {"r0": "gpu", "r1": "gpu", "r2": "cpu"}
     places = {"sql": AdapterPlaces([VersionPlaces(1, {}), VersionPlaces(2, tiers)])}
-    assert in_words(PlacedPage(page, places), NOW_S).splitlines() == [
+    assert in_words(LocatedPage(page, places), NOW_S).splitlines() == [
         "NAME  SERVED          VERSIONS  RANK  SIZE       RESIDENT       PINNED  AGE",
         "sql   v1 90%, v2 10%  2         16    168.0 MiB  2 GPU, 1 host  2       1m",
         "",
         "More adapters follow: --after sql",
     ]
     for known, shown in (({}, "168.0 MiB  -  "), (None, "168.0 MiB  ?  ")):
-        assert shown in in_words(PlacedPage(page, known), NOW_S)
-    assert in_words(PlacedPage(AdapterPage("list", [], False, None), {})).splitlines() == [
+        assert shown in in_words(LocatedPage(page, known), NOW_S)
+    assert in_words(LocatedPage(AdapterPage("list", [], False, None), {})).splitlines() == [
         "NAME  SERVED  VERSIONS  RANK  SIZE  RESIDENT  PINNED  AGE"
     ]
 

@@ -129,7 +129,7 @@ async def shared(tmp_path: Path) -> AsyncIterator[Cluster]:
     for tenant, name in (("acme", "~acme/sql"), ("other", "~other/law"), (None, "")):
         cluster.front.telemetry.failures.record(AdapterMissing(f"no files of {name}"), name, tenant)
     lora = LoRARequest("~other/law", 1, "s3://secret", "~other/law 1")
-    cluster.directory.order("r0", "load", lora)
+    cluster.directory.replicas.order("r0", "load", lora)
     yield cluster
     await cluster.http.aclose()
 
@@ -186,7 +186,7 @@ async def test_slots_are_told_by_their_number_and_adapters_by_their_tiers(open_c
 async def test_orders_and_their_failures_are_told_with_their_replica(open_cluster: Cluster) -> None:
     await open_cluster.put(adapter("sql"))
     directory, lora = open_cluster.directory, LoRARequest("sql", 1, "/sql", "sql 1")
-    answer = directory.order("r0", "pin", lora)
+    answer = directory.replicas.order("r0", "pin", lora)
     [load] = (await open_cluster.state())["loads"]
     assert (load["replica"], load["adapter"], load["kind"]) == ("r0", "sql", "pin")
     epoch = directory.leases.join("r0", "", [], [], True).epoch

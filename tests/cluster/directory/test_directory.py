@@ -233,7 +233,7 @@ async def test_a_name_that_changes_again_and_again_does_not_leave_replicas_behin
 
     async def come_and_go(name: str) -> None:
         await directory.names.record_found(joined.epoch, LoRARequest(name, 1, make(name), "d"))
-        assert directory.forget_found(name)
+        assert directory.names.forget_found(name)
 
     for _ in range(10):
         for name in ("a", "b", "c"):
@@ -295,7 +295,7 @@ async def test_a_restarted_directory_has_the_catalogue_and_learns_from_replicas_
         cold = await one.resolve("cold")
         await directory.restart()
         assert (await two.resolve("sql")).digest == folder_digest(Path(make("x")))
-        await until(lambda: "cold" in directory.resolved)  # r1 has joined anew
+        await until(lambda: "cold" in directory.names.found)  # r1 has joined anew
         assert await two.resolve("cold") == cold
         assert folder.asked == ["cold"]
         await two.add("new", make("y"), load_inplace=False)
@@ -486,7 +486,7 @@ async def test_what_resolvers_found_is_remembered_in_bounds_and_found_again(
     directory, folder = await loaded(AdapterDirectory(catalogue, timing=QUICK)), Folder(make, *names)
     async with replica(directory, "r1", Engine(), folder) as one:
         first = [await one.resolve(name) for name in names]
-        assert list(directory.resolved) == names[2:]
+        assert list(directory.names.found.by_name) == names[2:]
         assert len(directory.names.found) == 3
         assert [await one.resolve(name) for name in names] == first
 
@@ -573,12 +573,12 @@ async def test_a_leaving_replica_is_given_nothing_more_but_one_that_was_not_stop
     directory = await loaded(AdapterDirectory(catalogue, timing=replace(QUICK, forget_s=0.5)))
     async with replica(directory, "r1", Engine()), replica(directory, "r2", Engine()):
         await directory.placement.drain("r1")
-        assert directory.ready() == ["r2"]
+        assert directory.replicas.ready() == ["r2"]
         directory.tick()
-        assert directory.ready() == ["r2"]
+        assert directory.replicas.ready() == ["r2"]
         await asyncio.sleep(0.6)
         directory.tick()
-        assert directory.ready() == ["r1", "r2"]
+        assert directory.replicas.ready() == ["r1", "r2"]
 
 
 async def test_handing_over_is_bounded_in_time_and_by_the_room_of_those_that_stay(

@@ -66,7 +66,7 @@ async def serving(folder: Path) -> AsyncIterator[Server]:
     reading = asyncio.get_running_loop().create_task(keep_reading(directory.catalogue, 0.05))
     engine = Engine()
     async with replica(directory, "r0", engine) as view:
-        await directory.wait_for_ready(1)
+        await directory.replicas.wait_for_ready(1)
         yield Server(directory, Administration(directory, ["base"]), view, engine)
     reading.cancel()
 

@@ -47,10 +47,10 @@ def test_each_of_the_two_is_overridden_by_its_own_name() -> None:
 def test_tls_that_would_not_take_effect_is_refused() -> None:
     ours = {haproxy.RAYS_VARIABLE: f"/opt/venv/bin/{haproxy.NAME}"}
     named = {CERT_VARIABLE: "cert.pem"}
-    with pytest.raises(ConfigError, match="HAProxy would not serve"):
+    with pytest.raises(ConfigError, match="HAProxy would not use"):
         check_tls(True, True, ours)
     for direct, environment in ((False, named | ours), (True, named), (True, named | {haproxy.RAYS_VARIABLE: "/x"})):
-        with pytest.raises(ConfigError, match="takes effect through HAProxy only"):
+        with pytest.raises(ConfigError, match="takes effect only with HAProxy"):
             check_tls(False, direct, environment)
     check_tls(False, True, named | ours)
     check_tls(True, False, {})

@@ -170,5 +170,5 @@ def test_files_that_do_not_fit_are_refused_before_anything_starts(wrong: str, au
         with pytest.raises(ConfigError, match="ssl_keyfile is not given"):
             tls.tls_files(str(cert), None, None)
         return
-    with pytest.raises(ConfigError, match="no certificate with its key"):
+    with pytest.raises(ConfigError, match="are not a certificate and its key"):
         tls.tls_files(str(cert), str(key), None)

@@ -19,6 +19,7 @@ from lorafleet.cluster.quality.quality_metrics import QualityMetrics
 from lorafleet.cluster.quality.quality_records import Measures, Standing
 from lorafleet.cluster.quality.routes import QualityApi
 from lorafleet.cluster.tenancy.usage_sums import read_usage
+from lorafleet.protocol.admin_verbs import TakeLease
 from lorafleet.protocol.limits import INT32
 from lorafleet.protocol.messages import EngineRequest, TokenOutput
 from tests.cluster.tenancy.house import House
@@ -48,7 +49,7 @@ def adapters(fleet: Callable[[str], Any]) -> dict[str, Path]:
 
 def monitor_of(house: House, clock: Clock, *models: str, replica: str = "r", for_s: float = 60.0) -> QualityMonitor:
     async def take_turn() -> bool:
-        return await house.administration.take_turn("quality", replica, for_s)
+        return await house.administration.carry_out(TakeLease("quality", replica, for_s))
 
     sets = tuple(ProbeSet(model, 6, PROBES) for model in models)
     book = QualityBook(house.directory.catalogue.store)
@@ -134,7 +135,7 @@ async def test_one_replica_probes_at_a_time_and_another_takes_over_where_it_left
     house: House, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with house.open():
-        monkeypatch.setattr(house.administration, "_turns", TaskLeases(clock))
+        monkeypatch.setattr(house.administration, "_leases", TaskLeases(clock))
         one, other = (monitor_of(house, clock, "base", replica=replica) for replica in ("r1", "r2"))
         await one.look()
         await other.look()

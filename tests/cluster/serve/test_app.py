@@ -38,7 +38,7 @@ def test_gpus_that_have_not_joined_yet_are_waited_for_and_told(
     with caplog.at_level(logging.WARNING, "lorafleet.cluster"):
         app._device(parse_args({"model": "m", "device": "cuda", "num_replicas": 3}))
     assert "needs 3 GPUs; this Ray cluster has 0" in caplog.text
-    assert "Until then replicas wait" in caplog.text
+    assert "Until then, replicas wait for GPUs" in caplog.text
 
 
 def test_too_few_gpus_are_refused_where_the_cpu_would_have_been_an_answer(monkeypatch: pytest.MonkeyPatch):

@@ -26,7 +26,7 @@ def test_serves_own_proxy_listens_and_has_tls_itself() -> None:
 
 
 def test_certificates_of_clients_are_not_asked_for_in_vain() -> None:
-    with pytest.raises(ConfigError, match="asks clients for no certificate"):
+    with pytest.raises(ConfigError, match="cannot require certificates of clients"):
         Listener("127.0.0.1", 8000, TLSFiles(FILES.cert, FILES.key, "/tls/ca.pem"), direct_streaming=False)
 
 

@@ -31,8 +31,8 @@ def test_replicas_that_fit_are_accepted(num_replicas, tp, num_gpus):
     [
         (2, 1, [1], "num_replicas=2 .*needs 2 GPUs; this Ray cluster has 1"),
         (2, 4, [4, 2], "tensor_parallel_size=4 .*needs 8 GPUs; this Ray cluster has 6"),
-        (1, 2, [1, 1], "needs 2 GPUs of one node for each replica; .*nodes have 1, 1"),
-        (3, 3, [4, 4, 2], "needs 3 GPUs of one node"),
+        (1, 2, [1, 1], "needs 2 GPUs on one node for each replica; .*nodes have 1, 1"),
+        (3, 3, [4, 4, 2], "needs 3 GPUs on one node"),
     ],
 )
 def test_replicas_that_do_not_fit_are_refused(num_replicas, tp, num_gpus, complaint):
