@@ -100,7 +100,7 @@ class SandboxProcess:
             self._socket.sendall(message)
             (size,) = LENGTH.unpack(self._receive(LENGTH.size, deadline_s))
             if size > self.limits.answer_bytes:
-                raise SandboxEnded("it answered with more than it may write")
+                raise SandboxEnded(f"it returned more than {self.limits.answer_bytes} bytes")
             return self._receive(size, deadline_s)
         except TimeoutError:
             raise SandboxEnded(f"it took longer than {self.limits.wall_s:g} s") from None
@@ -130,4 +130,4 @@ class SandboxProcess:
             return SandboxEnded(f"it took more than {self.limits.cpu_s:g} s of processor time")
         if self._process.returncode == -signal.SIGABRT:  # how Rust ends when it gets no memory
             return SandboxEnded(f"it needs more than {self.limits.memory_bytes >> 20} MiB of memory")
-        return SandboxEnded("it ended the process that was to read it")
+        return SandboxEnded("it crashed the process that read it")
