@@ -50,7 +50,7 @@ def read_generation_defaults(model_path: str | Path) -> Mapping[str, float]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds no JSON object.")
+        raise ConfigError(f"{path} does not hold a JSON object.")
     found = {name: content[name] for name in _DEFAULTED if content.get(name) is not None}
     for name, value in found.items():
         if isinstance(value, bool) or not isinstance(value, int | float):

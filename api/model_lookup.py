@@ -76,14 +76,15 @@ class ModelLookup:
         self, caller: Caller, name: str | None, key: str | None, lora_weights: Sequence[float] | None
     ) -> ServedModel:
         if name is not None and len(name) > MAX_MODEL_CHARS:
-            raise InvalidRequest(f"`model` has {len(name)} characters; at most {MAX_MODEL_CHARS}.", "model")
+            raise InvalidRequest(f"`model` has {len(name)} characters; at most {MAX_MODEL_CHARS} are allowed.", "model")
         catalog = self.catalog_of(caller)
         is_base = name is None or name in self._base_names
         if not is_base and name is not None and adapter_mix.SIGN in name:
             return await self._served(caller, name, await self._mix(catalog, name, key, lora_weights))
         if lora_weights is not None:
             raise InvalidRequest(
-                f"`lora_weights` is of mixed adapters, and `model` names none; name them as in 'a{adapter_mix.SIGN}b'.",
+                "`lora_weights` applies to a mix of adapters, but `model` does not name a mix; name one, as in "
+                f"'a{adapter_mix.SIGN}b'.",
                 "lora_weights",
             )
         if name is None or is_base:
@@ -115,7 +116,11 @@ class ModelLookup:
         loras = []
         for part in names:
             if part in bases:
-                raise InvalidRequest(f"`model` mixes in {part!r}, the base, which every adapter adds to.", "model")
+                raise InvalidRequest(
+                    f"`model` mixes in {part!r}, which is the base model; a mix is always added to the base, so name "
+                    "adapters only.",
+                    "model",
+                )
             try:
                 loras.append(await self._adapter(catalog, part, key))
             except ModelNotFound:

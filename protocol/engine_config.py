@@ -27,7 +27,7 @@ OnLoadFailure = Literal["error", "base"]
 QueuedRequests = Annotated[
     int | None,
     Option(
-        "Requests that may wait on one replica besides the max_num_seqs that it runs. More are refused with 429 and "
+        "Requests that may wait on one replica besides the max_num_seqs that it runs. More are rejected with 429 and "
         "Retry-After.",
         at_least(0),
     ),
@@ -35,7 +35,8 @@ QueuedRequests = Annotated[
 QueuedTokens = Annotated[
     int | None,
     Option(
-        "Prompt tokens that may wait on one replica. A request beyond it is refused with 429, unless nothing waits.",
+        "Prompt tokens that may wait on one replica. A request beyond this limit is rejected with 429, unless "
+        "nothing waits.",
         at_least(1),
     ),
 ]
@@ -46,7 +47,7 @@ TensorParallelSize = Annotated[
     ),
 ]
 AsyncScheduling = Annotated[
-    bool | None, Option("Launch a step before the tokens of the last one are known. Default: on GPUs only.")
+    bool | None, Option("Launch a step before the tokens of the previous one are known. Default: on GPUs only.")
 ]
 
 
@@ -57,15 +58,15 @@ class EngineOptions:
     model: Annotated[str, Option("Local Hugging Face folder: config.json, *.safetensors, tokenizer.json.")]
     _: KW_ONLY
     device: Annotated[Device, Option("auto: a GPU if the cluster has one.")] = "auto"
-    dtype: Annotated[DType, Option("auto: the checkpoint's own.")] = "auto"
+    dtype: Annotated[DType, Option("auto: the checkpoint's own dtype.")] = "auto"
     load_format: Annotated[
         LoadFormat, Option("dummy: random weights in the shape of config.json, for measurements of speed.")
     ] = "safetensors"
     quantization: Annotated[
         Method | None,
         Option(
-            "Quantize the linear layers as they are read: nf4 (4 bits, as bitsandbytes; smallest) or fp8 (e4m3 with "
-            "one scale per output channel; fastest). Default: as the checkpoint stores them."
+            "Quantize the linear layers while they are loaded: nf4 (4 bits, as bitsandbytes; smallest) or fp8 (e4m3 "
+            "with one scale per output channel; fastest). Default: as the checkpoint stores them."
         ),
     ] = None
     # The size of the KV cache limits it too.
@@ -78,7 +79,10 @@ class EngineOptions:
     ] = 0.9
     kv_cache_tokens: Annotated[
         int | None,
-        Option("Tokens in the KV cache. Default: what is left on a GPU; at most 65536 on a CPU.", at_least(1)),
+        Option(
+            "Tokens in the KV cache. Default: as many as fit in the GPU's remaining memory; at most 65536 on a CPU.",
+            at_least(1),
+        ),
     ] = None
     kv_cache_dtype: Annotated[
         KVCacheDType, Option("auto: the model's own. fp8 (e4m3) holds twice the tokens with less precision.")
@@ -96,16 +100,16 @@ class EngineOptions:
             at_least(1),
         ),
     ] = 512
-    enable_prefix_caching: Annotated[bool, Option("Reuse the KV blocks of prompts that begin alike.")] = True
+    enable_prefix_caching: Annotated[bool, Option("Reuse the KV blocks of prompts that share a prefix.")] = True
     attention_backend: Annotated[AttentionName, Option("auto: the fastest one installed.")] = "auto"
     enforce_eager: Annotated[bool, Option("Do not use CUDA graphs. Slower; for debugging.")] = False
     cpu_threads: Annotated[
         int | None,
         Option("torch threads of a CPU worker. Default: cores / (replicas x tensor_parallel_size).", at_least(1)),
     ] = None
-    seed: Annotated[int, Option("Seed for requests that name none. Each replica mixes it with its own id.")] = 0
+    seed: Annotated[int, Option("Seed for requests that set none. Each replica mixes it with its own id.")] = 0
     on_lora_load_failure: Annotated[
-        OnLoadFailure, Option("base: if an adapter fails to load, answer from the base model, and say so.")
+        OnLoadFailure, Option("base: if an adapter fails to load, answer from the base model and mark the answer.")
     ] = "error"
     tensor_parallel_size: TensorParallelSize = 1
 
@@ -126,7 +130,7 @@ class EngineConfig(EngineOptions):
                 raise ConfigError(f"{name}={value} must be {wanted}{', or left out' if is_optional else ''}.", name)
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
-                f"max_num_seqs={self.max_num_seqs} is over max_num_batched_tokens={self.max_num_batched_tokens}: "
-                "a step could not hold one token of each sequence. Lower the first or raise the second.",
+                f"max_num_seqs={self.max_num_seqs} exceeds max_num_batched_tokens={self.max_num_batched_tokens}: a "
+                "step could not hold one token of each sequence. Lower the first or raise the second.",
                 "max_num_seqs",
             )

@@ -25,7 +25,7 @@ MAX_RANK_BOUND = 4096  # A rank beyond the hidden size is of no use; the kernels
 # The alternative to each option that has no effect. It is rejected when it is set, so that nobody relies on it.
 _WITHOUT_EFFECT = {
     "bias_enabled": "adapters with biases are served without it. Leave it false.",
-    "long_lora_scaling_factors": "the length of the context and the angles of all keys are the base's here, not each "
+    "long_lora_scaling_factors": "the context length and the rotary angles of all keys are the base's, not each "
     "adapter's, as in vLLM since it removed this field. Leave it unset, and serve adapters that were trained with "
     "another rope scaling from a server of their own, with that scaling in the base's config.json.",
 }
@@ -50,8 +50,8 @@ class LoRAOptions:
     fully_sharded_loras: Annotated[
         bool | None,
         Option(
-            "Under tensor parallelism, divide both A and B over the ranks; this costs one more small exchange per "
-            "linear layer. Default: on GPUs yes, on CPUs no."
+            "Under tensor parallelism, shard both A and B over the ranks, which costs one more small exchange per "
+            "linear layer. Default: true on GPUs, false on CPUs."
         ),
     ] = None
     # It is allocated on demand from what gpu_memory_utilization leaves. An adapter beyond it is rejected or waits.
@@ -62,7 +62,7 @@ class LoRAOptions:
             "the experts of a mixture."
         ),
     ] = 4.0
-    bias_enabled: Annotated[bool, Option("Adapters with biases are served without this option. Refused when set.")] = (
+    bias_enabled: Annotated[bool, Option("Adapters with biases are served without this option. Rejected if set.")] = (
         False
     )
     # Without a limit of its own, extra_memory_gib limits it.
@@ -74,7 +74,7 @@ class LoRAOptions:
         ),
     ] = None
     long_lora_scaling_factors: Annotated[
-        tuple[float, ...] | None, Option("Not supported in this version: refused when set.")
+        tuple[float, ...] | None, Option("Not supported in this version: rejected if set.")
     ] = None
 
 
@@ -88,14 +88,14 @@ class LoRAConfig(LoRAOptions):
             if type(value) is not int or value not in bounds:
                 raise ConfigError(
                     f"lora.{name} is {value!r}; it must be an integer from {bounds.low} to {bounds.high}. Set a value "
-                    "within.",
+                    "in this range.",
                     name,
                 )
         if self.max_cpu_loras is not None:
             self._check_max_cpu_loras(self.max_cpu_loras)
         if self.lora_dtype not in get_args(LoRADType):
             raise ConfigError(
-                f"lora.lora_dtype is {self.lora_dtype!r}; it can be one of {', '.join(get_args(LoRADType))}.",
+                f"lora.lora_dtype is {self.lora_dtype!r}; it must be one of {', '.join(get_args(LoRADType))}.",
                 "lora_dtype",
             )
         for name, remedy in _WITHOUT_EFFECT.items():
@@ -104,7 +104,8 @@ class LoRAConfig(LoRAOptions):
                 raise ConfigError(f"lora.{name}={value!r} has no effect in this version: {remedy}", name)
         if type(self.extra_memory_gib) not in (int, float) or not 0 <= self.extra_memory_gib < math.inf:
             raise ConfigError(
-                f"lora.extra_memory_gib is {self.extra_memory_gib!r}; it must be a number of GiB >= 0. Set one.",
+                f"lora.extra_memory_gib is {self.extra_memory_gib!r}; it must be a number of GiB >= 0. Set such a "
+                "number.",
                 "extra_memory_gib",
             )
 

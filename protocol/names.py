@@ -55,8 +55,8 @@ def check_full_name(name: str, base_names: Collection[str] = ()) -> None:
 def check_tenant(tenant: str) -> None:
     if not _TENANT.fullmatch(tenant):
         raise InvalidAdapterName(
-            f"the tenant's name {shown(tenant)} must be 1 to 64 lower-case letters, digits, '_' and '-', the first of "
-            "them a letter or a digit.",
+            f"the tenant's name {shown(tenant)} must have 1 to 64 lower-case letters, digits, '_' or '-', and must "
+            "begin with a letter or a digit.",
             "tenant",
         )
 
@@ -93,5 +93,5 @@ def _fault(name: str) -> str:
     if any(ord(c) < 32 or ord(c) == 127 for c in name):
         return "has a control character."
     if any(segment.startswith(".") for segment in segments):
-        return "is hidden (a part of it begins with '.')."
+        return "is hidden (one of its parts begins with '.')."
     return "may have only ASCII letters, digits and '._-@', in parts that begin with a letter, a digit or '_'."

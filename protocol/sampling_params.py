@@ -47,12 +47,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 bounds.check(name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
-                f"min_tokens={self.min_tokens} is over max_tokens={self.max_tokens}; lower it or raise max_tokens.",
+                f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}; lower it or raise max_tokens.",
                 "min_tokens",
             )
         if self.structured_outputs is not None and self.min_tokens:
             # A grammar may allow nothing but the end of the answer.
-            raise InvalidRequest("`min_tokens` cannot be kept beside structured output; leave it out.", "min_tokens")
+            raise InvalidRequest("`min_tokens` is not supported with structured output; leave it out.", "min_tokens")
         self._check_stops()
         _check_count("logit_bias", self.logit_bias, limits.MAX_LOGIT_BIAS)
         for token, bias in (self.logit_bias or {}).items():
@@ -68,7 +68,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 )
             if len(text) > limits.MAX_STOP_CHARS:
                 raise InvalidRequest(
-                    f"stop has a string of {len(text)} characters; at most {limits.MAX_STOP_CHARS}. Shorten it.", "stop"
+                    f"stop has a string of {len(text)} characters; at most {limits.MAX_STOP_CHARS} are allowed. "
+                    "Shorten it.",
+                    "stop",
                 )
 
     @property
@@ -108,11 +110,12 @@ def check_token_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
     for token in ids:
         if not 0 <= token < vocab_size:
             raise InvalidRequest(
-                f"{name} names token {shown_number(token)}; this model's vocabulary has ids 0 to {vocab_size - 1}.",
+                f"{name} has the token id {shown_number(token)}; this model's vocabulary has ids 0 to "
+                f"{vocab_size - 1}.",
                 name,
             )
 
 
 def _check_count(name: str, given: Sized | None, most: int) -> None:
     if given is not None and len(given) > most:
-        raise InvalidRequest(f"{name} has {len(given)} entries; at most {most}.", name)
+        raise InvalidRequest(f"{name} has {len(given)} entries; at most {most} are allowed.", name)

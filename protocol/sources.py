@@ -43,7 +43,9 @@ class S3Config:
         if self.uri is not None:
             _check_template("s3", self.uri, "s3://")
         if self.anonymous and self.profile is not None:
-            raise ConfigError("lora_resolver_s3: anonymous requests have no profile; drop one of the two.")
+            raise ConfigError(
+                "lora_resolver_s3: anonymous requests cannot use a profile; remove one of the two options."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,8 @@ class HTTPConfig:
         for prefix in self.allowed:
             if not prefix.startswith(("https://", "http://")) or not prefix.endswith("/") or prefix.count("/") < 3:
                 raise ConfigError(
-                    f"lora_resolver_http: {prefix!r} is no prefix that can be allowed; give a URL that ends in '/', "
-                    "such as https://adapters.example.org/public/."
+                    f"lora_resolver_http: {prefix!r} cannot be allowed as a prefix; give a URL that ends in '/', such "
+                    "as https://adapters.example.org/public/."
                 )
         if not self.allowed:
             raise ConfigError("lora_resolver_http allows nothing; give a uri, or prefixes in allow.")
@@ -137,6 +139,8 @@ def _check_template(name: str, template: str, *schemes: str) -> None:
         raise ConfigError(f"lora_resolver_{name}: {template!r} has a stray brace: {error}.") from None
     used = [name for _, name, spec, conversion in parts if name is not None and not spec and conversion is None]
     if len(used) != sum(name is not None for _, name, _, _ in parts) or not set(used) <= set(PLACEHOLDERS):
-        raise ConfigError(f"lora_resolver_{name}: {template!r} may have the placeholders {known} only.")
+        raise ConfigError(f"lora_resolver_{name}: {template!r} may have only the placeholders {known}.")
     if "lora_name" not in used:
-        raise ConfigError(f"lora_resolver_{name}: {template!r} lacks {{lora_name}}, so all adapters would be one.")
+        raise ConfigError(
+            f"lora_resolver_{name}: {template!r} lacks {{lora_name}}, so all adapters would have the same address."
+        )

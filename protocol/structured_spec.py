@@ -60,7 +60,7 @@ def json_schema(schema: object, param: str, *, any_whitespace: bool = True) -> S
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"`{param}` is no JSON: {error}. Give a JSON schema.", param) from None
+            raise InvalidRequest(f"`{param}` is not valid JSON: {error}. Give a JSON schema.", param) from None
     if not isinstance(schema, dict | bool):
         raise InvalidRequest(f"`{param}` must be a JSON schema: an object, true or false.", param)
     return StructuredOutputs("json_schema", _json_of(schema, param), any_whitespace, param)
@@ -128,9 +128,9 @@ def regex(pattern: str, param: str) -> StructuredOutputs:
 def choice(choices: Sequence[str], param: str) -> StructuredOutputs:
     """Requires the answer to be exactly one of the texts."""
     if not choices or not all(isinstance(choice, str) and choice for choice in choices):
-        raise InvalidRequest(f"`{param}` must be a list of at least one text, none of them empty.", param)
+        raise InvalidRequest(f"`{param}` must be a list of at least one string, and none may be empty.", param)
     if len(choices) > MAX_CHOICES:
-        raise InvalidRequest(f"`{param}` has {len(choices)} choices; at most {MAX_CHOICES}.", param)
+        raise InvalidRequest(f"`{param}` has {len(choices)} choices; at most {MAX_CHOICES} are allowed.", param)
     source = json.dumps(list(dict.fromkeys(choices)), ensure_ascii=False)
     return StructuredOutputs("choice", _check_size(source, param), param=param)
 
@@ -160,20 +160,22 @@ def _json_of(schema: object, param: str) -> str:
 def _check_keys(given: dict[str, object], known: Sequence[str], param: str) -> None:
     unknown = [key for key in given if key not in known]
     if unknown:
-        raise InvalidRequest(f"`{param}.{cut(unknown[0])}` is not known here; it may have {', '.join(known)}.", param)
+        raise InvalidRequest(
+            f"`{param}.{cut(unknown[0])}` is unknown; only {', '.join(known)} are allowed here.", param
+        )
 
 
 def _check_words(text: object, param: str, most_chars: int) -> None:
     """Checks a text that only people read."""
     if text is not None and not isinstance(text, str):
-        raise InvalidRequest(f"`{param}` must be a text.", param)
+        raise InvalidRequest(f"`{param}` must be a string.", param)
     if text is not None and len(text) > most_chars:
-        raise InvalidRequest(f"`{param}` has {len(text)} characters; at most {most_chars}.", param)
+        raise InvalidRequest(f"`{param}` has {len(text)} characters; at most {most_chars} are allowed.", param)
 
 
 def _check_text(text: str, param: str) -> str:
     if not isinstance(text, str) or not text:
-        raise InvalidRequest(f"`{param}` must be a text that is not empty.", param)
+        raise InvalidRequest(f"`{param}` must be a string that is not empty.", param)
     return _check_size(text, param)
 
 
@@ -181,9 +183,9 @@ def _check_size(text: str, param: str) -> str:
     try:
         size = len(text.encode())
     except UnicodeEncodeError:
-        raise InvalidRequest(f"`{param}` holds half of a surrogate pair, which is no text.", param) from None
+        raise InvalidRequest(f"`{param}` holds half of a surrogate pair, which is not valid text.", param) from None
     if size > MAX_SOURCE_BYTES:
-        raise InvalidRequest(f"`{param}` has {size} bytes; at most {MAX_SOURCE_BYTES}.", param)
+        raise InvalidRequest(f"`{param}` has {size} bytes; at most {MAX_SOURCE_BYTES} are allowed.", param)
     return text
 
 

@@ -51,9 +51,13 @@ class TurnQueue(Generic[Job]):
         """Adds a job to the group's queue. Raises NoRoom if a queue is full."""
         num_of_group = len(self._waiting.get(group, ()))
         if num_of_group >= self._limits.waiting:
-            raise NoRoom(f"{num_of_group} of its jobs wait already, and at most {self._limits.waiting} may")
+            raise NoRoom(
+                f"{num_of_group} jobs of the same tenant or model are waiting; at most {self._limits.waiting} may wait"
+            )
         if self._num_waiting >= self._limits.waiting_in_all:
-            raise NoRoom(f"{self._num_waiting} jobs wait already, and at most {self._limits.waiting_in_all} may")
+            raise NoRoom(
+                f"{self._num_waiting} jobs are already waiting; at most {self._limits.waiting_in_all} may wait in total"
+            )
         self._waiting.setdefault(group, deque()).append(job)
         self._num_waiting += 1
 

@@ -137,7 +137,7 @@ class SandboxProcess:
         except TimeoutError:
             raise SandboxEnded(f"it took longer than {self.limits.wall_s:g} s") from None
         except FrameTooLarge:
-            raise SandboxEnded("it answered with more than it may write") from None
+            raise SandboxEnded(f"it returned more than {self.limits.answer_bytes} bytes") from None
         except OSError:
             answer = None
         if answer is None:
@@ -150,4 +150,4 @@ class SandboxProcess:
             return SandboxEnded(f"it took more than {self.limits.cpu_s:g} s of processor time")
         if status == -signal.SIGABRT:  # how Rust ends when it gets no memory
             return SandboxEnded(f"it needs more than {self.limits.memory_bytes >> 20} MiB of memory")
-        return SandboxEnded("it ended the process that was to read it")
+        return SandboxEnded("it crashed the process that read it")

@@ -94,8 +94,8 @@ class _Call:
             await self.audit.acted(entry)
         except LogUnwritable as unwritten:
             raise LogUnwritable(
-                f"The call has ended with status {status}, and this could not be written down. {unwritten.message} "
-                "Look whether it was done before you repeat it."
+                f"The call ended with status {status}, but this outcome could not be written to the audit log. "
+                f"{unwritten.message} Check whether the change was made before you repeat the call."
             ) from None
 
 

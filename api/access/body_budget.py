@@ -29,13 +29,13 @@ class BodyBudget:
         """
         if self._held[owner] + num_bytes > self._max_bytes // 2:
             raise QueueFull(
-                f"The bodies of the requests of {owner} that are under way on this replica have {self._held[owner]} "
-                f"bytes, and may have {self._max_bytes // 2} together. Wait for one of them to end, or send less."
+                f"The bodies of the requests of {owner} in progress on this replica have {self._held[owner]} bytes in "
+                f"total; at most {self._max_bytes // 2} are allowed. Wait for one of them to end, or send less."
             )
         if self._held.total() + num_bytes > self._max_bytes:
             raise Overloaded(
-                f"The bodies of all requests that are under way on this replica have {self._held.total()} bytes, and "
-                f"may have {self._max_bytes} together. Try again later."
+                f"The bodies of all requests in progress on this replica have {self._held.total()} bytes in total; at "
+                f"most {self._max_bytes} are allowed. Try again later."
             )
         self._held[owner] += num_bytes
 

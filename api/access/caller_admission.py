@@ -108,8 +108,8 @@ class WorkBounds:
         entry = (what, whose(caller))
         if self._under_way[entry] >= most:
             raise QueueFull(
-                f"{most} requests of {entry[1]} for {what} are under way on this replica, and no more may be at a "
-                "time. Wait for one of them to end."
+                f"{most} requests of {entry[1]} for {what} are in progress on this replica; at most {most} are "
+                "allowed at a time. Wait for one of them to end."
             )
         self._under_way[entry] += 1
         return _Entered(lambda: self._leave(entry))

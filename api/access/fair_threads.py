@@ -47,7 +47,7 @@ class FairThreads:
                 return await asyncio.get_running_loop().run_in_executor(self._pool, work)
         except NoRoom as full:
             raise QueueFull(
-                f"This replica has no room for more work of the kind {self._name!r} now: {full}. Try again later.",
+                f"This replica cannot queue more work of the kind {self._name!r} now: {full}. Try again later.",
                 retry_after_s=self._turns.retry_after_s,
             ) from None
 

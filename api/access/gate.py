@@ -62,7 +62,7 @@ class Gate:
         if wanted not in known.caller.scopes:
             raise Forbidden(
                 f"The API key {known.caller.key_id!r} has the scopes {', '.join(sorted(known.caller.scopes))}; this "
-                f"needs {wanted}. Use a key that has it."
+                f"request needs the scope {wanted}. Use a key that has it."
             )
         return known.caller
 
@@ -71,7 +71,8 @@ class Gate:
         assert self._keys is not None
         if digest is None:
             raise Unauthorized(
-                "You did not provide an API key. Send it as `Authorization: Bearer KEY`, with your client's api_key."
+                "You did not provide an API key. Send it as `Authorization: Bearer KEY`, usually by setting your "
+                "client's api_key."
             )
         known = self._keys().get(digest)
         if known is None:
@@ -86,7 +87,7 @@ class Gate:
         if self._admin_digest is None:
             raise Forbidden(
                 "Administration is off: this server was started without an admin key. Start it with --admin-key or "
-                "LORAFLEET_ADMIN_KEY in its environment, or with --api-keys and a key of the scope admin."
+                "LORAFLEET_ADMIN_KEY in its environment, or with --api-keys and a key with the scope admin."
             )
         if key is None:
             raise Unauthorized("You did not provide the admin key. Send it as `Authorization: Bearer KEY`.")

@@ -31,14 +31,15 @@ class Origins:
         origin, host = headers.get("origin"), headers.get("host")
         if origin is not None and origin not in self.allowed and _place(origin) != (host or "").lower():
             raise Forbidden(
-                f"A page of {cut(origin)!r} may not use this server, which is {cut(host or '')!r} and asks for no key. "
-                "Start the server with --allowed-origins and that origin to let its pages in, or with --api-keys."
+                f"A page of {cut(origin)!r} may not use this server, because the server ({cut(host or '')!r}) "
+                "requires no API key. Start the server with --allowed-origins and that origin to allow its pages, or "
+                "with --api-keys."
             )
         if host is not None and self.only_loopback and not self._is_own(host):
             raise Forbidden(
-                f"This server listens on the loopback interface and asks for no key, and the request names it "
-                f"{cut(host)!r}. Ask for localhost or the address, start the server with --allowed-origins and the "
-                "origin of that name (http://NAME:PORT), or with --api-keys."
+                "This server listens on the loopback interface and requires no API key, so it rejects requests for "
+                f"the host {cut(host)!r}. Send requests to localhost or to the server's address, start the server "
+                "with --allowed-origins and the origin of that name (http://NAME:PORT), or with --api-keys."
             )
 
     def _is_own(self, host: str) -> bool:

@@ -164,7 +164,8 @@ async def check_source(tenants: Tenants, caller: Caller, source: str) -> str | N
     place = await asyncio.to_thread(tenants.place_of, caller.tenant, source)
     if place is None:
         raise Forbidden(
-            f"Tenant {caller.tenant!r} may not have {source!r} read by the server. Upload the adapter's files, as "
-            "`lorafleet adapters push NAME FOLDER` does, or have the operator add the place to the tenant's `sources`."
+            f"Tenant {caller.tenant!r} may not let the server read {source!r}. Upload the adapter's files with "
+            "`lorafleet adapters push NAME FOLDER`, or ask the operator to add this location to the tenant's "
+            "`sources`."
         )
     return None if "://" in place else place

@@ -36,9 +36,11 @@ def _sent_id(request: Request) -> str | None:
 def check_request_id(given: str, param: str) -> None:
     """Checks an ID that is copied to every chunk, log line and usage record. Raises InvalidRequest."""
     if len(given) > MAX_REQUEST_ID_CHARS:
-        raise InvalidRequest(f"`{param}` has {len(given)} characters; at most {MAX_REQUEST_ID_CHARS}.", param)
+        raise InvalidRequest(
+            f"`{param}` has {len(given)} characters; at most {MAX_REQUEST_ID_CHARS} are allowed.", param
+        )
     if not given.isprintable():
-        raise InvalidRequest(f"`{param}` is {cut(repr(given))}; its characters must be printable.", param)
+        raise InvalidRequest(f"`{param}` is {cut(repr(given))}; all its characters must be printable.", param)
 
 
 @dataclass(frozen=True, slots=True)

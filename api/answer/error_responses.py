@@ -75,8 +75,8 @@ def in_own_words(error: InvalidRequest, fields: Mapping[str, str]) -> InvalidReq
 
 
 STORE_FAILED = (
-    "The server's store failed, and its log says how. Look whether your change was made before you repeat it, and "
-    "tell the operator if it goes on."
+    "The server's store failed; the server's log has the details. Check whether your change was made before you "
+    "repeat it, and tell the operator if the error persists."
 )
 _INVALID = "invalid_request_error"
 TABLE: dict[type[LorafleetError], HttpError] = {
@@ -129,7 +129,7 @@ def _in_words_for(caller: Caller, error: LorafleetError) -> str:
     if caller.is_operator:
         return error.message
     if isinstance(error, StoreError) and caller.key_id:  # The message names folders, buckets and objects.
-        logger.error("key %r gets %s: %s", caller.key_id, type(error).__name__, error.message)
+        logger.error("a request with key %r failed with %s: %s", caller.key_id, type(error).__name__, error.message)
         return STORE_FAILED
     return in_the_words_of(caller.tenant, error.message)
 
@@ -167,7 +167,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{cut(request.method)} {cut(request.url.path)}"
     message, code = {
-        404: (f"There is no {what} here.", "unknown_url"),
+        404: (f"This server has no route for {what}.", "unknown_url"),
         405: (f"{what} is not allowed; see the Allow header.", "method_not_supported"),
     }.get(error.status_code, (str(error.detail), None))
     headers = dict(error.headers) if error.headers else {}

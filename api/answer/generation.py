@@ -239,12 +239,13 @@ def group_of(request_id: str, tasks: Sequence[Task], deadline: RequestDeadline, 
     """Groups the samples of a request. Raises InvalidRequest if they are too many or their prompts are too long."""
     total = sum(task.params.n for task in tasks)
     if total > MAX_SAMPLES:
-        raise InvalidRequest(f"prompts x n is {total}; at most {MAX_SAMPLES} answers in one request.", "n")
+        raise InvalidRequest(f"prompts x n is {total}; at most {MAX_SAMPLES} answers are allowed in one request.", "n")
     num_tokens = sum(task.params.n * len(task.prompt.token_ids) for task in tasks)
     if num_tokens > MAX_PROMPT_TOKENS:
         raise InvalidRequest(
-            f"the prompts of the {total} answers have {num_tokens} tokens together, each prompt counted n times; at "
-            f"most {MAX_PROMPT_TOKENS} in one request. Ask for fewer answers at a time, or shorten the prompts.",
+            f"the prompts of the {total} answers have {num_tokens} tokens in total, with each prompt counted n times; "
+            f"at most {MAX_PROMPT_TOKENS} are allowed in one request. Ask for fewer answers at a time, or shorten the "
+            "prompts.",
             "n",
         )
     return SampleGroup(f"{request_id}-{next(_numbers)}", total, num_tokens, deadline, trace)

@@ -66,7 +66,7 @@ class EventStream(Response):
             except LorafleetError as error:
                 await send({"type": "http.response.body", "body": _last_words(error, scope), "more_body": False})
             except Exception:
-                logger.exception("a stream broke")
+                logger.exception("a stream failed")
                 broken = LorafleetError("The server failed to answer; its log says why.")
                 await send({"type": "http.response.body", "body": _last_words(broken, scope), "more_body": False})
 

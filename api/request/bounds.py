@@ -41,7 +41,7 @@ class AtMost:
     def _check(self, value: object) -> object:
         if isinstance(value, str | list | dict) and len(value) > self.bound:
             what = "characters" if isinstance(value, str) else "entries"
-            raise over_bound(f"has {len(value)} {what}; at most {self.bound}")
+            raise over_bound(f"has {len(value)} {what}; at most {self.bound} are allowed")
         return value
 
 
@@ -120,18 +120,18 @@ def fault_of_json(value: object, max_chars: int) -> str | None:
             if isinstance(entry, dict):
                 inner += entry.values()
                 if max(map(len, entry), default=0) > limits.MAX_JSON_KEY_CHARS:
-                    return f"has a key of more than {limits.MAX_JSON_KEY_CHARS} characters; that is the most"
+                    return f"has a key of more than {limits.MAX_JSON_KEY_CHARS} characters, which is the limit"
             elif isinstance(entry, list):
                 inner += entry
             elif isinstance(entry, str):
                 if len(entry) > max_chars:
-                    return f"has a text of {len(entry)} characters; at most {max_chars}"
+                    return f"has a string of {len(entry)} characters; at most {max_chars} are allowed"
             elif isinstance(entry, int) and entry not in limits.JSON_NUMBER:
                 return f"has the number {shown_number(entry)}; it must be in {limits.JSON_NUMBER}"
         num_values += len(inner)
         if num_values > limits.MAX_JSON_VALUES:
-            return f"has more than {limits.MAX_JSON_VALUES} values; that is the most"
+            return f"has more than {limits.MAX_JSON_VALUES} values, which is the limit"
         if not inner:
             return None
         level = inner
-    return f"is nested deeper than {limits.MAX_JSON_DEPTH} levels; that is the most"
+    return f"is nested deeper than {limits.MAX_JSON_DEPTH} levels, which is the limit"

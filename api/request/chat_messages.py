@@ -25,7 +25,7 @@ _PASSED_ON = ("role", "name", "tool_call_id")
 _NO_EFFECT = ("parsed",)  # openai-python's parsed `content`, which it sends back in addition to it.
 _ALWAYS_EMPTY = ("function_call", "refusal", "audio", "annotations", "reasoning", "reasoning_content")
 
-_IGNORED = json_schema(MAX_JSON_TEXT_CHARS) | {"description": "Accepted; it changes nothing."}
+_IGNORED = json_schema(MAX_JSON_TEXT_CHARS) | {"description": "Accepted, but has no effect."}
 _LABEL = {"type": "string", "maxLength": MAX_LABEL_CHARS}
 _TEXT = {"type": "string", "maxLength": MAX_TEXT_CHARS}
 _NULL = {"type": "null"}
@@ -85,7 +85,9 @@ def read_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     num_parts = sum(len(message[name]) for message in given for name in _LISTED if isinstance(message.get(name), list))
     if num_parts > MAX_PARTS:
         raise InvalidRequest(
-            f"`messages` has {num_parts} parts and calls in all; at most {MAX_PARTS}. Join parts of text.", "messages"
+            f"`messages` has {num_parts} content parts and tool calls in total; at most {MAX_PARTS} are allowed. Join "
+            "text parts.",
+            "messages",
         )
     return [_read_message(message, f"messages.{i}") for i, message in enumerate(given)]
 
@@ -106,18 +108,20 @@ def _read_message(message: dict[str, Any], where: str) -> dict[str, Any]:
             check_ignored(value, f"{where}.{name}")
         elif name != "content":
             field = f"{where}.{cut(name)}"
-            raise InvalidRequest(f"`{field}` is no field of a message; remove it.", field)
+            raise InvalidRequest(f"`{field}` is not a field of a message; remove it.", field)
     if read.get("role") not in ROLES:
         raise InvalidRequest(f"`{where}.role` must be one of {', '.join(ROLES)}.", f"{where}.role")
     if "tool_calls" in read and read["role"] != "assistant":
-        raise InvalidRequest(f"`{where}.tool_calls` is the assistant's alone; remove it.", f"{where}.tool_calls")
+        raise InvalidRequest(
+            f"`{where}.tool_calls` is allowed only in messages of the assistant; remove it.", f"{where}.tool_calls"
+        )
     read["content"] = _read_content(message.get("content"), read["role"], f"{where}.content")
     return read
 
 
 def _read_calls(given: object, where: str) -> list[dict[str, Any]]:
     if not isinstance(given, list):
-        raise InvalidRequest(f"`{where}` must be a list of calls.", where)
+        raise InvalidRequest(f"`{where}` must be a list of tool calls.", where)
     _check_count(given, where)
     return [_read_call(call, f"{where}.{i}") for i, call in enumerate(given)]
 
@@ -126,7 +130,9 @@ def _read_call(call: object, where: str) -> dict[str, Any]:
     """Reads one tool call. Its arguments become an object, because templates serialize them themselves."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or call.get("type", "function") != "function" or not isinstance(function, dict):
-        raise InvalidRequest(f"`{where}` must be a call of a function, with a `function` of name and arguments.", where)
+        raise InvalidRequest(
+            f"`{where}` must be a function call, with a `function` that has a name and arguments.", where
+        )
     check_ignored(call, where)
     read: dict[str, Any] = {"type": "function"}
     if call.get("id") is not None:
@@ -142,7 +148,7 @@ def _read_arguments(given: object, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise InvalidRequest(f"`{where}` must be a JSON object, as text.", where)
+        raise InvalidRequest(f"`{where}` must be a string that contains a JSON object.", where)
     check_ignored(arguments, where)
     return arguments
 
@@ -165,13 +171,13 @@ def _read_part(part: object, where: str) -> str:
         raise InvalidRequest(f"`{where}` must be an object with a type.", where)
     if part["type"] != "text":
         raise InvalidRequest(
-            f"`{where}` is of type {cut(repr(part['type']))}; this model reads text only. Remove the part.",
+            f"`{where}` has the type {cut(repr(part['type']))}, but this model reads text only. Remove the part.",
             f"{where}.type",
         )
     unknown = set(part) - {"type", "text", "prompt_cache_breakpoint"}
     if unknown:
         field = f"{where}.{cut(min(unknown))}"
-        raise InvalidRequest(f"`{field}` is no field of a text part; remove it.", field)
+        raise InvalidRequest(f"`{field}` is not a field of a text part; remove it.", field)
     check_ignored(part.get("prompt_cache_breakpoint"), f"{where}.prompt_cache_breakpoint")
     return string(part.get("text"), f"{where}.text", MAX_TEXT_CHARS)
 
@@ -180,7 +186,7 @@ def string(value: object, where: str, most_chars: int) -> str:
     if not isinstance(value, str):
         raise InvalidRequest(f"`{where}` must be a string.", where)
     if len(value) > most_chars:
-        raise InvalidRequest(f"`{where}` has {len(value)} characters; at most {most_chars}.", where)
+        raise InvalidRequest(f"`{where}` has {len(value)} characters; at most {most_chars} are allowed.", where)
     return value
 
 
@@ -193,4 +199,4 @@ def check_ignored(value: object, where: str) -> None:
 
 def _check_count(given: list[object], where: str) -> None:
     if len(given) > MAX_PARTS_OF_ONE:
-        raise InvalidRequest(f"`{where}` has {len(given)} entries; at most {MAX_PARTS_OF_ONE}.", where)
+        raise InvalidRequest(f"`{where}` has {len(given)} entries; at most {MAX_PARTS_OF_ONE} are allowed.", where)

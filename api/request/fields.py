@@ -23,7 +23,7 @@ class Strict(BaseModel):
     def _check_fields(cls, given: Any) -> Any:
         """Limits the number of fields, because each unknown field is an error, and a million errors take seconds."""
         if isinstance(given, dict) and len(given) > MAX_OBJECT_FIELDS:
-            raise over_bound(f"has {len(given)} fields; at most {MAX_OBJECT_FIELDS}")
+            raise over_bound(f"has {len(given)} fields; at most {MAX_OBJECT_FIELDS} are allowed")
         return given
 
 
@@ -139,7 +139,10 @@ INSTEAD = {"functions": "tools", "function_call": "tool_choice", "reasoning_effo
 
 def _refusal(name: str, allowed: tuple[object, ...]) -> str:
     if name == "suffix":
-        return "`suffix` is not supported: no model here fills in the middle. Give what comes before as `prompt`."
+        return (
+            "`suffix` is not supported: no model here can fill in the middle of a text. Send the text before the gap "
+            "as `prompt`."
+        )
     remedy = f"leave it out or set it to {allowed[0]!r}" if allowed else "leave it out"
     if name in INSTEAD:
         remedy = f"use `{INSTEAD[name]}`"
@@ -150,13 +153,13 @@ def tolerated(model: type[Tolerant]) -> dict[str, dict[str, object]]:
     """Returns the JSON schemas of the fields that a body may have in addition to those of its model."""
     known = set(model.model_fields)
     free: dict[str, dict[str, object]] = {
-        name: json_schema(NO_EFFECT[name]) | {"description": "Accepted; it changes nothing."}
+        name: json_schema(NO_EFFECT[name]) | {"description": "Accepted, but has no effect."}
         for name in sorted(NO_EFFECT.keys() - known)
     }
     return free | {
         name: {
             "enum": [None, *NO_OP_VALUES[name]],
-            "description": "Not supported: taken only with a value that asks for nothing.",
+            "description": "Not supported: accepted only with a value that has no effect.",
         }
         for name in sorted(set(NO_OP_VALUES) - known)
     }

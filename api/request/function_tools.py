@@ -120,24 +120,27 @@ def read_tools(texts: TextService, model: ServedModel, body: ChatRequest, text: 
     functions = [tool.function for tool in tools]
     if not functions:
         if choice not in (None, "none", "auto"):
-            raise InvalidRequest("`tool_choice` asks for a call, and `tools` names no function; give some.", "tools")
+            raise InvalidRequest(
+                "`tool_choice` requires a call, but `tools` names no function; give at least one.", "tools"
+            )
         return ToolUse(text)
     names = Counter(function.name for function in functions)
     [(most, times)] = names.most_common(1)
     if times > 1:
-        raise InvalidRequest(f"`tools` names {most!r} twice; give each function its own name.", "tools")
+        raise InvalidRequest(f"`tools` has two functions named {most!r}; give each function its own name.", "tools")
     if choice == "none":
         return ToolUse(text)
     if not texts.shows_tools(model):
         raise InvalidRequest(
-            "This model's chat template shows it no tools; start the server with a --chat-template that does, or send "
-            "no `tools`.",
+            "This model's chat template does not support tools; start the server with a --chat-template that does, "
+            "or send no `tools`.",
             "tools",
         )
     if text is not None and text.kind not in ("json_schema", "json_object"):
         raise InvalidRequest(
-            f"`{text.param}` says what the answer is, and `tools` that it may be a call: only JSON can be told from "
-            "one. Give a JSON schema, set tool_choice to none, or leave one of the two out.",
+            f"`{text.param}` sets the format of the answer, but with `tools` the answer may be a call instead, and "
+            "only JSON can be distinguished from a call. Give a JSON schema, set tool_choice to none, or leave one "
+            "of the two out.",
             text.param,
         )
     shown = [tool.model_dump(exclude_none=True) for tool in tools]
@@ -155,7 +158,7 @@ def _allowed(tools: list[Tool], choice: AllowedToolChoice) -> list[Tool]:
     names = {tool.function.name for tool in choice.allowed_tools.tools}
     unknown = names - {tool.function.name for tool in tools}
     if unknown:
-        raise InvalidRequest(f"`tool_choice` allows {min(unknown)!r}, which is none of `tools`.", "tool_choice")
+        raise InvalidRequest(f"`tool_choice` allows {min(unknown)!r}, which is not one of the `tools`.", "tool_choice")
     return [tool for tool in tools if tool.function.name in names]
 
 
@@ -170,8 +173,8 @@ def _chosen(
     """Returns the tool use for calls that the model may make."""
     if known is None:
         raise InvalidRequest(
-            "It is not known how this model writes its calls, so that `tool_choice` cannot be auto; start the server "
-            "with a --tool-call-parser, or demand a call by 'required' or by name.",
+            "The format of this model's tool calls is unknown, so `tool_choice` cannot be auto; start the server "
+            "with a --tool-call-parser, or set `tool_choice` to 'required' or to a named function.",
             "tool_choice",
         )
     special = model.tokenizer.special_texts
@@ -190,7 +193,7 @@ def _chosen(
 def _named(functions: list[FunctionDefinition], name: str, shown: list[dict[str, Any]]) -> ToolUse:
     function = next((function for function in functions if function.name == name), None)
     if function is None:
-        raise InvalidRequest(f"`tool_choice` names {name!r}, which is none of `tools`.", "tool_choice")
+        raise InvalidRequest(f"`tool_choice` names {name!r}, which is not one of the `tools`.", "tool_choice")
     forced = structured_spec.json_schema(_parameters(function), "tools", any_whitespace=False)
     return ToolUse(forced, shown, lambda _: NamedCallParser(Calls([name], eager=True), name), parallel=False)
 
@@ -202,9 +205,9 @@ def _constraint(known: KnownFormat, offer: Offer) -> StructuredOutputs:
     """
     if offer.text is not None and may_open_like(offer.text, known.openings):
         raise InvalidRequest(
-            f"`{offer.text.param}` stands beside `tools`, and an answer of that format could begin as calls of this "
-            'model do. Give a schema of type object with "additionalProperties": false and without a property `name`, '
-            "set tool_choice to none or required, or set response_format to text.",
+            f"`{offer.text.param}` is used together with `tools`, and an answer in that format could begin like a "
+            'call of this model. Give a schema of type object with "additionalProperties": false and without a '
+            "property `name`, set tool_choice to none or required, or set response_format to text.",
             offer.text.param,
         )
     return offer.constraint(known.grammar(offer))
@@ -214,6 +217,7 @@ def _parameters(function: FunctionDefinition) -> dict[str, Any]:
     schema = function.parameters or NO_PARAMETERS
     if schema.get("type", "object") != "object":
         raise InvalidRequest(
-            f"`parameters` of {function.name!r} must be of type object, as the arguments of a call are.", "tools"
+            f"`parameters` of {function.name!r} must be of type object, because the arguments of a call are an object.",
+            "tools",
         )
     return schema if "type" in schema else {**schema, "type": "object"}

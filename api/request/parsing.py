@@ -45,7 +45,7 @@ def parse_query(request: Request, model: type[Body]) -> Body:
     unknown = given.keys() - set(model.model_fields)
     if unknown:
         name = cut(min(unknown))
-        raise InvalidRequest(f"`{name}` is no parameter of this request; remove it.", name)
+        raise InvalidRequest(f"`{name}` is not a parameter of this request; remove it.", name)
     try:
         return model.model_validate(given, strict=False)
     except ValidationError as error:
@@ -71,7 +71,7 @@ async def _read_bytes(request: Request, limit: int, held: HeldBody) -> bytes:
             return await _read_parts(request, limit, held)
     except TimeoutError:
         raise BodyTimeout(
-            f"The body did not arrive within {MAX_BODY_READ_S:g} s; send a smaller one, or over a faster connection."
+            f"The body did not arrive within {MAX_BODY_READ_S:g} s; send a smaller body, or use a faster connection."
         ) from None
 
 
@@ -88,8 +88,8 @@ async def _read_parts(request: Request, limit: int, held: HeldBody) -> bytes:
             raise _too_large(f"more than {limit}", limit)
         if commas > MAX_BODY_COMMAS or brackets > MAX_BODY_BRACKETS or colons > MAX_BODY_COLONS:
             raise BodyTooLarge(
-                f"The body has more than {MAX_BODY_COMMAS} commas, {MAX_BODY_BRACKETS} opening brackets and braces, or "
-                f"{MAX_BODY_COLONS} colons, those in texts included. Send fewer values in one request."
+                f"The body has more than {MAX_BODY_COMMAS} commas, {MAX_BODY_BRACKETS} opening brackets and braces, "
+                f"or {MAX_BODY_COLONS} colons; those inside strings count too. Send fewer values in one request."
             )
         held.add(len(part))
         parts.append(part)
@@ -98,7 +98,7 @@ async def _read_parts(request: Request, limit: int, held: HeldBody) -> bytes:
 
 def _too_large(size: str, limit: int) -> BodyTooLarge:
     return BodyTooLarge(
-        f"The body has {cut(size)} bytes; this server takes at most {limit}. Send fewer prompts in one request, or "
+        f"The body has {cut(size)} bytes; this server accepts at most {limit}. Send fewer prompts in one request, or "
         "start the server with a larger --max-body-bytes."
     )
 
@@ -131,7 +131,7 @@ def _invalid(error: ValidationError, where: str, body: dict[str, object]) -> Inv
     fault = faults[paths.index(path)]
     param = where + ".".join(cut(str(part)) for part in path)
     if fault["type"] == "extra_forbidden":
-        return InvalidRequest(f"`{param}` is no field of this request; remove it.", param)
+        return InvalidRequest(f"`{param}` is not a field of this request; remove it.", param)
     if fault["type"] == "missing":
         return InvalidRequest(f"`{param}` is missing.", param)
     here = [fault for fault, its in zip(faults, paths, strict=True) if its == path and fault["type"] != "missing"]

@@ -24,7 +24,7 @@ def read_pooling(model_path: str | Path) -> Pooling:
     asked = [name for name, value in content.items() if name.startswith("pooling_mode_") and value is True]
     if len(asked) != 1 or asked[0] not in _MODES:
         raise ConfigError(
-            f"{path} asks for {', '.join(asked) or 'no pooling'}; served are {' or '.join(_MODES)}. Start the server "
-            "with --pooling last or mean to override it."
+            f"{path} asks for {', '.join(asked) or 'no pooling'}; this server supports {' or '.join(_MODES)}. Start "
+            "the server with --pooling last or mean to override it."
         )
     return _MODES[asked[0]]

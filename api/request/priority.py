@@ -16,6 +16,7 @@ def checked_priority(gate: Gate, caller: Caller, given: int | None) -> int:
     priority = given or 0
     if priority < 0 and gate.has_keys and "admin" not in caller.scopes:
         raise InvalidRequest(
-            f"`priority` is {priority}; below 0 it takes an API key with the scope admin. Give 0 or more.", "priority"
+            f"`priority` is {priority}; a value below 0 requires an API key with the scope admin. Give 0 or more.",
+            "priority",
         )
     return priority

@@ -70,7 +70,9 @@ def listed_prompts(given: object, param: str) -> list[object]:
             f"`{param}` must be a string, a list of strings, a list of token ids or a list of such lists.", param
         )
     if len(given) > MAX_PROMPTS:
-        raise InvalidRequest(f"`{param}` has {len(given)} prompts; at most {MAX_PROMPTS} in one request.", param)
+        raise InvalidRequest(
+            f"`{param}` has {len(given)} prompts; at most {MAX_PROMPTS} are allowed in one request.", param
+        )
     return given
 
 
@@ -102,14 +104,14 @@ def _read_ids(texts: TextService, model: ServedModel, given: list[Any], param: s
     if must_fit and len(given) >= texts.context_len:
         fit_max_tokens(texts, len(given), None, None, param)
     if len(given) > MAX_TOKEN_IDS:
-        raise InvalidRequest(f"`{param}` has {len(given)} token ids; at most {MAX_TOKEN_IDS}.", param)
+        raise InvalidRequest(f"`{param}` has {len(given)} token ids; at most {MAX_TOKEN_IDS} are allowed.", param)
     if set(map(type, given)) != {int}:
         raise _mixed_kinds(param)
     return checked_ids(texts, model, given, param)
 
 
 def _mixed_kinds(param: str) -> InvalidRequest:
-    return InvalidRequest(f"`{param}` mixes kinds or holds something that is no string and no token id.", param)
+    return InvalidRequest(f"`{param}` mixes strings and token ids, or holds a value that is neither.", param)
 
 
 def checked_ids(texts: TextService, model: ServedModel, given: list[int], param: str) -> list[int]:
@@ -118,7 +120,7 @@ def checked_ids(texts: TextService, model: ServedModel, given: list[int], param:
     for token_id in (min(given, default=0), max(given, default=0)):
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(
-                f"`{param}` names token {shown_number(token_id)}; this model's vocabulary has ids 0 to "
+                f"`{param}` has the token id {shown_number(token_id)}; this model's vocabulary has ids 0 to "
                 f"{vocab_size - 1}.",
                 param,
             )
@@ -138,7 +140,7 @@ async def render_chat(
     generate, go_on = body.add_generation_prompt, bool(body.continue_final_message)
     if go_on and generate:
         raise InvalidRequest(
-            "`continue_final_message` and `add_generation_prompt` exclude each other; set one of them to false.",
+            "`continue_final_message` and `add_generation_prompt` cannot both be true; set one of them to false.",
             "continue_final_message",
         )
     generates = not go_on if generate is None else generate

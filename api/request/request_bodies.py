@@ -24,7 +24,7 @@ def _schema(**schema: Any) -> WithJsonSchema:
 
 def _printable(given: str) -> str:
     if not given.isprintable():
-        raise over_bound("has characters that cannot be printed; ids stand in logs and headers")
+        raise over_bound("has characters that are not printable; ids appear in logs and headers")
     return given
 
 
@@ -95,7 +95,7 @@ class StreamOptions(Strict):
 
 
 _SCHEMA_OBJECT = {"type": "object", "maxProperties": limits.MAX_JSON_VALUES, **JSON_BOUNDS}
-_JSON_SCHEMA = [_SCHEMA_OBJECT, {"type": "boolean"}, _SOURCE | {"description": "The same as JSON text."}]
+_JSON_SCHEMA = [_SCHEMA_OBJECT, {"type": "boolean"}, _SOURCE | {"description": "The same object as a JSON string."}]
 _FORMAT_SCHEMA = {
     "type": "object",
     "properties": {

@@ -49,8 +49,8 @@ class RequestDeadline:
             if not scope.expired():
                 raise
             raise QueueTimeout(
-                f"The request could not start within {self.timeout_s:g} s: its adapter is still being found and read. "
-                f"Try again later, or let it wait longer ({QUEUE_TIMEOUT})."
+                f"The request could not start within {self.timeout_s:g} s: its adapter is still being looked up and "
+                f"read. Try again later, or allow a longer wait ({QUEUE_TIMEOUT})."
             ) from None
 
 

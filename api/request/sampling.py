@@ -27,11 +27,11 @@ def read_params(
     """Returns the parameters of a whole request: `n` is as requested, and max_tokens is not yet fitted to a prompt."""
     given = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
     if body.best_of is not None and body.best_of != given.get("n", 1):
-        raise InvalidRequest("`best_of` is supported only where it equals n; leave it out.", "best_of")
+        raise InvalidRequest("`best_of` is supported only if it equals n; leave it out.", "best_of")
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("`prompt_logprobs` cannot be streamed; set stream to false.", "prompt_logprobs")
     if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("`stream_options` is allowed only where stream is true.", "stream_options")
+        raise InvalidRequest("`stream_options` is allowed only if stream is true.", "stream_options")
     given |= {"max_tokens": max_tokens, "logprobs": logprobs, "logit_bias": read_logit_bias(body.logit_bias)}
     given["structured_outputs"] = read_structured(model, body)
     return make_params(state, model, given)
@@ -48,8 +48,8 @@ def read_logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
     for token in given or ():
         if not _TOKEN_ID.fullmatch(token):
             raise InvalidRequest(
-                f"`logit_bias` has the key {cut(repr(token))}; keys are token ids as decimal numbers without signs, "
-                'blanks or leading zeros, such as "7".',
+                f"`logit_bias` has the key {cut(repr(token))}; keys must be token ids, written as decimal numbers "
+                'without signs, spaces or leading zeros, such as "7".',
                 "logit_bias",
             )
     return {int(token): bias for token, bias in given.items()} if given else None

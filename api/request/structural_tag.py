@@ -114,8 +114,8 @@ def _read(given: object, param: str) -> _Format:
         flat = msgspec.convert(given, _Flat)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(
-            f"`{param}` must have a `format`, or `triggers`, a list of texts, and `structures`, a list of objects with "
-            f"`begin`, `schema` and `end`: {error}.",
+            f"`{param}` must have either `format`, or both `triggers` (a list of strings) and `structures` (a list of "
+            f"objects with `begin`, `schema` and `end`): {error}.",
             param,
         ) from None
     return _TriggeredTags(
@@ -147,16 +147,19 @@ class _Writer:
                 return f"{self._text(part.begin)} {self._behind_begin(part, last=last)}"
             case _Sequence():
                 lasts = [False] * (len(part.elements) - 1) + [last]
-                return f"({' '.join(self.part(one, last=end) for one, end in zip(part.elements, lasts, strict=True))})"
+                in_order = zip(part.elements, lasts, strict=True)
+                return f"({' '.join(self.part(element, last=is_last) for element, is_last in in_order)})"
             case _Or():
-                return f"({' | '.join(self.part(one, last=last) for one in part.elements)})"
+                return f"({' | '.join(self.part(element, last=last) for element in part.elements)})"
             case _TagsWithSeparator():
                 return self._separated(part)
             case _AnyText() if last:
                 return "ANY"
             case _TriggeredTags() if last:
                 return self._triggered(part)
-        raise self._refused("any_text and triggered_tags can only come last, any_text also as all of a tag's content")
+        raise self._refused(
+            "any_text and triggered_tags must come last; any_text may also be the whole content of a tag"
+        )
 
     def _behind_begin(self, tag: _Tag, *, last: bool) -> str:
         if isinstance(tag.content, _AnyText) and tag.end:
@@ -164,8 +167,8 @@ class _Writer:
         return f"{self.part(tag.content, last=last and not tag.end)} {self._text(tag.end)}"
 
     def _separated(self, part: _TagsWithSeparator) -> str:
-        tag = f"({' | '.join(self.part(one, last=False) for one in part.tags)})"
-        tags = tag if part.stop_after_first else f"{tag} ({self._text(part.separator)} {tag})*"
+        any_tag = f"({' | '.join(self.part(tag, last=False) for tag in part.tags)})"
+        tags = any_tag if part.stop_after_first else f"{any_tag} ({self._text(part.separator)} {any_tag})*"
         return f"({tags})" if part.at_least_one else f"({tags})?"
 
     def _triggered(self, part: _TriggeredTags) -> str:
@@ -201,11 +204,13 @@ class _Writer:
                 raise self._refused(f"no tag begins with the trigger {trigger!r:.80}; leave it out")
         for begin in begins:
             if not any(begin.startswith(trigger) for trigger in triggers):
-                raise self._refused(f"{begin!r:.80} begins with none of the `triggers`; add one")
+                raise self._refused(
+                    f"{begin!r:.80} does not begin with any of the `triggers`; add one that it begins with"
+                )
 
     def _up_to(self, letters: str, others: Collection[str] = ()) -> str:
         if letters not in self._special and any(name in letters for name in self._special):
-            raise self._refused(f"free text ends with text or a special token, and {letters!r:.80} has both")
+            raise self._refused(f"free text must end with either text or a special token, but {letters!r:.80} has both")
         rule = self._name()
         self.lines.append(free_text.up_to(rule, letters, self._special, others))
         return rule

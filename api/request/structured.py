@@ -66,7 +66,7 @@ def _read_vllm(model: ServedModel, given: StructuredOutputsRequest) -> Structure
     _check_one([f"structured_outputs.{name}" for name in asked])
     if not asked:
         raise InvalidRequest(
-            f"`structured_outputs` must have one of {', '.join(_KINDS)}; or leave it out.", "structured_outputs"
+            f"`structured_outputs` must have one of {', '.join(_KINDS)}; otherwise leave it out.", "structured_outputs"
         )
     [name] = asked
     param, any_whitespace = f"structured_outputs.{name}", not given.disable_any_whitespace
@@ -77,8 +77,8 @@ def _read_vllm(model: ServedModel, given: StructuredOutputsRequest) -> Structure
         return structured_spec.json_schema(schema, param, any_whitespace=any_whitespace)
     if given.disable_additional_properties or (not any_whitespace and name != "json_object"):
         raise InvalidRequest(
-            f"`{param}` has no JSON schema that `disable_additional_properties` or `disable_any_whitespace` could act "
-            "on; leave them out.",
+            f"`{param}` is not a JSON schema, so `disable_additional_properties` and `disable_any_whitespace` do not "
+            "apply to it; leave them out.",
             "structured_outputs",
         )
     if name == "json_object":
@@ -92,5 +92,5 @@ def _read_vllm(model: ServedModel, given: StructuredOutputsRequest) -> Structure
 def _check_one(asked: list[str]) -> None:
     if len(asked) > 1:
         raise InvalidRequest(
-            f"`{asked[0]}` and `{asked[1]}` both say what the answer must look like; give one of them.", asked[1]
+            f"`{asked[0]}` and `{asked[1]}` both set the format of the answer; give only one of them.", asked[1]
         )

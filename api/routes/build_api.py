@@ -124,7 +124,7 @@ def _endpoint(
         for name, value in request.path_params.items():
             if len(value) > MAX_MODEL_CHARS:
                 raise InvalidRequest(
-                    f"`{name}` in the path has {len(value)} characters; at most {MAX_MODEL_CHARS}.", name
+                    f"`{name}` in the path has {len(value)} characters; at most {MAX_MODEL_CHARS} are allowed.", name
                 )
         return await handler(state, request)
 

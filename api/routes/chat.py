@@ -97,7 +97,7 @@ async def _read_prompt(
     named = "messages" if body.truncate_prompt_tokens is None else None
     token_ids = await encode(state.texts, model, text, add_special_tokens=bool(body.add_special_tokens), must_fit=named)
     if not token_ids:
-        raise InvalidRequest("The chat template makes an empty prompt of these messages.", "messages")
+        raise InvalidRequest("The chat template renders these messages as an empty prompt.", "messages")
     return Prompt(token_ids, text)
 
 
@@ -111,7 +111,7 @@ def _num_logprobs(body: ChatRequest) -> int | None:
     if body.logprobs:
         return body.top_logprobs or 0
     if body.top_logprobs:
-        raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
+        raise InvalidRequest("`top_logprobs` requires `logprobs` to be true.", "top_logprobs")
     return None
 
 

@@ -46,7 +46,9 @@ async def embeddings(state: AppState, request: Request) -> Response:
     size = state.engine.hello.hidden_size
     if body.dimensions is not None and not 1 <= body.dimensions <= size:
         raise InvalidRequest(
-            f"`dimensions` is {body.dimensions}; this model's embeddings have {size}: give 1 to {size}.", "dimensions"
+            f"`dimensions` is {body.dimensions}; this model's embeddings have {size} dimensions. Give a number from 1 "
+            f"to {size}.",
+            "dimensions",
         )
     caller = caller_of(request)
     priority = checked_priority(state.access.gate, caller, body.priority)

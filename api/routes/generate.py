@@ -117,7 +117,9 @@ def _listed_prompts(body: SGLangRequest) -> tuple[str, list[object], bool]:
     param, given = ("input_ids", body.input_ids) if body.text is None else ("text", body.text)
     first = given[0] if isinstance(given, list) and given else given
     if isinstance(first, str) != (param == "text"):
-        raise InvalidRequest(f"`{param}` holds {'strings or lists' if param == 'text' else 'token ids'} only.", param)
+        raise InvalidRequest(
+            f"`{param}` may hold only {'strings or lists' if param == 'text' else 'token ids'}.", param
+        )
     is_batch = isinstance(given, list) and not isinstance(first, int)
     return param, listed_prompts(given, param), is_batch
 
@@ -162,7 +164,9 @@ def _read_name(outer: object, inner: object) -> str | None:
         raise InvalidRequest("`lora_path` and `sampling_params.lora_path` differ; give one of them.", "lora_path")
     name = inner if outer is None else outer
     if name is not None and not isinstance(name, str):
-        raise InvalidRequest("`lora_path` must be an adapter's name, or a list with one or null for each.", "lora_path")
+        raise InvalidRequest(
+            "`lora_path` must be an adapter's name, or a list with a name or null for each.", "lora_path"
+        )
     return None if name is None else string(name, "lora_path", MAX_MODEL_CHARS)
 
 
@@ -197,16 +201,19 @@ def _make_task(
 
 
 def _params_of(
-    state: AppState, model: ServedModel, body: SGLangRequest, one: SGLangSampling, max_tokens: int | None
+    state: AppState, model: ServedModel, body: SGLangRequest, sampling: SGLangSampling, max_tokens: int | None
 ) -> SamplingParams:
     given: dict[str, Any] = {
-        ours: value for theirs, ours in _OUR_NAMES.items() if (value := getattr(one, theirs)) is not None
+        ours: value for theirs, ours in _OUR_NAMES.items() if (value := getattr(sampling, theirs)) is not None
     }
     if body.return_logprob:
         given["logprobs"] = body.top_logprobs_num or 0
         if _first_scored(body) >= 0:
             given["prompt_logprobs"] = given["logprobs"]
-    given |= {"logit_bias": read_logit_bias(one.logit_bias), "structured_outputs": read_sglang_structured(model, one)}
+    given |= {
+        "logit_bias": read_logit_bias(sampling.logit_bias),
+        "structured_outputs": read_sglang_structured(model, sampling),
+    }
     params = SamplingParams(**given, max_tokens=max_tokens)
     params.check_vocabulary(state.texts.vocab_size(model))
     return params

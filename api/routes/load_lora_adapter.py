@@ -22,7 +22,7 @@ from lorafleet.protocol.errors import AdapterExists, Forbidden, InvalidRequest, 
 logger = logging.getLogger("lorafleet.http")
 
 
-@describe("vLLM's way to add an adapter", body=LoadAdapterRequest, answer=PlainText)
+@describe("Load an adapter, as in vLLM", body=LoadAdapterRequest, answer=PlainText)
 async def load_lora_adapter(state: AppState, request: Request) -> Response:
     _check_allowed(state)
     body = await read_body(state, request, LoadAdapterRequest)
@@ -43,7 +43,7 @@ async def load_lora_adapter(state: AppState, request: Request) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 
-@describe("vLLM's way to remove an adapter", body=UnloadAdapterRequest, answer=PlainText)
+@describe("Unload an adapter, as in vLLM", body=UnloadAdapterRequest, answer=PlainText)
 async def unload_lora_adapter(state: AppState, request: Request) -> Response:
     _check_allowed(state)
     body = await read_body(state, request, UnloadAdapterRequest)

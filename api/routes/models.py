@@ -34,7 +34,7 @@ class ModelQuery(Strict):
     after: Annotated[str, AtMost(MAX_MODEL_CHARS)] = ""  # ID of the last model on the previous page.
 
 
-@describe("The base model, then the adapters by their names, a page at a time", query=ModelQuery, answer=ModelList)
+@describe("List the base model, then the adapters by name, page by page", query=ModelQuery, answer=ModelList)
 async def list_models(state: AppState, request: Request) -> Response:
     query, caller = parse_query(request, ModelQuery), caller_of(request)
     key = (caller.tenant, caller.is_operator, query.after, query.limit)
@@ -59,7 +59,7 @@ async def _page(state: AppState, caller: Caller, query: ModelQuery) -> bytes:
     )
 
 
-@describe("One model", answer=answer_types.ModelCard)
+@describe("Show a model", answer=answer_types.ModelCard)
 async def show_model(state: AppState, request: Request) -> Response:
     """Shows any model that a request could name, listed or not."""
     model = await state.models.find(caller_of(request), request.path_params["model"])

@@ -33,7 +33,7 @@ _HEADERS: dict[str, Schema] = {
     REQUEST_ID: {
         "name": REQUEST_ID,
         "in": "header",
-        "description": "The request's id, where its body has none.",
+        "description": "The request's id, if its body has none.",
         "schema": {"type": "string", "minLength": 1, "maxLength": MAX_REQUEST_ID_CHARS, "pattern": "^[ -~]*$"},
     },
     QUEUE_TIMEOUT: {
@@ -69,7 +69,9 @@ def openapi(routes: Iterable[tuple[str, str, Needed, Callable[..., Any]]]) -> Sc
         "paths": paths,
         "components": {
             "schemas": schemas.definitions,
-            "responses": {"Error": {"description": "Refused, or failed.", "content": _json(schemas.of(ErrorBody))}},
+            "responses": {
+                "Error": {"description": "The request was rejected or failed.", "content": _json(schemas.of(ErrorBody))}
+            },
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
@@ -152,7 +154,7 @@ def _success(operation: Operation, schemas: _Schemas) -> Schema:
         # OpenAPI 3.1 cannot describe events. Each event is `data: ` and this JSON.
         events = {"schema": {"type": "string"}, "x-event-schema": schemas.of(operation.events)}
         content["text/event-stream"] = events
-    return {"description": "Done."} | ({"content": content} if content else {})
+    return {"description": "The request succeeded."} | ({"content": content} if content else {})
 
 
 def _errors() -> Schema:

@@ -72,7 +72,7 @@ async def responses(state: AppState, request: Request) -> Response:
     return EventStream(answer.stream(headers), headers)
 
 
-@describe("How many tokens a request of /v1/responses has", body=ResponsesRequest, answer=answer_types.InputTokens)
+@describe("Count the input tokens of a /v1/responses request", body=ResponsesRequest, answer=answer_types.InputTokens)
 async def count_input_tokens(state: AppState, request: Request) -> Response:
     """Counts the input tokens of a request. Nothing is generated."""
     body = await read_body(state, request, ResponsesRequest)
@@ -90,8 +90,8 @@ def _check_logprobs(body: ResponsesRequest) -> None:
         raise InvalidRequest(f"`top_logprobs` needs {OUTPUT_LOGPROBS!r} in `include`.", "top_logprobs")
     if body.wants_logprobs and body.tools and body.tool_choice != "none":
         raise InvalidRequest(
-            f"`include` asks for {OUTPUT_LOGPROBS!r}, which are given of texts alone, and `tools` may make the answer "
-            "a call; set `tool_choice` to 'none', or leave one of the two out.",
+            f"`include` asks for {OUTPUT_LOGPROBS!r}, which are available only for text, but with `tools` the answer "
+            "may be a call; set `tool_choice` to 'none', or leave one of the two out.",
             "include",
         )
 

@@ -20,7 +20,7 @@ from lorafleet.protocol.limits import (
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _NO_EFFECT = ("annotations", "logprobs", "prompt_cache_breakpoint")
-_IGNORED = json_schema(MAX_JSON_TEXT_CHARS) | {"description": "Accepted; it changes nothing."}
+_IGNORED = json_schema(MAX_JSON_TEXT_CHARS) | {"description": "Accepted, but has no effect."}
 _TEXT = {"type": "string", "maxLength": MAX_TEXT_CHARS}
 _LABEL = {"type": "string", "maxLength": MAX_LABEL_CHARS}
 _TOOL_NAME = {"type": "string", "maxLength": MAX_TOOL_NAME_CHARS}
@@ -49,7 +49,7 @@ def _item(kind: str, required: list[str], **properties: Any) -> dict[str, Any]:
 
 _PARTS = {"type": "array", "items": _PART, "minItems": 1, "maxItems": MAX_PARTS_OF_ONE}
 _TEXT_OR_PARTS = {"anyOf": [_TEXT, _PARTS]}
-_PHASE = {"enum": ["commentary", "final_answer", None], "description": "Accepted; it changes nothing."}
+_PHASE = {"enum": ["commentary", "final_answer", None], "description": "Accepted, but has no effect."}
 # The accepted items, for /openapi.json.
 ITEM_SCHEMA: dict[str, Any] = {
     "anyOf": [
@@ -85,9 +85,11 @@ def messages_of(given: object, instructions: str | None) -> list[dict[str, Any]]
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
-        raise InvalidRequest("`input` must be a string, or a list of messages, calls and their results.", "input")
+        raise InvalidRequest(
+            "`input` must be a string, or a list of messages, function calls and their results.", "input"
+        )
     if len(given) > MAX_MESSAGES:
-        raise InvalidRequest(f"`input` has {len(given)} items; at most {MAX_MESSAGES}.", "input")
+        raise InvalidRequest(f"`input` has {len(given)} items; at most {MAX_MESSAGES} are allowed.", "input")
     for i, item in enumerate(given):
         _add(messages, item, f"input.{i}")
     return messages
@@ -100,7 +102,7 @@ def _add(messages: list[dict[str, Any]], item: object, where: str) -> None:
     unknown = {name for name, value in item.items() if value is not None} - _FIELDS[kind] - {"type", "id", "status"}
     if unknown:
         field = f"{where}.{cut(min(unknown))}"
-        raise InvalidRequest(f"`{field}` is no field of a {kind}; remove it.", field)
+        raise InvalidRequest(f"`{field}` is not a field of a {kind}; remove it.", field)
     for name in _STATE:
         if item.get(name) is not None:
             string(item[name], f"{where}.{name}", MAX_LABEL_CHARS)
@@ -131,19 +133,17 @@ def _content(item: dict[str, Any], name: str, where: str) -> object:
         return _text(item, name, where, MAX_TEXT_CHARS)
     if len(given) > MAX_PARTS_OF_ONE:
         raise InvalidRequest(
-            f"`{where}.{name}` has {len(given)} entries; at most {MAX_PARTS_OF_ONE}.", f"{where}.{name}"
+            f"`{where}.{name}` has {len(given)} entries; at most {MAX_PARTS_OF_ONE} are allowed.", f"{where}.{name}"
         )
     parts: list[dict[str, str]] = []
     for i, part in enumerate(given):
         place = f"{where}.{name}.{i}"
         if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS:
-            raise InvalidRequest(
-                f"`{place}` is no text, which is all that this model reads; remove it.", f"{place}.type"
-            )
+            raise InvalidRequest(f"`{place}` is not text, and this model reads text only; remove it.", f"{place}.type")
         unknown = set(part) - {"type", "text", *_NO_EFFECT}
         if unknown:
             field = f"{place}.{cut(min(unknown))}"
-            raise InvalidRequest(f"`{field}` is no field of a text; remove it.", field)
+            raise InvalidRequest(f"`{field}` is not a field of a text part; remove it.", field)
         for ignored in _NO_EFFECT:
             check_ignored(part.get(ignored), f"{place}.{ignored}")
         parts.append({"type": "text", "text": _text(part, "text", place, MAX_TEXT_CHARS)})

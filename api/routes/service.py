@@ -18,19 +18,19 @@ from lorafleet.api.telemetry.tenant_metrics import of_tenant
 from lorafleet.protocol.errors import EngineDead
 
 
-@describe("Whether the replica can answer")
+@describe("Check whether the replica can answer")
 async def health(state: AppState, _: Request) -> Response:
     if state.engine.dead is not None:
         raise EngineDead(f"The engine stopped: {state.engine.dead}. This replica is being replaced; try again.")
     return Response()
 
 
-@describe("The server's version", answer=answer_types.Version)
+@describe("Show the server's version", answer=answer_types.Version)
 async def version(_: AppState, __: Request) -> Response:
     return json_response({"version": __version__})
 
 
-@describe("Prometheus' series", answer=PlainText)
+@describe("Show the metrics, in Prometheus' format", answer=PlainText)
 async def metrics(state: AppState, request: Request) -> Response:
     text = await state.telemetry.scrape()
     tenant = caller_of(request).tenant

@@ -18,7 +18,7 @@ from lorafleet.api.served_model import ServedModel
 from lorafleet.protocol.errors import InvalidRequest
 
 
-@describe("Tokens of a text or of messages", body=TokenizeRequest, answer=answer_types.Tokenized)
+@describe("Convert a text or messages to tokens", body=TokenizeRequest, answer=answer_types.Tokenized)
 async def tokenize(state: AppState, request: Request) -> Response:
     body = await read_body(state, request, TokenizeRequest)
     model = await state.models.find(caller_of(request), body.model)
@@ -46,13 +46,13 @@ async def _text(state: AppState, request: Request, model: ServedModel, body: Tok
     if body.messages is None:
         for name in ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
             if getattr(body, name) is not None:
-                raise InvalidRequest(f"`{name}` goes with `messages` only; remove it.", name)
+                raise InvalidRequest(f"`{name}` is allowed only with `messages`; remove it.", name)
         return body.prompt or "", body.add_special_tokens is not False
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None
     return await render_chat(state, request, model, body, tools), bool(body.add_special_tokens)
 
 
-@describe("The text of tokens", body=DetokenizeRequest, answer=answer_types.Detokenized)
+@describe("Convert tokens to text", body=DetokenizeRequest, answer=answer_types.Detokenized)
 async def detokenize(state: AppState, request: Request) -> Response:
     body = await read_body(state, request, DetokenizeRequest)
     model = await state.models.find(caller_of(request), body.model)

@@ -259,27 +259,32 @@ class Metrics:
         requests = CounterMetricFamily(
             "lorafleet_requests", "HTTP requests answered.", labels=[*labels, "endpoint", "status"]
         )
-        finished = CounterMetricFamily("vllm:request_success", "Sequences ended.", labels=[*labels, "finished_reason"])
+        finished = CounterMetricFamily(
+            "vllm:request_success", "Sequences that have ended.", labels=[*labels, "finished_reason"]
+        )
         prompt = CounterMetricFamily("vllm:prompt_tokens", "Prompt tokens.", labels=labels)
-        generated = CounterMetricFamily("vllm:generation_tokens", "Tokens answered.", labels=labels)
+        generated = CounterMetricFamily("vllm:generation_tokens", "Tokens in answers.", labels=labels)
         first = HistogramMetricFamily(
-            "vllm:time_to_first_token_seconds", "From the request to its first token.", labels=labels
+            "vllm:time_to_first_token_seconds", "Time from the request to its first token.", labels=labels
         )
         between = HistogramMetricFamily(
-            "vllm:inter_token_latency_seconds", "Between two outputs of a sequence.", labels=labels
+            "vllm:inter_token_latency_seconds", "Time between two outputs of a sequence.", labels=labels
         )
         whole = HistogramMetricFamily(
-            "vllm:e2e_request_latency_seconds", "From the request to a sequence's end.", labels=labels
+            "vllm:e2e_request_latency_seconds", "Time from the request to a sequence's end.", labels=labels
         )
         queue = HistogramMetricFamily(
-            "vllm:request_queue_time_seconds", "From a sequence's queueing to its start.", labels=labels
+            "vllm:request_queue_time_seconds", "Time from a sequence's queueing to its start.", labels=labels
         )
         hits = CounterMetricFamily(
-            "lorafleet_adapter_hits", "Sequences, by where their adapter was when they came.", labels=[*labels, "tier"]
+            "lorafleet_adapter_hits",
+            "Sequences, by the tier of their adapter when they arrived.",
+            labels=[*labels, "tier"],
         )
         loads = SummaryMetricFamily(
             "lorafleet_adapter_load_seconds",
-            "To bring adapters one tier nearer, from: remote to the node's disk, disk to CPU memory, cpu to a slot.",
+            "Time to move adapters one tier closer to the GPU, by the tier that they came from: remote to the node's "
+            "disk, disk to CPU memory, cpu to a slot.",
             labels=[*labels, "tier"],
         )
         for model, series in self._series.items():
@@ -308,12 +313,12 @@ class Metrics:
         labels = ["replica", "rank"]
         first = HistogramMetricFamily(
             "lorafleet_rank_time_to_first_token_seconds",
-            "From the request to its first token, by the adapter's rank, rounded up to a power of two; 0: the base.",
+            "Time to a request's first token, by the adapter's rank, rounded up to a power of two. 0 is the base.",
             labels=labels,
         )
         between = HistogramMetricFamily(
             "lorafleet_rank_inter_token_latency_seconds",
-            "Between two outputs of a sequence, by the adapter's rank, rounded up to a power of two; 0: the base.",
+            "Time between two outputs, by the adapter's rank, rounded up to a power of two. 0 is the base.",
             labels=labels,
         )
         for rank, latencies in sorted(self._ranks.items()):
@@ -325,8 +330,9 @@ class Metrics:
     def _of_moves(self) -> Iterator[Metric]:
         moves = HistogramMetricFamily(
             "lorafleet_adapter_move_seconds",
-            "Adapters between tiers: remote to disk (fetched), disk to cpu (read, checked, packed), cpu to gpu (copied "
-            "into a slot); to none: from the order to drop one until its requests in flight let it go.",
+            "Time of adapters' moves between tiers: remote to disk (fetched), disk to cpu (read, checked, packed), "
+            "cpu to gpu (copied into a slot); to none: from the call that drops an adapter until its requests in "
+            "flight have released it.",
             labels=["replica", "source", "target"],
         )
         for (source, target), histogram in self._moves.items():

@@ -172,7 +172,10 @@ class LanguageReader:
             if given is not None:
                 ids = [token for token in (given if isinstance(given, list) else [given]) if type(token) is int]
                 if not ids or (isinstance(given, list) and len(ids) < len(given)) or min(ids) < 0:
-                    raise AdapterMalformed(f"{GENERATION_NAME} has the eos_token_id {shown(given)}.")
+                    raise AdapterMalformed(
+                        f"{GENERATION_NAME} has the eos_token_id {shown(given)}; it must be a token id, or a list of "
+                        "token ids."
+                    )
                 return ids
         base = self.base.tokenizer
         if tokenizer is base:
@@ -198,12 +201,14 @@ def _check_ends(eos_token_ids: Sequence[int], vocab_size: int) -> None:
     were not resized.
     """
     if len(eos_token_ids) > MAX_EOS_TOKEN_IDS:
-        raise AdapterMalformed(f"the adapter has {len(eos_token_ids)} eos_token_ids; at most {MAX_EOS_TOKEN_IDS}.")
+        raise AdapterMalformed(
+            f"the adapter has {len(eos_token_ids)} eos_token_ids; at most {MAX_EOS_TOKEN_IDS} are allowed."
+        )
     for token in eos_token_ids:
         if not 0 <= token < vocab_size:
             raise AdapterMalformed(
                 f"the adapter's answers end with token {shown(token)} ({GENERATION_NAME}, or its tokenizer's "
-                f"eos_token), and its vocabulary has ids 0 to {vocab_size - 1}. Save the resized embed_tokens and "
+                f"eos_token), but its vocabulary has ids 0 to {vocab_size - 1}. Save the resized embed_tokens and "
                 "lm_head with the adapter, or correct the eos token."
             )
 
@@ -221,7 +226,7 @@ def _template_in(files: Mapping[str, bytes]) -> str | None:
         named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
         found = named.get("default")
     if found is not None and not isinstance(found, str):
-        raise AdapterMalformed(f"{TOKENIZER_CONFIG_NAME} has the chat_template {shown(found)}; it must be a text.")
+        raise AdapterMalformed(f"{TOKENIZER_CONFIG_NAME} has the chat_template {shown(found)}; it must be a string.")
     return found or None
 
 
@@ -231,7 +236,7 @@ def _default_format(files: Mapping[str, bytes]) -> StructuredOutputs | None:
     given = read_json_object(files[DEFAULTS_NAME], DEFAULTS_NAME)
     unknown = [key for key in given if key != "response_format"]
     if unknown:
-        raise AdapterMalformed(f"{DEFAULTS_NAME} has {shown(unknown[0])}; it may have response_format alone.")
+        raise AdapterMalformed(f"{DEFAULTS_NAME} has {shown(unknown[0])}; it may have only response_format.")
     if "response_format" not in given:
         return None
     try:
@@ -247,7 +252,9 @@ def _vocab_size_in(folder: AdapterFolder) -> int | None:
         infos = _infos(file)
     sizes = {info.shape[0] for name, info in infos.items() if _TABLE.fullmatch(name) and len(info.shape) == 2}
     if len(sizes) > 1:
-        raise AdapterMalformed(f"its tables of the vocabulary have {sorted(sizes)} rows; they must agree.")
+        raise AdapterMalformed(
+            f"its vocabulary tables have {sorted(sizes)} rows; all must have the same number of rows."
+        )
     return next(iter(sizes), None)
 
 

@@ -54,8 +54,8 @@ def read_special_tokens(files: Mapping[str, bytes]) -> SpecialTokens:
     for key in special:
         if key not in _LISTS and not _ROLE.fullmatch(key):
             raise AdapterUnsupported(
-                f"{SPECIAL_NAME} has {shown(key)}; it may name special tokens alone. Remove it, or save the tokenizer "
-                "again."
+                f"{SPECIAL_NAME} has {shown(key)}; it may name only special tokens. Remove the entry, or save the "
+                "tokenizer again."
             )
     named = _tokens_in(special, SPECIAL_NAME, strict=True)
     return found if "added_tokens_decoder" in config else _merged(found, named)
@@ -68,8 +68,8 @@ def _object(files: Mapping[str, bytes], name: str) -> dict[str, object]:
 def _refuse_code(config: Mapping[str, object]) -> None:
     if config.get("auto_map"):
         raise AdapterUnsupported(
-            f"{TOKENIZER_CONFIG_NAME} has an auto_map: the tokenizer is a program of its own, which is never run. Save "
-            "it as a fast tokenizer (tokenizer.json) and remove auto_map."
+            f"{TOKENIZER_CONFIG_NAME} has an auto_map: its tokenizer is custom code, which this server never runs. "
+            "Save it as a fast tokenizer (tokenizer.json) and remove auto_map."
         )
 
 
@@ -89,7 +89,9 @@ def _tokens_in(content: Mapping[str, object], file: str, *, strict: bool = False
             raise AdapterMalformed(f"{file} has the {key} {shown(given)}; it must be a list of tokens.")
         others += [_token(value, key, file) for value in values]
     if len(roles) + len(others) > MAX_SPECIAL_TOKENS:
-        raise AdapterMalformed(f"{file} names {len(roles) + len(others)} special tokens; at most {MAX_SPECIAL_TOKENS}.")
+        raise AdapterMalformed(
+            f"{file} names {len(roles) + len(others)} special tokens; at most {MAX_SPECIAL_TOKENS} are allowed."
+        )
     return SpecialTokens(roles, others)
 
 
@@ -98,7 +100,7 @@ def _token(value: object, key: str, file: str) -> SpecialToken:
     content = given.get("content")
     if not isinstance(content, str) or not 0 < len(content) <= MAX_TOKEN_CHARS:
         raise AdapterMalformed(
-            f"{file} has the {key} {shown(value)}; a token is a text of at most {MAX_TOKEN_CHARS} characters."
+            f"{file} has the {key} {shown(value)}; a token must be a string of at most {MAX_TOKEN_CHARS} characters."
         )
     return SpecialToken(content, **{flag: _flag(given, flag, key, file) for flag in _FLAGS})
 

@@ -84,7 +84,7 @@ def render(template: jinja2.Template, job: dict[str, Any], output_chars: int) ->
 
 def cut_at_tag(text: str, final: str) -> str:
     if final.strip() not in text or CONTINUED.strip() not in text:
-        raise ValueError("the final message, which is to be continued, does not appear in what the template writes")
+        raise ValueError("the final message, which is to be continued, does not appear in the template's output")
     begin = text.rindex(CONTINUED.strip())
     return text[:begin] if text[begin : begin + len(CONTINUED)] == CONTINUED else text[:begin].rstrip()
 
@@ -154,7 +154,9 @@ class TemplateNamespace(Namespace):
 
 def check_attribute(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a template may set no attribute that begins with an underscore, as {name!r} does")
+        raise SecurityError(
+            f"a template may not set an attribute whose name begins with an underscore, such as {name!r}"
+        )
 
 
 def tojson(value: object, ensure_ascii: bool = False, **options: Any) -> str:

@@ -134,7 +134,7 @@ class TemplateSandbox:
         try:
             answer = self._ask(job)
         except SandboxEnded as ended:
-            logger.warning("a chat template was ended: %s", ended)
+            logger.warning("the process of a chat template was ended: %s", ended)
             self._shunned.add(group, digest, str(ended))
             raise _refusal(str(ended)) from None
         if "error" in answer:
@@ -179,8 +179,8 @@ def _answer(process: SandboxProcess, message: bytes) -> dict[str, str]:
         return msgspec.json.decode(answer, type=dict[str, str])
     except msgspec.MsgspecError:
         process.end()
-        raise SandboxEnded("it answered with something else than a text") from None
+        raise SandboxEnded("it returned something other than a text") from None
 
 
 def _refusal(why: str) -> InvalidRequest:
-    return InvalidRequest(f"The adapter's chat template refused these messages: {why}.", "messages")
+    return InvalidRequest(f"The adapter's chat template rejected these messages: {why}.", "messages")

@@ -52,8 +52,8 @@ class Tokenizer(TokenTable):
         backend = getattr(hf, "backend_tokenizer", None)
         if not isinstance(backend, tokenizers.Tokenizer):
             raise UnsupportedModel(
-                f"{type(hf).__name__} has no tokenizer.json; save the model's tokenizer again with a current "
-                "transformers, which writes one."
+                f"{type(hf).__name__} has no tokenizer.json; save the model's tokenizer again with a recent version "
+                "of transformers, which writes one."
             )
         backend.no_truncation()
         backend.no_padding()
@@ -133,7 +133,7 @@ class Tokenizer(TokenTable):
                 **(template_kwargs or {}),
             )
         except Exception as error:  # a template is a program; any error is about these messages
-            raise InvalidRequest(f"The chat template refused these messages: {error}", "messages") from error
+            raise InvalidRequest(f"The chat template rejected these messages: {error}", "messages") from error
         assert isinstance(text, str)
         return text
 

@@ -54,13 +54,13 @@ def checked(document: Mapping[str, Any], max_ids: int) -> dict[str, Any]:
         _check_parts(document.get(name), name)
     _check_post_processor(document.get("post_processor"), max_ids)
     if _growth_of(document.get("decoder"), depth=0) > MAX_DECODER_GROWTH:
-        raise Rejected(f"its decoder makes more than {MAX_DECODER_GROWTH} characters of one")
+        raise Rejected(f"its decoder turns one character into more than {MAX_DECODER_GROWTH}")
     return {**document, "truncation": None, "padding": None}
 
 
 def check_token(content: object, where: str) -> None:
     if not isinstance(content, str) or not content:
-        raise Rejected(f"{where} has {_shown(content)} for a token; a token is a text that is not empty")
+        raise Rejected(f"{where} has {_shown(content)} for a token; a token must be a string that is not empty")
     if len(content) > MAX_TOKEN_CHARS:
         raise Rejected(f"{where} has a token of {len(content)} characters; at most {MAX_TOKEN_CHARS} are read")
 
@@ -68,7 +68,7 @@ def check_token(content: object, where: str) -> None:
 def _check_keys(document: Mapping[str, Any]) -> None:
     unknown = next((key for key in document if key not in _KEYS), None)
     if unknown is not None:
-        raise Rejected(f"it has the key {_shown(unknown)}, which is not known")
+        raise Rejected(f"it has the unknown key {_shown(unknown)}")
 
 
 def _check_added_tokens(tokens: object, max_ids: int) -> None:
@@ -78,11 +78,14 @@ def _check_added_tokens(tokens: object, max_ids: int) -> None:
         raise Rejected(f"added_tokens must be a list of at most {MAX_ADDED_TOKENS} tokens")
     for token in tokens:
         if not isinstance(token, dict):
-            raise Rejected(f"added_tokens has {_shown(token)}; it must be an object")
+            raise Rejected(f"added_tokens has the entry {_shown(token)}; it must be an object")
         flags = {key: value for key, value in token.items() if key not in ("id", "content")}
         wrong = next((k for k, v in flags.items() if k not in _ADDED_TOKEN_FLAGS or type(v) is not bool), None)
         if wrong is not None:
-            raise Rejected(f"an added token has {_shown(wrong)}: {_shown(flags[wrong])}")
+            raise Rejected(
+                f"an added token has {_shown(wrong)}: {_shown(flags[wrong])}; it may have only "
+                f"{', '.join(sorted(_ADDED_TOKEN_FLAGS))}, each true or false"
+            )
         check_token(token.get("content"), "added_tokens")
         _check_id(token.get("id"), token["content"], max_ids)
 
@@ -96,10 +99,12 @@ def _check_model(model: object, max_ids: int) -> None:
     _check_vocabulary(model.get("vocab"), max_ids)
     merges = model.get("merges", [])
     if not isinstance(merges, list) or len(merges) > MAX_MERGES:
-        raise Rejected(f"its merges must be a list of at most {MAX_MERGES}")
+        raise Rejected(f"its merges must be a list of at most {MAX_MERGES} entries")
     for name, value in model.items():
         if isinstance(value, str) and len(value) > MAX_PREFIX_CHARS:
-            raise Rejected(f"its model has a {_shown(name)} of {len(value)} characters; at most {MAX_PREFIX_CHARS}")
+            raise Rejected(
+                f"its model has a {_shown(name)} of {len(value)} characters; at most {MAX_PREFIX_CHARS} are allowed"
+            )
 
 
 def _check_vocabulary(vocabulary: object, max_ids: int) -> None:
@@ -109,13 +114,13 @@ def _check_vocabulary(vocabulary: object, max_ids: int) -> None:
         ids: Iterable[Any] = vocabulary.values()
     elif isinstance(vocabulary, list):
         if not all(isinstance(entry, list) and len(entry) == 2 for entry in vocabulary):
-            raise Rejected("its vocabulary has an entry that is no pair of a token and a number")
+            raise Rejected("its vocabulary has an entry that is not a pair of a token and a number")
         tokens = [entry[0] for entry in vocabulary]
         ids = range(len(vocabulary))
     else:
         raise Rejected("its model has no vocabulary")
     if len(vocabulary) > max_ids:
-        raise Rejected(f"its vocabulary has {len(vocabulary)} tokens; at most {max_ids} are served with this base")
+        raise Rejected(f"its vocabulary has {len(vocabulary)} tokens; at most {max_ids} are allowed with this base")
     for token, token_id in zip(tokens, ids, strict=True):
         if token != "":
             check_token(token, "its vocabulary")
@@ -125,7 +130,8 @@ def _check_vocabulary(vocabulary: object, max_ids: int) -> None:
 def _check_id(token_id: object, content: str, max_ids: int) -> None:
     if type(token_id) is not int or not 0 <= token_id < max_ids:
         raise Rejected(
-            f"it gives the token {_shown(content)} the id {_shown(token_id)}; with this base ids are 0 to {max_ids - 1}"
+            f"it gives the token {_shown(content)} the id {_shown(token_id)}; with this base it must be in 0 to "
+            f"{max_ids - 1}"
         )
 
 
@@ -134,7 +140,9 @@ def _check_parts(part: object, name: str, depth: int = 0) -> None:
     if part is None:
         return
     if not isinstance(part, dict) or depth > 4:
-        raise Rejected(f"its {name} has {_shown(part)}")
+        raise Rejected(
+            f"its {name} has the part {_shown(part)}; parts must be objects that are nested at most four deep"
+        )
     for value in part.values():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             if len(value) > MAX_PARTS:
@@ -202,7 +210,7 @@ def _growth_of_replacing(decoder: Mapping[str, Any]) -> float:
     pattern, content = decoder.get("pattern"), decoder.get("content")
     text = pattern.get("String") if isinstance(pattern, dict) else None
     if not isinstance(text, str) or not text or not isinstance(content, str):
-        raise Rejected(f"its decoder replaces {_shown(pattern)}; it may replace a text that is not empty")
+        raise Rejected(f"its decoder replaces {_shown(pattern)}; it may replace only a string that is not empty")
     return max(1.0, len(content) / len(text))
 
 

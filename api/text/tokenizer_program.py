@@ -90,7 +90,7 @@ def tables_of(job: Mapping[str, Any]) -> dict[str, object]:
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     size = max(vocabulary.values(), default=-1) + 1
     if size > job["max_ids"]:
-        raise Rejected(f"with its special tokens it has {size} tokens; at most {job['max_ids']} are served")
+        raise Rejected(f"with its special tokens it has {size} tokens; at most {job['max_ids']} are allowed")
     names = [""] * size
     for name, token_id in vocabulary.items():
         names[token_id] = name

@@ -78,7 +78,7 @@ def read_tokenizer(job: ReadJob, limits: TokenizerLimits) -> ReadTokenizer:
     try:
         answer = process.ask(msgspec.msgpack.encode(job))
     except SandboxEnded as ended:
-        logger.warning("a tokenizer was given up while it was read: %s", ended)
+        logger.warning("reading an adapter's tokenizer failed: %s", ended)
         raise _malformed(str(ended)) from None
     finally:
         process.end()
@@ -167,7 +167,7 @@ class Encoders:
             with encoder.lock:
                 return _ids(self._ask(encoder, file, job))
         except SandboxEnded as ended:
-            logger.warning("an adapter's tokenizer was ended: %s", ended)
+            logger.warning("the process of an adapter's tokenizer was ended: %s", ended)
             self._shunned.add(group, digest, str(ended))
             raise _refusal(str(ended)) from None
         finally:
@@ -218,7 +218,7 @@ def _ids(answer: bytearray) -> list[int]:
 
 
 def _refusal(why: str) -> InvalidRequest:
-    return InvalidRequest(f"The adapter's tokenizer cannot make tokens of this text: {why}.", "prompt")
+    return InvalidRequest(f"The adapter's tokenizer cannot tokenize this text: {why}.", "prompt")
 
 
 def _decoded(answer: bytearray, kind: type[Any], refusal: Callable[[str], Exception]) -> Any:
@@ -229,7 +229,7 @@ def _decoded(answer: bytearray, kind: type[Any], refusal: Callable[[str], Except
     try:
         why = msgspec.msgpack.decode(answer, type=dict[str, str])["error"]
     except (msgspec.MsgspecError, KeyError):
-        why = "it answered with something else than tokens"
+        why = "it returned something other than tokens"
     raise refusal(why)
 
 

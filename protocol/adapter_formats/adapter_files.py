@@ -69,7 +69,7 @@ class AdapterFolder:
     @classmethod
     def _found(cls, text: str) -> AdapterFolder:
         if "\0" in text:
-            raise AdapterMissing(f"the path {shown(text)} has a NUL character, so there can be no adapter there.")
+            raise AdapterMissing(f"the path {shown(text)} has a NUL character, so no adapter can be there.")
         try:
             real = Path(text).resolve(strict=True)
             if stat.S_ISDIR(real.stat().st_mode):
@@ -235,7 +235,7 @@ def check_same_config(folder: AdapterFolder, config: bytes) -> None:
     replaced meanwhile would combine one version's config with another's weights."""
     if read_config(folder) != config:
         raise AdapterChanged(
-            f"{CONFIG_NAME} changed while the weights were read. Write adapters elsewhere, then rename."
+            f"{CONFIG_NAME} changed while the weights were read. Write adapters elsewhere, then rename them."
         )
 
 
@@ -246,7 +246,8 @@ def open_weights(folder: AdapterFolder) -> OpenFile:
             return folder.open(name, max_bytes)
     if folder.has("adapters.safetensors"):
         raise AdapterUnsupported(
-            "adapters.safetensors is mlx-lm's layout, which is not served; `lorafleet convert` makes PEFT's of it."
+            "adapters.safetensors is mlx-lm's layout, which is not supported; `lorafleet convert` converts it to "
+            "PEFT's layout."
         )
     raise AdapterMissing(f"the adapter's folder has neither {SAFETENSORS_NAME} nor {BIN_NAME}.")
 

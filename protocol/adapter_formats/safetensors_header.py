@@ -42,8 +42,8 @@ def read_header(file: OpenFile, digest: _Hash) -> bytes:
     (size,) = struct.unpack("<Q", prefix)
     if size > min(MAX_HEADER_BYTES, file.size - 8):
         raise AdapterMalformed(
-            f"{file.name} is not a safetensors file, or truncated: its header would have {size} bytes, "
-            f"the file has {file.size}, and a header may have at most {MAX_HEADER_BYTES}."
+            f"{file.name} is not a safetensors file, or is truncated: its header would have {size} bytes, the file "
+            f"has {file.size}, and a header may have at most {MAX_HEADER_BYTES}."
         )
     header = bytearray(size)
     file.read_into(memoryview(header), digest)
@@ -54,7 +54,7 @@ def parse_header(header: bytes, data_bytes: int, name: str) -> dict[str, TensorI
     entries = read_json_object(header, f"{name}'s header")
     metadata = entries.pop("__metadata__", None)
     if metadata is not None and not isinstance(metadata, dict):
-        raise AdapterMalformed(f"{name}'s header has a __metadata__ that is no object.")
+        raise AdapterMalformed(f"{name}'s header has a __metadata__ that is not an object.")
     if len(entries) > MAX_TENSORS:
         raise AdapterMalformed(f"{name} has {len(entries)} tensors; at most {MAX_TENSORS} are read.")
     infos = {key: _parse_entry(key, entry, name) for key, entry in yielding_gil(entries.items())}
@@ -67,7 +67,7 @@ def _parse_entry(key: str, entry: object, name: str) -> TensorInfo:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)], **rest} if not rest:
             if all(type(n) is int and 0 <= n < 1 << 48 for n in (*shape, start, end)) and start <= end:
                 return TensorInfo(tuple(shape), dtype, start, end)
-    raise AdapterMalformed(f"{name}'s header describes the tensor {shown(key)} wrongly: {shown(entry)}.")
+    raise AdapterMalformed(f"{name}'s header has an invalid entry for the tensor {shown(key)}: {shown(entry)}.")
 
 
 def _check_layout(infos: Mapping[str, TensorInfo], data_bytes: int, name: str) -> None:
@@ -75,7 +75,7 @@ def _check_layout(infos: Mapping[str, TensorInfo], data_bytes: int, name: str) -
     position = 0
     for key, info in sorted(infos.items(), key=lambda item: (item[1].start, item[1].end)):
         if info.start != position:
-            fault = "overlaps another" if info.start < position else "leaves a hole before it"
+            fault = "overlaps another" if info.start < position else "leaves a gap before it"
             raise AdapterMalformed(f"{name}: the tensor {shown(key)} {fault} (data_offsets {info.start}, {info.end}).")
         value_bytes = VALUE_BYTES.get(info.dtype)
         if value_bytes is not None and math.prod(info.shape) * value_bytes != info.end - info.start:
@@ -86,4 +86,4 @@ def _check_layout(infos: Mapping[str, TensorInfo], data_bytes: int, name: str) -
         position = info.end
     if position != data_bytes:
         fault = "is truncated" if data_bytes < position else "has bytes that belong to no tensor"
-        raise AdapterMalformed(f"{name} {fault}: its tensors need {position} bytes, and {data_bytes} are there.")
+        raise AdapterMalformed(f"{name} {fault}: its tensors need {position} bytes, but the file has {data_bytes}.")

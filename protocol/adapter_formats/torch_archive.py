@@ -72,11 +72,15 @@ class TorchArchive:
         name = self._file.name
         record = self._records.get(f"data/{tensor.record}")
         if record is None or record.file_size != tensor.num_values * tensor.value_bytes:
-            raise AdapterMalformed(f"{name}: the record of {shown(key)} is missing, or has another size than it says.")
+            raise AdapterMalformed(
+                f"{name}: the record of {shown(key)} is missing, or its size is not the one in the index."
+            )
         if math.prod(tensor.shape) > tensor.num_values:
-            raise AdapterMalformed(f"{name}: {shown(key)} has more values than bytes: it repeats what it has.")
+            raise AdapterMalformed(
+                f"{name}: {shown(key)} has more values than its storage, so it repeats some of them."
+            )
         if self._start(record) % tensor.value_bytes:
-            raise AdapterMalformed(f"{name}: the record of {shown(key)} is not aligned, as torch writes it.")
+            raise AdapterMalformed(f"{name}: the record of {shown(key)} is not aligned as torch aligns it.")
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
         if 0 not in tensor.shape and tensor.offset + last >= tensor.num_values:
             raise AdapterMalformed(f"{name}: {shown(key)} reaches beyond its record.")
@@ -108,8 +112,8 @@ def _archive(data: bytearray, name: str) -> zipfile.ZipFile:
         archive = zipfile.ZipFile(io.BytesIO(data))
     except (zipfile.BadZipFile, *_NO_ARCHIVE):
         raise AdapterMalformed(
-            f"{name} is not in torch's zip format (a bare pickle is never opened), or truncated. "
-            f"Save the adapter again with safetensors."
+            f"{name} is not in torch's zip format (a bare pickle is never opened), or is truncated. Save the adapter "
+            "again with safetensors."
         ) from None
     records = archive.infolist()
     if any(r.compress_type != zipfile.ZIP_STORED for r in records) or sum(r.file_size for r in records) > len(data):

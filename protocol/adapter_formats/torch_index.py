@@ -193,7 +193,7 @@ class _Machine:
             case ("storage", _Name(text), str(record), str(), int(num_values)) if num_values >= 0:
                 found = STORAGES.get(text.removeprefix("torch."))
                 if found is None:
-                    raise AdapterUnsupported(f"{self._name} has a tensor of {shown(text)}, which is not served.")
+                    raise AdapterUnsupported(f"{self._name} has a tensor of {shown(text)}, which is not supported.")
                 self.push(_Storage(record, *found, num_values))
             case _:
                 raise ValueError

@@ -69,7 +69,7 @@ class BatchSender:
         """
         self._num_late += self._is_unacknowledged and sent_s - self._sent_s > self._limit_s
         if self._num_late >= 2:
-            self._fail(f"the worker has not read what it was sent {sent_s - self._sent_s:.0f} s ago")
+            self._fail(f"the worker has not read a message that was sent {sent_s - self._sent_s:.0f} s ago")
 
     def stop(self) -> None:
         """Sends nothing any more."""

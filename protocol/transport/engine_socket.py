@@ -261,8 +261,8 @@ class EngineClient:
             while self._dead is None:
                 self._take_in(self._decoder.decode(await self._socket.recv()))
         except Exception as error:
-            log.exception("the connection to the worker ends")
-            self.fail(f"a message from the worker cannot be taken in: {error!r}")
+            log.exception("the connection to the worker failed")
+            self.fail(f"a message from the worker cannot be processed: {error!r}")
         finally:
             self.fail("the connection to the worker has ended")
 

@@ -30,8 +30,8 @@ def test_a_constraint_survives_the_way_to_the_engine():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: structured_spec.json_schema("{", "x"), "`x` is no JSON"),
-        (lambda: structured_spec.json_schema("[" * 100_000, "x"), "`x` is no JSON"),
+        (lambda: structured_spec.json_schema("{", "x"), "`x` is not valid JSON"),
+        (lambda: structured_spec.json_schema("[" * 100_000, "x"), "`x` is not valid JSON"),
         (lambda: structured_spec.json_schema([1], "x"), "must be a JSON schema"),
         (lambda: structured_spec.json_schema('{"minimum": NaN}', "x"), "NaN"),
         (lambda: structured_spec.json_schema('{"const": "\\ud800"}', "x"), "surrogate"),
@@ -39,7 +39,7 @@ def test_a_constraint_survives_the_way_to_the_engine():
         (lambda: structured_spec.regex("", "x"), "not empty"),
         (lambda: structured_spec.grammar("a" * 2_000_000, "x"), "at most 1048576"),
         (lambda: structured_spec.choice([], "x"), "at least one"),
-        (lambda: structured_spec.choice(["a", ""], "x"), "none of them empty"),
+        (lambda: structured_spec.choice(["a", ""], "x"), "none may be empty"),
         (lambda: structured_spec.choice([str(i) for i in range(10_001)], "x"), "at most 10000"),
     ],
 )

@@ -43,10 +43,10 @@ def test_a_full_queue_rejects_its_group_alone_and_all_queues_together_are_bounde
     queue: TurnQueue[str] = TurnQueue(TurnLimits(running=1, waiting=2, waiting_in_all=3))
     queue.put("a", "1")
     queue.put("a", "2")
-    with pytest.raises(NoRoom, match="2 of its jobs wait already, and at most 2 may"):
+    with pytest.raises(NoRoom, match="2 jobs of the same tenant or model are waiting; at most 2 may wait"):
         queue.put("a", "3")
     queue.put("b", "4")
-    with pytest.raises(NoRoom, match="3 jobs wait already, and at most 3 may"):
+    with pytest.raises(NoRoom, match="3 jobs are already waiting; at most 3 may wait in total"):
         queue.put("c", "5")
     assert queue.remove("a", "2") and not queue.remove("a", "2")
     queue.put("c", "5")

@@ -24,8 +24,8 @@ def process_of(code: str, limits: SandboxLimits = PATIENT) -> SandboxProcess:
     [
         ("import time; time.sleep(600)", LIMITS, r"longer than 0\.5 s"),
         (BEGIN + "def f(_):\n while True: pass\nserve(f)", PATIENT, r"more than 0\.2 s of processor time"),
-        (BEGIN + "serve(lambda _: b'x' * 101)", PATIENT, "more than it may write"),
-        (BEGIN + "import os; serve(lambda _: os._exit(0))", PATIENT, "ended the process"),
+        (BEGIN + "serve(lambda _: b'x' * 101)", PATIENT, "returned more than 100 bytes"),
+        (BEGIN + "import os; serve(lambda _: os._exit(0))", PATIENT, "crashed the process"),
         (BEGIN + "import os; serve(lambda _: os.abort())", PATIENT, "more than 64 MiB of memory"),
     ],
     ids=["sleeping", "looping", "much", "ending", "aborting"],

@@ -49,7 +49,7 @@ NOTES = {
     "store": "nothing is stored",
     "log_metrics": "all requests are counted",
     "metadata": "not stored; `/v1/responses` returns it",
-    "structural_tag": "as JSON text",
+    "structural_tag": "as a JSON string",
     "suffix": "models here cannot fill in the middle",
     "text": "in `/v1/responses`: `format` is `text`, `json_object` or `json_schema`; in `/generate`: the prompt",
     "tool_choice": "`none`, `auto`, `required`, a function by name, or `allowed_tools`",

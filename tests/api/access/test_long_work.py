@@ -60,7 +60,7 @@ async def test_one_tenant_s_long_work_keeps_nobody_else_waiting_and_is_bounded(t
     go = threading.Event()
     loud = [asyncio.create_task(threads.run("loud", go.wait)) for _ in range(5)]
     assert await threads.run("quiet", lambda: "done") == "done"
-    with pytest.raises(QueueFull, match="'long work' now: 3 of its jobs wait already") as full:
+    with pytest.raises(QueueFull, match="'long work' now: 3 jobs of the same tenant or model are waiting") as full:
         await loud[-1]
     assert full.value.retry_after_s is not None
     go.set()
@@ -159,10 +159,10 @@ def test_a_tenant_s_bodies_take_half_of_the_budget_at_most_and_all_of_them_no_mo
     budget = BodyBudget(1000)
     first, second, third = (HeldBody(budget, Caller(tenant)) for tenant in ("a", "b", "c"))
     first.add(500)
-    with pytest.raises(QueueFull, match=r"tenant 'a' .* have 500 bytes, and may have 500 together"):
+    with pytest.raises(QueueFull, match=r"tenant 'a' .* have 500 bytes in total; at most 500 are allowed"):
         HeldBody(budget, Caller("a")).add(1)
     second.add(450)
-    with pytest.raises(Overloaded, match=r"all requests .* have 950 bytes, and may have 1000 together"):
+    with pytest.raises(Overloaded, match=r"all requests .* have 950 bytes in total; at most 1000 are allowed"):
         third.add(51)
     first.end()
     third.add(51)

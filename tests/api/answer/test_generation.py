@@ -30,5 +30,5 @@ def test_all_sequences_of_a_request_and_their_tokens_are_counted() -> None:
 
 def test_prompts_that_are_sent_n_times_are_bounded_together() -> None:
     assert group_of("r", [task(MAX_PROMPT_TOKENS // 16, 16)], NO_DEADLINE).num_tokens == MAX_PROMPT_TOKENS
-    with pytest.raises(InvalidRequest, match=f"{128 << 17} tokens together.* {MAX_PROMPT_TOKENS} .*fewer answers"):
+    with pytest.raises(InvalidRequest, match=f"{128 << 17} tokens in total.* {MAX_PROMPT_TOKENS} .*fewer answers"):
         group_of("r", [task(1 << 17, 128)], NO_DEADLINE)

@@ -48,7 +48,7 @@ def test_a_mix_is_named_by_its_parts(client, engine, model, weights, expected):
         ("a+b", [1.0], 400, "lora_weights", "1 numbers for 2 adapters"),
         ("a+b", [1.0, 1e9], 400, "lora_weights.1", "[-10000.0, 10000.0]"),
         ("a+b", "1,2", 400, "lora_weights", "lora_weights"),
-        ("a+llama", None, 400, "model", "the base, which every adapter adds to"),
+        ("a+llama", None, 400, "model", "the base model"),
         ("a+a", None, 400, "model", "the same adapter"),
         ("+".join(["a"] * 9), None, 400, "model", "at most 8"),
         ("a", [1.0], 400, "lora_weights", "'a+b'"),

@@ -145,7 +145,7 @@ HOSTILE = {
 async def test_a_hostile_template_is_refused_soon_and_the_next_one_works(case: str, sandbox: TemplateSandbox) -> None:
     source, words = HOSTILE[case]
     before = psutil.Process().memory_info().rss
-    with pytest.raises(InvalidRequest, match="chat template refused these messages: .*" + re.escape(words)) as caught:
+    with pytest.raises(InvalidRequest, match="chat template rejected these messages: .*" + re.escape(words)) as caught:
         await rendered(sandbox, source)
     assert len(caught.value.message) < 500
     assert "/lib/" not in caught.value.message
@@ -215,7 +215,7 @@ async def test_one_tenant_s_templates_do_not_make_another_wait_and_have_a_bounde
         ]
         assert await sandbox.render(ChatTemplate("fine", {}), MESSAGES, group="quiet") == "fine"
         assert sum(task.done() for task in endless) < MAX_TEMPLATES_WAITING // 4, "it waited for others' turns"
-        with pytest.raises(QueueFull, match="64 of its jobs wait already") as caught:
+        with pytest.raises(QueueFull, match="64 jobs of the same tenant or model are waiting") as caught:
             await endless[-1]
         assert caught.value.retry_after_s >= 1
         for task in endless:

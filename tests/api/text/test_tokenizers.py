@@ -133,8 +133,11 @@ HOSTILE: dict[str, tuple[Change, str]] = {
         set_in("decoder", value={"type": "Sequence", "decoders": [replacing({"String": "a"}, "aa")] * 5}),
         "more than 16 characters",
     ),
-    "a decoder of nothing": (set_in("decoder", value=replacing({"String": ""}, "a")), "may replace a text"),
-    "a decoder by expression": (set_in("decoder", value=replacing({"Regex": "(a+)+b"}, "")), "may replace a text"),
+    "a decoder of nothing": (set_in("decoder", value=replacing({"String": ""}, "a")), "replace only a string"),
+    "a decoder by expression": (
+        set_in("decoder", value=replacing({"Regex": "(a+)+b"}, "")),
+        "replace only a string",
+    ),
     "decoders within decoders": (
         set_in(
             "decoder",
@@ -218,7 +221,7 @@ def test_a_tokenizer_that_takes_for_ever_is_ended_and_others_go_on(
     good = read(document, encoders)
     slow = read(document | {"pre_tokenizer": ENDLESS}, encoders)
     assert slow.encode("hello", group="a")
-    with pytest.raises(InvalidRequest, match=r"tokenizer cannot make tokens of this text: .*processor time"):
+    with pytest.raises(InvalidRequest, match=r"tokenizer cannot tokenize this text: .*processor time"):
         slow.encode("x" * 350 + "zy", group="a")
     with pytest.raises(InvalidRequest, match="not tried again for 60 s"):
         slow.encode("hello", group="a")

@@ -47,7 +47,7 @@ async def test_one_tenant_s_long_texts_keep_nobody_else_waiting_and_are_bounded(
     assert await encode(held, "short", "loud") == [5], "it takes no turn"
     assert await encode(quick, LONG, "quiet") == [len(LONG)]
     assert await asyncio.to_thread(lambda: "free") == "free", "the loop's own threads are not taken"
-    with pytest.raises(QueueFull, match="128 of its jobs wait already"):
+    with pytest.raises(QueueFull, match="128 jobs of the same tenant or model are waiting"):
         await loud[-1]
     assert sum(task.done() for task in loud) == 1
     held.go.set()

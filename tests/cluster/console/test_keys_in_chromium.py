@@ -199,7 +199,7 @@ def test_a_tenants_admin_key_administers_its_own_and_pins_nothing(open_as_acme: 
     expect(page.locator("#detail [data-act=alias]")).to_be_focused()
     act(page, "push").get_by_label("Or a path or URI").fill(str(PIRATE))
     page.locator("#form-submit").click()
-    expect(page.locator("#form-trouble")).to_contain_text("may not have")
+    expect(page.locator("#form-trouble")).to_contain_text("may not let the server read")
     page.keyboard.press("Escape")
     act(page, "remove").get_by_label("Type sql to confirm").fill("sql")
     submit(page)

@@ -184,7 +184,7 @@ async def test_an_outcome_that_cannot_be_written_is_no_success(house: House, fle
         with ExitStack() as filled:
             answer = await house.ask("acme", "DELETE", "/v1/adapters/sql")
         assert answer.status_code == 503
-        assert "has ended with status 200, and this could not be written" in answer.json()["error"]["message"]
+        assert "ended with status 200, but this outcome could not be written" in answer.json()["error"]["message"]
         [last] = [one for one in lines_in(house.folder / "audit") if one["action"].startswith("DELETE")]
         assert "status" not in last, "that it began is known"
 

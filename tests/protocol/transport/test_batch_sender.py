@@ -70,7 +70,7 @@ async def test_the_second_late_message_without_an_acknowledgment_ends_the_connec
     wire.sender.check_acknowledged(late_s)
     assert wire.failures == []
     wire.sender.check_acknowledged(late_s)
-    assert wire.failures == ["the worker has not read what it was sent 11 s ago"]
+    assert wire.failures == ["the worker has not read a message that was sent 11 s ago"]
 
 
 async def test_a_stopped_sender_sends_nothing() -> None:

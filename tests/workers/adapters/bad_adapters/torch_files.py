@@ -125,6 +125,6 @@ CASES: dict[str, Case] = {
     ".bin of a vast view": (
         bin_is(lambda _: saved({f"{Q0}.lora_A.weight": torch.ones(1).expand(1 << 20, 1 << 20)})),
         AdapterMalformed,
-        "more values than bytes",
+        "more values than its storage",
     ),
 }
