@@ -67,7 +67,7 @@ def _parse_entry(key: str, entry: object, name: str) -> TensorInfo:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)], **rest} if not rest:
             if all(type(n) is int and 0 <= n < 1 << 48 for n in (*shape, start, end)) and start <= end:
                 return TensorInfo(tuple(shape), dtype, start, end)
-    raise AdapterMalformed(f"{name}'s header has an invalid entry for the tensor {shown(key)}: {shown(entry)}.")
+    raise AdapterMalformed(f"{name}'s header describes the tensor {shown(key)} wrongly: {shown(entry)}.")
 
 
 def _check_layout(infos: Mapping[str, TensorInfo], data_bytes: int, name: str) -> None:
@@ -75,7 +75,7 @@ def _check_layout(infos: Mapping[str, TensorInfo], data_bytes: int, name: str) -
     position = 0
     for key, info in sorted(infos.items(), key=lambda item: (item[1].start, item[1].end)):
         if info.start != position:
-            fault = "overlaps another" if info.start < position else "leaves a gap before it"
+            fault = "overlaps another" if info.start < position else "leaves a hole before it"
             raise AdapterMalformed(f"{name}: the tensor {shown(key)} {fault} (data_offsets {info.start}, {info.end}).")
         value_bytes = VALUE_BYTES.get(info.dtype)
         if value_bytes is not None and math.prod(info.shape) * value_bytes != info.end - info.start:

@@ -128,10 +128,13 @@ HOSTILE: dict[str, tuple[Change, str]] = {
         ),
         "at most 64",
     ),
-    "a decoder that grows": (set_in("decoder", value=replacing({"String": "a"}, "a" * 17)), "more than 16 characters"),
+    "a decoder that grows": (
+        set_in("decoder", value=replacing({"String": "a"}, "a" * 17)),
+        "into more than 16",
+    ),
     "decoders that grow together": (
         set_in("decoder", value={"type": "Sequence", "decoders": [replacing({"String": "a"}, "aa")] * 5}),
-        "more than 16 characters",
+        "into more than 16",
     ),
     "a decoder of nothing": (set_in("decoder", value=replacing({"String": ""}, "a")), "replace only a string"),
     "a decoder by expression": (
@@ -151,7 +154,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "an unknown decoder": (set_in("decoder", value={"type": "Program"}), "its decoder is 'Program'"),
     "an unknown post-processor": (set_in("post_processor", value={"type": "Program"}), "its post_processor is"),
     "an unknown model": (set_in("model", "type", value="Program"), "the type 'Program'"),
-    "an unknown key": (set_in("programs", value=[]), "the key 'programs'"),
+    "an unknown key": (set_in("programs", value=[]), "unknown key 'programs'"),
     "an unknown flag": (added(id=500, content="zz", runs=True), "'runs'"),
     "no model": (set_in("model", value={}), "no vocabulary"),
     "a model of text": (set_in("model", value="BPE"), "no model"),
