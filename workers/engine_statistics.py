@@ -12,11 +12,9 @@ from lorafleet.workers.answer_progress import AnswerProgress
 from lorafleet.workers.schedule.admission import QueueAdmission
 from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.schedule.sequence import Sequence
-from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.slot_policy import Slot
 from lorafleet.workers.slots.worker_manager import LoadCounts, WorkerLoRAManager
 from lorafleet.workers.step.runner import ModelRunner
-from lorafleet.workers.step.step_runner import StepRunner
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class EngineStatistics:
         self._admission = admission
         self._answers = answers
         self._adapters: WorkerLoRAManager | _NoAdapters = runner.loras or _NoAdapters()
-        self._fixed_memory = _fixed_memory(runner.steps, None if runner.loras is None else runner.loras.model_manager)
+        self._fixed_memory = _fixed_memory(runner)
 
     @property
     def num_adapter_moves(self) -> int:
@@ -114,7 +112,7 @@ class EngineStatistics:
         return memory | {"lora_extra": extra, "lora_cpu": self._adapters.cpu_bytes}
 
 
-def _fixed_memory(steps: StepRunner, slots: LoRAModelManager | None) -> dict[str, int]:
+def _fixed_memory(runner: ModelRunner) -> dict[str, int]:
     """Returns the bytes that the replica's GPUs (or its host memory on a CPU) hold from its start to its end, by kind.
 
     All ranks hold equally many. Activations and graphs are torch's, and not included.
@@ -123,8 +121,9 @@ def _fixed_memory(steps: StepRunner, slots: LoRAModelManager | None) -> dict[str
     - kv_cache: all its blocks, free or not
     - lora_slots: reserved for adapters' A and B
     """
+    steps = runner.steps
     weights = sum(weight.nbytes for weight in steps.model.parameters())
     cache = sum(kv.k_NPGD.nbytes + kv.v_NPGD.nbytes for kv in steps.caches)
-    arena = 0 if slots is None else slots.arena_bytes
+    arena = 0 if runner.loras is None else runner.loras.model_manager.arena_bytes
     size = steps.model.group.size
     return {"weights": weights * size, "kv_cache": cache * size, "lora_slots": arena * size}

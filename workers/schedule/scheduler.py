@@ -259,7 +259,7 @@ class Scheduler:
         return self.kv.num_free - num_taken < len(self.running)
 
     def _has_room(self, sequence: Sequence) -> bool:
-        return self._memory.fits(sequence) and len(self.running) < self.max_num_seqs
+        return self.kv.blocks_for(len(sequence.tokens)) <= self.kv.num_free and len(self.running) < self.max_num_seqs
 
     def _start(self, sequence: Sequence, slot: SlotView | None) -> bool:
         """Starts a waiting sequence if there is memory for all of its tokens."""

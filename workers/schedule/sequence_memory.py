@@ -19,10 +19,6 @@ class SequenceMemory:
         self._loras = loras
         self._rope = rope
 
-    def fits(self, sequence: Sequence) -> bool:
-        """Returns whether enough blocks are free for all of the sequence's tokens."""
-        return self._kv.blocks_for(len(sequence.tokens)) <= self._kv.num_free
-
     def take(self, sequence: Sequence, slot: SlotView | None) -> bool:
         """Gives the sequence its slot, the cached blocks of its prefix, and free blocks for all of its other tokens.
 

@@ -161,11 +161,7 @@ class ModelRunner:
         )
 
     def _run(
-        self,
-        chunks: list[Chunk],
-        plan: StepPlan,
-        download: Download,
-        prompt_logprobs: list[tuple[int, PendingLogprobs]],
+        self, chunks: list[Chunk], plan: StepPlan, download: Download, prompt_logprobs: PromptLogprobs
     ) -> StepLogits:
         """Runs the step, and appends the logprobs of prompt tokens to `prompt_logprobs`."""
         spans = scored_spans(chunks)
