@@ -49,7 +49,7 @@ class AdapterCache:
             for part in (self._adapters, self._sources, self._drafts, self._locks):
                 part.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"the adapter cache {str(folder)!r} cannot be made: {error.strerror}.") from error
+            raise ConfigError(f"the adapter cache {str(folder)!r} cannot be created: {error.strerror}.") from error
 
     def holds(self, digest: str) -> bool:
         return bool(_DIGEST.fullmatch(digest)) and (self._adapters / digest).is_dir()
@@ -143,7 +143,9 @@ class AdapterCache:
     def _make_room(self, wanted: int) -> None:
         """Evicts adapters until `wanted` bytes fit. The caller holds the lock of the room."""
         if wanted > self.max_bytes:
-            raise AdapterTooLarge(f"{wanted} bytes do not fit the adapter cache. Raise lora_cache_bytes.")
+            raise AdapterTooLarge(
+                f"{wanted} bytes do not fit in the adapter cache of {self.max_bytes} bytes. Raise lora_cache_bytes."
+            )
         for draft in _folders(self._drafts):
             with holding_folder(draft, shared=False) as abandoned:
                 if abandoned:
@@ -161,8 +163,8 @@ class AdapterCache:
         self._forget_sources()
         if excess > 0:
             raise AdapterUnavailable(
-                f"the adapter cache has no room for {wanted} bytes: all it holds is being read or written. Try again, "
-                "or raise lora_cache_bytes."
+                f"the adapter cache has no room for {wanted} bytes, since everything in it is being read or written. "
+                "Try again, or raise lora_cache_bytes."
             )
 
     def _remove(self, folder: Path) -> bool:

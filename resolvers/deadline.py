@@ -27,7 +27,7 @@ class FetchDeadline:
         left = self._ends_s - time.monotonic()
         if left <= 0:
             raise AdapterUnavailable(
-                f"{self._what} took longer than {self._timeout_s:g} s and was given up. Try again, or raise timeout_s."
+                f"{self._what} took longer than {self._timeout_s:g} s and was canceled. Try again, or raise timeout_s."
             )
         return left
 

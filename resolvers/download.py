@@ -84,7 +84,7 @@ def _download_part(
             with contextlib.closing(source.read(file, position, end, deadline)) as chunks:
                 for chunk in chunks:
                     if position + len(chunk) > end:
-                        raise AdapterUnavailable(f"{file.location} answers with more bytes than it was asked for.")
+                        raise AdapterUnavailable(f"{file.location} sent more bytes than were requested.")
                     _write(fd, chunk, position)
                     position, failures = position + len(chunk), 0
                     progress.received(len(chunk))
@@ -95,7 +95,7 @@ def _download_part(
             failures += 1
             if failures >= ATTEMPTS:
                 raise AdapterUnavailable(
-                    f"{file.location} cannot be read: {error}. {ATTEMPTS} attempts in a row brought nothing."
+                    f"{file.location} cannot be read: {error}. {ATTEMPTS} attempts in a row received no bytes."
                 ) from None
             progress.retried(error, position)
             if not file.in_ranges:
@@ -117,7 +117,7 @@ def _write(fd: int, chunk: bytes, position: int) -> None:
 
 def _verify(file: RemoteFile, path: Path) -> None:
     if file.checksum is None:
-        logger.info("%s: its source says nothing of its content; its size was checked", file.location)
+        logger.info("%s: its source gives no checksum, so only its size was checked", file.location)
         return
     check = Checker(file.checksum, file.size)
     buffer = memoryview(read_buffer(CHUNK_BYTES))
@@ -126,8 +126,8 @@ def _verify(file: RemoteFile, path: Path) -> None:
             check.update(buffer[:count])
     if not check.matches():
         raise AdapterMalformed(
-            f"{file.location} is damaged: its {file.size} bytes do not give the {file.checksum.kind} "
-            f"{file.checksum.value} that its source has for them. Upload it again."
+            f"{file.location} is damaged: its {file.size} bytes do not match the {file.checksum.kind} "
+            f"{file.checksum.value} that its source gives. Upload it again."
         )
 
 

@@ -37,19 +37,22 @@ class FetchMetrics(Collector):
         self._registry = CollectorRegistry()
         self._outcomes = Counter(
             "lorafleet_adapter_fetches",
-            "Adapters asked of a source: fetched, cached, absent or failed.",
+            "Adapters requested from a source, by outcome: fetched, cached, absent or failed.",
             ["source", "outcome"],
             registry=self._registry,
         )
         self._bytes = Counter(
-            "lorafleet_adapter_fetched_bytes", "Bytes that sources sent.", ["source"], registry=self._registry
+            "lorafleet_adapter_fetched_bytes", "Bytes received from a source.", ["source"], registry=self._registry
         )
         self._retries = Counter(
-            "lorafleet_adapter_fetch_retries", "Reads that were interrupted.", ["source"], registry=self._registry
+            "lorafleet_adapter_fetch_retries",
+            "Reads from a source that were interrupted and tried again.",
+            ["source"],
+            registry=self._registry,
         )
         self._seconds = Histogram(
             "lorafleet_adapter_fetch_seconds",
-            "From asking a source to having the adapter on disk.",
+            "Duration of a fetch, from the first request to the source until the adapter is on disk.",
             ["source"],
             buckets=_SECONDS,
             registry=self._registry,
@@ -96,11 +99,13 @@ class FetchMetrics(Collector):
         for name, text, value in (
             ("adapters", "Adapters in the node's disk cache.", counts.num_adapters),
             ("bytes", "Bytes in the node's disk cache.", counts.num_bytes),
-            ("limit_bytes", "Bytes that the node's disk cache may have.", cache.max_bytes),
+            ("limit_bytes", "Bytes that the node's disk cache may hold.", cache.max_bytes),
         ):
             yield GaugeMetricFamily(f"lorafleet_adapter_cache_{name}", text, value=value)
         yield CounterMetricFamily(
-            "lorafleet_adapter_cache_evictions", "Adapters this process removed for others.", value=cache.evictions
+            "lorafleet_adapter_cache_evictions",
+            "Adapters that this process evicted from the node's disk cache.",
+            value=cache.evictions,
         )
 
 

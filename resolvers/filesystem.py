@@ -68,5 +68,7 @@ class FilesystemResolver:
         except AdapterMissing:
             return None
         except AdapterChanged:
-            logger.warning("adapter %r is not served: its folder is a symlink out of the resolver's", lora_name)
+            logger.warning(
+                "adapter %r is not served: its folder is a symlink that leads out of the resolver's", lora_name
+            )
             return None

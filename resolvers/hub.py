@@ -51,7 +51,7 @@ class HubSource:
             location = f"{api.endpoint}/{repo}/resolve/{commit}/{prefix}{name}"
             size = here[name].size
             if size is None:
-                raise AdapterUnavailable(f"{uri}: the hub does not say how large {name} is.")
+                raise AdapterUnavailable(f"{uri}: the hub does not report the size of {name}.")
             found.append(RemoteFile(name, location, size, f"{commit}/{prefix}{name}", _checksum(here[name])))
         return found
 
@@ -108,7 +108,7 @@ def _list(api: HfApi, repo: str, revision: str, deadline: FetchDeadline) -> tupl
     if info.id != repo:  # Hubs ignore case and know former names, but one adapter has one name.
         return "", []
     if info.sha is None:
-        raise AdapterUnavailable(f"hf://{repo}: the hub does not say which commit {revision!r} is.")
+        raise AdapterUnavailable(f"hf://{repo}: the hub does not report the commit of revision {revision!r}.")
     return info.sha, info.siblings or []
 
 

@@ -63,7 +63,7 @@ class RangeReader:
                 return Described(_content_range(answer, url)[2], _validator(answer), in_ranges=True, checksum=checksum)
             length = answer.headers.get("content-length", "")
             if not _LENGTH.fullmatch(length):
-                raise AdapterUnavailable(f"{url}: the server does not say how large the file is, so it is not fetched.")
+                raise AdapterUnavailable(f"{url}: the server does not report the file's size, so it is not fetched.")
             return Described(int(length), _validator(answer), in_ranges=False, checksum=checksum)
 
     def read(
@@ -126,7 +126,7 @@ def _parsed(url: str) -> httpx.URL:
     try:
         return httpx.URL(url)
     except (httpx.InvalidURL, UnicodeError) as error:
-        raise InvalidRequest(f"{shown(url)} is no URL: {error}", "lora_path") from None
+        raise InvalidRequest(f"{shown(url)} is not a URL: {error}", "lora_path") from None
 
 
 def _joined(url: str, location: str) -> str:
@@ -134,7 +134,7 @@ def _joined(url: str, location: str) -> str:
     try:
         return str(httpx.URL(url).join(location))
     except (httpx.InvalidURL, UnicodeError, ValueError) as error:
-        raise AdapterUnavailable(f"{url} redirects to {shown(location)}, which is no URL: {error}") from None
+        raise AdapterUnavailable(f"{url} redirects to {shown(location)}, which is not a URL: {error}") from None
 
 
 @contextlib.contextmanager
@@ -159,7 +159,7 @@ def _check_status(answer: httpx.Response, url: str, wanted: set[int]) -> None:
 def _content_range(answer: httpx.Response, url: str) -> tuple[int, int, int]:
     found = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
     if found is None:
-        raise AdapterUnavailable(f"{url}: the server sends a part of the file and does not say which.")
+        raise AdapterUnavailable(f"{url}: the server sends a part of the file without a valid Content-Range.")
     return int(found[1]), int(found[2]), int(found[3])
 
 

@@ -33,7 +33,7 @@ class LoRAResolverRegistry:
 
     def get(self, name: str) -> LoRAResolver:
         if name not in self._resolvers:
-            raise ConfigError(f"there is no LoRA resolver {name!r}; there is {self._listed()}.")
+            raise ConfigError(f"there is no LoRA resolver {name!r}; the registered ones are: {self._listed()}.")
         return self._resolvers[name]
 
     def supported(self) -> list[str]:

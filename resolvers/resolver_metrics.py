@@ -17,13 +17,13 @@ class ResolverMetrics(Collector):
         self._registry = CollectorRegistry()
         self._lookups = Counter(
             "lorafleet_resolver_lookups",
-            "Adapters that resolvers were asked for: found, absent or failed.",
+            "Lookups of adapters by resolver, with the outcome found, absent or failed.",
             ["resolver", "outcome"],
             registry=self._registry,
         )
         self._seconds = Histogram(
             "lorafleet_resolver_seconds",
-            "Of one resolver's answer; a remote adapter is fetched within it.",
+            "Duration of one resolver's lookup, including the fetch of a remote adapter.",
             ["resolver"],
             buckets=_SECONDS,
             registry=self._registry,

@@ -108,7 +108,9 @@ class S3Source:
             raise Interrupted("no answer in time") from None
         except (boto.NoCredentialsError, boto.PartialCredentialsError, boto.ProfileNotFound) as error:
             self._clients.drop()
-            raise AdapterUnavailable(f"{what}: {error} Set credentials, or anonymous for a public bucket.") from None
+            raise AdapterUnavailable(
+                f"{what}: {error} Set credentials, or set anonymous for a public bucket."
+            ) from None
         except boto.TokenRetrievalError as error:
             self._clients.drop()
             raise AdapterUnavailable(f"{what}: {error}") from None
@@ -131,7 +133,7 @@ class S3Source:
         self._clients.drop()
         if rejects_credentials(error):
             raise AdapterUnavailable(
-                f"{what}: the server refuses this cluster's credentials: {code} (HTTP {status}). Renew them, or grant "
+                f"{what}: the server rejects this cluster's credentials: {code} (HTTP {status}). Renew them, or grant "
                 "them s3:ListBucket and s3:GetObject there; no restart is needed."
             )
         raise AdapterUnavailable(f"{what}: the server answers {code} (HTTP {status}).")
@@ -162,7 +164,7 @@ def _make_clients(config: S3Config) -> _Clients:
     try:
         boto = boto_client(options, config.profile, config.region, config.endpoint_url)
     except ProfileNotFound as error:
-        raise AdapterUnavailable(f"S3: {error}. Add it to the AWS configuration, or name another.") from None
+        raise AdapterUnavailable(f"S3: {error}. Add it to the AWS configuration, or name another profile.") from None
     fs = s3fs.S3FileSystem(
         anon=config.anonymous,
         profile=config.profile,

@@ -153,18 +153,20 @@ class AdapterStore:
     def _source(self, uri: str) -> tuple[str, Source]:
         if not uri.isprintable():
             raise InvalidRequest(
-                f"{shown(uri)} has a character that cannot be printed, which no URI of an adapter has. Remove it, or "
-                "write it in percent encoding where the source knows that.",
+                f"{shown(uri)} has a character that cannot be printed, which an adapter's URI must not contain. Remove "
+                "it, or percent-encode it if the source supports that.",
                 "lora_path",
             )
         scheme = uri.partition("://")[0]
         if scheme in self._sources:
             return scheme, self._sources[scheme]
         if scheme in ("http", "https"):
-            raise Forbidden(f"{uri} is not allowed: set lora_resolver_http, with the URL's beginning in its `allow`.")
+            raise Forbidden(f"{uri} is not allowed: set lora_resolver_http, with a prefix of the URL in its `allow`.")
         if scheme == "hf":
             raise Forbidden(f"{uri} is not allowed: set lora_resolver_hub, with the repo in its `allow`.")
-        raise InvalidRequest(f"{uri!r} is no URI of an adapter; it begins with s3://, https://, http:// or hf://.")
+        raise InvalidRequest(
+            f"{uri!r} is not an adapter's URI; such a URI begins with s3://, https://, http:// or hf://."
+        )
 
 
 class _Fetch:
@@ -200,7 +202,7 @@ class _Fetch:
             try:
                 return self._version(accept)
             except AdapterChanged as error:
-                logger.warning("%s The fetch begins again.", error.message)
+                logger.warning("%s The fetch starts again.", error.message)
         return self._version(accept)
 
     def _version(self, accept: Accept) -> str | None:
@@ -251,7 +253,7 @@ class _Fetch:
             raise AdapterTooLarge(f"{config.location} has {config.size} bytes; at most {MAX_CONFIG_BYTES} are read.")
         if num_bytes > self._source.max_bytes:
             raise AdapterTooLarge(
-                f"{self._uri} has {num_bytes} bytes; this source may send {self._source.max_bytes}. "
+                f"{self._uri} has {num_bytes} bytes; this source may send at most {self._source.max_bytes}. "
                 "Raise its max_bytes."
             )
 

@@ -24,7 +24,7 @@ def is_for_base(config: bytes, lora_name: str, base_model_name: str, base_model_
     if trained_on is None or _is_same_base(trained_on, {base_model_name, *base_model_names}):
         return True
     logger.warning(
-        "adapter %r is not served: it was trained on %s, and the base here is %s",
+        "adapter %r is not served: it was trained on %s, but the served base is %s",
         lora_name,
         shown(trained_on),
         base_model_name,

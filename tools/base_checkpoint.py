@@ -82,5 +82,5 @@ def _entries(path: Path, file: Any) -> Iterator[tuple[str, Entry]]:
         stored = file.get_slice(name)
         dtype = DTYPES.get(stored.get_dtype())
         if dtype is None:
-            raise ConfigError(f"{path}: the tensor {name!r} is {stored.get_dtype()}, which is not copied.", "model")
+            raise ConfigError(f"{path}: the tensor {name!r} is {stored.get_dtype()}, which cannot be copied.", "model")
         yield name, Entry(tuple(stored.get_shape()), dtype)

@@ -17,14 +17,34 @@ from lorafleet.tools.compare import Comparison, ModelResult
 MAX_PROMPTS_SHOWN = 200
 
 COLUMNS = {
-    "identical_answers": ("identical answers", "%", "Share of prompts with the baseline's very tokens."),
-    "equal_tokens": ("equal tokens", "%", "Equal greedy tokens up to the first difference, of the longer answer's."),
-    "top1_agreement": ("top-1 agreement", "%", "Along the baseline's answers: the same most likely next token."),
-    "mean_kl": ("mean KL", "", "Of the next token from the baseline's, in nats, along the baseline's answers."),
-    "mean_logprob_change": ("logprob change", "", "Mean magnitude, of the baseline's own tokens, in nats."),
-    "answer_perplexity": ("answer perplexity", "", "Of the answers that the prompts came with."),
-    "retention_perplexity": ("retention perplexity", "", "Of the texts that should not get worse."),
-    "weight_change": ("weight change", "", "Frobenius norm of the difference of the deltas, of the baseline's."),
+    "identical_answers": ("identical answers", "%", "Share of prompts whose answer has exactly the baseline's tokens."),
+    "equal_tokens": (
+        "equal tokens",
+        "%",
+        "Share of the longer answer's tokens that are equal, up to the first difference.",
+    ),
+    "top1_agreement": (
+        "top-1 agreement",
+        "%",
+        "Share of the baseline's answer tokens at which the most likely token is the same.",
+    ),
+    "mean_kl": ("mean KL", "", "Mean KL from the baseline's next-token distribution along its answers, in nats."),
+    "mean_logprob_change": (
+        "logprob change",
+        "",
+        "Mean absolute change in the logprobs of the baseline's tokens, in nats.",
+    ),
+    "answer_perplexity": ("answer perplexity", "", "Perplexity of the answers that were given with the prompts."),
+    "retention_perplexity": (
+        "retention perplexity",
+        "",
+        "Perplexity of the texts on which a model should not get worse.",
+    ),
+    "weight_change": (
+        "weight change",
+        "",
+        "Frobenius norm of the difference between the deltas, relative to the baseline's.",
+    ),
 }
 
 STYLE = """
@@ -60,8 +80,8 @@ def to_html(comparison: Comparison, title: str) -> str:
     parts = [
         f"<h1>{escape(title)}</h1>",
         f"<p>{len(comparison.prompts)} prompts, greedy answers of at most {comparison.max_tokens} tokens. Baseline: "
-        f"<b>{escape(comparison.baseline)}</b>. Distributions are compared on the {comparison.top_k} most likely "
-        "tokens of both, all others taken as one, so a KL is never overstated.</p>",
+        f"<b>{escape(comparison.baseline)}</b>. Distributions are compared over the {comparison.top_k} most likely "
+        "tokens of both models. All other tokens count as one, so a KL is never overstated.</p>",
         _table(comparison),
         "<h2>Agreement with the baseline</h2>",
         _figure(
@@ -79,14 +99,15 @@ def to_html(comparison: Comparison, title: str) -> str:
                 whole=1.0,
                 unit="%",
             ),
-            "Equal tokens of free answers up to the first difference, and the same next token along the baseline's.",
+            "Share of equal tokens in free answers up to the first difference, and share of equal most likely tokens "
+            "along the baseline's answers.",
             ["equal tokens", "top-1 agreement"],
         ),
         _figure(
             svg.lines(
                 {m.name: _by_place(m) for m in others}, x_name="token of the baseline's answer", y_name="mean KL"
             ),
-            "Where in an answer the distributions part: KL in nats, mean over the prompts that long.",
+            "Mean KL in nats at each token of the answer, over the prompts whose answers are that long.",
             [model.name for model in others],
         ),
         _figure(
@@ -181,5 +202,7 @@ def _answers(comparison: Comparison) -> list[str]:
         parts.append(f"<dl><dt>prompt {i + 1}</dt><dd><b>{escape(prompt)}</b></dd>{shown}</dl>")
     left_out = len(comparison.prompts) - MAX_PROMPTS_SHOWN
     if left_out > 0:
-        parts.append(f"<p>{left_out} more prompts are counted above and not shown; --json has all.</p>")
+        parts.append(
+            f"<p>{left_out} more prompts are included in the numbers above but not shown; --json lists all.</p>"
+        )
     return parts

@@ -36,7 +36,7 @@ def read_examples(path: Path) -> list[Example]:
     """Reads a file of JSON lines. Raises InvalidRequest, which names the line."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise InvalidRequest(f"{path} has more than {MAX_FILE_BYTES} bytes.")
+            raise InvalidRequest(f"{path} has more than {MAX_FILE_BYTES} bytes, the most that are read. Split it.")
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"{path} cannot be read: {error}.") from None
@@ -50,7 +50,7 @@ def _example(line: str, place: str) -> Example:
     try:
         fields = json.loads(line)
     except ValueError as error:
-        raise InvalidRequest(f"{place}: no JSON: {error}.") from None
+        raise InvalidRequest(f"{place} is not valid JSON: {error}.") from None
     match fields:
         case {"text": str(text), **rest} if not rest and text:
             return Example(answer=text)
@@ -59,7 +59,7 @@ def _example(line: str, place: str) -> Example:
         case {"messages": [*messages], **rest} if messages and (not rest or rest.keys() == {"answer"}):
             return Example(messages=tuple(_message(entry, place) for entry in messages), answer=_answer(fields, place))
     raise InvalidRequest(
-        f'{place}: give {{"prompt": "…"}} or {{"messages": [{{"role": "…", "content": "…"}}]}}, with an "answer" where '
+        f'{place}: give {{"prompt": "…"}} or {{"messages": [{{"role": "…", "content": "…"}}]}}, with an "answer" if '
         'there is one, or {"text": "…"}.'
     )
 
@@ -67,7 +67,7 @@ def _example(line: str, place: str) -> Example:
 def _answer(fields: dict[str, object], place: str) -> str | None:
     answer = fields.get("answer")
     if "answer" in fields and not (isinstance(answer, str) and answer):
-        raise InvalidRequest(f"{place}: the answer must be a text.")
+        raise InvalidRequest(f"{place}: the answer must be a string that is not empty.")
     return answer if isinstance(answer, str) else None
 
 

@@ -65,7 +65,7 @@ def base_of(config: Mapping[str, object], infos: Mapping[str, TensorInfo]) -> Ba
     """Returns the same as inferred_base, for a config and tensors that are not in files yet."""
     if config.get("use_bdlora"):
         raise ConfigError(
-            "blocks of a BD-LoRA do not tell how large the base's modules are; name the base with --model."
+            "the blocks of a BD-LoRA do not determine the shapes of the base's modules; name the base with --model."
         )
     leaves: dict[str, dict[str, Shape]] = {}
     for name, info in infos.items():
@@ -75,7 +75,9 @@ def base_of(config: Mapping[str, object], infos: Mapping[str, TensorInfo]) -> Ba
             leaves.setdefault(engine_name(match["module"]), {})[leaf] = info.shape
     stacked = next((module for module in leaves if _ALL_EXPERTS.fullmatch(module)), None)
     if stacked is not None:
-        raise ConfigError(f"{stacked} of this adapter is for all experts of a layer; name the base with --model.")
+        raise ConfigError(
+            f"{stacked} of this adapter changes all experts of a layer at once; name the base with --model."
+        )
     norms = {m: found["weight"][0] for m, found in leaves.items() if m.endswith("norm") and _has(found, "weight", 1)}
     linears = {
         module: _shape_of(module, found)
@@ -85,8 +87,8 @@ def base_of(config: Mapping[str, object], infos: Mapping[str, TensorInfo]) -> Ba
     vocab_size, hidden_size = _vocabulary(leaves)
     if vocab_size > MAX_TOKENS:  # Checked before such a table is read.
         raise AdapterTooLarge(
-            f"the adapter's tables have {vocab_size} tokens; without a base at most {MAX_TOKENS} are believed. Name "
-            "the base with --model."
+            f"the adapter's tables have {vocab_size} tokens; without a base, at most {MAX_TOKENS} are accepted. "
+            "Name the base with --model."
         )
     # An adapter that trains biases has saved all of them. Otherwise any linear may have one, and reading it raises
     # NoWeights' error, which says to name the base.
@@ -129,7 +131,7 @@ def _shape_of(module: str, leaves: Leaves) -> tuple[int, int]:
     factors = [_factor_shape(leaves, name) for name in ("lokr_w1", "lokr_w2")]
     if factors[0] is not None and factors[1] is not None:
         return factors[0][1] * factors[1][1], factors[0][0] * factors[1][0]
-    raise ConfigError(f"{module} of this adapter does not tell how large the base's is; name the base with --model.")
+    raise ConfigError(f"{module} of this adapter does not determine the base's shape; name the base with --model.")
 
 
 def _factor_shape(leaves: Leaves, name: str) -> Shape | None:

@@ -25,10 +25,10 @@ _UNCONVERTED = {"pissa": "PiSSA (unconverted)", "olora": "OLoRA (unconverted)", 
 # Changes that no A and B can hold on any base, by the config field that requests them.
 _NEVER_PLAIN = {
     "use_dora": "DoRA scales rows",
-    "alora_invocation_tokens": "an activated LoRA works from its invocation on",
+    "alora_invocation_tokens": "an activated LoRA has no effect before its invocation",
     "lora_bias": "it has biases",
     "modules_to_save": "it replaces modules",
-    "trainable_token_indices": "it has rows of the vocabulary",
+    "trainable_token_indices": "it trains rows of the vocabulary",
     "target_parameters": "it changes the parameters of experts",
 }
 _PLAIN_LEAVES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
@@ -38,7 +38,7 @@ def kind_of(config: Mapping[str, object]) -> str:
     """Returns a name such as "DoRA" or "LoRA, rsLoRA, replaced modules"."""
     peft_type = config.get("peft_type")
     if not isinstance(peft_type, str):
-        return "no PEFT adapter"
+        return "not a PEFT adapter"
     if peft_type != "LORA":
         return KINDS[peft_type].label if peft_type in KINDS else peft_type
     special = [name for field, name in _OPTIONS.items() if config.get(field)]

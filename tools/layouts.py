@@ -123,7 +123,7 @@ def _check_distinct(names: Mapping[str, str]) -> None:
     for old, new in names.items():
         other = found.setdefault(new, old)
         if other != old:
-            raise AdapterMalformed(f"{shown(other)} and {shown(old)} are both {shown(new)}.")
+            raise AdapterMalformed(f"{shown(other)} and {shown(old)} both mean {shown(new)}.")
 
 
 def _is_outdated(name: str, config: Mapping[str, object]) -> bool:

@@ -72,7 +72,7 @@ class _Plan:
         dtype = self.base.tensors[name].entry.dtype
         if dtype not in FLOATS:
             raise AdapterUnsupported(
-                f"the base keeps {name} as {dtype}, quantized; merge into the checkpoint that it was made from."
+                f"the base stores {name} quantized, as {dtype}; merge into the checkpoint that it was quantized from."
             )
         return self.base.value(name).float()
 
@@ -90,7 +90,7 @@ def merge(
     """
     if forms.invocation_tokens:
         raise AdapterUnsupported(
-            "an activated LoRA (aLoRA) changes the base from its invocation on only; merged always."
+            "an activated LoRA (aLoRA) has no effect before its invocation, but merged weights would always have one."
         )
     plan = _Plan(base)
     for module, form in forms.linears.items():
@@ -98,7 +98,7 @@ def merge(
     for module, experts in forms.experts.items():
         _plan_experts(plan, module, experts)
     for module, weight in forms.norms.items():
-        plan.replace(f"model.{module}.weight", f"another norm {module}", weight.float)
+        plan.replace(f"model.{module}.weight", f"a replaced norm {module}", weight.float)
     _plan_vocabulary(plan, forms)
     with new_folder(target) as folder:
         num_bytes = _write_weights(plan, folder, dtype)
@@ -171,7 +171,7 @@ def _plan_vocabulary(plan: _Plan, forms: AdapterForms) -> None:
     if embedding is None and head is None:
         return
     if head is not None and head.bias_V is not None:
-        raise AdapterUnsupported("the adapter has a bias on lm_head, which no architecture here has.")
+        raise AdapterUnsupported("the adapter has a bias on lm_head, which no supported architecture has.")
     sizes = [_num_rows(plan.base, form) for form in (embedding, head)]
     if sizes[0] != sizes[1]:
         raise AdapterMismatch(

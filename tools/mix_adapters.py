@@ -49,13 +49,15 @@ class Mixing:
 
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
-            raise InvalidRequest(f"method is {self.method!r}; it can be one of {', '.join(get_args(Method))}.")
+            raise InvalidRequest(f"method is {self.method!r}; it must be one of {', '.join(get_args(Method))}.")
         if self.prunes and (self.density is None or not 0 < self.density <= 1):
-            raise InvalidRequest(f"density is {self.density}; {self.method} keeps a share of values in (0, 1].")
+            raise InvalidRequest(
+                f"density is {self.density}; {self.method} needs the share of values to keep, in (0, 1]."
+            )
         if not self.prunes and self.density is not None:
             raise InvalidRequest(f"density has no effect on {self.method}; leave it out.")
         if self.seed is not None and not self.method.startswith("dare"):
-            raise InvalidRequest(f"seed has no effect on {self.method}, which draws nothing; leave it out.")
+            raise InvalidRequest(f"seed has no effect on {self.method}, which uses no random numbers; leave it out.")
         if self.majority_sign is not None and "ties" not in self.method:
             raise InvalidRequest(f"majority_sign has no effect on {self.method}; leave it out.")
         if self.rank is not None and not self.on_deltas:
@@ -80,7 +82,8 @@ def mix(adapters: Sequence[PlainLoRA], weights: Sequence[float], how: Mixing) ->
     """
     if len(adapters) < 2 or len(weights) != len(adapters):
         raise InvalidRequest(
-            f"there are {len(adapters)} adapters and {len(weights)} weights; give two or more of each."
+            f"there are {len(adapters)} adapters and {len(weights)} weights; give at least two adapters, "
+            "and as many weights."
         )
     names = sorted({name for adapter in adapters for name in adapter.modules}, key=module_order)
     rank = how.rank or max(adapter.max_rank for adapter in adapters)
@@ -103,7 +106,9 @@ def mix(adapters: Sequence[PlainLoRA], weights: Sequence[float], how: Mixing) ->
 def _check_shapes(name: str, pairs: Sequence[LowRank]) -> None:
     shapes = {(pair.a_RD.shape[1], pair.b_OR.shape[0]) for pair in pairs}
     if len(shapes) > 1:
-        raise AdapterMismatch(f"{name} has {sorted(shapes)} (inputs, outputs): these adapters are for different bases.")
+        raise AdapterMismatch(
+            f"{name} has the shapes {sorted(shapes)} (inputs, outputs): the adapters are for different bases."
+        )
 
 
 def _cat(pairs: Sequence[LowRank], weights: Sequence[float]) -> LowRank:
@@ -115,7 +120,7 @@ def _on_factors(name: str, pairs: Sequence[LowRank], weights: Sequence[float], h
     ranks = [pair.rank for pair in pairs]
     if len(set(ranks)) > 1:
         raise InvalidRequest(
-            f"{name} has the ranks {ranks}; {how.method} adds A to A and B to B, which needs one rank. "
+            f"{name} has the ranks {ranks}; {how.method} adds A to A and B to B, which needs equal ranks. "
             f"Use cat or {'svd' if how.method == 'linear' else f'{how.method}_svd'}."
         )
     scaled = [weight * pair.scaling for pair, weight in zip(pairs, weights, strict=True)]

@@ -34,14 +34,14 @@ def read_mlx(folder: AdapterFolder, config: Mapping[str, object]) -> PEFTFiles:
     and experts."""
     kind = config.get("fine_tune_type", "lora")
     if kind not in ("lora", "dora"):
-        raise AdapterUnsupported(f"mlx-lm's fine_tune_type {shown(kind)} is no adapter; lora and dora are.")
+        raise AdapterUnsupported(f"mlx-lm's fine_tune_type {shown(kind)} is not supported; lora and dora are.")
     with folder.open(MLX_WEIGHTS_NAME, MAX_WEIGHTS_BYTES) as file:
         stored = load_tensors(SafetensorsFile(file, hashlib.sha256()), file.name)
     tensors, ranks = {}, {}
     for name, tensor in stored.items():
         match = _TENSOR.fullmatch(name)
         if match is None:
-            raise AdapterUnsupported(f"mlx-lm's tensor {shown(name)} is no lora_a, lora_b or m of a linear layer.")
+            raise AdapterUnsupported(f"mlx-lm's tensor {shown(name)} is not a lora_a, lora_b or m of a linear layer.")
         module = _full_name(match["module"])
         tensors[f"base_model.model.{module}.{_LEAVES[match['leaf']]}"] = _transposed(tensor, match["leaf"], name)
         if match["leaf"] == "lora_a":
@@ -88,7 +88,7 @@ def _peft_config(config: Mapping[str, object], ranks: Mapping[str, int], *, use_
 def _scale(config: Mapping[str, object]) -> float:
     parameters = config.get("lora_parameters")
     if not isinstance(parameters, dict):
-        raise AdapterMalformed(f"{CONFIG_NAME} has no lora_parameters, where mlx-lm keeps the scale.")
+        raise AdapterMalformed(f"{CONFIG_NAME} has no lora_parameters, where mlx-lm stores the scale.")
     scale = _number(parameters, "scale")
     if "alpha" in parameters:
         scale *= _number(parameters, "alpha") / _number(parameters, "rank")

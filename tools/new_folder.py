@@ -17,13 +17,13 @@ def new_folder(path: Path) -> Iterator[Path]:
     """Yields a draft folder next to `path`, and renames it to `path` if the block succeeds. Raises ConfigError if
     `path` exists and is not an empty folder, or cannot be created."""
     if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
-        raise ConfigError(f"{path} is there already; name a folder that is not.")
+        raise ConfigError(f"{path} already exists; name a folder that does not exist.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
         draft.chmod(0o755)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be made: {error.strerror}.") from error
+        raise ConfigError(f"{path} cannot be created: {error.strerror}.") from error
     try:
         yield draft
         draft.rename(path)

@@ -34,6 +34,6 @@ def load_tensors(weights: WeightsFile, file_name: str) -> Mapping[str, Tensor]:
     for name, info in weights.infos.items():
         if info.dtype not in FLOAT_DTYPES and info.dtype not in INDEX_DTYPES:
             raise AdapterUnsupported(
-                f"{file_name}: the tensor {shown(name)} is {shown(info.dtype)}, which is not read."
+                f"{file_name}: the tensor {shown(name)} is {shown(info.dtype)}, which is not supported."
             )
     return weights.load().by_name

@@ -35,13 +35,11 @@ class PlainLoRA:
     def from_forms(cls, forms: AdapterForms, base_name: str | None = None) -> PlainLoRA:
         """Converts an adapter's forms. Raises AdapterUnsupported, which names what a plain LoRA cannot hold."""
         if forms.invocation_tokens:
-            raise AdapterUnsupported("an activated LoRA (aLoRA) works from its invocation on only; a plain one always.")
+            raise AdapterUnsupported("an activated LoRA (aLoRA) has no effect before its invocation; a plain LoRA has.")
         if forms.norms:
             raise AdapterUnsupported(f"it replaces the norm {min(forms.norms)}, which a plain LoRA cannot hold.")
         if forms.experts:
-            raise AdapterUnsupported(
-                f"it changes {min(forms.experts)}, all experts of which have matrices of their own."
-            )
+            raise AdapterUnsupported(f"it changes {min(forms.experts)}, where each expert has matrices of its own.")
         modules = {name: _of_linear(name, form) for name, form in forms.linears.items()}
         for name, form in ((EMBEDDING, forms.embedding), (HEAD, forms.head)):
             if form is not None:
@@ -101,7 +99,7 @@ def cast_all(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Ten
 
 def _of_linear(name: str, form: LinearForm) -> LowRank:
     if form.out_scale_O is not None:
-        raise AdapterUnsupported(f"{name} has its output scaled (as DoRA and IA3 do), which is of no low rank.")
+        raise AdapterUnsupported(f"{name} has its output scaled (as DoRA and IA3 do), which is not a low-rank change.")
     if form.bias_O is not None:
         raise AdapterUnsupported(f"{name} has a trained bias, which a plain LoRA cannot hold.")
     if form.kronecker is not None:

@@ -52,7 +52,7 @@ def read_forms(folder: Path, base: BaseModel | None, name: str) -> ReadAdapter:
     for max_rank in (LoRAConfig().max_lora_rank, MAX_RANK_BOUND):
         with contextlib.suppress(RankTooLarge):
             return read_adapter(folder, base=served_on, max_rank=max_rank, dtype=torch.float32, name=name)
-    raise AdapterUnsupported(f"adapter {name!r} has a rank over {MAX_RANK_BOUND}.")
+    raise AdapterUnsupported(f"adapter {name!r} has a rank over {MAX_RANK_BOUND}, the largest that can be read.")
 
 
 def largest_rank(forms: AdapterForms) -> int:

@@ -88,7 +88,7 @@ class ServerRunner:
         reply = self._post("/v1/completions", {"model": self._models[name], **body})
         [choice] = reply["choices"]
         if choice.get(field) is None:
-            raise InvalidRequest(f"the server's answers have no {field}, which a comparison needs.")
+            raise InvalidRequest(f"the server's answers have no {field}, which a comparison requires.")
         return choice[field]
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:

@@ -47,5 +47,5 @@ async def ask_all(replicas: Any, query: ReplicaQuery, viewer: Viewer) -> list[Re
     except TimeoutError:
         return []
     for error in (one for one in answers if isinstance(one, Exception)):
-        logger.warning("a replica does not tell the console of itself: %r", error)
+        logger.warning("a replica did not report its state to the console: %r", error)
     return [one for one in answers if isinstance(one, ReplicaView)]

@@ -56,7 +56,8 @@ class QualityBook:
                     self._store.delete(key)
                 return
         raise StoreError(
-            f"catalogue {self._store.uri}: others wrote the {kind} of {probe_set.model!r} first; run it again."
+            f"catalogue {self._store.uri}: other writers stored a {kind} of {probe_set.model!r} first, {MAX_OVERTAKEN} "
+            "times in a row. Run its probes again."
         )
 
 

@@ -64,7 +64,7 @@ class QualityMonitor:
                 await self.look()
             except Exception as error:  # The directory or the store may be unavailable for a while.
                 self.has_turn = False
-                logger.warning("quality probes: %r", error)
+                logger.warning("quality probes could not be checked or run: %r", error)
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:
@@ -87,7 +87,7 @@ class QualityMonitor:
         probe_set = next((probe_set for probe_set in self._probes.sets if probe_set.model == model), None)
         if probe_set is None:
             known = ", ".join(repr(probe_set.model) for probe_set in self._probes.sets)
-            raise ModelNotFound(f"There are no quality probes of `{model}`; there are of {known}.", "name")
+            raise ModelNotFound(f"There are no quality probes for `{model}`; there are probes for {known}.", "name")
         async with self._running:
             return await self._run(probe_set, accept=accept)
 

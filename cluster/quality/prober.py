@@ -83,4 +83,4 @@ class Prober:
 def _check_own(model: ServedModel, fallback_reason: str | None) -> None:
     """Raises AdapterError if the base answered instead, since its answers tell nothing about an adapter."""
     if fallback_reason is not None:
-        raise AdapterError(f"the base answered in the place of {model.name!r}: {fallback_reason}")
+        raise AdapterError(f"the base answered instead of {model.name!r}: {fallback_reason}")

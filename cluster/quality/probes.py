@@ -89,7 +89,7 @@ def read_probes(path: str | Path) -> QualityProbes:
     for model in models:
         if models.count(model) > 1:
             raise ConfigError(
-                f"quality_probes {str(path)!r} has two sets of {model!r}; put their prompts into one file."
+                f"quality_probes {str(path)!r} has two sets for {model!r}; put their prompts into one file."
             )
     sets = [ProbeSet(entry.model, entry.max_tokens, _read_prompts(path.parent / entry.prompts)) for entry in file.sets]
     return QualityProbes(file.interval_s, tuple(sets))
@@ -108,7 +108,7 @@ def _json(line: str, place: str) -> Any:
     try:
         return json.loads(line)
     except ValueError as error:
-        raise ConfigError(f'{place} is no JSON: {error}. Give {{"prompt": "…"}} in each line.') from None
+        raise ConfigError(f'{place} is not valid JSON: {error}. Write {{"prompt": "…"}} in each line.') from None
 
 
 def _parse(kind: type[M], content: Any, place: str) -> M:
@@ -122,4 +122,4 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}, of the quality probes, cannot be read: {error}. Check the path.") from None
+        raise ConfigError(f"{path}, a file of the quality probes, cannot be read: {error}. Check the path.") from None

@@ -11,10 +11,10 @@ from prometheus_client.registry import Collector
 from lorafleet.cluster.quality.monitor import QualityMonitor
 
 _MEASURES = {
-    "agreement": "Share of the baseline's greedy answers, up to the first other token, that the model gives again.",
-    "drift": "Mean absolute difference from the baseline's logprobs of its answers' tokens, in nats.",
-    "perplexity": "Of the probes' completions.",
-    "baseline_perplexity": "Of the probes' completions when the baseline was made.",
+    "agreement": "Share of the baseline's greedy answers, up to the first different token, that the model repeats.",
+    "drift": "Mean absolute change in the logprobs of the baseline's answer tokens, in nats.",
+    "perplexity": "Perplexity of the probes' completions.",
+    "baseline_perplexity": "Perplexity of the probes' completions when the baseline was made.",
 }
 
 
@@ -34,7 +34,7 @@ class QualityMetrics(Collector):
             yield gauge
         last = GaugeMetricFamily(
             "lorafleet_quality_last_run_timestamp_seconds",
-            "When the last run that did not fail ended, since 1970.",
+            "End of the last run that did not fail, in seconds since 1970.",
             labels=labels,
         )
         for standing in shown:
@@ -42,7 +42,9 @@ class QualityMetrics(Collector):
                 last.add_metric([standing.model], standing.at_s)
         yield last
         runs = CounterMetricFamily("lorafleet_quality_runs", "Runs of a model's quality probes.", labels=labels)
-        failures = CounterMetricFamily("lorafleet_quality_failures", "Those of them that failed.", labels=labels)
+        failures = CounterMetricFamily(
+            "lorafleet_quality_failures", "Runs of a model's quality probes that failed.", labels=labels
+        )
         for counter, counts in ((runs, self._monitor.runs), (failures, self._monitor.failures)):
             for model, count in counts.items():
                 counter.add_metric([model], count)

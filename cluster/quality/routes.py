@@ -77,7 +77,7 @@ class QualityApi:
             ("POST", f"{model}/accept", "admin", self.accept),
         ]
 
-    @describe("How models stand beside their baselines", answer=StandingList)
+    @describe("List the last comparison of each model with its baseline", answer=StandingList)
     async def show(self, _: AppState, request: Request) -> Response:
         _check_operator(request)
         return json_response({"object": "list", "data": [_shown(standing) for standing in await self._monitor.show()]})
@@ -86,7 +86,9 @@ class QualityApi:
     async def run(self, state: AppState, request: Request) -> Response:
         return await self._run(state, request, accept=False)
 
-    @describe("Take a model as it is now for its baseline", body=EmptyRequest, answer=ShownStanding)
+    @describe(
+        "Run a model's quality probes and make the result its new baseline", body=EmptyRequest, answer=ShownStanding
+    )
     async def accept(self, state: AppState, request: Request) -> Response:
         return await self._run(state, request, accept=True)
 
@@ -100,7 +102,7 @@ class QualityApi:
 def _check_operator(request: Request) -> None:
     """Raises Forbidden unless the caller is the operator, who owns the probes and the models' answers to them."""
     if not caller_of(request).is_operator:
-        raise Forbidden("Quality probes need the operator's key, one of the scope admin and of no tenant.")
+        raise Forbidden("Quality probes need the operator's key, one with the scope admin that belongs to no tenant.")
 
 
 def _shown(standing: Standing) -> dict[str, object]:

@@ -52,7 +52,8 @@ class AuditLog(Collector):
     def collect(self) -> Iterator[Metric]:
         yield CounterMetricFamily(
             "lorafleet_audit_unlogged",
-            f"Refused administrative calls beyond {MAX_REFUSALS_PER_MINUTE} a minute and key, which have no line each.",
+            "Rejected administrative calls without a line of their own, since their key had more than "
+            f"{MAX_REFUSALS_PER_MINUTE} in a minute.",
             self._num_unlogged,
         )
 
@@ -106,8 +107,8 @@ class DurableLines:
                 await loop.run_in_executor(self._thread, self._file.append_durably, b"".join(line for line, _ in group))
             except OSError as failed:
                 error = LogUnwritable(
-                    f"The audit log cannot be written: {failed.strerror}. Administration goes on once the operator has "
-                    "made room in --audit-dir."
+                    f"The audit log cannot be written: {failed.strerror}. Try again once the operator has freed "
+                    "space in --audit-dir."
                 )
             for _, written in group:
                 if written.done():  # Its caller no longer waits.

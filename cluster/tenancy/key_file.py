@@ -120,7 +120,8 @@ class KeyEntry(_Strict):
     def _is_short(cls, value: str) -> str:
         if not _KEY_ID.fullmatch(value):
             raise ValueError(
-                f"{value!r} is no id: 1 to 64 letters, digits and '._@-' that begin with a letter or digit"
+                f"{value!r} is not a valid id: an id has 1 to 64 letters, digits and characters of '._@-', and begins "
+                "with a letter, a digit or '_'"
             )
         return value
 
@@ -128,7 +129,9 @@ class KeyEntry(_Strict):
     @classmethod
     def _is_hash(cls, value: str) -> str:
         if not _HASH.fullmatch(value):
-            raise ValueError(f"it must be {HASH_PREFIX} and 64 hexadecimal digits, as `lorafleet keys hash` prints it")
+            raise ValueError(
+                f"it must be {HASH_PREFIX} followed by 64 hexadecimal digits, as `lorafleet keys hash` prints it"
+            )
         return value
 
     @field_validator("expires")
@@ -188,7 +191,7 @@ def outermost_prefixes(owners: Iterable[tuple[str, str]]) -> list[tuple[str, str
         elif tenant != found[-1][1]:
             raise ValueError(
                 f"name_prefixes: {prefix!r} of tenant {tenant!r} lies within {found[-1][0]!r} of tenant "
-                f"{found[-1][1]!r}; a name can be one tenant's only"
+                f"{found[-1][1]!r}; a name can belong to only one tenant"
             )
     return found
 
@@ -200,9 +203,11 @@ def parse(text: str, where: str) -> KeyFile:
     except (yaml.YAMLError, RecursionError) as error:
         place = getattr(error, "problem_mark", None)
         line = f" (line {place.line + 1})" if place is not None else ""
-        raise ConfigError(f"{where} is neither YAML nor JSON{line}. Mend it; the keys read before go on.") from None
+        raise ConfigError(
+            f"{where} is neither YAML nor JSON{line}. Correct it; a running server keeps its keys."
+        ) from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{where} must hold an object with `keys` and `tenants`; it may be {{keys: []}}.")
+        raise ConfigError(f"{where} must contain an object with `keys` and `tenants`, such as {{keys: []}}.")
     try:
         return KeyFile.model_validate(content)
     except ValidationError as error:
@@ -237,7 +242,9 @@ def read(path: Path) -> KeyFile:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} has more than {MAX_FILE_BYTES} bytes, which no file of keys may have.")
+            raise ConfigError(
+                f"{path} has more than {MAX_FILE_BYTES} bytes, the most that a key file may have. Remove keys."
+            )
         return parse(content.decode(), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}. Check --api-keys.") from None

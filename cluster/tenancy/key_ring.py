@@ -117,11 +117,11 @@ class KeyRing(Collector):
         except ConfigError as error:
             self._num_reloads["failed"] += 1
             self.broken = error.message
-            logger.error("the API keys stay as they were: %s", error.message)
+            logger.error("the API keys were not reloaded, and the previous ones stay active: %s", error.message)
             return
         self._num_reloads["ok"] += 1
         self.broken = ""
-        logger.info("API keys: %d keys of %d tenants are in force", len(self.keys), len(self.tenants))
+        logger.info("API keys: %d keys of %d tenants are active", len(self.keys), len(self.tenants))
 
     def _read_signature(self) -> _Signature:
         if self._path is None:
@@ -133,14 +133,14 @@ class KeyRing(Collector):
         return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily("lorafleet_api_keys", "API keys in force.", len(self.keys))
+        yield GaugeMetricFamily("lorafleet_api_keys", "Active API keys.", len(self.keys))
         yield GaugeMetricFamily(
             "lorafleet_api_keys_broken",
-            "Whether the file of API keys is wrong, so that older keys are in force: 1, else 0.",
+            "1 if the API key file is invalid, so that the previous keys stay active; otherwise 0.",
             int(bool(self.broken)),
         )
         reloads = CounterMetricFamily(
-            "lorafleet_api_keys_reloads", "Readings of a changed file of API keys.", None, ["outcome"]
+            "lorafleet_api_keys_reloads", "Reloads of the API key file after a change.", None, ["outcome"]
         )
         for outcome, count in self._num_reloads.items():
             reloads.add_metric([outcome], count)

@@ -32,8 +32,9 @@ def check_key(key: str) -> None:
     match = _KEY.fullmatch(key)
     if match is None or _checksum(match[1]) != match[2]:
         raise InvalidRequest(
-            f"This is no key of lorafleet's: one has {PREFIX} and {NUM_RANDOM + _NUM_CHECKED} letters and digits, of "
-            "which the last are a checksum. Copy it again, or make one with `lorafleet keys create`."
+            f"This is not a lorafleet key: a key is {PREFIX} followed by {NUM_RANDOM + _NUM_CHECKED} letters and "
+            f"digits, the last {_NUM_CHECKED} of them a checksum. Copy it again, or create one with "
+            "`lorafleet keys create`."
         )
 
 

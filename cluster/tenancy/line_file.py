@@ -28,7 +28,7 @@ class LineFile:
             folder.mkdir(parents=True, exist_ok=True)
             self.fd: int | None = self._new()  # None: the next write begins a new file.
         except OSError as error:
-            raise ConfigError(f"{folder} cannot be written: {error}. Give a folder that can, or mend it.") from None
+            raise ConfigError(f"{folder} cannot be written: {error}. Make it writable, or name another.") from None
 
     def write(self, data: bytes | memoryview) -> int:
         """Writes as many bytes as there is room for, and returns their number. Raises OSError if it can write none."""

@@ -35,9 +35,9 @@ Admit = Callable[[list[Ask], dict[str, int], dict[str, int]], Awaitable[list[Ver
 logger = logging.getLogger("lorafleet.cluster")
 
 _REMEDIES = {
-    "requests_per_minute": "Send fewer requests, or ask the operator for more.",
-    "tokens_per_minute": "Send fewer tokens, or ask the operator for more.",
-    "max_concurrent": "Wait for some of them to end, or ask the operator for more.",
+    "requests_per_minute": "Send fewer requests, or ask the operator to raise the limit.",
+    "tokens_per_minute": "Send fewer tokens, or ask the operator to raise the limit.",
+    "max_concurrent": "Wait for some of them to end, or ask the operator to raise the limit.",
 }
 
 
@@ -89,9 +89,9 @@ class ReplicaPlace:
         part += self.index < rest
         if not part:
             raise DirectoryUnavailable(
-                f"The adapter directory, which counts for the limits of {subject}, does not answer. Its limit of "
-                f"{limit} is shared by {self.num_replicas} replicas meanwhile, and this one has no share of it. Try "
-                "again in a moment."
+                f"The adapter directory, which enforces the limits of {subject}, does not answer. Until it does, "
+                f"{self.num_replicas} replicas share the limit of {limit}, and this replica's share is 0. Try again in "
+                "a moment."
             )
         return part
 
@@ -224,8 +224,8 @@ class QuotaClient:
         limit. Raises DirectoryUnavailable if the share is not known, or is nothing."""
         if self._place is None:
             raise DirectoryUnavailable(
-                "The adapter directory, which counts for the limits of your key and tenant, does not answer, and this "
-                "replica has not heard from it how many replicas share them. Try again in a moment."
+                "The adapter directory, which enforces the limits of your key and tenant, does not answer, and this "
+                "replica does not know how many replicas share them. Try again in a moment."
             )
         shares = {subject: self._place.share(subject, limits) for subject, limits in ask.subjects.items()}
         [verdict] = self._own_book.admit(
@@ -287,7 +287,9 @@ class QuotaClient:
         self, asks: list[tuple[Ask, asyncio.Future[Verdict]]], unreported: set[str], error: Exception
     ) -> None:
         if not self._is_alone:
-            logger.warning("quotas: the directory does not answer, this replica goes on with its share: %r", error)
+            logger.warning(
+                "quotas: the directory does not answer, so this replica uses its share of the limits: %r", error
+            )
         self._is_alone, self._has_news = True, True
         self._unreported |= unreported
         waiting, self._asks = [*asks, *self._asks], []
@@ -327,10 +329,10 @@ def _in_words(verdict: Verdict) -> str:
         said = f"{subject} would run {verdict.value} sequences at a time; its limit is {bound}."
     elif verdict.retry_after_s is None:
         wanted = "prompts have" if verdict.refused_by == "tokens_per_minute" else "request counts as"
-        unit = "tokens" if verdict.refused_by == "tokens_per_minute" else "requests besides the first"
+        unit = "tokens" if verdict.refused_by == "tokens_per_minute" else "requests in addition to the first"
         return (
-            f"The {wanted} {verdict.value} {unit}, and {verdict.subject} may use {bound} at most: it can never be "
-            "admitted. Ask for less at a time, or ask the operator for more."
+            f"The {wanted} {verdict.value} {unit}, but {verdict.subject} may use at most {bound}, so the request can "
+            "never be admitted. Send a smaller request, or ask the operator to raise the limit."
         )
     else:
         said = f"{subject} has used up its limit of {bound}; try again in {math.ceil(verdict.retry_after_s)} s."

@@ -87,7 +87,7 @@ class BufferedLines:
         try:
             num_written = self._file.write(chunk)
         except OSError as error:
-            logger.error("%d bytes cannot be written yet and are kept: %s", self.unwritten_bytes, error)
+            logger.error("%d bytes of the usage log cannot be written yet: %s", self.unwritten_bytes, error)
             return False
         self._take_off(num_written)
         self._unsynced = True
@@ -109,7 +109,7 @@ class BufferedLines:
             os.fsync(file)
         except OSError as error:
             self.num_sync_failures += 1
-            logger.error("lines of the usage log may not be on the disk: fsync failed: %s", error)
+            logger.error("lines of the usage log may be lost in a power failure, since fsync failed: %s", error)
 
 
 class UsageLog(Collector):
@@ -133,9 +133,9 @@ class UsageLog(Collector):
             return
         self._num_refused += 1
         raise LogUnwritable(
-            f"The usage log cannot be written: {self.lines.unwritten_bytes} bytes wait, and at most "
-            f"{self._max_unwritten_bytes} may. Nothing is generated that cannot be metered. Try again once the "
-            "operator has made room in --usage-dir."
+            f"The usage log cannot be written: {self.lines.unwritten_bytes} bytes are waiting, and at most "
+            f"{self._max_unwritten_bytes} may wait. Requests that cannot be metered are rejected. Try again once the "
+            "operator has freed space in --usage-dir."
         )
 
     def add(self, usage: TenantUsage) -> None:
@@ -151,7 +151,7 @@ class UsageLog(Collector):
         yield sequences
         tokens = CounterMetricFamily(
             "lorafleet_tenant_tokens",
-            "Tokens of a tenant's requests: prompt, those of it that were cached, completion.",
+            "Tokens of a tenant's requests by kind: prompt, cached (those of the prompt that were cached), completion.",
             None,
             ["tenant", "kind"],
         )
@@ -160,16 +160,16 @@ class UsageLog(Collector):
         yield tokens
         yield GaugeMetricFamily(
             "lorafleet_usage_unwritten_bytes",
-            "Of the usage log: what could not be written yet.",
+            "Bytes of the usage log that could not be written yet.",
             self.lines.unwritten_bytes,
         )
         yield CounterMetricFamily(
             "lorafleet_usage_refused",
-            "Requests that were refused because too much of the usage log could not be written.",
+            "Requests that were rejected because too much of the usage log could not be written.",
             self._num_refused,
         )
         yield CounterMetricFamily(
             "lorafleet_usage_sync_failures",
-            "Failed fsyncs of the usage log: lines that a power failure may lose.",
+            "Failed fsyncs of the usage log; a power failure may lose the lines of each.",
             self.lines.num_sync_failures,
         )

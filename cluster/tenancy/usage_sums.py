@@ -34,7 +34,7 @@ def read_usage(folder: Path) -> Iterator[TenantUsage]:
     for any other line that cannot be parsed, and InvalidRequest if there are no logs."""
     paths = sorted(folder.glob(f"usage-*{SUFFIX}"))
     if not paths:
-        raise InvalidRequest(f"{folder} has no usage logs. Give the folder that servers have as --usage-dir.")
+        raise InvalidRequest(f"{folder} has no usage logs. Name the folder that the servers use as --usage-dir.")
     decoder = msgspec.json.Decoder(TenantUsage)
     for path in paths:
         with path.open("rb") as lines:
@@ -44,7 +44,7 @@ def read_usage(folder: Path) -> Iterator[TenantUsage]:
                 try:
                     yield decoder.decode(line)
                 except msgspec.DecodeError as error:
-                    raise StoreError(f"{path}, line {number}: {error}. Mend or remove the line.") from None
+                    raise StoreError(f"{path}, line {number}: {error}. Correct or remove the line.") from None
 
 
 def summed(
@@ -54,7 +54,7 @@ def summed(
     until_s, in seconds since 1970. Raises InvalidRequest for an unknown field."""
     for field in by:
         if field not in FIELDS:
-            raise InvalidRequest(f"usage has no field {field!r} to sum by; it has {', '.join(FIELDS)}.", "by")
+            raise InvalidRequest(f"usage has no field {field!r} to sum by; choose from {', '.join(FIELDS)}.", "by")
     sums: dict[tuple[str, ...], Sum] = {}
     for usage in read_usage(folder):
         if since_s <= usage.at_s < until_s:

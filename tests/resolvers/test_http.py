@@ -210,7 +210,7 @@ def test_without_a_configuration_no_url_is_asked_for(server: FileServer, tmp_pat
         store.fetch(f"{server.url}/a")
     with pytest.raises(Forbidden, match="set lora_resolver_hub"):
         store.fetch("hf://org/name")
-    with pytest.raises(InvalidRequest, match="no URI of an adapter"):
+    with pytest.raises(InvalidRequest, match="not an adapter's URI"):
         store.fetch("ftp://host/a")
 
 

@@ -190,7 +190,7 @@ def test_a_damaged_adapter_is_not_written_anew(make_adapter, tmp_path):
 def test_nothing_is_overwritten(make_adapter):
     source = make_adapter()
     before = (source / "adapter_config.json").read_bytes()
-    with pytest.raises(ConfigError, match="there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         convert(source, source, None)
     assert (source / "adapter_config.json").read_bytes() == before
 

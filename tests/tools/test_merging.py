@@ -192,7 +192,7 @@ def test_a_quantized_base_is_refused(base, tmp_path, make_adapter):
 
 
 def test_a_folder_that_is_there_stays(base, make_adapter):
-    with pytest.raises(ConfigError, match="there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         merged(base, make_adapter(), base)
 
 

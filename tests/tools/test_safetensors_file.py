@@ -37,5 +37,5 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     with new_folder(tmp_path / "a") as draft:
         (draft / "file").write_text("whole")
     assert (tmp_path / "a" / "file").read_text() == "whole"
-    with pytest.raises(ConfigError, match="there already"), new_folder(tmp_path / "a"):
+    with pytest.raises(ConfigError, match="already exists"), new_folder(tmp_path / "a"):
         pass

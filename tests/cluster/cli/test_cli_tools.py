@@ -74,7 +74,7 @@ def test_mistakes_are_one_line(run, tmp_path):
     for arguments, message in {
         ("convert", JSON): "give SRC and DST",
         ("convert", JSON, tmp_path / "x", "--density", "0.5"): "require --merge",
-        ("convert", tmp_path / "x", "--merge", JSON, "--weights", "1"): "give two or more",
+        ("convert", tmp_path / "x", "--merge", JSON, "--weights", "1"): "give at least two adapters",
         ("compare", "--model", DEMO / "model", "--adapters", JSON): "is not NAME=PATH",
         ("compare", "--model", DEMO / "model", "--adapters", f"base={JSON}"): "base model's own",
         (
