@@ -40,7 +40,7 @@ function field({ name, label, type = "text", hint, options, value, ...attributes
   const id = `field-${name}`;
   const described = hint ? { "aria-describedby": `${id}-hint` } : {};
   const control = options
-    ? h("select", { id, name, ...described }, ...options.map(([one, words]) => h("option", { value: one, selected: one === value }, words)))
+    ? h("select", { id, name, ...described }, ...options.map(([choice, words]) => h("option", { value: choice, selected: choice === value }, words)))
     : h("input", { id, name, type, autocomplete: "off", spellcheck: "false", ...described, ...attributes });
   if (type === "checkbox") control.checked = Boolean(value);
   else if (type !== "file" && value !== undefined) control.value = value;
@@ -126,12 +126,12 @@ function settle() {
 /** What opened it may have been drawn anew, or be gone. */
 function refocus() {
   const again = opener.dataset.act && document.querySelector(`[data-act="${CSS.escape(opener.dataset.act)}"]`);
-  const others = ["dialog[open] .close", "#locked-key", "#main"].map((one) => document.querySelector(one));
-  [opener, again, ...others].find((one) => one?.checkVisibility() && !one.disabled).focus();
+  const others = ["dialog[open] .close", "#locked-key", "#main"].map((selector) => document.querySelector(selector));
+  [opener, again, ...others].find((node) => node?.checkVisibility() && !node.disabled).focus();
 }
 
 /** Said once, to screen readers too; goes by itself. */
-export function note(text) {
+export function notify(text) {
   const line = h("p", {}, text);
   byId("toasts").append(line);
   setTimeout(() => line.remove(), NOTE_MS);

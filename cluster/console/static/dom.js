@@ -46,7 +46,7 @@ export function keyed(parent, items, keyOf, create, update) {
     if (wanted.has(node.key)) there.set(node.key, node);
     else node.remove();
   }
-  let at = parent.firstElementChild;
+  let next = parent.firstElementChild;
   for (const item of items) {
     const key = keyOf(item);
     let node = there.get(key);
@@ -55,8 +55,8 @@ export function keyed(parent, items, keyOf, create, update) {
       node.key = key;
     }
     update(node, item);
-    if (node === at) at = at.nextElementSibling;
-    else parent.insertBefore(node, at);
+    if (node === next) next = next.nextElementSibling;
+    else parent.insertBefore(node, next);
   }
 }
 

@@ -69,7 +69,7 @@ function whyClosed(refused) {
 
 /** Why an adapter cannot be changed, and why it cannot be pinned; null where it can. */
 function rightsTo(adapter) {
-  const foreign = tenant !== null && adapter.tenant !== tenant ? "It is public: the operator changes it." : null;
+  const foreign = tenant !== null && adapter.tenant !== tenant ? "It is public: only the operator can change it." : null;
   const change = closed ?? foreign;
   return { change, pin: change ?? (tenant === null ? null : "Pinning takes slots from all tenants: it needs the operator's key.") };
 }
@@ -82,7 +82,7 @@ function showStatus(error) {
   lock(error !== null && REFUSED.includes(error.status) ? error : null);
   const trouble = byId("trouble");
   trouble.hidden = error === null || locked;
-  setText(trouble, trouble.hidden ? "" : `${error.message}${everShown ? " What you see is from before; the page goes on asking." : ""}`);
+  setText(trouble, trouble.hidden ? "" : `${error.message}${everShown ? " The data below is out of date; the page keeps trying." : ""}`);
 }
 
 /** In the place of the views, which are of a key that is not in force. The page goes on asking: it may be again. */
@@ -90,8 +90,8 @@ function lock(refusal) {
   const was = locked;
   locked = refusal !== null;
   if (locked) {
-    setText(byId("locked-title"), session.key ? "This key does not open the console" : "This server asks for a key");
-    setText(byId("locked-reason"), session.key ? refusal.message : "The console shows what an API key may see, and changes what it may change. The admin key opens everything.");
+    setText(byId("locked-title"), session.key ? "This key does not open the console" : "This server requires a key");
+    setText(byId("locked-reason"), session.key ? refusal.message : "The console shows what your API key may see, and can change what it may change. The admin key gives access to everything.");
     showRefusedKey();
   }
   if (locked === was) return;
@@ -110,7 +110,7 @@ function turn() {
   else under ??= { section: "adapters", name: "", query: new URLSearchParams(), hash: address("adapters") };
   const { section } = under;
   byId("locked").hidden = !locked;
-  for (const one of SECTIONS) byId(`view-${one}`).hidden = locked || one !== section;
+  for (const candidate of SECTIONS) byId(`view-${candidate}`).hidden = locked || candidate !== section;
   for (const link of document.querySelectorAll("nav a")) {
     if (link.hash === address(TABS[section] ?? section)) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");

@@ -16,7 +16,7 @@ export function tarOf(files) {
 function header(name, size) {
   if (size > MAX_BYTES) throw new RangeError(`${name} has ${size} bytes; push files over 8 GiB from a URI.`);
   const block = new Uint8Array(BLOCK);
-  const put = (at, text) => block.set(new TextEncoder().encode(text), at);
+  const put = (offset, text) => block.set(new TextEncoder().encode(text), offset);
   const octal = (value, digits) => `${value.toString(8).padStart(digits, "0")}\0`;
   put(0, name);
   put(100, octal(0o644, 7));
