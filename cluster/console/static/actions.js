@@ -1,11 +1,11 @@
-// What administrators do with an adapter: each asks for what it needs, calls the API, and says how it went.
+// The administrator's actions on an adapter: each asks for its parameters, calls the API, and reports the result.
 
 import { adapterPath, post, send } from "./api.js";
 import { ask, notify } from "./dialogs.js";
 import { plural, split } from "./format.js";
 import { askPush } from "./push.js";
 
-/** after(): the adapter has changed. removed(): it is gone. */
+/** Calls after() when the adapter has changed, and removed() when it has been removed. */
 export function actionsOf(adapter, { after, removed }) {
   const { name } = adapter;
   const call = (verb, body) => post(adapterPath(name, verb), body);

@@ -6,7 +6,7 @@ import { bytes, plural, rate, seconds, shortDigest, shortReplica, split, whole }
 import { Pager } from "./pager.js";
 
 const TYPING_MS = 200;
-const BY_NAME = "name"; // the order that an address need not name
+const BY_NAME = "name"; // the default order, which addresses leave out
 const TIERS = [
   ["gpu", "slot"],
   ["coming", "loading"],
@@ -32,7 +32,7 @@ export function makeAdapters({ ask, readdress }) {
     ask({ ...wanted, after: "" });
   }
 
-  /** Takes what is searched for from an address. Returns what is to be asked for; the page stays where nothing changes. */
+  /** Reads the search and order from an address. Returns the query to send, which keeps the page if nothing changes. */
   function choose(query) {
     const orders = [...order.options].map((option) => option.value);
     const given = { search: (query.get("search") ?? "").slice(0, search.maxLength), order: orders.includes(query.get("order")) && query.get("order") !== BY_NAME ? query.get("order") : "" };
@@ -87,7 +87,7 @@ function fill(node, adapter, windowS) {
   setText(first, seconds(adapter.traffic.p95_first_token_s));
 }
 
-/** The version that most requests of its name go to. */
+/** Returns the version that receives most requests for the adapter's name. */
 export function current(adapter) {
   const shares = Object.entries(adapter.aliases[adapter.name] ?? {}).sort((a, b) => b[1] - a[1]);
   const number = shares.length ? Number(shares[0][0]) : null;
@@ -105,7 +105,7 @@ function tags(parent, adapter) {
   keyed(parent, shown, ([kind]) => kind, ([kind]) => h("span", { class: `tag ${kind}` }), (node, [, words]) => setText(node, words));
 }
 
-/** How many replicas have it in which tier, of all its versions; whose they are is in the title. */
+/** Shows how many replicas have any version of the adapter in each tier. The titles name the replicas. */
 function places(parent, adapter) {
   const best = {};
   for (const version of adapter.versions) {

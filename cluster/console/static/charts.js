@@ -1,5 +1,5 @@
 // Time series as lines or stacked bars in plain SVG. The values under the pointer, or those that the arrow keys have
-// chosen, are written below a chart, and read out by screen readers as those of a slider.
+// chosen, are shown below the chart. Screen readers read them out as the values of a slider.
 
 import { h, keyed, setAttribute, setText, svg } from "./dom.js";
 import { clock } from "./format.js";
@@ -13,7 +13,7 @@ const BASELINE = HEIGHT - BOTTOM;
 const STEPS = { ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1, PageDown: -12, PageUp: 12, Home: -Infinity, End: Infinity };
 
 export class Chart {
-  /** unit: of the values, where format(value) does not name it: a value as it is read. stacked: bars upon each other in place of lines. */
+  /** `format` turns a value into text, and `unit` is shown next to the title. With `stacked`, draws stacked bars instead of lines. */
   constructor({ title, unit, format, stacked = false }) {
     Object.assign(this, { title, format, stacked });
     this.data = null;
@@ -33,7 +33,7 @@ export class Chart {
     new ResizeObserver(() => this.render()).observe(this.plot);
   }
 
-  /** series: {name, tone, values}, in which null is a value that is not known. empty: why there is nothing to show. */
+  /** Draws `series` of {name, tone, values}; a value that is not known is null. `empty` is shown if there are no values. */
   draw({ startS, bucketS, series, empty }) {
     this.data = { startS, bucketS, series, empty, count: series[0].values.length };
     this.render();
@@ -109,7 +109,7 @@ export class Chart {
     );
   }
 
-  /** Writes the chosen values, or the latest. */
+  /** Shows the chosen values, or the latest ones if none are chosen. */
   read() {
     const { startS, bucketS, series, count } = this.data;
     const index = this.chosen ?? count - 1;
@@ -127,13 +127,13 @@ export class Chart {
   }
 }
 
-/** The next number above whose half is easy to read, too. */
+/** Returns the next round number whose half is easy to read, too. */
 function ceiling(value) {
   const zeros = 10 ** Math.floor(Math.log10(value));
   return [1, 2, 3, 4, 6, 8, 10].map((digit) => digit * zeros).find((end) => end >= value * 0.999);
 }
 
-/** Broken where a value is not known. A value alone is a dot, which the stroke's round ends make of a line of no length. */
+/** Returns a path with gaps where values are not known. A single value is a line of no length, whose round ends make it a dot. */
 function line(values, x, y) {
   let path = "";
   values.forEach((value, index) => {

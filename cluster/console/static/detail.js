@@ -1,4 +1,4 @@
-// One adapter in a sheet: its versions, what its names stand for and stood for, where it is, and what can be done to it.
+// One adapter in a sheet: its versions, the present and past targets of its names, its places, and the actions on it.
 
 import { actionsOf } from "./actions.js";
 import { fitsPath, inPath } from "./addresses.js";
@@ -11,7 +11,7 @@ const WORDS = { gpu: "in a slot", coming: "loading", cpu: "in host memory" };
 const sheet = byId("detail");
 const body = byId("detail-body");
 
-/** rights(adapter): why it cannot be changed or pinned, or null. changed(): something was done. closed(): by its viewer. tryIt(name): in the playground. */
+/** rights(adapter) returns why it cannot be changed or pinned, or null. changed() is called after an action, closed() when the viewer closes the sheet, and tryIt(name) opens the playground. */
 export function makeDetail({ rights, changed, closed, tryIt, needKey }) {
   let name = null;
   let shown = "";
@@ -21,7 +21,7 @@ export function makeDetail({ rights, changed, closed, tryIt, needKey }) {
     name = null;
     closed();
   });
-  sheet.addEventListener("click", (event) => event.target === sheet && sheet.close()); // beside it
+  sheet.addEventListener("click", (event) => event.target === sheet && sheet.close()); // a click beside the sheet
 
   async function open(wanted) {
     if (name === wanted) return;
@@ -33,13 +33,13 @@ export function makeDetail({ rights, changed, closed, tryIt, needKey }) {
     await refresh();
   }
 
-  /** Without a change of the address. */
+  /** Closes the sheet without changing the address. */
   function hide() {
     name = null;
     sheet.close();
   }
 
-  /** Draws only what is new, so that whoever reads or has the focus there is left alone. */
+  /** Draws the sheet only if something has changed, so that reading and focus are not disturbed. */
   async function refresh() {
     const wanted = name;
     if (wanted === null) return;

@@ -1,12 +1,12 @@
 // Makes and patches elements. Everything that comes from a server is set as text: nothing here takes HTML, and no
-// attribute that can hold code is ever made from data. The only URLs that are, are those of addresses.js: each begins with
-// "#", and its data is encoded.
+// attribute that can hold code is ever made from data. The only URLs that are made from data come from addresses.js:
+// each begins with "#", and its data is encoded.
 
 const SVG = "http://www.w3.org/2000/svg";
 
 export const byId = (id) => document.getElementById(id);
 
-/** on…: a listener. hue: the colour of an adapter. Others are attributes; false and null leave them out. */
+/** Makes an element. Properties are listeners (on…), the hue of an adapter, or attributes; false and null leave an attribute out. */
 export function h(tag, properties = {}, ...children) {
   return filled(document.createElement(tag), properties, children);
 }
@@ -60,7 +60,7 @@ export function keyed(parent, items, keyOf, create, update) {
   }
 }
 
-/** The same hue for the same bytes, on every replica and in every view. */
+/** Returns the hue of an adapter's bytes, which is the same on every replica and in every view. */
 export function hueOf(digest) {
   return Number.parseInt(digest.slice(2, 8), 16) % 360 || 0;
 }

@@ -1,4 +1,4 @@
-// The key: asked for in a dialog, sent with every call from then on, forgotten with the page.
+// The key: the viewer enters it in a dialog, every later call sends it, and it is forgotten with the page.
 
 import { byId, setText } from "./dom.js";
 import { ask } from "./dialogs.js";

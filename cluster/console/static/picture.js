@@ -5,17 +5,17 @@ import { h, hueOf, keyed, setAttribute, setText, svg } from "./dom.js";
 import { middle, percent, plural, shortDigest, shortReplica } from "./format.js";
 
 const GAP = 4;
-const WIDE = 112; // of a slot that has its adapter's name in it
+const WIDE = 112; // width of a slot that shows its adapter's name
 const HEIGHT = 26;
-const SMALL = 16; // of a slot without, where there are many
+const SMALL = 16; // width of a slot without a name, if there are many
 const NAMED_SLOTS = 64;
-const LETTER = 6.3; // mean width of one, at this size
-const DOT = 9; // an adapter in host memory
+const LETTER = 6.3; // mean width of a letter at this size
+const DOT = 9; // size of the mark of an adapter in host memory
 const MAX_DOTS = 160;
 
 const NOT_SHOWN = "empty, or not yours";
 
-/** One replica. Its slots are one stop of the Tab key; arrow keys go from one to the next. */
+/** The picture of one replica. Its slots are one stop of the Tab key, and arrow keys move between them. */
 export class Picture {
   constructor() {
     this.title = h("a");
@@ -30,7 +30,7 @@ export class Picture {
     this.current = 0;
   }
 
-  /** seesAll: else a slot or place that shows nothing may be another tenant's. */
+  /** Draws the replica. Unless the viewer sees all, a slot or place that shows nothing may be another tenant's. */
   draw(replica, names, numComing, seesAll) {
     setText(this.title, shortReplica(replica.replica));
     setAttribute(this.title, "title", replica.replica);
@@ -132,7 +132,7 @@ function place(node, x, y, width, height, isCurrent) {
   setAttribute(node, "tabindex", isCurrent ? 0 : -1);
 }
 
-/** Host memory: a dot for each adapter, and one for each place that is free. Returns where it ends. */
+/** Draws host memory as a dot for each adapter and each free place. Returns the y coordinate of its end. */
 function memory(group, replica, names, width, top, seesAll) {
   const places = replica.cpu_loras ?? 0;
   if (!places) {

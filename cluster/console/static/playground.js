@@ -1,4 +1,4 @@
-// The same prompt to several models side by side, over the public API, each answer as it streams in.
+// Sends one prompt to several models through the public API, and shows their answers side by side as they stream in.
 
 import { address } from "./addresses.js";
 import { get, send } from "./api.js";
@@ -13,15 +13,15 @@ const SUGGESTIONS_MS = 150;
 const form = byId("ask");
 const pick = byId("pick");
 
-/** readdress(query): the models have changed, which the view's address names. */
+/** Calls readdress(query) when the models change, since the view's address names them. */
 export function makePlayground({ readdress }) {
   let base = null;
-  let whose = null; // the viewer that the names are shown to
+  let whose = null; // the viewer for whom the models were chosen
   let chosen = [];
   let running = [];
   let typing = 0;
 
-  /** With the first adapters there are; anew where another's key is given, who may not see what was chosen. */
+  /** Chooses the first adapters. Starts again for another viewer, who may not see the models chosen before. */
   function start({ viewer, base_models: bases, adapters }) {
     const now = `${viewer.tenant} ${viewer.sees_all}`;
     if (whose === now) return;
@@ -35,7 +35,7 @@ export function makePlayground({ readdress }) {
     chips();
   }
 
-  /** The models that an address names. One that names none leaves those that are chosen. */
+  /** Chooses the models that an address names. If it names none, the choice stays. */
   function choose(models) {
     const named = [...new Set(models)].filter((name) => name && name.length <= pick.maxLength).slice(0, MAX_MODELS);
     if (named.length) chosen = named;
@@ -91,7 +91,7 @@ export function makePlayground({ readdress }) {
       const names = [...bases, ...adapters.flatMap((adapter) => [adapter.name, ...Object.keys(adapter.aliases)])];
       byId("pick-list").replaceChildren(...[...new Set(names)].map((name) => h("option", { value: name })));
     } catch {
-      // Names can be typed in full; polling says what is wrong.
+      // Names can still be typed in full, and polling reports the error.
     }
   }
 
@@ -137,7 +137,7 @@ export function makePlayground({ readdress }) {
   return {
     start,
     choose,
-    /** Goes to the base beside one adapter. */
+    /** Opens the playground with the base model and one adapter. */
     show(name) {
       location.hash = address("playground", "", [base ?? "", name].map((model) => ["model", model]));
       addEventListener("hashchange", () => form.elements.prompt.focus(), { once: true });
@@ -226,7 +226,7 @@ class Answer {
     this.outcome = `${this.state.textContent}, ${plural(usage?.completion_tokens ?? pieces, "token")}`;
   }
 
-  /** Over the tokens behind the first. */
+  /** Shows the speed, measured over the tokens after the first. */
   measure(first, count) {
     setText(this.tokens, count);
     const tookS = first === null ? 0 : (performance.now() - first) / 1000;

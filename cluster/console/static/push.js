@@ -1,4 +1,4 @@
-// Pushing an adapter: a folder of this machine, sent as a tar, or a path or URI that the server reads.
+// Pushes an adapter: a folder of this machine, which is sent as a tar, or a path or URI that the server reads.
 
 import { ApiError, adapterPath, errorFrom, headers, post } from "./api.js";
 import { ask, notify } from "./dialogs.js";
@@ -7,9 +7,9 @@ import { tarOf } from "./tar.js";
 
 const CONFIG = "adapter_config.json";
 const WEIGHTS = ["adapter_model.safetensors", "adapter_model.bin"];
-const LANGUAGE = ["chat_template.jinja", "generation_config.json", "lorafleet.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"]; // sent where they are there
+const LANGUAGE = ["chat_template.jinja", "generation_config.json", "lorafleet.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"]; // sent if they exist
 
-/** name: of the adapter that gets a version; "" asks for one. tenant: whose key it is; null may push for anybody. */
+/** `name` is the adapter that gets a version; "" asks for one. `tenant` is the key's; null may push for any tenant. */
 export function askPush({ name = "", tenant = null, after }) {
   ask({
     title: name ? `New version of ${name}` : "Push an adapter",
@@ -47,7 +47,7 @@ async function push(name, values, under) {
   return upload(`${adapterPath(name, "files")}?${query}`, tarOf(filesOf(values.folder)), under);
 }
 
-/** What serving reads, at the top of the folder; one folder of a training run has many more. */
+/** Selects the files that a server reads, at the top of the folder. The folder of a training run has many more. */
 export function filesOf(folder) {
   const top = new Map(folder.filter((file) => file.webkitRelativePath.split("/").length === 2).map((file) => [file.name, file]));
   const weights = WEIGHTS.find((name) => top.has(name));
@@ -57,7 +57,7 @@ export function filesOf(folder) {
   return Object.fromEntries([CONFIG, weights, ...LANGUAGE].filter((name) => top.has(name)).map((name) => [name, top.get(name)]));
 }
 
-/** fetch does not tell how far an upload is. */
+/** Uploads with XMLHttpRequest, since fetch does not report an upload's progress. */
 function upload(path, content, { signal, progress }) {
   return new Promise((resolve, reject) => {
     const request = new XMLHttpRequest();

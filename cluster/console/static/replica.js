@@ -9,7 +9,7 @@ export function makeReplica() {
   const traffic = new Traffic(byId("replica-traffic"));
   let id = null;
 
-  /** Another replica than before: nothing of the one before is left. */
+  /** Switches to another replica and hides the data of the one before. */
   function show(wanted) {
     if (wanted === id) return;
     id = wanted;

@@ -1,4 +1,4 @@
-// Replicas as pictures, with the loads that are in progress there and the errors of the last time.
+// Replicas as pictures, with their loads in progress and their recent errors.
 
 import { adapterLink } from "./addresses.js";
 import { byId, h, keyed, setText } from "./dom.js";
@@ -15,7 +15,7 @@ const KINDS = {
 };
 
 export class Replicas {
-  /** The ids of three lists of the page; the counts of the last two have "-count" behind them. */
+  /** The arguments are the ids of three lists of the page. The ids of the last two lists' counts end in "-count". */
   constructor(replicas, loads, errors) {
     this.ids = { replicas, loads, errors };
     this.pictures = new Map();

@@ -1,9 +1,9 @@
 // An uncompressed tar (ustar) of a few files, as a Blob that refers to them: a browser reads gigabytes as it sends them.
 
 const BLOCK = 512;
-const MAX_BYTES = 8 ** 11 - 1; // what eleven octal digits can say
+const MAX_BYTES = 8 ** 11 - 1; // the largest number of eleven octal digits
 
-/** files: File or Blob by the name that each has in the tar. */
+/** Returns the tar of `files`, which maps the name in the tar to a File or Blob. */
 export function tarOf(files) {
   const parts = [];
   for (const [name, file] of Object.entries(files)) {

@@ -5,14 +5,14 @@ import { Chart } from "./charts.js";
 import { h, keyed, setText } from "./dom.js";
 import { percent, rate, seconds, whole } from "./format.js";
 
-const CHARTED = 5; // adapters with a colour of their own
-const OTHERS = 0; // tones; those of adapters are 1 to CHARTED
+const CHARTED = 5; // number of adapters with a colour of their own
+const OTHERS = 0; // the tone of all others; adapters have 1 to CHARTED
 const BASE = CHARTED + 1;
 const MIX = "+"; // between the names of adapters that one request mixes
 
 export class Traffic {
   constructor(parent) {
-    this.tones = new Map(); // of adapters, by name
+    this.tones = new Map(); // tone of each adapter by name
     this.tokens = new Chart({ title: "Tokens", unit: "tokens/s", format: rate });
     this.latency = new Chart({ title: "Time to first token", unit: "median and p99", format: seconds });
     this.requests = new Chart({ title: "Requests by adapter", unit: "requests/s", format: rate, stacked: true });
@@ -30,7 +30,7 @@ export class Traffic {
     );
   }
 
-  /** unknown: why there is no history, if there is none. */
+  /** Draws the history, or shows `unknown` if there is none. */
   draw({ history = null, base_models: [base] }, unknown) {
     this.unknown.hidden = history !== null;
     this.charts.hidden = history === null;
@@ -55,7 +55,7 @@ export class Traffic {
     draw(this.loads, `No adapter was loaded in the ${over}.`, ["into slots", 1, history.slot_loads], ["into host memory", 2, history.memory_loads]);
   }
 
-  /** The busiest adapters, the base, and all others together. */
+  /** Returns [name, tone, series] of the busiest adapters, of the base, and of all others together. */
   byAdapter({ requests, busiest, base: ofBase }, base) {
     const charted = busiest.slice(0, CHARTED);
     this.assignTones(charted.map((adapter) => adapter.name));
@@ -68,7 +68,7 @@ export class Traffic {
     ];
   }
 
-  /** An adapter keeps its colour for as long as it is charted. */
+  /** Assigns tones, so that an adapter keeps its colour for as long as it is charted. */
   assignTones(names) {
     for (const name of this.tones.keys()) if (!names.includes(name)) this.tones.delete(name);
     const free = Array.from({ length: CHARTED }, (_, number) => number + 1).filter((tone) => ![...this.tones.values()].includes(tone));
