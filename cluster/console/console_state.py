@@ -33,8 +33,8 @@ def state_of(
 ) -> dict[str, Any]:
     seen = Views(views, viewer)
     names = {digest: viewer.naming(name) for digest, name in directory.names.items()}
-    failures = [*directory.failures, *(one for view in views for one in view.failures)]
-    failures.sort(key=lambda one: one.at_s, reverse=True)
+    failures = [*directory.failures, *(failure for view in views for failure in view.failures)]
+    failures.sort(key=lambda failure: failure.at_s, reverse=True)
     return {
         "object": "console.state",
         "version": __version__,
@@ -42,11 +42,11 @@ def state_of(
         "poll_s": POLL_S + directory.num_replicas / 50,
         "window_s": WINDOW_S,
         "num_adapters": directory.num_adapters,
-        "adapters": [seen.adapter(one) for one in directory.adapters],
+        "adapters": [seen.adapter(adapter) for adapter in directory.adapters],
         "has_more": directory.has_more,
         "after": directory.adapters[-1].name if directory.adapters else None,
         "num_replicas": directory.num_replicas,
-        "replicas": [seen.replica(one, names) for one in directory.replicas],
+        "replicas": [seen.replica(state, names) for state in directory.replicas],
         "more_replicas": directory.more_replicas,
         "last_replica": directory.replicas[-1].replica if directory.replicas else None,
         "names": names,
@@ -54,7 +54,7 @@ def state_of(
         "base": _traffic(seen.traffic((BASE,))),
         "load": _load(views) if viewer.sees_all else None,
         "loads": _loads(directory, views, names, viewer),
-        "failures": [_failure(one, viewer) for one in failures[:MAX_FAILURES]],
+        "failures": [_failure(failure, viewer) for failure in failures[:MAX_FAILURES]],
     }
 
 
@@ -82,7 +82,7 @@ class Views:
 
     def history(self, adapter: AdapterView) -> dict[str, Any]:
         return {
-            self._viewer.naming(alias): [msgspec.to_builtins(one) for one in moves]
+            self._viewer.naming(alias): [msgspec.to_builtins(move) for move in moves]
             for alias, moves in adapter.aliases.items()
         }
 
@@ -91,13 +91,13 @@ class Views:
         shown: dict[str, Any] = {
             "replica": state.replica,
             "state": _state(state, view),
-            "pinned": [one for one in state.pinned if one in names],
+            "pinned": [digest for digest in state.pinned if digest in names],
         }
         if view is None:
             return shown
         shown |= {
-            "slots": [one if one in names else "" for one in view.slots],
-            "in_cpu": [one for one in view.in_cpu if one in names],
+            "slots": [digest if digest in names else "" for digest in view.slots],
+            "in_cpu": [digest for digest in view.in_cpu if digest in names],
             "cpu_loras": view.cpu_loras,
         }
         return shown | (_load([view]) if self._viewer.sees_all else {})
@@ -110,7 +110,7 @@ def _adapter(adapter: AdapterView, viewer: Viewer) -> dict[str, Any]:
         "pinned_replicas": adapter.pinned_replicas,
         "removing": adapter.removing,
         "found": adapter.found,
-        "versions": [_version(one) for one in adapter.versions],
+        "versions": [_version(version) for version in adapter.versions],
     }
 
 
@@ -158,10 +158,10 @@ def _loads(
     directory: DirectoryView, views: Sequence[ReplicaView], names: Mapping[str, str], viewer: Viewer
 ) -> list[dict[str, Any]]:
     """Returns the commands that replicas have not completed, and the adapters that their requests wait for."""
-    told: list[dict[str, Any]] = [
-        {**msgspec.structs.asdict(one), "adapter": viewer.naming(one.adapter)} for one in directory.orders
+    orders: list[dict[str, Any]] = [
+        {**msgspec.structs.asdict(order), "adapter": viewer.naming(order.adapter)} for order in directory.orders
     ]
-    return told + [
+    return orders + [
         {
             "replica": view.replica,
             "adapter": names[digest],

@@ -43,16 +43,16 @@ class DirectoryWindow:
         directory = self._directory
         known = sorted(directory.replicas.live())
         if query.replica:
-            shown = [one for one in known if one == query.replica]
+            shown = [replica_id for replica_id in known if replica_id == query.replica]
         else:
-            shown = [one for one in known if one > query.replicas_after][: query.replica_limit]
+            shown = [replica_id for replica_id in known if replica_id > query.replicas_after][: query.replica_limit]
         pinned = directory.pins()
         num_adapters = len(directory.catalogue.state.adapters) + len(directory.names.found)
         return DirectoryView(
             adapters=adapters,
             has_more=has_more,
             num_adapters=num_adapters if viewer.sees_all else None,
-            replicas=[self._replica(one, pinned, viewer) for one in shown],
+            replicas=[self._replica(replica_id, pinned, viewer) for replica_id in shown],
             num_replicas=len(known),
             more_replicas=bool(shown) and not query.replica and shown[-1] != known[-1],
             names=self._names_held(shown, viewer),
@@ -110,8 +110,8 @@ class DirectoryWindow:
         checks."""
         wanted, shown = query.search.casefold(), viewer.naming
         after = shown(query.after)
-        for at, candidate in enumerate(candidates):
-            if at % STEP == 0:
+        for index, candidate in enumerate(candidates):
+            if index % STEP == 0:
                 yield
             if wanted not in candidate.casefold():
                 continue
@@ -145,19 +145,19 @@ class DirectoryWindow:
     def _of_catalogue(self, adapter: AdapterRecord, viewer: Viewer) -> AdapterView:
         versions = [
             VersionView(
-                one.number,
-                one.digest,
-                *self._where(one.digest),
-                one.rank,
-                one.num_bytes,
-                one.created_s,
-                one.source if viewer.sees_all else "",
-                one.metadata,
+                version.number,
+                version.digest,
+                *self._where(version.digest),
+                version.rank,
+                version.num_bytes,
+                version.created_s,
+                version.source if viewer.sees_all else "",
+                version.metadata,
             )
-            for one in adapter.versions
+            for version in adapter.versions
         ]
         aliases = {
-            alias: [MoveView(one.at_s, {str(s.version): s.weight for s in one.shares}) for one in moves]
+            alias: [MoveView(move.at_s, {str(s.version): s.weight for s in move.shares}) for move in moves]
             for alias, moves in adapter.aliases.items()
         }
         return AdapterView(adapter.name, versions, aliases, adapter.pinned_replicas, adapter.removing)
@@ -178,14 +178,14 @@ class DirectoryWindow:
             directory.replicas.is_ready(replica_id),
             directory.replicas.is_draining(replica_id),
             directory.residency.loads.get(replica_id) if viewer.sees_all else None,
-            [digest for digest, at in pinned.items() if replica_id in at],
+            [digest for digest, replica_ids in pinned.items() if replica_id in replica_ids],
         )
 
     def _names_held(self, replicas: list[str], viewer: Viewer) -> dict[str, str]:
         """Returns a name for each digest that the replicas have. If several adapters have the same bytes, the first
         one gives the name."""
         residency, names = self._directory.residency, dict[str, str]()
-        for digest in {digest for one in replicas for digest in residency.held(one)}:
+        for digest in {digest for replica_id in replicas for digest in residency.held(replica_id)}:
             name = self._name(digest, viewer)
             if name is not None:
                 names[digest] = name
@@ -203,4 +203,4 @@ class DirectoryWindow:
             for replica, kind, lora, since_s in self._directory.replicas.open_orders()
             if viewer.may_see(lora.lora_name)
         ]
-        return sorted(orders, key=lambda one: one.since_s)[:MAX_ORDERS]
+        return sorted(orders, key=lambda order: order.since_s)[:MAX_ORDERS]

@@ -46,6 +46,6 @@ async def ask_all(replicas: Any, query: ReplicaQuery, viewer: Viewer) -> list[Re
         )
     except TimeoutError:
         return []
-    for error in (one for one in answers if isinstance(one, Exception)):
+    for error in (answer for answer in answers if isinstance(answer, Exception)):
         logger.warning("a replica did not report its state to the console: %r", error)
-    return [one for one in answers if isinstance(one, ReplicaView)]
+    return [answer for answer in answers if isinstance(answer, ReplicaView)]

@@ -109,21 +109,21 @@ class StateApi:
         view = await self._view_directory(query, viewer)
         if viewer.sees_all:
             return view
-        kept = [one for one in view.adapters if catalog.sees(one.name)]
+        kept = [adapter for adapter in view.adapters if catalog.sees(adapter.name)]
         last, num_looks = view, 1
         while last.has_more and len(kept) <= query.limit and not (query.search and num_looks == MAX_LOOKS):
             name = last.adapters[-1].name
             public_after = catalog.past(name) if tenant_of(name) is None else query.public_after
             query = msgspec.structs.replace(query, after=name, public_after=public_after)
             last = await self._view_directory(query, viewer)
-            kept += [one for one in last.adapters if catalog.sees(one.name)]
+            kept += [adapter for adapter in last.adapters if catalog.sees(adapter.name)]
             num_looks += 1
         return msgspec.structs.replace(
             view,
             adapters=kept[: query.limit],
             has_more=len(kept) > query.limit,
             names={digest: name for digest, name in view.names.items() if catalog.sees(name)},
-            orders=[one for one in view.orders if catalog.sees(one.adapter)],
+            orders=[order for order in view.orders if catalog.sees(order.adapter)],
         )
 
     async def _busiest(self, viewer: Viewer, limit: int) -> list[str]:

@@ -1,17 +1,17 @@
-// What administrators do with an adapter: each asks for what it needs, calls the API, and says how it went.
+// The administrator's actions on an adapter: each asks for its parameters, calls the API, and reports the result.
 
 import { adapterPath, post, send } from "./api.js";
-import { ask, note } from "./dialogs.js";
+import { ask, notify } from "./dialogs.js";
 import { plural, split } from "./format.js";
 import { askPush } from "./push.js";
 
-/** after(): the adapter has changed. removed(): it is gone. */
+/** Calls after() when the adapter has changed, and removed() when it has been removed. */
 export function actionsOf(adapter, { after, removed }) {
   const { name } = adapter;
   const call = (verb, body) => post(adapterPath(name, verb), body);
 
   async function done(words) {
-    note(words);
+    notify(words);
     await after();
   }
 
@@ -23,8 +23,8 @@ export function actionsOf(adapter, { after, removed }) {
     pin: () =>
       ask({
         title: `Pin ${name}`,
-        text: "What its names stand for is kept in slots, whatever else is asked for.",
-        fields: [replicas("So many keep it in a slot.")],
+        text: "The versions that its names stand for stay in slots, whichever other adapters are requested.",
+        fields: [replicas("Number of replicas that keep it in a slot.")],
         submit: "Pin",
         run: async ({ replicas: count }) => {
           await call("pin", { replicas: Number(count) });
@@ -35,23 +35,23 @@ export function actionsOf(adapter, { after, removed }) {
     unpin: () =>
       ask({
         title: `Unpin ${name}`,
-        text: "Its slots may go to others again.",
+        text: "Other adapters may use its slots again.",
         submit: "Unpin",
         run: async () => {
           await call("unpin", {});
-          await done(`${name} is not pinned any more.`);
+          await done(`${name} is no longer pinned.`);
         },
       }),
 
     prefetch: () =>
       ask({
         title: `Prefetch ${name}`,
-        text: "Reads it into host memory before its first request.",
-        fields: [replicas("So many read it.")],
+        text: "Loads it into host memory before its first request.",
+        fields: [replicas("Number of replicas that load it.")],
         submit: "Prefetch",
         run: async ({ replicas: count }) => {
-          const { replicas: at } = await call("prefetch", { replicas: Number(count) });
-          await done(`${name} is in the memory of ${plural(at.length, "replica")}.`);
+          const { replicas: loadedOn } = await call("prefetch", { replicas: Number(count) });
+          await done(`${name} is in the memory of ${plural(loadedOn.length, "replica")}.`);
         },
       }),
 
@@ -62,7 +62,7 @@ export function actionsOf(adapter, { after, removed }) {
         submit: "Verify",
         run: async () => {
           const { verified } = await call("verify", {});
-          await done(`${name}: ${verified.map((one) => `v${one}`).join(", ")} ${verified.length > 1 ? "have" : "has"} the bytes that were registered.`);
+          await done(`${name}: ${verified.map((version) => `v${version}`).join(", ")} ${verified.length > 1 ? "have" : "has"} the bytes that were registered.`);
         },
       }),
 
@@ -70,10 +70,10 @@ export function actionsOf(adapter, { after, removed }) {
       const present = alias === null ? {} : adapter.aliases[alias];
       ask({
         title: alias === null ? `Add an alias of ${name}` : `Move ${alias}`,
-        text: "Give a weight to each version that its requests shall go to; leave the others empty.",
+        text: "Enter a weight for each version that its requests should go to; leave the others empty.",
         fields: [
           ...(alias === null ? [{ name: "alias", label: "Alias", required: true, maxlength: 256 }] : []),
-          ...adapter.versions.toReversed().map((one) => ({ name: `v${one.number}`, label: `Version ${one.number}`, type: "number", min: 0, step: "any", value: present[one.number] ?? "", hint: one.digest.slice(0, 12) })),
+          ...adapter.versions.toReversed().map((version) => ({ name: `v${version.number}`, label: `Version ${version.number}`, type: "number", min: 0, step: "any", value: present[version.number] ?? "", hint: version.digest.slice(0, 12) })),
         ],
         submit: alias === null ? "Add" : "Move",
         run: async (values) => {
@@ -115,15 +115,15 @@ export function actionsOf(adapter, { after, removed }) {
       ask({
         title: `Remove ${name}`,
         text: adapter.found
-          ? "It is forgotten, until a request names it and a resolver finds it again."
-          : `All ${adapter.versions.length > 1 ? `${adapter.versions.length} versions` : "of it"} and every alias, on every replica and in the catalogue. Requests in flight are answered first. This cannot be undone.`,
+          ? "It is forgotten until a request names it and a resolver finds it again."
+          : `${adapter.versions.length > 1 ? `All ${adapter.versions.length} versions` : "The adapter"} and every alias are removed from every replica and from the catalogue. Requests in flight are answered first. This cannot be undone.`,
         fields: [{ name: "sure", label: `Type ${name} to confirm`, required: true }],
         submit: "Remove",
         danger: true,
         run: async ({ sure }) => {
-          if (sure !== name) throw new Error(`That is not ${name}.`);
+          if (sure !== name) throw new Error(`The text is not ${name}.`);
           await send("DELETE", adapterPath(name));
-          note(`${name} is removed.`);
+          notify(`${name} is removed.`);
           removed();
           await after();
         },

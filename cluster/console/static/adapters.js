@@ -6,10 +6,10 @@ import { bytes, plural, rate, seconds, shortDigest, shortReplica, split, whole }
 import { Pager } from "./pager.js";
 
 const TYPING_MS = 200;
-const BY_NAME = "name"; // the order that an address need not name
+const BY_NAME = "name"; // the default order, which addresses leave out
 const TIERS = [
   ["gpu", "slot"],
-  ["coming", "coming"],
+  ["coming", "loading"],
   ["cpu", "memory"],
 ];
 
@@ -32,9 +32,9 @@ export function makeAdapters({ ask, readdress }) {
     ask({ ...wanted, after: "" });
   }
 
-  /** Takes what is searched for from an address. Returns what is to be asked for; the page stays where nothing changes. */
+  /** Reads the search and order from an address. Returns the query to send, which keeps the page if nothing changes. */
   function choose(query) {
-    const orders = [...order.options].map((one) => one.value);
+    const orders = [...order.options].map((option) => option.value);
     const given = { search: (query.get("search") ?? "").slice(0, search.maxLength), order: orders.includes(query.get("order")) && query.get("order") !== BY_NAME ? query.get("order") : "" };
     if (given.search === wanted.search && given.order === wanted.order) return wanted;
     clearTimeout(typing);
@@ -48,10 +48,10 @@ export function makeAdapters({ ask, readdress }) {
   function draw(state) {
     pager.show(state.after, state.has_more);
     setText(byId("adapters-count"), state.num_adapters === null ? "" : whole(state.num_adapters));
-    keyed(byId("rows"), state.adapters, (one) => one.name, row, (node, one) => fill(node, one, state.window_s));
+    keyed(byId("rows"), state.adapters, (adapter) => adapter.name, row, (node, adapter) => fill(node, adapter, state.window_s));
     const empty = byId("no-rows");
     empty.hidden = state.adapters.length > 0;
-    setText(empty, search.value ? "No adapter has such a name or alias." : "No adapters yet. Push one, or name one in a request that a resolver finds.");
+    setText(empty, search.value ? "No adapter name or alias matches the search." : "No adapters yet. Push one, or send a request for one that a resolver finds.");
   }
   return { draw, choose, reset: () => pager.reset() };
 }
@@ -77,7 +77,7 @@ function fill(node, adapter, windowS) {
   const [name, serves, digest, size, where, requests, tokens, first] = node.children;
   const present = current(adapter);
   tags(name.querySelector(".tags"), adapter);
-  setText(serves, adapter.found ? "as found" : adapter.aliases[adapter.name] ? split(adapter.aliases[adapter.name]) : "–");
+  setText(serves, adapter.found ? "resolved" : adapter.aliases[adapter.name] ? split(adapter.aliases[adapter.name]) : "–");
   setText(digest.firstElementChild, present ? shortDigest(present.digest) : "–");
   setAttribute(digest, "title", present?.digest ?? null);
   setText(size, present && present.rank !== null ? `r${present.rank}, ${bytes(present.num_bytes)}` : "–");
@@ -87,14 +87,14 @@ function fill(node, adapter, windowS) {
   setText(first, seconds(adapter.traffic.p95_first_token_s));
 }
 
-/** The version that most requests of its name go to. */
+/** Returns the version that receives most requests for the adapter's name. */
 export function current(adapter) {
   const shares = Object.entries(adapter.aliases[adapter.name] ?? {}).sort((a, b) => b[1] - a[1]);
   const number = shares.length ? Number(shares[0][0]) : null;
-  return adapter.versions.find((one) => one.number === number) ?? adapter.versions.at(-1);
+  return adapter.versions.find((version) => version.number === number) ?? adapter.versions.at(-1);
 }
 
-function tags(at, adapter) {
+function tags(parent, adapter) {
   const shown = [];
   const others = Object.keys(adapter.aliases).filter((alias) => alias !== adapter.name);
   if (adapter.pinned_replicas) shown.push(["pinned", adapter.pinned_replicas > 1 ? `pinned × ${adapter.pinned_replicas}` : "pinned"]);
@@ -102,23 +102,23 @@ function tags(at, adapter) {
   if (adapter.found) shown.push(["found", "resolved"]);
   if (adapter.tenant !== null) shown.push(["tenant", adapter.tenant]);
   if (others.length) shown.push(["alias", others.length > 2 ? `${others.length} aliases` : others.join(", ")]);
-  keyed(at, shown, ([kind]) => kind, ([kind]) => h("span", { class: `tag ${kind}` }), (node, [, words]) => setText(node, words));
+  keyed(parent, shown, ([kind]) => kind, ([kind]) => h("span", { class: `tag ${kind}` }), (node, [, words]) => setText(node, words));
 }
 
-/** How many replicas have it in which tier, of all its versions; whose they are is in the title. */
-function places(at, adapter) {
+/** Shows how many replicas have any version of the adapter in each tier. The titles name the replicas. */
+function places(parent, adapter) {
   const best = {};
   for (const version of adapter.versions) {
     for (const [replica, tier] of Object.entries(version.tiers)) {
       if (!best[replica] || rank(tier) < rank(best[replica])) best[replica] = tier;
     }
   }
-  const shown = TIERS.map(([tier, words]) => [tier, words, Object.keys(best).filter((one) => best[one] === tier)]).filter(([, , at]) => at.length);
-  const homes = [...new Set(adapter.versions.flatMap((one) => one.homes))];
-  setAttribute(at, "title", homes.length ? `Homes: ${homes.map(shortReplica).join(", ")}` : null);
+  const shown = TIERS.map(([tier, words]) => [tier, words, Object.keys(best).filter((replica) => best[replica] === tier)]).filter(([, , replicas]) => replicas.length);
+  const homes = [...new Set(adapter.versions.flatMap((version) => version.homes))];
+  setAttribute(parent, "title", homes.length ? `Homes: ${homes.map(shortReplica).join(", ")}` : null);
   const list = shown.length ? shown : [["disk", homes.length ? `${plural(homes.length, "home")}, not loaded` : "not loaded", []]];
   keyed(
-    at,
+    parent,
     list,
     ([tier]) => tier,
     ([tier]) => h("span", { class: `tier ${tier}` }),

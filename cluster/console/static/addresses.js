@@ -7,19 +7,19 @@
 
 import { h } from "./dom.js";
 
-/** A name in a path: its slashes are part of it. */
+/** Encodes a name for a path. Its slashes stay slashes. */
 export const inPath = (name) => name.split("/").map(encodeURIComponent).join("/");
 
-/** Whether a name can be in the path of a call: a browser takes dots between slashes for a way to another path. */
+/** Returns whether a name can be in the path of a call, since browsers resolve dots between slashes to another path. */
 export const fitsPath = (name) => !name.split("/").some((part) => ["", ".", ".."].includes(part));
 
-/** query: pairs of a parameter and its value; empty ones are left out. */
+/** Returns the address of a view. `query` has pairs of a parameter and its value; empty values are left out. */
 export function address(view, name = "", query = []) {
   const given = query.filter(([, value]) => value !== "");
   return `#/${view}${name ? `/${inPath(name)}` : ""}${given.length ? `?${new URLSearchParams(given)}` : ""}`;
 }
 
-/** The view, name ("" for none) and query of an address. The slash before the view may be missing. */
+/** Returns the view, name ("" for none) and query of an address. The slash before the view may be missing. */
 export function readAddress(hash) {
   const [, path, query] = /^#?\/?([^?]*)\??(.*)$/s.exec(hash);
   const [view, ...name] = path.split("/");

@@ -15,7 +15,7 @@ export function headers(more = {}) {
   return session.key ? { authorization: `Bearer ${session.key}`, ...more } : more;
 }
 
-/** Of an adapter's administration. */
+/** Returns the path of a call that administers an adapter. */
 export const adapterPath = (name, verb) => `v1/adapters/${inPath(name)}${verb ? `/${verb}` : ""}`;
 
 export async function send(method, path, body, options = {}) {
@@ -41,7 +41,7 @@ export async function send(method, path, body, options = {}) {
 export const get = async (path, options) => (await send("GET", path, undefined, options)).json();
 export const post = async (path, body) => (await send("POST", path, body)).json();
 
-/** In the server's own words where it has some. */
+/** Returns the error of a response, with the server's own message if it has one. */
 export async function errorOf(response) {
   return errorFrom(response.status, await response.text().catch(() => ""));
 }
@@ -51,7 +51,7 @@ export function errorFrom(status, text) {
     const { error } = JSON.parse(text);
     if (typeof error.message === "string") return new ApiError(error.message, status, error.code);
   } catch {
-    // A proxy's words are no JSON.
+    // A proxy's error page is not JSON.
   }
   return new ApiError(`The server answered ${status}.`, status, null);
 }

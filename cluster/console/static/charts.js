@@ -1,5 +1,5 @@
 // Time series as lines or stacked bars in plain SVG. The values under the pointer, or those that the arrow keys have
-// chosen, are written below a chart, and read out by screen readers as those of a slider.
+// chosen, are shown below the chart. Screen readers read them out as the values of a slider.
 
 import { h, keyed, setAttribute, setText, svg } from "./dom.js";
 import { clock } from "./format.js";
@@ -13,7 +13,7 @@ const BASELINE = HEIGHT - BOTTOM;
 const STEPS = { ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1, PageDown: -12, PageUp: 12, Home: -Infinity, End: Infinity };
 
 export class Chart {
-  /** unit: of the values, where format(value) does not name it: a value as it is read. stacked: bars upon each other in place of lines. */
+  /** `format` turns a value into text, and `unit` is shown next to the title. With `stacked`, draws stacked bars instead of lines. */
   constructor({ title, unit, format, stacked = false }) {
     Object.assign(this, { title, format, stacked });
     this.data = null;
@@ -33,7 +33,7 @@ export class Chart {
     new ResizeObserver(() => this.render()).observe(this.plot);
   }
 
-  /** series: {name, tone, values}, in which null is a value that is not known. empty: why there is nothing to show. */
+  /** Draws `series` of {name, tone, values}; a value that is not known is null. `empty` is shown if there are no values. */
   draw({ startS, bucketS, series, empty }) {
     this.data = { startS, bucketS, series, empty, count: series[0].values.length };
     this.render();
@@ -75,10 +75,10 @@ export class Chart {
     setText(this.nothing, nothing ? empty : "");
     setAttribute(this.nothing, "x", (LEFT + width - RIGHT) / 2);
     this.labels(nothing ? [0] : [0, top / 2, top], y, width, (count * bucketS) / 60);
-    const paths = nothing ? [] : this.stacked ? bars(series, this.x, y) : series.map((one) => ({ ...one, d: line(one.values, this.x, y) }));
-    keyed(this.marks, paths, (one) => one.name, () => svg("path"), (node, one) => {
-      setAttribute(node, "class", `${this.stacked ? "bars" : "curve"} tone-${one.tone}`);
-      setAttribute(node, "d", one.d);
+    const paths = nothing ? [] : this.stacked ? bars(series, this.x, y) : series.map((entry) => ({ ...entry, d: line(entry.values, this.x, y) }));
+    keyed(this.marks, paths, (path) => path.name, () => svg("path"), (node, path) => {
+      setAttribute(node, "class", `${this.stacked ? "bars" : "curve"} tone-${path.tone}`);
+      setAttribute(node, "d", path.d);
     });
     this.read();
   }
@@ -86,7 +86,7 @@ export class Chart {
   highest() {
     const { series, count } = this.data;
     const all = Array.from({ length: count }, (_, index) => series.map(({ values }) => values[index] ?? 0));
-    return Math.max(...all.map((values) => (this.stacked ? values.reduce((sum, one) => sum + one, 0) : Math.max(...values))));
+    return Math.max(...all.map((values) => (this.stacked ? values.reduce((sum, value) => sum + value, 0) : Math.max(...values))));
   }
 
   labels(values, y, width, minutes) {
@@ -97,8 +97,8 @@ export class Chart {
     ];
     keyed(
       this.grid,
-      texts.map((one, number) => ({ ...one, number })),
-      (one) => one.number + (one.rule ? 0 : 10),
+      texts.map((label, number) => ({ ...label, number })),
+      (label) => label.number + (label.rule ? 0 : 10),
       () => svg("g", {}, svg("line"), svg("text")),
       (node, { words, x, y: height, anchor, rule }) => {
         const [stroke, text] = node.children;
@@ -109,31 +109,31 @@ export class Chart {
     );
   }
 
-  /** Writes the chosen values, or the latest. */
+  /** Shows the chosen values, or the latest ones if none are chosen. */
   read() {
     const { startS, bucketS, series, count } = this.data;
     const index = this.chosen ?? count - 1;
     const words = this.chosen === null ? `last ${bucketS} s` : clock(startS + index * bucketS);
     const said = ({ values }) => (values[index] === null ? "–" : this.format(values[index]));
     setText(this.when, words);
-    keyed(this.values, series, (one) => one.name, (one) => h("li", {}, h("span", { class: "name" }, one.name), h("span", { class: "value" })), (node, one) => {
-      setAttribute(node, "class", `tone-${one.tone}`);
-      setText(node.lastElementChild, said(one));
+    keyed(this.values, series, (entry) => entry.name, (entry) => h("li", {}, h("span", { class: "name" }, entry.name), h("span", { class: "value" })), (node, entry) => {
+      setAttribute(node, "class", `tone-${entry.tone}`);
+      setText(node.lastElementChild, said(entry));
     });
     for (const [name, value] of Object.entries({ x1: this.x?.(index + 0.5), x2: this.x?.(index + 0.5), visibility: this.chosen === null ? "hidden" : null })) setAttribute(this.cursor, name, value);
     setAttribute(this.plot, "aria-valuemax", count - 1);
     setAttribute(this.plot, "aria-valuenow", index);
-    setAttribute(this.plot, "aria-valuetext", this.nothing.textContent || `${words}: ${series.map((one) => `${one.name} ${said(one)}`).join(", ")}`);
+    setAttribute(this.plot, "aria-valuetext", this.nothing.textContent || `${words}: ${series.map((entry) => `${entry.name} ${said(entry)}`).join(", ")}`);
   }
 }
 
-/** The next number above whose half is easy to read, too. */
+/** Returns the next round number whose half is easy to read, too. */
 function ceiling(value) {
   const zeros = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 3, 4, 6, 8, 10].map((one) => one * zeros).find((one) => one >= value * 0.999);
+  return [1, 2, 3, 4, 6, 8, 10].map((digit) => digit * zeros).find((end) => end >= value * 0.999);
 }
 
-/** Broken where a value is not known. A value alone is a dot, which the stroke's round ends make of a line of no length. */
+/** Returns a path with gaps where values are not known. A single value is a line of no length, whose round ends make it a dot. */
 function line(values, x, y) {
   let path = "";
   values.forEach((value, index) => {
@@ -147,12 +147,12 @@ function line(values, x, y) {
 
 function bars(series, x, y) {
   const below = series[0].values.map(() => 0);
-  return series.map((one) => {
-    const path = one.values.map((value, index) => {
+  return series.map((entry) => {
+    const path = entry.values.map((value, index) => {
       if (!value) return "";
       const [from, to] = [y(below[index]), y((below[index] += value))];
       return `M${x(index + 0.1).toFixed(1)} ${from.toFixed(1)}V${to.toFixed(1)}H${x(index + 0.9).toFixed(1)}V${from.toFixed(1)}Z`;
     });
-    return { ...one, d: path.join("") };
+    return { ...entry, d: path.join("") };
   });
 }

@@ -1,4 +1,4 @@
-// One adapter in a sheet: its versions, what its names stand for and stood for, where it is, and what can be done to it.
+// One adapter in a sheet: its versions, the present and past targets of its names, its places, and the actions on it.
 
 import { actionsOf } from "./actions.js";
 import { fitsPath, inPath } from "./addresses.js";
@@ -6,12 +6,12 @@ import { get } from "./api.js";
 import { byId, h, hueOf, setText } from "./dom.js";
 import { bytes, day, plural, rate, seconds, shortReplica, split, whole } from "./format.js";
 
-const WORDS = { gpu: "in a slot", coming: "on its way", cpu: "in host memory" };
+const WORDS = { gpu: "in a slot", coming: "loading", cpu: "in host memory" };
 
 const sheet = byId("detail");
 const body = byId("detail-body");
 
-/** rights(adapter): why it cannot be changed or pinned, or null. changed(): something was done. closed(): by its viewer. tryIt(name): in the playground. */
+/** rights(adapter) returns why it cannot be changed or pinned, or null. changed() is called after an action, closed() when the viewer closes the sheet, and tryIt(name) opens the playground. */
 export function makeDetail({ rights, changed, closed, tryIt, needKey }) {
   let name = null;
   let shown = "";
@@ -21,7 +21,7 @@ export function makeDetail({ rights, changed, closed, tryIt, needKey }) {
     name = null;
     closed();
   });
-  sheet.addEventListener("click", (event) => event.target === sheet && sheet.close()); // beside it
+  sheet.addEventListener("click", (event) => event.target === sheet && sheet.close()); // a click beside the sheet
 
   async function open(wanted) {
     if (name === wanted) return;
@@ -33,18 +33,18 @@ export function makeDetail({ rights, changed, closed, tryIt, needKey }) {
     await refresh();
   }
 
-  /** Without a change of the address. */
+  /** Closes the sheet without changing the address. */
   function hide() {
     name = null;
     sheet.close();
   }
 
-  /** Draws only what is new, so that whoever reads or has the focus there is left alone. */
+  /** Draws the sheet only if something has changed, so that reading and focus are not disturbed. */
   async function refresh() {
     const wanted = name;
     if (wanted === null) return;
     try {
-      if (!fitsPath(wanted)) throw new Error(`There is no adapter ${wanted}: no name has such parts.`);
+      if (!fitsPath(wanted)) throw new Error(`There is no adapter ${wanted}: this is not a valid name.`);
       const adapter = await get(`v1/console/adapters/${inPath(wanted)}`);
       if (name !== wanted) return;
       const now = JSON.stringify([adapter, rights(adapter)]);
@@ -81,7 +81,7 @@ export function makeDetail({ rights, changed, closed, tryIt, needKey }) {
         button("remove", "Remove", act.remove, { danger: true }),
       ),
       (reason ?? pinReason) === null ? null : h("p", { class: "reason", id: "closed" }, reason ?? pinReason, " ", h("button", { type: "button", class: "link", onclick: needKey }, "Enter a key")),
-      adapter.found ? h("p", {}, "A resolver found it. It is not in the catalogue: removing makes the resolvers be asked again.") : names(adapter, act, button),
+      adapter.found ? h("p", {}, "A resolver found it, so it is not in the catalogue. If you remove it, the next request asks the resolvers again.") : names(adapter, act, button),
       versions(adapter),
       traffic(adapter.traffic),
     ];
@@ -102,7 +102,7 @@ function tagline(adapter) {
   const said = [plural(adapter.versions.length, "version")];
   if (adapter.tenant !== null) said.push(`tenant ${adapter.tenant}`);
   if (adapter.pinned_replicas) said.push(`pinned to ${plural(adapter.pinned_replicas, "replica")}`);
-  if (adapter.removing) said.push("being removed: it goes when its requests have ended");
+  if (adapter.removing) said.push("being removed: it disappears when its requests have ended");
   return said.join(" · ");
 }
 
@@ -121,34 +121,34 @@ function names(adapter, act, button) {
         }),
         alias === adapter.name ? null : button(`drop ${alias}`, "Remove alias", () => act.unalias(alias)),
       ),
-      moves.length > 1 ? h("details", {}, h("summary", {}, "History"), h("ol", { class: "history" }, ...moves.toReversed().map((one) => h("li", {}, `${day(one.at_s)}: ${split(one.split)}`)))) : null,
+      moves.length > 1 ? h("details", {}, h("summary", {}, "History"), h("ol", { class: "history" }, ...moves.toReversed().map((move) => h("li", {}, `${day(move.at_s)}: ${split(move.split)}`)))) : null,
     ),
   );
   return h("section", {}, h("h3", {}, "Names"), h("ul", { class: "aliases" }, ...lines), adapter.removing ? null : button("alias", "Add alias", () => act.alias(null)));
 }
 
 function versions(adapter) {
-  const list = adapter.versions.toReversed().map((one) =>
+  const list = adapter.versions.toReversed().map((version) =>
     h(
       "li",
-      { hue: hueOf(one.digest) },
-      h("div", { class: "line" }, h("strong", { class: "swatch" }, one.number === null ? "found" : `v${one.number}`), one.rank === null ? null : h("span", {}, `rank ${one.rank}, ${bytes(one.num_bytes)}`), one.created_s === null ? null : h("span", { class: "at" }, day(one.created_s))),
-      h("code", { class: "whole" }, one.digest),
-      one.source ? h("p", { class: "source" }, `from ${one.source}`) : null,
-      ...Object.entries(one.metadata).map(([key, value]) => h("p", { class: "source" }, `${key}: ${value}`)),
-      where(one),
+      { hue: hueOf(version.digest) },
+      h("div", { class: "line" }, h("strong", { class: "swatch" }, version.number === null ? "found" : `v${version.number}`), version.rank === null ? null : h("span", {}, `rank ${version.rank}, ${bytes(version.num_bytes)}`), version.created_s === null ? null : h("span", { class: "at" }, day(version.created_s))),
+      h("code", { class: "whole" }, version.digest),
+      version.source ? h("p", { class: "source" }, `from ${version.source}`) : null,
+      ...Object.entries(version.metadata).map(([key, value]) => h("p", { class: "source" }, `${key}: ${value}`)),
+      where(version),
     ),
   );
   return h("section", {}, h("h3", {}, "Versions"), h("ul", { class: "versions" }, ...list));
 }
 
 function where(version) {
-  const at = [...new Set([...version.homes, ...Object.keys(version.tiers)])].sort();
-  if (!at.length) return h("p", { class: "source" }, "On no replica.");
+  const replicas = [...new Set([...version.homes, ...Object.keys(version.tiers)])].sort();
+  if (!replicas.length) return h("p", { class: "source" }, "Not on any replica.");
   return h(
     "ul",
     { class: "places" },
-    ...at.map((replica) => h("li", { title: replica }, h("span", { class: `tier ${version.tiers[replica] ?? "disk"}` }, WORDS[version.tiers[replica]] ?? "not loaded"), ` at ${shortReplica(replica)}${version.homes.includes(replica) ? ", a home" : ""}`)),
+    ...replicas.map((replica) => h("li", { title: replica }, h("span", { class: `tier ${version.tiers[replica] ?? "disk"}` }, WORDS[version.tiers[replica]] ?? "not loaded"), ` at ${shortReplica(replica)}${version.homes.includes(replica) ? ", a home" : ""}`)),
   );
 }
 

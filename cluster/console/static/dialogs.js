@@ -1,4 +1,4 @@
-// The dialog that asks for what an action needs, the key's dialog, and the notes that say how an action went.
+// The dialog that asks for an action's parameters, and the notifications that report its result.
 
 import { byId, h, setText } from "./dom.js";
 
@@ -11,13 +11,13 @@ const submit = byId("form-submit");
 const cancel = byId("form-cancel");
 const fieldsAt = byId("form-fields");
 
-let act = null; // what the open dialog does
-let running = null; // AbortController of what it is doing
-let opener = null; // what had the focus before
+let act = null; // the action of the open dialog
+let running = null; // AbortController of the action in progress
+let opener = null; // the element that had the focus before the dialog opened
 
 /**
- * Asks, and does it: `run(values, {signal, progress})` with the fields by name. The dialog stays open with the error in
- * the server's words where it fails. Fields: {name, label, type, value, hint, required, …attributes}.
+ * Opens the dialog, and calls `run(values, {signal, progress})` with the fields' values by name. If it fails, the dialog
+ * stays open and shows the error. Each field is {name, label, type, value, hint, required, …attributes}.
  */
 export function ask({ title, text = "", fields = [], submit: label, danger = false, run }) {
   act = run;
@@ -33,14 +33,14 @@ export function ask({ title, text = "", fields = [], submit: label, danger = fal
   dialog.showModal();
   const first = fieldsAt.querySelector("input, select") ?? submit;
   first.focus();
-  first.select?.(); // what is typed stands in the place of what is there
+  first.select?.(); // typing replaces the present value
 }
 
 function field({ name, label, type = "text", hint, options, value, ...attributes }) {
   const id = `field-${name}`;
   const described = hint ? { "aria-describedby": `${id}-hint` } : {};
   const control = options
-    ? h("select", { id, name, ...described }, ...options.map(([one, words]) => h("option", { value: one, selected: one === value }, words)))
+    ? h("select", { id, name, ...described }, ...options.map(([choice, words]) => h("option", { value: choice, selected: choice === value }, words)))
     : h("input", { id, name, type, autocomplete: "off", spellcheck: "false", ...described, ...attributes });
   if (type === "checkbox") control.checked = Boolean(value);
   else if (type !== "file" && value !== undefined) control.value = value;
@@ -98,7 +98,7 @@ dialog.querySelector("form").addEventListener("submit", async (event) => {
   }
 });
 
-// What is under way is cancelled first; a second time closes.
+// Cancels an action in progress; otherwise closes the dialog.
 function leave() {
   if (running) running.abort();
   else close();
@@ -113,7 +113,7 @@ dialog.addEventListener("close", settle); // the browser may close it by itself
 
 function close() {
   dialog.close();
-  settle(); // at once: what comes next, by a program or by quick fingers, finds the focus where it stays
+  settle(); // at once, so that the next event finds the focus in its final place
 }
 
 function settle() {
@@ -123,15 +123,15 @@ function settle() {
   opener = null;
 }
 
-/** What opened it may have been drawn anew, or be gone. */
+/** Returns the focus to the element that opened the dialog. It may have been drawn again, or be gone. */
 function refocus() {
   const again = opener.dataset.act && document.querySelector(`[data-act="${CSS.escape(opener.dataset.act)}"]`);
-  const others = ["dialog[open] .close", "#locked-key", "#main"].map((one) => document.querySelector(one));
-  [opener, again, ...others].find((one) => one?.checkVisibility() && !one.disabled).focus();
+  const others = ["dialog[open] .close", "#locked-key", "#main"].map((selector) => document.querySelector(selector));
+  [opener, again, ...others].find((node) => node?.checkVisibility() && !node.disabled).focus();
 }
 
-/** Said once, to screen readers too; goes by itself. */
-export function note(text) {
+/** Shows a notification, which screen readers announce and which disappears by itself. */
+export function notify(text) {
   const line = h("p", {}, text);
   byId("toasts").append(line);
   setTimeout(() => line.remove(), NOTE_MS);

@@ -1,12 +1,12 @@
 // Makes and patches elements. Everything that comes from a server is set as text: nothing here takes HTML, and no
-// attribute that can hold code is ever made from data. The only URLs that are, are those of addresses.js: each begins with
-// "#", and its data is encoded.
+// attribute that can hold code is ever made from data. The only URLs that are made from data come from addresses.js:
+// each begins with "#", and its data is encoded.
 
 const SVG = "http://www.w3.org/2000/svg";
 
 export const byId = (id) => document.getElementById(id);
 
-/** on…: a listener. hue: the colour of an adapter. Others are attributes; false and null leave them out. */
+/** Makes an element. Properties are listeners (on…), the hue of an adapter, or attributes; false and null leave an attribute out. */
 export function h(tag, properties = {}, ...children) {
   return filled(document.createElement(tag), properties, children);
 }
@@ -46,7 +46,7 @@ export function keyed(parent, items, keyOf, create, update) {
     if (wanted.has(node.key)) there.set(node.key, node);
     else node.remove();
   }
-  let at = parent.firstElementChild;
+  let next = parent.firstElementChild;
   for (const item of items) {
     const key = keyOf(item);
     let node = there.get(key);
@@ -55,12 +55,12 @@ export function keyed(parent, items, keyOf, create, update) {
       node.key = key;
     }
     update(node, item);
-    if (node === at) at = at.nextElementSibling;
-    else parent.insertBefore(node, at);
+    if (node === next) next = next.nextElementSibling;
+    else parent.insertBefore(node, next);
   }
 }
 
-/** The same hue for the same bytes, on every replica and in every view. */
+/** Returns the hue of an adapter's bytes, which is the same on every replica and in every view. */
 export function hueOf(digest) {
   return Number.parseInt(digest.slice(2, 8), 16) % 360 || 0;
 }

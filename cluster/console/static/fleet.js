@@ -15,7 +15,7 @@ export function makeFleet({ pageReplicas }) {
     tiles(state);
     pager.show(state.last_replica, state.more_replicas);
     replicas.draw(state);
-    traffic.draw(state, "No replica has told its traffic yet.");
+    traffic.draw(state, "No replica has reported its traffic yet.");
   }
   return { draw, reset: () => pager.reset() };
 }

@@ -30,7 +30,7 @@ export const whole = (value) => value.toLocaleString("en");
 
 export const percent = (share) => `${Math.round(share * 100)}\u00a0%`;
 
-/** Of today the time alone. */
+/** Formats a time, with its day only if it is more than 12 hours ago. */
 export function clock(atS) {
   if (Date.now() / 1000 - atS > 12 * 3600) return day(atS);
   return new Date(atS * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
@@ -38,7 +38,7 @@ export function clock(atS) {
 
 export const day = (atS) => new Date(atS * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
 
-/** A split as {version: weight}: "v3", or "v2 10 % · v3 90 %". */
+/** Formats a split {version: weight} as "v3" or "v2 10 % · v3 90 %". */
 export function split(weights) {
   const entries = Object.entries(weights);
   if (entries.length === 1) return `v${entries[0][0]}`;
@@ -50,7 +50,7 @@ export function plural(count, word) {
   return `${whole(count)} ${word}${count === 1 ? "" : "s"}`;
 }
 
-/** Long names keep their ends, which tell them apart. */
+/** Shortens a long name in the middle, since its ends distinguish it. */
 export function middle(text, length) {
   const letters = [...text];
   if (letters.length <= length) return text;
@@ -58,5 +58,5 @@ export function middle(text, length) {
   return `${letters.slice(0, head).join("")}…${letters.slice(letters.length - (length - 1 - head)).join("")}`;
 }
 
-/** Of a replica's id: enough to tell it apart. */
+/** Returns the end of a replica's id, which is enough to distinguish it. */
 export const shortReplica = (id) => (id.length > 10 ? id.slice(-8) : id);

@@ -1,4 +1,4 @@
-// The key: asked for in a dialog, sent with every call from then on, forgotten with the page.
+// The key: the viewer enters it in a dialog, every later call sends it, and it is forgotten with the page.
 
 import { byId, setText } from "./dom.js";
 import { ask } from "./dialogs.js";
@@ -7,12 +7,12 @@ import { session } from "./session.js";
 export function askKey(changed) {
   ask({
     title: "Key",
-    text: "An API key, or the server's admin key. It is kept in this page's memory only, and sent to this server only.",
+    text: "Enter an API key or the server's admin key. It is stored only in this page's memory and sent only to this server.",
     fields: [
-      { name: "key", label: "Key", type: "password", value: session.key, hint: "Leave it empty to go on without one." },
+      { name: "key", label: "Key", type: "password", value: session.key, hint: "Leave it empty to continue without a key." },
       { name: "keep", label: "Keep it until this tab is closed", type: "checkbox", value: session.kept },
     ],
-    submit: "Use it",
+    submit: "Use key",
     run: async ({ key, keep }) => {
       session.set(key, keep);
       await changed();
@@ -26,7 +26,7 @@ export function showKey({ cannot_administer: closed, tenant }) {
 }
 
 export function showRefusedKey() {
-  say(session.key ? "Key refused" : "Key", false);
+  say(session.key ? "Key rejected" : "Key", false);
 }
 
 function say(words, isOpen) {

@@ -1,11 +1,11 @@
-// Asks for the cluster's state again and again while the page is seen, and tells what has come.
+// Polls the cluster's state while the page is visible, and passes each state on.
 
 import { send } from "./api.js";
 
-const AGAIN_MS = 2000; // where no answer has said otherwise
+const AGAIN_MS = 2000; // until an answer gives another interval
 
 export class Live {
-  /** onState(state), onStatus(error or null) */
+  /** Calls onState(state) for each new state, and onStatus(error or null) after each call. */
   constructor(onState, onStatus) {
     this.query = { search: "", order: "", after: "", replicas_after: "", replica: "", history: "" };
     this.paused = false;
@@ -18,14 +18,14 @@ export class Live {
     document.addEventListener("visibilitychange", () => this.soon());
   }
 
-  /** Other adapters, or other replicas. */
+  /** Changes the query, to other adapters or replicas for example, and polls at once. */
   ask(change) {
     Object.assign(this.query, change);
     this.etag = null;
     return this.now();
   }
 
-  /** Asks only if that is something new, and not before the page has begun to ask. */
+  /** Changes the query like ask(), but polls only if it differs and polling has begun. */
   change(wanted) {
     if (Object.entries(wanted).every(([name, value]) => this.query[name] === value)) return;
     if (this.asked === null) Object.assign(this.query, wanted);

@@ -14,15 +14,15 @@ import { session } from "./session.js";
 
 const VIEWS = { "": "fleet", fleet: "fleet", replicas: "replica", adapters: "adapters", playground: "playground" };
 const SECTIONS = ["fleet", "replica", "adapters", "playground", "nowhere"];
-const TABS = { replica: "fleet" }; // of the navigation, where a view has none of its own
+const TABS = { replica: "fleet" }; // the navigation's tab of a view that has none of its own
 const REFUSED = [401, 403];
 
-let closed = "The server has not answered yet."; // why administration is closed
-let tenant = null; // whose key was sent
+let closed = "The server has not answered yet."; // why adapters cannot be changed, or null
+let tenant = null; // the tenant of the key that was sent
 let everShown = false;
-let failed = null; // what the last call met with
-let locked = false; // nothing is shown: the server wants a key, or another one
-let under = null; // the view that is seen, or lies below an adapter's sheet: {section, name, query, hash}
+let failed = null; // the last call's error, or null
+let locked = false; // true while nothing is shown, since the server requires a key or rejects this one
+let under = null; // the visible view, or the one below an adapter's sheet: {section, name, query, hash}
 
 const live = new Live(show, showStatus);
 const enterKey = () =>
@@ -57,19 +57,19 @@ function show(state) {
   else fleet.draw(state);
   adapters.draw(state);
   playground.start(state);
-  if (isFirst) turn(); // A sheet is opened when it is known what its viewer may do.
+  if (isFirst) turn(); // A sheet needs to know what its viewer may do.
   else detail.refresh();
 }
 
-/** In the server's words, unless they tell a program what to send. */
+/** Returns the server's message, unless it is for programs that send no key. */
 function whyClosed(refused) {
   if (refused === null) return null;
   return refused.code === "invalid_api_key" && !session.key ? "Changing adapters needs the admin key." : refused.message;
 }
 
-/** Why an adapter cannot be changed, and why it cannot be pinned; null where it can. */
+/** Returns why an adapter cannot be changed and why it cannot be pinned, or null where it can. */
 function rightsTo(adapter) {
-  const foreign = tenant !== null && adapter.tenant !== tenant ? "It is public: the operator changes it." : null;
+  const foreign = tenant !== null && adapter.tenant !== tenant ? "It is public: only the operator can change it." : null;
   const change = closed ?? foreign;
   return { change, pin: change ?? (tenant === null ? null : "Pinning takes slots from all tenants: it needs the operator's key.") };
 }
@@ -82,26 +82,26 @@ function showStatus(error) {
   lock(error !== null && REFUSED.includes(error.status) ? error : null);
   const trouble = byId("trouble");
   trouble.hidden = error === null || locked;
-  setText(trouble, trouble.hidden ? "" : `${error.message}${everShown ? " What you see is from before; the page goes on asking." : ""}`);
+  setText(trouble, trouble.hidden ? "" : `${error.message}${everShown ? " The data below is out of date; the page keeps trying." : ""}`);
 }
 
-/** In the place of the views, which are of a key that is not in force. The page goes on asking: it may be again. */
+/** Replaces the views if the server rejects the key. Polling continues, since the key may become valid again. */
 function lock(refusal) {
   const was = locked;
   locked = refusal !== null;
   if (locked) {
-    setText(byId("locked-title"), session.key ? "This key does not open the console" : "This server asks for a key");
-    setText(byId("locked-reason"), session.key ? refusal.message : "The console shows what an API key may see, and changes what it may change. The admin key opens everything.");
+    setText(byId("locked-title"), session.key ? "This key does not open the console" : "This server requires a key");
+    setText(byId("locked-reason"), session.key ? refusal.message : "The console shows what your API key may see, and can change what it may change. The admin key gives access to everything.");
     showRefusedKey();
   }
   if (locked === was) return;
   const lost = document.activeElement === document.body || byId("main").contains(document.activeElement);
-  if (locked && detail.isOpen) history.replaceState(null, "", under.hash); // What it showed is not asked for with the next key.
+  if (locked && detail.isOpen) history.replaceState(null, "", under.hash); // The next key must not request this adapter.
   turn();
   if (locked && lost) byId("locked-key").focus();
 }
 
-/** Shows what the address asks for. */
+/** Shows the view that the address names. */
 function turn() {
   const { view, name, query } = readAddress(location.hash);
   const isSheet = view === "adapters" && name !== "";
@@ -110,7 +110,7 @@ function turn() {
   else under ??= { section: "adapters", name: "", query: new URLSearchParams(), hash: address("adapters") };
   const { section } = under;
   byId("locked").hidden = !locked;
-  for (const one of SECTIONS) byId(`view-${one}`).hidden = locked || one !== section;
+  for (const candidate of SECTIONS) byId(`view-${candidate}`).hidden = locked || candidate !== section;
   for (const link of document.querySelectorAll("nav a")) {
     if (link.hash === address(TABS[section] ?? section)) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
@@ -126,7 +126,7 @@ function turn() {
 
 const sectionOf = (view, name) => (view === "replicas" && !name ? "fleet" : Object.hasOwn(VIEWS, view) ? VIEWS[view] : "nowhere");
 
-/** Asks for what the view shows. */
+/** Requests the data that the view shows. */
 function fill() {
   const { section, name, query } = under;
   if (section === "replica") replica.show(name);
@@ -138,7 +138,7 @@ function fill() {
   });
 }
 
-/** Writes into the address what has been chosen in a view. It makes no step of its own for the back button. */
+/** Writes the choices in a view into the address, without adding an entry to the browser's history. */
 function readdress(view, query) {
   if (under === null || under.section !== view || detail.isOpen) return;
   const hash = address(view, "", query);
@@ -154,7 +154,7 @@ byId("pause").addEventListener("click", () => {
 for (const id of ["open-key", "push-key", "locked-key"]) byId(id).addEventListener("click", enterKey);
 byId("open-push").addEventListener("click", () => askPush({ tenant, after: () => live.ask({}) }));
 document.querySelector(".skip").addEventListener("click", (event) => {
-  event.preventDefault(); // Its "#main" is no address of a view.
+  event.preventDefault(); // Its "#main" is not the address of a view.
   byId("main").focus();
 });
 addEventListener("hashchange", turn);

@@ -2,16 +2,16 @@
 
 import { h, setText } from "./dom.js";
 
-/** Pages of a list that is asked for from behind a name. */
+/** The pages of a list, each of which is requested by the last name of the page before. */
 export class Pager {
-  constructor(at, what, go) {
-    this.at = at;
+  constructor(node, what, go) {
+    this.node = node;
     this.go = go;
-    this.pages = [""]; // the names before each page so far
+    this.pages = [""]; // for each page so far, the name after which it begins
     this.back = h("button", { type: "button", onclick: () => this.turn(-1), "aria-label": `Previous ${what}` }, "‹");
     this.on = h("button", { type: "button", onclick: () => this.turn(1), "aria-label": `Next ${what}` }, "›");
     this.number = h("span", { "aria-live": "polite" });
-    at.append(this.back, this.number, this.on);
+    node.append(this.back, this.number, this.on);
   }
 
   reset() {
@@ -22,7 +22,7 @@ export class Pager {
     this.last = last;
     this.back.disabled = this.pages.length === 1;
     this.on.disabled = !hasMore;
-    this.at.hidden = this.pages.length === 1 && !hasMore;
+    this.node.hidden = this.pages.length === 1 && !hasMore;
     setText(this.number, `page ${this.pages.length}`);
   }
 

@@ -5,17 +5,17 @@ import { h, hueOf, keyed, setAttribute, setText, svg } from "./dom.js";
 import { middle, percent, plural, shortDigest, shortReplica } from "./format.js";
 
 const GAP = 4;
-const WIDE = 112; // of a slot that has its adapter's name in it
+const WIDE = 112; // width of a slot that shows its adapter's name
 const HEIGHT = 26;
-const SMALL = 16; // of a slot without, where there are many
+const SMALL = 16; // width of a slot without a name, if there are many
 const NAMED_SLOTS = 64;
-const LETTER = 6.3; // mean width of one, at this size
-const DOT = 9; // an adapter in host memory
+const LETTER = 6.3; // mean width of a letter at this size
+const DOT = 9; // size of the mark of an adapter in host memory
 const MAX_DOTS = 160;
 
 const NOT_SHOWN = "empty, or not yours";
 
-/** One replica. Its slots are one stop of the Tab key; arrow keys go from one to the next. */
+/** The picture of one replica. Its slots are one stop of the Tab key, and arrow keys move between them. */
 export class Picture {
   constructor() {
     this.title = h("a");
@@ -27,10 +27,10 @@ export class Picture {
     this.drawing.append(this.slots, this.memory);
     this.node = h("li", { class: "replica" }, h("header", {}, h("h4", {}, this.title), this.state, this.facts), this.drawing);
     this.drawing.addEventListener("keydown", (event) => this.move(event));
-    this.at = 0;
+    this.current = 0;
   }
 
-  /** seesAll: else a slot or place that shows nothing may be another tenant's. */
+  /** Draws the replica. Unless the viewer sees all, a slot or place that shows nothing may be another tenant's. */
   draw(replica, names, numComing, seesAll) {
     setText(this.title, shortReplica(replica.replica));
     setAttribute(this.title, "title", replica.replica);
@@ -47,18 +47,18 @@ export class Picture {
     const high = named ? HEIGHT : SMALL;
     const rows = Math.ceil(slots.length / columns);
     const pinned = new Set(replica.pinned);
-    this.at = Math.min(this.at, Math.max(0, slots.length - 1));
+    this.current = Math.min(this.current, Math.max(0, slots.length - 1));
     keyed(
       this.slots,
       slots.map((digest, number) => ({ digest, number })),
-      (one) => one.number,
+      (slot) => slot.number,
       () => this.slot(),
       (node, { digest, number }) => {
         const x = (number % columns) * (cell + GAP);
         const y = Math.floor(number / columns) * (high + GAP);
         const letters = named ? Math.floor((cell - 14) / LETTER) : 0;
         fillSlot(node, { digest, number, name: names[digest], pinned: pinned.has(digest), letters, none: seesAll ? "empty" : NOT_SHOWN });
-        place(node, x, y, cell, high, number === this.at);
+        place(node, x, y, cell, high, number === this.current);
       },
     );
     const below = rows * (high + GAP) + (rows ? 6 : 0);
@@ -80,18 +80,18 @@ export class Picture {
   }
 
   focus(number) {
-    this.at = number;
-    for (const one of this.slots.children) setAttribute(one, "tabindex", one.key === number ? 0 : -1);
+    this.current = number;
+    for (const slot of this.slots.children) setAttribute(slot, "tabindex", slot.key === number ? 0 : -1);
     this.slots.children[number]?.focus();
   }
 
   move(event) {
     const steps = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
     const count = this.slots.children.length;
-    if (event.key in steps) this.focus((this.at + steps[event.key] + count) % count);
+    if (event.key in steps) this.focus((this.current + steps[event.key] + count) % count);
     else if (event.key === "Home") this.focus(0);
     else if (event.key === "End") this.focus(count - 1);
-    else if (event.key === "Enter" || event.key === " ") this.choose(this.slots.children[this.at]);
+    else if (event.key === "Enter" || event.key === " ") this.choose(this.slots.children[this.current]);
     else return;
     event.preventDefault();
   }
@@ -103,7 +103,7 @@ function facts(replica, numComing, seesAll) {
   if (replica.num_running !== undefined) {
     said.push(`${replica.num_running} running`, `${replica.num_waiting} waiting`, `KV ${percent(replica.kv_used)}`);
   }
-  if (numComing) said.push(`${plural(numComing, "load")} under way`);
+  if (numComing) said.push(`${plural(numComing, "load")} in progress`);
   return said.join(" · ");
 }
 
@@ -132,7 +132,7 @@ function place(node, x, y, width, height, isCurrent) {
   setAttribute(node, "tabindex", isCurrent ? 0 : -1);
 }
 
-/** Host memory: a dot for each adapter, and one for each place that is free. Returns where it ends. */
+/** Draws host memory as a dot for each adapter and each free place. Returns the y coordinate of its end. */
 function memory(group, replica, names, width, top, seesAll) {
   const places = replica.cpu_loras ?? 0;
   if (!places) {
@@ -151,7 +151,7 @@ function memory(group, replica, names, width, top, seesAll) {
   keyed(
     dots,
     Array.from({ length: shown }, (_, number) => ({ number, digest: known[number] })),
-    (one) => one.number,
+    (dot) => dot.number,
     () => svg("rect", { width: DOT, height: DOT, rx: 2 }, svg("title")),
     (node, { number, digest }) => {
       setAttribute(node, "x", (number % columns) * step);

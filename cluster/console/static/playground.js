@@ -1,8 +1,8 @@
-// The same prompt to several models side by side, over the public API, each answer as it streams in.
+// Sends one prompt to several models through the public API, and shows their answers side by side as they stream in.
 
 import { address } from "./addresses.js";
 import { get, send } from "./api.js";
-import { note } from "./dialogs.js";
+import { notify } from "./dialogs.js";
 import { byId, h, setText } from "./dom.js";
 import { plural, rate, seconds } from "./format.js";
 import { events } from "./sse.js";
@@ -13,15 +13,15 @@ const SUGGESTIONS_MS = 150;
 const form = byId("ask");
 const pick = byId("pick");
 
-/** readdress(query): the models have changed, which the view's address names. */
+/** Calls readdress(query) when the models change, since the view's address names them. */
 export function makePlayground({ readdress }) {
   let base = null;
-  let whose = null; // the viewer that the names are shown to
+  let whose = null; // the viewer for whom the models were chosen
   let chosen = [];
   let running = [];
   let typing = 0;
 
-  /** With the first adapters there are; anew where another's key is given, who may not see what was chosen. */
+  /** Chooses the first adapters. Starts again for another viewer, who may not see the models chosen before. */
   function start({ viewer, base_models: bases, adapters }) {
     const now = `${viewer.tenant} ${viewer.sees_all}`;
     if (whose === now) return;
@@ -31,11 +31,11 @@ export function makePlayground({ readdress }) {
     byId("pick-list").replaceChildren();
     const isAddressed = base === null && chosen.length > 0;
     base = bases[0];
-    if (!isAddressed) chosen = [base, ...adapters.slice(0, 2).map((one) => one.name)];
+    if (!isAddressed) chosen = [base, ...adapters.slice(0, 2).map((adapter) => adapter.name)];
     chips();
   }
 
-  /** The models that an address names. One that names none leaves those that are chosen. */
+  /** Chooses the models that an address names. If it names none, the choice stays. */
   function choose(models) {
     const named = [...new Set(models)].filter((name) => name && name.length <= pick.maxLength).slice(0, MAX_MODELS);
     if (named.length) chosen = named;
@@ -45,7 +45,7 @@ export function makePlayground({ readdress }) {
   function add(name) {
     if (!name || chosen.includes(name)) return;
     if (chosen.length === MAX_MODELS) {
-      note(`At most ${MAX_MODELS} models side by side; take one away first.`);
+      notify(`At most ${MAX_MODELS} models side by side; remove one first.`);
       return;
     }
     chosen.push(name);
@@ -62,10 +62,10 @@ export function makePlayground({ readdress }) {
   }
 
   function remove(name) {
-    const at = chosen.indexOf(name);
-    chosen.splice(at, 1);
+    const index = chosen.indexOf(name);
+    chosen.splice(index, 1);
     chips();
-    (byId("chips").children[Math.min(at, chosen.length - 1)]?.querySelector("button") ?? pick).focus();
+    (byId("chips").children[Math.min(index, chosen.length - 1)]?.querySelector("button") ?? pick).focus();
   }
 
   function take() {
@@ -88,10 +88,10 @@ export function makePlayground({ readdress }) {
     try {
       const query = new URLSearchParams({ search: pick.value.trim(), limit: "12" });
       const { adapters, base_models: bases } = await get(`v1/console/state?${query}`);
-      const names = [...bases, ...adapters.flatMap((one) => [one.name, ...Object.keys(one.aliases)])];
+      const names = [...bases, ...adapters.flatMap((adapter) => [adapter.name, ...Object.keys(adapter.aliases)])];
       byId("pick-list").replaceChildren(...[...new Set(names)].map((name) => h("option", { value: name })));
     } catch {
-      // Names can be typed in full; polling says what is wrong.
+      // Names can still be typed in full, and polling reports the error.
     }
   }
 
@@ -112,16 +112,16 @@ export function makePlayground({ readdress }) {
   byId("stop").addEventListener("click", stop);
 
   function stop() {
-    for (const one of running) one.stop();
+    for (const answer of running) answer.stop();
   }
 
   async function run() {
     const asked = request(form);
     running = chosen.map((name) => new Answer(name));
-    byId("answers").replaceChildren(...running.map((one) => one.node));
+    byId("answers").replaceChildren(...running.map((answer) => answer.node));
     setRunning(true);
-    await Promise.all(running.map((one) => one.run(asked)));
-    note(running.map((one) => `${one.model}: ${one.outcome}`).join("; "));
+    await Promise.all(running.map((answer) => answer.run(asked)));
+    notify(running.map((answer) => `${answer.model}: ${answer.outcome}`).join("; "));
     running = [];
     setRunning(false);
   }
@@ -137,9 +137,9 @@ export function makePlayground({ readdress }) {
   return {
     start,
     choose,
-    /** Goes to the base beside one adapter. */
+    /** Opens the playground with the base model and one adapter. */
     show(name) {
-      location.hash = address("playground", "", [base ?? "", name].map((one) => ["model", one]));
+      location.hash = address("playground", "", [base ?? "", name].map((model) => ["model", model]));
       addEventListener("hashchange", () => form.elements.prompt.focus(), { once: true });
     },
   };
@@ -194,7 +194,7 @@ class Answer {
     try {
       const response = await send("POST", path, { ...body, model: this.model }, { signal: this.aborting.signal });
       const fallback = response.headers.get("x-lorafleet-fallback");
-      if (fallback) this.warn(`The base model answers in its place: ${fallback}`);
+      if (fallback) this.warn(`The base model answers instead: ${fallback}`);
       for await (const data of events(response)) {
         if (data === "[DONE]") break;
         const event = JSON.parse(data);
@@ -226,7 +226,7 @@ class Answer {
     this.outcome = `${this.state.textContent}, ${plural(usage?.completion_tokens ?? pieces, "token")}`;
   }
 
-  /** Over the tokens behind the first. */
+  /** Shows the speed, measured over the tokens after the first. */
   measure(first, count) {
     setText(this.tokens, count);
     const tookS = first === null ? 0 : (performance.now() - first) / 1000;

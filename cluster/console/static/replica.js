@@ -9,7 +9,7 @@ export function makeReplica() {
   const traffic = new Traffic(byId("replica-traffic"));
   let id = null;
 
-  /** Another replica than before: nothing of the one before is left. */
+  /** Switches to another replica and hides the data of the one before. */
   function show(wanted) {
     if (wanted === id) return;
     id = wanted;
@@ -20,12 +20,12 @@ export function makeReplica() {
   }
 
   function draw(state) {
-    const found = state.replicas.filter((one) => one.replica === id);
+    const found = state.replicas.filter((replica) => replica.replica === id);
     byId("replica-found").hidden = !found.length;
     byId("replica-missing").hidden = found.length > 0;
-    setText(byId("replica-missing"), `There is no replica ${id} now. A replica gets another id when it starts again.`);
+    setText(byId("replica-missing"), `There is no replica ${id} now. A replica gets a new id when it restarts.`);
     if (!found.length) return;
-    const here = (one) => one.replica === id;
+    const here = (entry) => entry.replica === id;
     replicas.draw({ ...state, replicas: found, loads: state.loads.filter(here), failures: state.failures.filter(here) });
     traffic.draw(state, "This replica does not answer the console, so its traffic is not known.");
   }

@@ -1,4 +1,4 @@
-// Replicas as pictures, with the loads that are in progress there and the errors of the last time.
+// Replicas as pictures, with their loads in progress and their recent errors.
 
 import { adapterLink } from "./addresses.js";
 import { byId, h, keyed, setText } from "./dom.js";
@@ -6,16 +6,16 @@ import { clock, shortReplica, whole } from "./format.js";
 import { Picture } from "./picture.js";
 
 const KINDS = {
-  load: "reading, as told",
-  pin: "filling a slot, as pinned",
-  unpin: "letting a slot go",
-  drop: "forgetting, when its requests end",
-  read: "reading; requests wait",
+  load: "reading on command",
+  pin: "filling a slot to pin it",
+  unpin: "releasing a slot",
+  drop: "dropping it once its requests end",
+  read: "reading; requests are waiting",
   fill: "waiting for a slot",
 };
 
 export class Replicas {
-  /** The ids of three lists of the page; the counts of the last two have "-count" behind them. */
+  /** The arguments are the ids of three lists of the page. The ids of the last two lists' counts end in "-count". */
   constructor(replicas, loads, errors) {
     this.ids = { replicas, loads, errors };
     this.pictures = new Map();
@@ -26,20 +26,20 @@ export class Replicas {
   draw(state) {
     this.last = state;
     const coming = new Map();
-    for (const one of state.loads) coming.set(one.replica, (coming.get(one.replica) ?? 0) + 1);
+    for (const load of state.loads) coming.set(load.replica, (coming.get(load.replica) ?? 0) + 1);
     keyed(
       byId(this.ids.replicas),
       state.replicas,
-      (one) => one.replica,
-      (one) => {
+      (replica) => replica.replica,
+      (replica) => {
         const picture = new Picture();
-        this.pictures.set(one.replica, picture);
+        this.pictures.set(replica.replica, picture);
         return picture.node;
       },
-      (_, one) => this.pictures.get(one.replica).draw(one, state.names, coming.get(one.replica) ?? 0, state.viewer.sees_all),
+      (_, replica) => this.pictures.get(replica.replica).draw(replica, state.names, coming.get(replica.replica) ?? 0, state.viewer.sees_all),
     );
     for (const id of this.pictures.keys()) {
-      if (!state.replicas.some((one) => one.replica === id)) this.pictures.delete(id);
+      if (!state.replicas.some((replica) => replica.replica === id)) this.pictures.delete(id);
     }
     loads(this.ids.loads, state.loads);
     errors(this.ids.errors, state.failures);
@@ -51,13 +51,13 @@ function loads(id, list) {
   keyed(
     byId(id),
     list.length ? list : [null],
-    (one) => (one ? `${one.replica} ${one.digest} ${one.kind}` : ""),
-    (one) => (one ? h("li", {}, adapterLink(one.adapter), h("span", { class: "what" }), h("span", { class: "at" })) : nothing("Nothing is being loaded.")),
-    (node, one) => {
-      if (!one) return;
-      const [, what, at] = node.children;
-      setText(what, KINDS[one.kind] ?? one.kind);
-      setText(at, one.since_s ? `${shortReplica(one.replica)}, since ${clock(one.since_s)}` : shortReplica(one.replica));
+    (load) => (load ? `${load.replica} ${load.digest} ${load.kind}` : ""),
+    (load) => (load ? h("li", {}, adapterLink(load.adapter), h("span", { class: "what" }), h("span", { class: "at" })) : nothing("Nothing is being loaded.")),
+    (node, load) => {
+      if (!load) return;
+      const [, what, since] = node.children;
+      setText(what, KINDS[load.kind] ?? load.kind);
+      setText(since, load.since_s ? `${shortReplica(load.replica)}, since ${clock(load.since_s)}` : shortReplica(load.replica));
     },
   );
 }
@@ -67,16 +67,16 @@ function errors(id, list) {
   keyed(
     byId(id),
     list.length ? list : [null],
-    (one) => (one ? `${one.replica} ${one.adapter} ${one.code} ${one.tenant}` : ""),
-    (one) =>
-      one
-        ? h("li", {}, h("time", { class: "at" }), h("code", {}, one.code), one.adapter ? adapterLink(one.adapter) : null, h("span", { class: "times" }), h("span", { class: "what" }))
-        : nothing("None since the replicas started."),
-    (node, one) => {
-      if (!one) return;
-      setText(node.querySelector("time"), `${clock(one.at_s)} ${shortReplica(one.replica)}`);
-      setText(node.querySelector(".times"), one.count > 1 ? `× ${whole(one.count)}` : "");
-      setText(node.querySelector(".what"), one.message);
+    (error) => (error ? `${error.replica} ${error.adapter} ${error.code} ${error.tenant}` : ""),
+    (error) =>
+      error
+        ? h("li", {}, h("time", { class: "at" }), h("code", {}, error.code), error.adapter ? adapterLink(error.adapter) : null, h("span", { class: "times" }), h("span", { class: "what" }))
+        : nothing("No errors since the replicas started."),
+    (node, error) => {
+      if (!error) return;
+      setText(node.querySelector("time"), `${clock(error.at_s)} ${shortReplica(error.replica)}`);
+      setText(node.querySelector(".times"), error.count > 1 ? `× ${whole(error.count)}` : "");
+      setText(node.querySelector(".what"), error.message);
     },
   );
 }

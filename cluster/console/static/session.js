@@ -1,4 +1,4 @@
-// The key that a person has given. It stays in memory, or for as long as this tab where they want that; never longer.
+// The key that the viewer has entered. It stays in memory or, if the viewer wants that, until the tab is closed.
 
 const PLACE = "lorafleet.key";
 

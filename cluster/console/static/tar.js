@@ -1,9 +1,9 @@
 // An uncompressed tar (ustar) of a few files, as a Blob that refers to them: a browser reads gigabytes as it sends them.
 
 const BLOCK = 512;
-const MAX_BYTES = 8 ** 11 - 1; // what eleven octal digits can say
+const MAX_BYTES = 8 ** 11 - 1; // the largest number of eleven octal digits
 
-/** files: File or Blob by the name that each has in the tar. */
+/** Returns the tar of `files`, which maps the name in the tar to a File or Blob. */
 export function tarOf(files) {
   const parts = [];
   for (const [name, file] of Object.entries(files)) {
@@ -16,7 +16,7 @@ export function tarOf(files) {
 function header(name, size) {
   if (size > MAX_BYTES) throw new RangeError(`${name} has ${size} bytes; push files over 8 GiB from a URI.`);
   const block = new Uint8Array(BLOCK);
-  const put = (at, text) => block.set(new TextEncoder().encode(text), at);
+  const put = (offset, text) => block.set(new TextEncoder().encode(text), offset);
   const octal = (value, digits) => `${value.toString(8).padStart(digits, "0")}\0`;
   put(0, name);
   put(100, octal(0o644, 7));

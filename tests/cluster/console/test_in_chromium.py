@@ -432,7 +432,7 @@ def test_a_page_without_traffic_says_so(open_page: Open) -> None:
     traffic = page.locator("#fleet-traffic")
     for words in (
         "No requests in the",
-        "No request has got a token",
+        "No request received a token",
         "No adapter was loaded",
         "No adapter was requested",
     ):
@@ -483,8 +483,8 @@ def test_a_replica_has_an_address_with_its_own_slots_and_traffic(open_page: Open
         ("/replicas/nobody", "There is no replica nobody now"),
         (f"/replicas/{quote(HOSTILE)}", f"There is no replica {HOSTILE} now"),
         ("/replicas/%", "There is no replica % now"),
-        ("/nothing", "There is no such view"),
-        ("/constructor", "There is no such view"),
+        ("/nothing", "This view does not exist"),
+        ("/constructor", "This view does not exist"),
     ],
 )
 def test_an_address_of_nothing_says_so(open_page: Open, address: str, words: str) -> None:

@@ -113,8 +113,8 @@ def open_as_acme(open_page: Open, served: Served) -> Iterator[Open]:
 
 def test_without_a_key_the_page_asks_for_one_and_the_keyboard_gives_it(open_page: Open, served: Served) -> None:
     page = open_page("adapters", state="lost")
-    locked = page.get_by_role("region", name="This server asks for a key")
-    expect(locked).to_contain_text("The console shows what an API key may see")
+    locked = page.get_by_role("region", name="This server requires a key")
+    expect(locked).to_contain_text("The console shows what your API key may see")
     for view in ("Fleet", "Playground", "Adapters"):
         page.get_by_role("link", name=view).click()
         expect(locked).to_be_visible()
@@ -151,7 +151,7 @@ def test_a_key_that_opens_nothing_is_answered_with_why(
     locked = page.locator("#locked")
     enter_key(page, "Key", "no such key")
     expect(locked).to_contain_text("this server has no such key, or it was revoked")
-    enter_key(page, "Key refused", served.keys["acme-meter"])
+    enter_key(page, "Key rejected", served.keys["acme-meter"])
     expect(locked).to_contain_text("'acme-meter' has the scopes metrics; this needs infer")
     expect(page.locator("#trouble")).to_be_hidden()
     assert page.evaluate(UNNAMED) == [] and page.evaluate(FAINT) == []
@@ -163,7 +163,7 @@ def test_a_tenants_key_to_infer_shows_its_own_and_what_is_public_and_changes_not
 ) -> None:
     page = open_as_acme("fleet", "acme-app")
     expect(page.locator(".replica .facts")).to_contain_text("shown of 2 slots")
-    expect(page.locator("#errors")).to_contain_text("None since")
+    expect(page.locator("#errors")).to_contain_text("No errors since")
     expect(page.locator("#loads")).to_contain_text("Nothing is being loaded")
     expect(page.locator("#fleet-traffic figure:visible")).to_have_count(3)  # Loads are not its own.
     expect(page.locator(".slot[aria-label$='empty, or not yours']").first).to_be_visible()
@@ -206,7 +206,7 @@ def test_a_tenants_admin_key_administers_its_own_and_pins_nothing(open_as_acme: 
     page.get_by_role("searchbox").fill("")
     expect(page.locator("#rows tr")).to_have_count(1)
     show_adapter(page, "shout")
-    expect(page.locator("#closed")).to_contain_text("It is public: the operator changes it.")
+    expect(page.locator("#closed")).to_contain_text("It is public: only the operator can change it.")
 
 
 def test_the_operator_sees_all_tenants_and_pushes_for_one(open_page: Open, served: Served) -> None:
@@ -219,7 +219,7 @@ def test_the_operator_sees_all_tenants_and_pushes_for_one(open_page: Open, serve
     page.get_by_label("Name", exact=True).fill("given")
     page.get_by_label("Folder on this machine").set_input_files(PIRATE)
     page.get_by_label("Tenant").fill("acme")
-    page.get_by_label("Pin to so many replicas").fill("1")
+    page.get_by_label("Number of replicas to pin it to").fill("1")
     submit(page)
     served.ask("acme-app", "/v1/completions", {"model": "given", "prompt": "hello", "max_tokens": 2})
     show_adapter(page, "~acme/given")
