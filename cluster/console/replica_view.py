@@ -17,7 +17,7 @@ logger = logging.getLogger("lorafleet.cluster")
 def replica_view(
     front: AppState, query: ReplicaQuery, viewer: Viewer, cpu_loras: int, max_num_seqs: int
 ) -> ReplicaView:
-    stats, recent, whose = front.engine.stats, front.telemetry.recent, viewer.tenant
+    stats, recent, tenant = front.engine.stats, front.telemetry.recent, viewer.tenant
     of_all = viewer.sees_all
     with_history = query.history_of in (ALL_REPLICAS, front.config.replica_id)
     return ReplicaView(
@@ -30,11 +30,11 @@ def replica_view(
         num_waiting=stats.num_waiting,
         max_num_seqs=max_num_seqs,
         kv_used=1 - stats.kv_blocks_free / max(1, stats.kv_blocks_total),
-        traffic=recent.of_names(query.names, whose, of_all=of_all),
-        total=recent.total(whose, of_all=of_all),
-        failures=front.telemetry.failures.of(whose, of_all=of_all),
-        busiest=recent.busiest(BUSIEST, whose, of_all=of_all),
-        history=front.telemetry.history.report(whose, of_all=of_all) if with_history else None,
+        traffic=recent.of_names(query.names, tenant, of_all=of_all),
+        total=recent.total(tenant, of_all=of_all),
+        failures=front.telemetry.failures.of(tenant, of_all=of_all),
+        busiest=recent.busiest(BUSIEST, tenant, of_all=of_all),
+        history=front.telemetry.history.report(tenant, of_all=of_all) if with_history else None,
     )
 
 

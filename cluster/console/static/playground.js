@@ -16,7 +16,7 @@ const pick = byId("pick");
 /** Calls readdress(query) when the models change, since the view's address names them. */
 export function makePlayground({ readdress }) {
   let base = null;
-  let whose = null; // the viewer for whom the models were chosen
+  let startedFor = null; // the viewer for whom the models were chosen
   let chosen = [];
   let running = [];
   let typing = 0;
@@ -24,8 +24,8 @@ export function makePlayground({ readdress }) {
   /** Chooses the first adapters. Starts again for another viewer, who may not see the models chosen before. */
   function start({ viewer, base_models: bases, adapters }) {
     const now = `${viewer.tenant} ${viewer.sees_all}`;
-    if (whose === now) return;
-    whose = now;
+    if (startedFor === now) return;
+    startedFor = now;
     stop();
     byId("answers").replaceChildren();
     byId("pick-list").replaceChildren();
@@ -214,12 +214,12 @@ class Answer {
         this.text.append(piece);
         this.measure(first, pieces);
       }
-      this.end(reason === "length" ? "cut at max tokens" : "done", "ready");
+      this.mark(reason === "length" ? "cut at max tokens" : "done", "ready");
     } catch (error) {
-      if (this.aborting.signal.aborted) this.end("stopped", "draining");
+      if (this.aborting.signal.aborted) this.mark("stopped", "draining");
       else {
         this.warn(error.message);
-        this.end("failed", "silent");
+        this.mark("failed", "silent");
       }
     }
     this.measure(first, usage?.completion_tokens ?? pieces);
@@ -236,10 +236,6 @@ class Answer {
   mark(words, state) {
     setText(this.state, words);
     this.state.dataset.state = state;
-  }
-
-  end(words, state) {
-    this.mark(words, state);
   }
 
   warn(message) {
