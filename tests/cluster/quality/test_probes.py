@@ -40,7 +40,7 @@ def test_another_prompt_makes_another_digest(tmp_path: Path) -> None:
         ("sets: [{model: a, prompts: no.jsonl}]", "", "no.jsonl, a file of the quality probes, cannot be read"),
         ("sets: [{model: a, prompts: p.jsonl}]", "\n", "p.jsonl has 0 prompts"),
         ("sets: [{model: a, prompts: p.jsonl}]", '{"prompt": "a"}\n' * (MAX_PROBES + 1), f"1 to {MAX_PROBES}"),
-        ("sets: [{model: a, prompts: p.jsonl}]", '{"prompt": "a"}\n{', "p.jsonl, line 2 is no JSON"),
+        ("sets: [{model: a, prompts: p.jsonl}]", '{"prompt": "a"}\n{', "p.jsonl, line 2 is not valid JSON"),
         ("sets: [{model: a, prompts: p.jsonl}]", '{"prompt": "a", "answer": "b"}', "line 1: unknown key 'answer'"),
         ("sets: [{model: a, prompts: p.jsonl}]", '{"prompt": ""}', "line 1: prompt: "),
         ("sets: {", "", "neither YAML nor JSON"),
