@@ -133,7 +133,7 @@ class S3Source:
         self._clients.drop()
         if rejects_credentials(error):
             raise AdapterUnavailable(
-                f"{what}: the server rejects this cluster's credentials: {code} (HTTP {status}). Renew them, or grant "
+                f"{what}: the server refuses this cluster's credentials: {code} (HTTP {status}). Renew them, or grant "
                 "them s3:ListBucket and s3:GetObject there; no restart is needed."
             )
         raise AdapterUnavailable(f"{what}: the server answers {code} (HTTP {status}).")

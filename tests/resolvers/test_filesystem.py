@@ -73,7 +73,7 @@ async def test_only_adapters_of_the_served_base_are_found(
     with caplog.at_level(logging.WARNING):
         found = await resolver.resolve_lora("base", "sql")
     assert (found is not None) == fits
-    assert fits or (str(trained_on) in caplog.text and "base here is base" in caplog.text)
+    assert fits or (str(trained_on) in caplog.text and "served base is base" in caplog.text)
 
 
 async def test_a_damaged_config_is_an_error_not_a_miss(tmp_path: Path) -> None:

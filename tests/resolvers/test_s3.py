@@ -209,7 +209,7 @@ def test_a_corrupt_object_is_refused_until_it_is_uploaded_again(
     uri = folder(make_files(7, 100_000))
     gateway.rot(f"{uri.partition(BUCKET + '/')[2]}/{WEIGHTS}")
     store = make_store(tmp_path / "c", gateway.endpoint)
-    with pytest.raises(AdapterMalformed, match="is damaged: its 100000 bytes do not give the md5"):
+    with pytest.raises(AdapterMalformed, match="is damaged: its 100000 bytes do not match the md5"):
         store.fetch(uri)
     assert nothing_is_left_of_it(tmp_path / "c")
     folder(make_files(7, 100_000))

@@ -154,7 +154,7 @@ def test_keys_may_come_from_the_environment() -> None:
         ("keys: [{id: a, hash: secret, scopes: [infer]}]", "64 hexadecimal digits"),
         (f"keys: [{{id: a, hash: '{HASH}', scopes: [infer], expire: 2027-01-01}}]", "keys.0.expire"),
         (f"keys: [{{id: a, hash: '{HASH}', scopes: [infer], tenant: ../x}}]", "tenant's name"),
-        (f"keys: [{{id: 'a b', hash: '{HASH}', scopes: [infer]}}]", "'a b' is no id"),
+        (f"keys: [{{id: 'a b', hash: '{HASH}', scopes: [infer]}}]", "'a b' is not a valid id"),
         (
             f"keys: [{{id: a, hash: '{HASH}', scopes: [infer]}}, {{id: b, hash: '{HASH}', scopes: [infer]}}]",
             "'a' and 'b'",

@@ -202,7 +202,7 @@ async def test_while_too_much_is_unwritten_nothing_more_is_generated_and_nothing
             answered += 1
         disk.room = 10**9
         assert answer.status_code == 503 and "retry-after" in answer.headers
-        assert "bytes wait, and at most 300 may" in answer.json()["error"]["message"]
+        assert "bytes are waiting, and at most 300 may wait" in answer.json()["error"]["message"]
         assert (await house.ask("acme", "POST", "/tokenize", {"prompt": "hi"})).status_code == 200
         shown = (await house.ask("operator", "GET", "/metrics")).text
         assert 'lorafleet_usage_refused_total{replica=""} 1.0' in shown
