@@ -74,6 +74,7 @@ def in_own_words(error: InvalidRequest, fields: Mapping[str, str]) -> InvalidReq
     return type(error)(error.message.replace(field_name, own), own + dot + rest)
 
 
+SERVER_FAILED = "The server failed to answer; its log says why."
 STORE_FAILED = (
     "The server's store failed; the server's log has the details. Check whether your change was made before you "
     "repeat it, and tell the operator if the error persists."
@@ -153,7 +154,7 @@ def error_response(error: LorafleetError, scope: Scope) -> Response:
 
 
 def internal_error_response() -> Response:
-    body = _body("The server failed to answer; its log says why.", "server_error", None, "internal_error")
+    body = _body(SERVER_FAILED, "server_error", None, "internal_error")
     return Response(body, 500, media_type="application/json")
 
 

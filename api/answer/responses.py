@@ -16,7 +16,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from lorafleet.api.answer.error_responses import error_body
+from lorafleet.api.answer.error_responses import SERVER_FAILED, error_body
 from lorafleet.protocol.errors import LorafleetError
 
 DONE = b"data: [DONE]\n\n"
@@ -67,7 +67,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": _last_words(error, scope), "more_body": False})
             except Exception:
                 logger.exception("a stream failed")
-                broken = LorafleetError("The server failed to answer; its log says why.")
+                broken = LorafleetError(SERVER_FAILED)
                 await send({"type": "http.response.body", "body": _last_words(broken, scope), "more_body": False})
 
     def _raw_headers(self) -> list[tuple[bytes, bytes]]:

@@ -145,7 +145,8 @@ async def _read_models(
 ) -> list[ServedModel]:
     """Returns the model of each prompt: `lora_path` in either place, else `model`, else the base model."""
     outer = _per_prompt(body.lora_path, len(sampling), "lora_path")
-    inner = [_one_of(params.lora_path, i, len(sampling)) for i, params in enumerate(sampling)]
+    param = "sampling_params.lora_path"
+    inner = [_per_prompt(params.lora_path, len(sampling), param)[i] for i, params in enumerate(sampling)]
     rids = _per_prompt(body.rid, len(sampling), "rid")
     models: dict[tuple[str | None, str | None], ServedModel] = {}
     asked: list[tuple[str | None, str | None]] = []
@@ -168,10 +169,6 @@ def _read_name(outer: object, inner: object) -> str | None:
             "`lora_path` must be an adapter's name, or a list with a name or null for each.", "lora_path"
         )
     return None if name is None else string(name, "lora_path", MAX_MODEL_CHARS)
-
-
-def _one_of(given: object, i: int, num_prompts: int) -> object:
-    return _per_prompt(given, num_prompts, "sampling_params.lora_path")[i]
 
 
 def _per_prompt(given: Any, num_prompts: int, param: str) -> list[Any]:
