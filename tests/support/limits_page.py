@@ -55,19 +55,19 @@ from lorafleet.workers.structured import grammar_process, grammar_program, vocab
 PAGE = Path(__file__).parents[2] / "docs" / "limits.md"
 INTRODUCTION = """# Limits
 
-Every input from outside has a bound on its size and on the work that it causes. What is over a bound is refused with
-an error in OpenAI's form that names the field, the value or size, and the bound; only that request fails. Where an
-option is named, it changes the bound; all others are constants.
+Every input from outside has a bound on its size and on the work that it causes. A request that exceeds a bound is
+rejected with an error in OpenAI's form, which names the field, the value or size, and the bound. No other request
+fails. Some bounds are changed by an option, which the table names. All others are constants.
 
-This page is written by `tests/support/limits_page.py` out of the code; a test fails where they differ.
-`/openapi.json` has the bounds of fields for programs, and a test fails where one is missing there.
+`tests/support/limits_page.py` writes this page from the code, and a test fails if they differ. For programs,
+`/openapi.json` has the bounds of all fields; a test fails if one is missing there.
 """
 
 REFUSED = "400, names the field"
-MALFORMED = "400 `adapter_malformed` at the push or the load"
-TOO_LARGE = "400 `adapter_too_large` at the push or the load"
+MALFORMED = "400 `adapter_malformed` when the adapter is pushed or loaded"
+TOO_LARGE = "400 `adapter_too_large` when the adapter is pushed or loaded"
 BUSY = "429 `queue_full`, with Retry-After"
-INTERNAL = "nothing: older entries go, or work waits"
+INTERNAL = "no error: older entries are evicted, or work waits"
 
 
 class Limit(NamedTuple):
@@ -103,27 +103,27 @@ def flag(option: str) -> str:
 
 
 BODY = [
-    Limit("request's line and headers together", size(haproxy_answers.MAX_HEADER_BYTES), "", "431"),
-    Limit("time for the headers", seconds(haproxy_config.HEADERS_S), "", "408, connection closed"),
-    Limit("time for the beginning of the body", seconds(haproxy_config.BODY_S), "", "408, connection closed"),
-    Limit("client without progress", seconds(haproxy_config.CLIENT_S), "", "connection closed"),
+    Limit("request line and headers together", size(haproxy_answers.MAX_HEADER_BYTES), "", "431"),
+    Limit("time to send the headers", seconds(haproxy_config.HEADERS_S), "", "408, connection closed"),
+    Limit("time until the body begins", seconds(haproxy_config.BODY_S), "", "408, connection closed"),
+    Limit("client that makes no progress", seconds(haproxy_config.CLIENT_S), "", "connection closed"),
     Limit(
-        "beginning of a body that HAProxy holds before a replica checks the key; nothing where no key is sent",
+        "part of a body that HAProxy buffers before a replica has checked the key; nothing if no key is sent",
         size(serve_environment.ROUTED_BODY_BYTES),
         "",
-        "the rest is read when the key is good",
+        "the rest is read once the key is accepted",
     ),
     Limit(
-        "silence of a replica that was marked down, until calls that cannot be repeated end",
+        "silence of a replica that was marked down, after which calls that cannot be repeated are ended",
         seconds(haproxy_sessions.GIVE_UP_S),
         "",
         "503 `outcome_unknown`",
     ),
-    Limit("time for the whole body", seconds(limits.MAX_BODY_READ_S), "", "408 `body_timeout`"),
+    Limit("time to send the whole body", seconds(limits.MAX_BODY_READ_S), "", "408 `body_timeout`"),
     Limit("body", size(limits.MAX_BODY_BYTES), flag("max_body_bytes"), "413 `body_too_large`"),
     Limit(
-        "all bodies of requests under way on a replica",
-        f"{size(limits.MAX_BODIES_BYTES)}, of one tenant half of it",
+        "bodies of all requests in flight on a replica",
+        f"{size(limits.MAX_BODIES_BYTES)}, half of it for one tenant",
         f"{flag('max_body_bytes')}: at least two bodies of that size",
         "one tenant's: 429 `queue_full`; of all: 503 `overloaded`; with Retry-After",
     ),
@@ -134,13 +134,13 @@ BODY = [
     ),
     Limit("colons in a body, texts included", limits.MAX_BODY_COLONS, "", "413 `body_too_large`"),
     Limit("content type of a body", "application/json", "", "415 `unsupported_media_type`"),
-    Limit("fields of one object", limits.MAX_OBJECT_FIELDS, "", REFUSED),
+    Limit("fields of an object", limits.MAX_OBJECT_FIELDS, "", REFUSED),
     Limit("numbers in JSON", limits.JSON_NUMBER, "", "400"),
     Limit("`X-Request-Id`", f"{chars(limits.MAX_REQUEST_ID_CHARS)}, printable", "", REFUSED),
     Limit("`X-Queue-Timeout-Seconds`", limits.QUEUE_TIMEOUT_S, "", REFUSED),
     Limit("`Origin`, `Host` without keys", "the server's own", flag("allowed_origins"), "403 `forbidden`"),
     Limit("name in the path", chars(limits.MAX_MODEL_CHARS), "", REFUSED),
-    Limit("client's value in an error message", chars(limits.MAX_SHOWN_CHARS), "", "cut"),
+    Limit("part of a client's value that an error message repeats", chars(limits.MAX_SHOWN_CHARS), "", "cut"),
 ]
 ACROSS = [
     Limit("prompts x n", limits.MAX_SAMPLES, "", REFUSED),
@@ -152,7 +152,7 @@ ACROSS = [
         "400 `context_length_exceeded`",
     ),
     Limit(
-        "text that is tokenized",
+        "text to be tokenized",
         f"{prompts.MAX_CHARS_PER_TOKEN} characters a token of the context, at least {limits.MAX_TOKENIZE_CHARS:,}",
         "",
         "400 `context_length_exceeded`",
@@ -169,20 +169,25 @@ ACROSS = [
 ]
 QUEUES = [
     Limit(
-        "requests that one replica takes",
+        "requests that a replica accepts at a time",
         default("max_ongoing_requests"),
         flag("max_ongoing_requests"),
-        "they wait at the replica",
+        "further ones wait at the replica",
     ),
-    Limit("requests that wait for a step", default("max_queued_requests"), flag("max_queued_requests"), BUSY),
-    Limit("tokens of prompts that wait", default("max_queued_tokens"), flag("max_queued_tokens"), BUSY),
-    Limit("time to start", default("queue_timeout"), f"{flag('queue_timeout')}, or the header", "429 `queue_timeout`"),
+    Limit("requests that wait for their first step", default("max_queued_requests"), flag("max_queued_requests"), BUSY),
+    Limit("prompt tokens that wait", default("max_queued_tokens"), flag("max_queued_tokens"), BUSY),
+    Limit(
+        "time to wait for the first step",
+        default("queue_timeout"),
+        f"{flag('queue_timeout')}, or the header",
+        "429 `queue_timeout`",
+    ),
     Limit("`Retry-After`", seconds(admission.MAX_RETRY_S), "", ""),
-    Limit("sequences in a step", default("max_num_seqs"), flag("max_num_seqs"), "they wait"),
-    Limit("tokens in a step", default("max_num_batched_tokens"), flag("max_num_batched_tokens"), "they wait"),
+    Limit("sequences in a step", default("max_num_seqs"), flag("max_num_seqs"), "further ones wait"),
+    Limit("tokens in a step", default("max_num_batched_tokens"), flag("max_num_batched_tokens"), "further ones wait"),
     Limit("idle flows (a tenant's requests for one adapter) that are kept", fair_queue.MAX_IDLE_FLOWS, "", INTERNAL),
     Limit(
-        "long bodies, conversations and answers that are read or written at a time", LONG_WORK.running, "", "they wait"
+        "long bodies, conversations and answers read or written at a time", LONG_WORK.running, "", "further ones wait"
     ),
     Limit("long bodies, conversations and answers of one tenant that wait", LONG_WORK.waiting, "", BUSY),
     Limit(
@@ -192,17 +197,22 @@ QUEUES = [
         "",
         BUSY,
     ),
-    Limit("long texts of the base's tokenizer at a time", tokenizing.MAX_LONG_TEXTS, "", "they wait"),
-    Limit("texts of adapters' tokenizers at a time", tokenizing.MAX_ADAPTER_TEXTS, "", "they wait"),
+    Limit("long texts of the base's tokenizer at a time", tokenizing.MAX_LONG_TEXTS, "", "further ones wait"),
+    Limit("texts of adapters' tokenizers at a time", tokenizing.MAX_ADAPTER_TEXTS, "", "further ones wait"),
     Limit("texts of one tenant that wait", tokenizing.MAX_TEXTS_WAITING, "", BUSY),
     Limit("templates of one tenant that wait", templates.MAX_TEMPLATES_WAITING, "", BUSY),
     Limit("grammars of one tenant that wait", grammar_process.MAX_GRAMMARS_WAITING, "", BUSY),
-    Limit("adapters' languages of one tenant that wait", languages.MAX_LANGUAGES_WAITING, "", BUSY),
     Limit(
-        "wait for the quotas",
+        "tokenizers and templates of one tenant's adapters that wait to be read",
+        languages.MAX_LANGUAGES_WAITING,
+        "",
+        BUSY,
+    ),
+    Limit(
+        "wait for an answer about quotas",
         seconds(TIMING.admit_s),
         "",
-        "the replica admits its own share of the limits; 503 where it does not know how many replicas share them",
+        "the replica admits its own share of the limits; 503 if it does not know how many replicas share them",
     ),
     Limit("wait for the directory", seconds(TIMING.patience_s), "", "503, with Retry-After"),
     Limit(
@@ -224,63 +234,68 @@ _SANDBOX = templates.TemplateLimits()
 _READ, _ENCODE = tokenizers.TokenizerLimits().read, tokenizers.TokenizerLimits().encode
 _GRAMMAR = grammar_process.GrammarLimits()
 PROCESSES = [
+    Limit("template: CPU time, memory", f"{seconds(_SANDBOX.cpu_s)}, {size(_SANDBOX.memory_bytes)}", "", REFUSED),
+    Limit("template: characters of its output", chars(_SANDBOX.output_chars), "", REFUSED),
+    Limit("templates rendered at a time", templates.MAX_TEMPLATES_RENDERED, "", "further ones wait"),
     Limit(
-        "template: time of processor, memory", f"{seconds(_SANDBOX.cpu_s)}, {size(_SANDBOX.memory_bytes)}", "", REFUSED
-    ),
-    Limit("template: characters that it writes", chars(_SANDBOX.output_chars), "", REFUSED),
-    Limit("templates rendered at a time", templates.MAX_TEMPLATES_RENDERED, "", "they wait"),
-    Limit(
-        "tokenizer, read: time of processor, memory",
+        "tokenizer, read: CPU time, memory",
         f"{seconds(_READ.cpu_s)}, {size(_READ.memory_bytes)}",
         "",
         MALFORMED,
     ),
     Limit("tokenizer, its tables: memory", size(tokenizers.TokenizerLimits().tables_bytes), "", MALFORMED),
     Limit(
-        "tokenizer, a text: time of processor, memory",
+        "tokenizer, a text: CPU time, memory",
         f"{seconds(_ENCODE.cpu_s)}, {size(_ENCODE.memory_bytes)}",
         "",
         REFUSED,
     ),
-    Limit("processes of adapters' tokenizers", tokenizers.MAX_ENCODERS, "", "the one used longest ago ends"),
-    Limit("tokenizers of adapters in memory", language_cache.MAX_TOKENIZERS, "", "the one used longest ago goes"),
+    Limit("processes of adapters' tokenizers", tokenizers.MAX_ENCODERS, "", "the least recently used one ends"),
+    Limit(
+        "tokenizers of adapters in memory", language_cache.MAX_TOKENIZERS, "", "the least recently used one is evicted"
+    ),
     Limit(
         "languages of adapters in memory",
         f"{language_cache.MAX_LANGUAGES:,}, {size(language_cache.MAX_LANGUAGE_BYTES)}",
         "",
-        "the one used longest ago goes",
+        "the least recently used one is evicted",
     ),
     Limit(
-        "grammar, first compiled: time of processor, memory",
+        "grammar, first compiled: CPU time, memory",
         f"{seconds(_GRAMMAR.trial_cpu_s)}, {size(_GRAMMAR.trial_memory_bytes)}",
         "",
         REFUSED,
     ),
     Limit("grammar, first compiled: time in all", seconds(_GRAMMAR.trial_s), "", "429 `queue_full`, with Retry-After"),
-    Limit("grammars first compiled at a time", grammar_process.MAX_TRIALS, "", "they wait"),
-    Limit("process of compiled grammars: memory", size(_GRAMMAR.memory_bytes), "", "503, and it is started anew"),
+    Limit("grammars first compiled at a time", grammar_process.MAX_TRIALS, "", "further ones wait"),
+    Limit("process of compiled grammars: memory", size(_GRAMMAR.memory_bytes), "", "503, and it is restarted"),
     Limit(
         "processes of grammars, one for each vocabulary of adapters; the base's comes besides",
         f"{vocabularies.MAX_VOCABULARIES}, of which one tenant uses {vocabularies.MAX_VOCABULARIES_OF_ONE}",
         "",
-        "the one used longest ago ends; 503 where all are in use",
+        "the least recently used one ends; 503 where all are in use",
     ),
     Limit("wait of a step for masks of grammars", seconds(_GRAMMAR.step_wait_s), "", "the sequence samples later"),
-    Limit("masks of one step", seconds(_GRAMMAR.mask_s), "", "503, and the process is started anew"),
+    Limit("masks of one step", seconds(_GRAMMAR.mask_s), "", "503, and the process is restarted"),
     Limit(
         "process that compiles grammars and does not answer a ping",
         seconds(_GRAMMAR.ping_s),
         "",
-        "503, and the process is started anew",
+        "503, and the process is restarted",
     ),
     Limit("grammars that a process leaves unread", size(grammar_process.MAX_UNSENT_BYTES), "", "503"),
-    Limit("compiled grammars", grammar_program.MAX_GRAMMARS, "", INTERNAL),
-    Limit("job that had to be ended is refused without a try for", seconds(shunned.SHUN_S), "", REFUSED),
+    Limit("compiled grammars in memory", grammar_program.MAX_GRAMMARS, "", INTERNAL),
+    Limit(
+        "time for which a job that had to be ended is rejected without another try",
+        seconds(shunned.SHUN_S),
+        "",
+        REFUSED,
+    ),
     Limit(
         "worker that leaves a message unacknowledged",
         seconds(engine_socket.UNACKNOWLEDGED_S),
         "",
-        "503, and it is replaced",
+        "503, and the replica is replaced",
     ),
 ]
 ADAPTERS = [
@@ -315,7 +330,7 @@ ADAPTERS = [
         "adapters in slots",
         default("max_loras"),
         f"{flag('max_loras')}, up to {lora_config.MAX_LORAS_BOUND:,}",
-        "they take turns",
+        "they share the slots in turns",
     ),
     Limit(
         "rows that a table of the vocabulary adds",
@@ -323,31 +338,38 @@ ADAPTERS = [
         flag("lora_extra_vocab_size"),
         TOO_LARGE,
     ),
-    Limit("tokens of its own tokenizer beyond the base's", adapter_language.MAX_NEW_TOKENS, "", MALFORMED),
-    Limit("ends of answers", adapter_language.MAX_EOS_TOKEN_IDS, "", MALFORMED),
-    Limit("tokenizers and templates read at a time", languages.MAX_LANGUAGES_READ, "", "they wait"),
+    Limit("tokens that an adapter's tokenizer adds to the base's", adapter_language.MAX_NEW_TOKENS, "", MALFORMED),
+    Limit("end-of-sequence token ids", adapter_language.MAX_EOS_TOKEN_IDS, "", MALFORMED),
+    Limit("tokenizers and templates read at a time", languages.MAX_LANGUAGES_READ, "", "further ones wait"),
     Limit("special tokens in a file", special_tokens.MAX_SPECIAL_TOKENS, "", MALFORMED),
     Limit("added tokens of a tokenizer", tokenizer_document.MAX_ADDED_TOKENS, "", MALFORMED),
     Limit("merges of a tokenizer", tokenizer_document.MAX_MERGES, "", MALFORMED),
     Limit("token of a tokenizer", chars(tokenizer_document.MAX_TOKEN_CHARS), "", MALFORMED),
     Limit(
-        "adapter that is fetched",
+        "adapter that a resolver fetches",
         f"{size(resolver_config.MAX_BYTES)}, {seconds(resolver_config.TIMEOUT_S)}",
         "`max_bytes`, `timeout_s` of its resolver",
         "400 `adapter_too_large`, 503 `adapter_unavailable`",
     ),
-    Limit("names that resolvers look for at a time, on a replica", adapter_lookup.SEARCHES.running, "", "they wait"),
+    Limit(
+        "names that resolvers look for at a time, on a replica",
+        adapter_lookup.SEARCHES.running,
+        "",
+        "further ones wait",
+    ),
     Limit("names of one tenant that wait to be looked for", adapter_lookup.SEARCHES.waiting, "", BUSY),
-    Limit("concurrent fetches of adapters in one process", store.FETCH_THREADS, "", "they wait"),
+    Limit("concurrent fetches of adapters in one process", store.FETCH_THREADS, "", "further ones wait"),
     Limit("redirects of a source", ranges.MAX_REDIRECTS, "", "503 `adapter_unavailable`"),
-    Limit("silence of a source", seconds(deadline.SOCKET_S), "", "tried again, then 503 `adapter_unavailable`"),
+    Limit("silence of a source", seconds(deadline.SOCKET_S), "", "retried, then 503 `adapter_unavailable`"),
     Limit(
         "cache of fetched adapters",
         size(resolver_config.CACHE_BYTES),
         flag("lora_cache_bytes"),
         "the least recently used adapter is evicted",
     ),
-    Limit("versions of an adapter", removals.MAX_VERSIONS, "", "the oldest that no alias stands for goes"),
+    Limit(
+        "versions of an adapter", removals.MAX_VERSIONS, "", "the oldest version that no alias stands for is dropped"
+    ),
     Limit("aliases of an adapter, its own name among them", catalogue_records.MAX_ALIASES, "", "400, names the field"),
     Limit(
         "record of an adapter: versions with their metadata, aliases with their moves",
@@ -355,7 +377,7 @@ ADAPTERS = [
         "",
         "400, names the field",
     ),
-    Limit("moves that an alias remembers", catalogue_records.MAX_HISTORY, "", "the oldest goes"),
+    Limit("moves that an alias remembers", catalogue_records.MAX_HISTORY, "", "the oldest is dropped"),
     Limit(
         "adapters, bytes of a tenant", "none", "`adapters`, `adapter_bytes` of the tenant", "429 `rate_limit_exceeded`"
     ),
@@ -364,17 +386,17 @@ SERVER = [
     Limit("adapters on a page of `/v1/adapters`", limits.MAX_ADAPTERS_LISTED, "", REFUSED),
     Limit("adapters on a page of the console", state_api.MAX_ADAPTERS, "", REFUSED),
     Limit("search text of the console", chars(state_api.MAX_SEARCH_CHARS), "", REFUSED),
-    Limit("concurrent searches of the console", directory_view.SEARCHES.running, "", "they wait"),
+    Limit("concurrent searches of the console", directory_view.SEARCHES.running, "", "further ones wait"),
     Limit("waiting console searches of one tenant", directory_view.SEARCHES.waiting, "", BUSY),
     Limit("uploads of one tenant at a time", request_admission.MAX_UPLOADS, "", BUSY),
-    Limit("pushes that a replica copies at a time", PUSHES.running, "", "they wait"),
+    Limit("pushes that a replica copies at a time", PUSHES.running, "", "further ones wait"),
     Limit("pushes of one tenant that wait", PUSHES.waiting, "", BUSY),
-    Limit("versions that are verified at a time", VERIFICATIONS.running, "", "they wait"),
+    Limit("versions that are verified at a time", VERIFICATIONS.running, "", "further ones wait"),
     Limit("verifications of one tenant that wait", VERIFICATIONS.waiting, "", BUSY),
     Limit("load of an adapter on a replica", seconds(replica_orders.ORDER_S), "", "503 `overloaded`"),
     Limit("administrative call that changes something", seconds(membership.CHANGE_S), "", "503, with Retry-After"),
     Limit("names that resolvers have found, remembered by the directory", adapter_names.MAX_FOUND, "", INTERNAL),
-    Limit("names that a replica has copies of", name_copies.MAX_COPIES, "", INTERNAL),
+    Limit("names of which a replica has copies", name_copies.MAX_COPIES, "", INTERNAL),
     Limit("each text in a line of the audit log", chars(audit.MAX_TEXT_CHARS), "", "cut"),
     Limit(
         "connection to the directory that has not shown the secret",
@@ -402,7 +424,7 @@ SERVER = [
         "",
         "further ones are only counted in `lorafleet_audit_unlogged`",
     ),
-    Limit("usage log that cannot be written yet", size(usage_log.MAX_UNWRITTEN_BYTES), "", "503 `store_error`"),
+    Limit("usage records that cannot be written yet", size(usage_log.MAX_UNWRITTEN_BYTES), "", "503 `store_error`"),
 ]
 SECTIONS = [
     ("Headers and bodies", BODY),
@@ -463,12 +485,12 @@ def field_rows() -> list[str]:
 def write() -> str:
     parts = [INTRODUCTION]
     for title, rows in SECTIONS:
-        parts.append(f"\n## {title}\n\n| what | bound | who may change it | over it |\n|---|---|---|---|\n")
+        parts.append(f"\n## {title}\n\n| what | bound | changed by | if exceeded |\n|---|---|---|---|\n")
         for name, bound, changed_by, answer in rows:
             shown = f"{bound:,}" if isinstance(bound, int) else str(bound)
-            parts.append(f"| {name} | {shown} | {changed_by or 'nobody'} | {answer} |\n")
+            parts.append(f"| {name} | {shown} | {changed_by or 'constant'} | {answer} |\n")
     parts.append(
-        "\n## Fields of requests\n\nNobody may change these; what is over one is a 400 that names the field.\n"
+        "\n## Fields of requests\n\nThese bounds are constants. A value beyond one gets a 400 that names the field.\n"
     )
     parts.append("\n| field | bound | routes |\n|---|---|---|\n" + "\n".join(field_rows()) + "\n")
     return "".join(parts)
