@@ -85,7 +85,7 @@ def test_names_are_unique_and_known() -> None:
     registry.register("a", Fixed())
     with pytest.raises(ConfigError, match="two LoRA resolvers are called 'a'"):
         registry.register("a", Fixed())
-    with pytest.raises(ConfigError, match="no LoRA resolver 'b'; there is a"):
+    with pytest.raises(ConfigError, match="no LoRA resolver 'b'; the registered ones are: a"):
         registry.get("b")
 
 

@@ -413,7 +413,7 @@ def test_the_shares_of_all_replicas_together_are_the_limit(limit: int) -> None:
     assert sum(share.max_concurrent or 0 for share in shares) == limit
     assert {share.tokens_per_minute for share in shares} == {None}
     for index in range(limit, 3):
-        with pytest.raises(DirectoryUnavailable, match=f"limit of {limit} is shared by 3 replicas"):
+        with pytest.raises(DirectoryUnavailable, match=f"3 replicas share the limit of {limit},"):
             ReplicaPlace(3, index).share("tenant 'acme'", limits)
 
 
