@@ -144,7 +144,7 @@ def test_an_administrator_pushes_a_folder_and_moves_rolls_back_and_removes_its_n
     dialog = act(page, "remove")
     dialog.get_by_label(f"Type {name} to confirm").fill("something else")
     page.locator("#form-submit").click()
-    expect(page.locator("#form-trouble")).to_contain_text("That is not")
+    expect(page.locator("#form-trouble")).to_contain_text("The text is not")
     dialog.get_by_label(f"Type {name} to confirm").fill(name)
     submit(page)
     assert shared_server.http.get(f"/v1/adapters/{name}").status_code == 404

@@ -152,7 +152,7 @@ def test_a_key_that_opens_nothing_is_answered_with_why(
     enter_key(page, "Key", "no such key")
     expect(locked).to_contain_text("this server has no such key, or it was revoked")
     enter_key(page, "Key rejected", served.keys["acme-meter"])
-    expect(locked).to_contain_text("'acme-meter' has the scopes metrics; this needs infer")
+    expect(locked).to_contain_text("'acme-meter' has the scopes metrics; this request needs the scope infer")
     expect(page.locator("#trouble")).to_be_hidden()
     assert page.evaluate(UNNAMED) == [] and page.evaluate(FAINT) == []
     assert page.evaluate("document.documentElement.scrollWidth") == width
@@ -170,7 +170,9 @@ def test_a_tenants_key_to_infer_shows_its_own_and_what_is_public_and_changes_not
     page.get_by_role("link", name="Adapters").click()
     expect(page.locator("#rows tr")).to_have_count(1)
     expect(page.get_by_role("button", name="Push adapter")).to_be_disabled()
-    expect(page.locator("#push-reason")).to_contain_text("'acme-app' has the scopes infer; this needs admin")
+    expect(page.locator("#push-reason")).to_contain_text(
+        "'acme-app' has the scopes infer; this request needs the scope admin"
+    )
     for hidden in ("law", "~rival", "secret"):
         page.get_by_role("searchbox").fill(hidden)
         expect(page.locator("#no-rows")).to_be_visible()

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from lorafleet.cluster.directory import residency as residency_module
+from lorafleet.cluster.directory.directory_calls import ReportCall
 from lorafleet.cluster.directory.residency import Placed, Report, Residency, RouteView
 from lorafleet.cluster.routing.routing import ReplicaChooser, ReplicaLoad, Tier
 from lorafleet.cluster.serve.reporting import FULL_S, Reporter, keep_reporting, load_of, tiers_of, unread_of
@@ -375,8 +376,12 @@ async def test_a_report_that_was_not_taken_is_repeated_in_full_though_the_engine
             self.reports: list[Report] = []
             self.accepted = asyncio.Event()
 
-        async def report(self, report: Report) -> bool:
-            self.reports.append(report)
+        @property
+        def directory(self) -> Restarting:
+            return self
+
+        async def ask(self, call: ReportCall) -> bool:
+            self.reports.append(call.report)
             if len(self.reports) == 1:
                 raise ConnectionResetError
             if len(self.reports) == 3:

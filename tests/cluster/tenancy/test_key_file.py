@@ -47,7 +47,7 @@ def test_a_key_opens_what_its_scopes_say_and_nothing_else(file: Path) -> None:
     gate = gate_of(KeyRing(str(file)))
     assert gate.caller(key, "infer").tenant == gate.caller(key, "metrics").tenant == "acme"
     for needed in ("admin", "loading"):
-        with pytest.raises(Forbidden, match="'app' has the scopes infer, metrics; this needs admin"):
+        with pytest.raises(Forbidden, match="'app' has the scopes infer, metrics; this request needs the scope admin"):
             gate.caller(key, needed)
     for wrong in (None, "", "lf-" + "a" * 46, key[:-1], key + " "):
         for needed in ("infer", "metrics", "admin", "loading"):
