@@ -71,5 +71,5 @@ def test_a_server_that_stays_busy_is_given_up_at_once_after_the_last_attempt(bas
 
 
 def test_a_servers_refusal_comes_in_its_words(runner):
-    with pytest.raises(InvalidRequest, match=r"400.*token 100000"):
+    with pytest.raises(InvalidRequest, match=r"400.*token id 100000"):
         runner.generate("a", [[100000]], 2)
