@@ -65,7 +65,7 @@ def reads(nodes: Nodes) -> float:
 
 def stream(nodes: Nodes, name: str) -> str:
     """How an answer of seconds has ended."""
-    body = {"model": name, "prompt": "hello", "max_tokens": 600, "ignore_eos": True, "stream": True}
+    body = {"model": name, "prompt": "hello", "max_tokens": 300, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{nodes.url}/v1/completions", json=body, timeout=300) as answer:
         chunks = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
     return str(chunks[-1]["choices"][0]["finish_reason"])
