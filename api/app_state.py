@@ -30,7 +30,7 @@ class AppState:
 
     config: FrontConfig
     engine: EngineBackend
-    access: Access  # Who may send what.
+    access: Access  # Decides who may send which requests, and accounts for them.
     models: ModelLookup  # Finds the models that requests name.
     texts: TextService  # Tokenizers, chat templates and the context's length.
     telemetry: Telemetry  # Counts what happens.

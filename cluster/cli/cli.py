@@ -43,8 +43,8 @@ SEVERAL_VALUES = (
 )
 # Panels of the help text, by the first field in each.
 PANELS = {"model": "Model", "device": "Engine", "enable_lora": "Adapters", "num_replicas": "Cluster"}
-# Where the help shows the options of the engine and of adapters: each of these and those that are declared after it,
-# before an option of AppArgs.
+# The order of --help. Each key is an option of the engine or of adapters; the help shows it, and the options declared
+# after it up to the next key, before the option of AppArgs that is its value.
 SHOWN_BEFORE = {
     "model": "served_model_name",
     "device": "enable_lora",

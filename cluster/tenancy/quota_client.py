@@ -119,7 +119,7 @@ class QuotaClient:
         self._asked = asyncio.Event()  # Set while a request waits for an answer.
         self._asking: asyncio.Task[None] | None = None
         self._spent: dict[str, _Spent] = {}
-        self._place: ReplicaPlace | None = None  # As the directory last reported.
+        self._place: ReplicaPlace | None = None  # The directory's last report; None before the first one.
         self._is_alone = False  # True while the directory does not answer.
         self._own_book = QuotaBook(lambda: (), clock)  # Used while this replica is alone.
 
