@@ -1,11 +1,12 @@
-"""Applies biases, minimal lengths and penalties to logits before tokens are chosen, for all rows of a step at once.
+"""Applies biases and minimal lengths to logits before tokens are chosen, for all rows of a step at once, and keeps the
+counts of tokens from which penalties are computed with the choice.
 
 A sequence's ids and values are uploaded once, when it first samples. Its tokens are counted on the device
 (token_counts.py). So a row with edits costs the host a few numbers per step, and a step may be launched before the
 last one's tokens are known.
 """
 
-# B rows of logits · V vocabulary · P rows with penalties · L ids of tokens that they have · K single logits
+# B rows of logits · V vocabulary · S rows of counts · P rows with penalties · K single logits
 
 from __future__ import annotations
 
@@ -15,14 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.sampling.draw_tokens import NO_COUNTS
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.device.host_copy import to_device
-from lorafleet.workers.device.token_counts import IN_PROMPT, TokenCounts
+from lorafleet.workers.device.token_counts import TokenCounts
 from lorafleet.workers.schedule.sequence import Sequence
 
 NEVER = float("-inf")
-NO_ROW = -1
-ROWS_AT_ONCE = 64  # rows whose penalties are computed together, which bounds the memory beside the logits
 
 
 @dataclass(slots=True, eq=False)
@@ -33,8 +33,7 @@ class LogitEdits:
     bias_ids_K: Tensor | None
     bias_values_K: Tensor | None
     stop_ids_K: Tensor | None
-    penalties_3: Tensor | None  # float32: repetition, presence, frequency
-    row: int = NO_ROW  # row of TokenCounts, while the sequence holds it
+    counts_row: int = NO_COUNTS  # row of TokenCounts, while the sequence has penalties and holds it
     num_counted: int = 0  # number of the sequence's tokens that the row has
 
 
@@ -54,9 +53,9 @@ class LogitEditor:
         self._edits: dict[Sequence, LogitEdits] = {}
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of the token counts on the device."""
-        return self._counts.num_bytes
+    def counts_SV(self) -> Tensor:
+        """The token counts on the device, see kernels/sampling/penalties.py."""
+        return self._counts.counts_SV
 
     def prepare(self, sequence: Sequence) -> LogitEdits | None:
         """Returns the edits for the sequence's next sample, with all of its tokens counted, or None if it has none.
@@ -68,20 +67,22 @@ class LogitEditor:
         edits = self._edits.get(sequence)
         if edits is None:
             edits = self._edits[sequence] = self._upload(sequence)
-        if edits.penalties_3 is not None:
+        if sequence.params.penalizes:
             self._hold_row(sequence, edits)
         return edits
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
         edits = self._edits.pop(sequence, None)
-        if edits is not None and self._counts.holds(edits.row, sequence):
-            self._counts.release(edits.row)
+        if edits is not None and self._counts.holds(edits.counts_row, sequence):
+            self._counts.release(edits.counts_row)
 
-    def apply(self, logits_BV: Tensor, rows: Many[EditedRow]) -> None:
-        """Changes the logits in place, in vLLM's order: biases, minimal lengths, penalties."""
+    def apply(self, logits_BV: Tensor, rows: Many[EditedRow]) -> Tensor:
+        """Returns the logits with biases and then minimal lengths, the first of vLLM's edits. They are changed in
+        place, but as float32 if there are biases."""
         biased = [(row.index, row.edits.bias_ids_K) for row in rows if row.edits.bias_ids_K is not None]
         if biased:
+            logits_BV = logits_BV.float()
             values = [row.edits.bias_values_K for row in rows if row.edits.bias_values_K is not None]
             logits_BV[self._places(biased)] += torch.cat(values)
         unstoppable = [
@@ -91,17 +92,15 @@ class LogitEditor:
         ]
         if unstoppable:
             logits_BV[self._places(unstoppable)] = NEVER
-        penalized = [row for row in rows if row.edits.penalties_3 is not None]
-        for start in range(0, len(penalized), ROWS_AT_ONCE):
-            self._penalize(logits_BV, penalized[start : start + ROWS_AT_ONCE])
+        return logits_BV
 
     def count(self, token_B: Tensor, rows: Many[EditedRow]) -> None:
         """Counts the tokens that were chosen."""
-        penalized = [row for row in rows if row.edits.penalties_3 is not None]
+        penalized = [row for row in rows if row.edits.params.penalizes]
         if penalized:
-            held = [row.edits.row for row in penalized]
-            index_P, row_P = to_device([[row.index for row in penalized], held], torch.int64, self._device)
-            self._counts.add(held, row_P, token_B[index_P])
+            places = [[row.index for row in penalized], [row.edits.counts_row for row in penalized]]
+            index_P, row_P = to_device(places, torch.int64, self._device)
+            self._counts.add(row_P, token_B[index_P])
         for row in penalized:
             row.edits.num_counted += 1
 
@@ -109,18 +108,16 @@ class LogitEditor:
         params = sequence.params
         bias = params.logit_bias
         stop_ids = sorted(sequence.stop_ids) if params.min_tokens else []
-        penalties = [params.repetition_penalty, params.presence_penalty, params.frequency_penalty]
         return LogitEdits(
             params,
             bias_ids_K=to_device(list(bias), torch.int64, self._device) if bias else None,
             bias_values_K=to_device(list(bias.values()), torch.float32, self._device) if bias else None,
             stop_ids_K=to_device(stop_ids, torch.int64, self._device) if stop_ids else None,
-            penalties_3=to_device(penalties, torch.float32, self._device) if params.penalizes else None,
         )
 
     def _hold_row(self, sequence: Sequence, edits: LogitEdits) -> None:
-        if not self._counts.holds(edits.row, sequence):
-            edits.row, edits.num_counted = self._counts.take(sequence), len(sequence.tokens)
+        if not self._counts.holds(edits.counts_row, sequence):
+            edits.counts_row, edits.num_counted = self._counts.take(sequence), len(sequence.tokens)
         assert edits.num_counted == len(sequence.tokens), "each chosen token is counted"
 
     def _places(self, rows: Many[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -130,18 +127,3 @@ class LogitEditor:
         # the size is given, so that nothing waits for it
         index_K = index_N.repeat_interleave(length_N, output_size=sum(lengths))
         return index_K, torch.cat([ids_K for _, ids_K in rows])
-
-    def _penalize(self, logits_BV: Tensor, rows: Many[EditedRow]) -> None:
-        """Applies the penalties in place. For a token that is named twice, the same value is written twice."""
-        held = [row.edits.row for row in rows]
-        index_P, row_P = to_device([[row.index for row in rows], held], torch.int64, self._device)
-        penalties = torch.stack([row.edits.penalties_3 for row in rows if row.edits.penalties_3 is not None])
-        repetition_P1, presence_P1, frequency_P1 = penalties.T.unsqueeze(-1)
-        ids_PL, count_PL = self._counts.read(held, row_P)
-        place = (index_P.unsqueeze(1), ids_PL)
-        logits_PL = logits_BV[place]
-        repeated_PL = torch.where(logits_PL > 0, logits_PL / repetition_P1, logits_PL * repetition_P1)
-        logits_PL = torch.where(count_PL > 0, repeated_PL, logits_PL)
-        generated_PL = count_PL & (IN_PROMPT - 1)
-        penalty_PL = generated_PL * frequency_P1 + presence_P1
-        logits_BV[place] = torch.where(generated_PL > 0, logits_PL - penalty_PL, logits_PL)

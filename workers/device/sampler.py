@@ -1,5 +1,4 @@
-"""Computes tokens and logprobs from logits, for all rows of a step at once. An operator runs only if a row requests
-it.
+"""Computes tokens and logprobs from logits, for all rows of a step at once.
 
 Random draws are a function of (seed, position) alone, see random_numbers.py.
 """
@@ -8,18 +7,21 @@ Random draws are a function of (seed, position) alone, see random_numbers.py.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.sampling.draw_tokens import NEVER, NO_COUNTS, DrawFields, draw_tokens
 from lorafleet.protocol.messages import TokenLogprobs
 from lorafleet.protocol.random_numbers import uniform
 from lorafleet.protocol.sampling_params import SamplingParams
-from lorafleet.workers.device.host_copy import Download, to_device
+from lorafleet.workers.device.host_copy import Download
+from lorafleet.workers.device.logit_edits import EditedRow
 from lorafleet.workers.tp.group import TPGroup
 
-NEVER = float("-inf")
 MOST_PARTS = 64  # parts of a row of logits
 
 
@@ -33,16 +35,32 @@ class SamplingRow:
     vocab_size: int  # of the row's own vocabulary, which may be smaller than the step's
 
 
-def sample(logits_BV: Tensor, rows: list[SamplingRow]) -> Tensor:
-    """Returns one token per row, int64 [B] on the device, without waiting for it. `logits_BV` is float32, with all
-    edits."""
-    greedy_B = greedy(logits_BV)
-    random = [i for i, row in enumerate(rows) if not row.params.greedy]
-    if random:
-        if len(random) < len(rows):
-            logits_BV = logits_BV[to_device(random, torch.int64, logits_BV.device)]
-        greedy_B[to_device(random, torch.int64, greedy_B.device)] = _draw(logits_BV, [rows[i] for i in random])
-    return greedy_B
+def sample(logits_BV: Tensor, rows: list[SamplingRow], edited: Many[EditedRow], counts_SV: Tensor) -> Tensor:
+    """Returns one token per row, int64 [B] on the device, without waiting for it.
+
+    `logits_BV` have the edits of LogitEditor.apply. Penalties are computed from `counts_SV`. float32 logits may be
+    overwritten.
+    """
+    counts_rows = {row.index: row.edits.counts_row for row in edited}
+    num_tokens = logits_BV.shape[1]
+    fields = [_draw_fields(row, counts_rows.get(i, NO_COUNTS), num_tokens) for i, row in enumerate(rows)]
+    return draw_tokens(logits_BV, fields, counts_SV)
+
+
+def _draw_fields(row: SamplingRow, counts_row: int, num_tokens: int) -> DrawFields:
+    params = row.params
+    return DrawFields(
+        temperature=0.0 if params.greedy else params.temperature,
+        top_k=params.top_k if params.top_k > 0 else num_tokens,
+        top_p=params.top_p,
+        log_min_p=math.log(params.min_p) if params.min_p > 0 else NEVER,
+        draw=0.0 if params.greedy else uniform(row.seed, row.num_tokens),
+        last_token=row.vocab_size - 1,
+        counts_row=counts_row,
+        repetition=params.repetition_penalty,
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+    )
 
 
 def greedy(logits_BV: Tensor) -> Tensor:
@@ -93,42 +111,3 @@ class PendingLogprobs:
         """Returns the logprobs of each row. Call it once the download is done."""
         rows = zip(*(column.tolist() for column in self._columns), self._num_top, strict=True)
         return [TokenLogprobs(t, own, rank, ids[:n], values[:n]) for t, own, rank, ids, values, n in rows]
-
-
-def _draw(logits_BV: Tensor, rows: list[SamplingRow]) -> Tensor:
-    """Returns int64 [B], drawn by the inverse of the cumulative distribution in vocabulary order."""
-    device = logits_BV.device
-
-    def column(values: list[float]) -> Tensor:
-        return to_device(values, torch.float32, device).unsqueeze(1)
-
-    logits_BV = logits_BV / column([row.params.temperature for row in rows])
-    if any(row.params.min_p > 0 for row in rows):
-        floor_B1 = logits_BV.amax(-1, keepdim=True) + column([row.params.min_p for row in rows]).log()
-        logits_BV = logits_BV.masked_fill(logits_BV < floor_B1, NEVER)
-    if any(row.params.top_k > 0 or row.params.top_p < 1 for row in rows):
-        logits_BV = _keep_best(logits_BV, rows)
-    cumulative_BV = logits_BV.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    draw_B1 = to_device([uniform(row.seed, row.num_tokens) for row in rows], torch.float64, device).unsqueeze(1)
-    target_B1 = draw_B1 * cumulative_BV[:, -1:]
-    # right=True skips tokens of probability zero. The last token with any probability is the upper bound. In a row of
-    # NaN, which an adapter's large values can cause, all tokens are skipped, but the token must still be one of the
-    # row's vocabulary.
-    found_B = torch.searchsorted(cumulative_BV, target_B1, right=True).squeeze(1)
-    return found_B.minimum(to_device([row.vocab_size - 1 for row in rows], torch.int64, device))
-
-
-def _keep_best(logits_BV: Tensor, rows: list[SamplingRow]) -> Tensor:
-    """Applies top_k, then top_p to what is left: the fewest best tokens that together reach top_p."""
-    vocab = logits_BV.shape[1]
-    device = logits_BV.device
-    top_k = [row.params.top_k if row.params.top_k > 0 else vocab for row in rows]
-    k_B1 = to_device(top_k, torch.int64, device).unsqueeze(1)
-    p_B1 = to_device([row.params.top_p for row in rows], torch.float32, device).unsqueeze(1)
-    sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
-    sorted_BV = sorted_BV.masked_fill(torch.arange(vocab, device=device) >= k_B1, NEVER)
-    probability_BV = sorted_BV.softmax(dim=-1)
-    before_BV = probability_BV.cumsum(dim=-1) - probability_BV
-    # If top_p is off, rounding in the sum must not cut the tail.
-    sorted_BV = sorted_BV.masked_fill((before_BV >= p_B1) & (p_B1 < 1), NEVER)
-    return torch.empty_like(logits_BV).scatter_(1, order_BV, sorted_BV)

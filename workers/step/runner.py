@@ -217,7 +217,7 @@ class ModelRunner:
     @property
     def counts_bytes(self) -> int:
         """Bytes of the token counts from which penalties are computed."""
-        return self._editor.num_bytes
+        return self._editor.counts_SV.nbytes
 
     def steps_on_gpu(self) -> list[GPUSteps]:
         """Returns the steps that were timed. There are none on a CPU."""
@@ -249,12 +249,11 @@ class ModelRunner:
         row_P = to_device(logprob_rows, torch.int64, self._device) if logprob_rows else None
         raw_PV = None if row_P is None else logits_BV[row_P]  # a copy: masks and edits are written in place
         sampled_B = self._inputs.sampled_B[: len(rows)]
-        logits_BV = logits_BV.float()
         if masks is not None:
             row_N = to_device(masks.rows, torch.int64, self._device)
             mask_tokens(logits_BV, row_N, self._upload_masks(masks.bits_NW))
-        self._editor.apply(logits_BV, edited)
-        sampled_B.copy_(sample(logits_BV, rows))
+        logits_BV = self._editor.apply(logits_BV, edited)
+        sampled_B.copy_(sample(logits_BV, rows, edited, self._editor.counts_SV))
         self._editor.count(sampled_B, edited)
         if row_P is None or raw_PV is None:
             return None

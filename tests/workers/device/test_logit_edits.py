@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from lorafleet.kernels.sampling.draw_tokens import NO_COUNTS
+from lorafleet.kernels.sampling.penalties import penalize
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.device.logit_edits import EditedRow, LogitEditor
-from lorafleet.workers.device.token_counts import FIRST_IDS
 from lorafleet.workers.schedule.kv_cache import SequenceBlocks
 from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
 
@@ -35,11 +36,21 @@ def edited_rows(editor: LogitEditor, batch: list[Sequence]) -> list[EditedRow]:
     return [EditedRow(i, e, batch[i].num_generated) for i, e in enumerate(prepared) if e is not None]
 
 
+def apply(editor: LogitEditor, logits_BV: torch.Tensor, rows: list[EditedRow]) -> None:
+    """Applies the edits and then the penalties, as the choice of the tokens does."""
+    editor.apply(logits_BV, rows)
+    for row in rows:
+        params, counts_row = row.edits.params, row.edits.counts_row
+        if counts_row != NO_COUNTS:
+            fields = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+            penalize(logits_BV[row.index], editor.counts_SV[counts_row], *fields)
+
+
 def edited(*batch: Sequence, vocab: int = VOCAB) -> torch.Tensor:
     """The logits of one step, of sequences that sample for the first time."""
     editor = LogitEditor(len(batch), VOCAB, CPU)
     found = logits(len(batch), vocab)
-    editor.apply(found, edited_rows(editor, list(batch)))
+    apply(editor, found, edited_rows(editor, list(batch)))
     return found
 
 
@@ -126,7 +137,7 @@ def test_many_rows_over_many_steps_have_the_numbers_of_the_whole_history():
         for logits_V, one in zip(expected, batch, strict=True):
             assert one.tokens[-1] != UNKNOWN
             reference(logits_V, one)
-        editor.apply(found, rows)
+        apply(editor, found, rows)
         assert torch.equal(found, expected)
         editor.count(torch.tensor(chosen, dtype=torch.int64), rows)
         for one in batch:
@@ -143,17 +154,17 @@ def test_many_rows_over_many_steps_have_the_numbers_of_the_whole_history():
                 running.remove(one)
                 one.blocks = None
                 preempted.append(one)
-    assert editor.num_bytes == 8 * (VOCAB + FIRST_IDS) * 4
+    assert editor.counts_SV.nbytes == 8 * VOCAB * 4
 
 
 def test_memory_grows_with_the_rows_that_are_held_up_to_the_sequences_of_a_step():
     editor = LogitEditor(20, VOCAB, CPU)
-    assert editor.num_bytes == 0
+    assert editor.counts_SV.nbytes == 0
     held = [sequence(repetition_penalty=1.1) for _ in range(20)]
     sizes = []
     for one in held:
         editor.prepare(one)
-        sizes.append(editor.num_bytes // (4 * (VOCAB + FIRST_IDS)))
+        sizes.append(len(editor.counts_SV))
     assert sizes == [8] * 8 + [16] * 8 + [20] * 4
     for one in held:
         editor.release(one)
@@ -161,21 +172,8 @@ def test_memory_grows_with_the_rows_that_are_held_up_to_the_sequences_of_a_step(
         one = sequence(presence_penalty=0.5)
         editor.prepare(one)
         editor.release(one)
-    assert editor.num_bytes == 20 * 4 * (VOCAB + FIRST_IDS)
+    assert len(editor.counts_SV) == 20
     assert not editor._edits
-
-
-def test_an_answer_may_grow_beyond_the_room_that_its_row_began_with():
-    editor = LogitEditor(2, VOCAB, CPU)
-    one = sequence(frequency_penalty=0.1, repetition_penalty=1.2)
-    for step in range(3 * FIRST_IDS):
-        found, expected = logits(seed=step), logits(seed=step)
-        rows = edited_rows(editor, [one])
-        editor.apply(found, rows)
-        reference(expected[0], one)
-        assert torch.equal(found, expected)
-        editor.count(torch.tensor([step % VOCAB]), rows)
-        one.tokens.append(step % VOCAB)
 
 
 def test_a_wider_vocabulary_of_an_adapter_keeps_the_counts_of_the_others():
@@ -191,14 +189,14 @@ def test_a_wider_vocabulary_of_an_adapter_keeps_the_counts_of_the_others():
     rows = edited_rows(editor, batch)
     for logits_V, one in zip(expected, batch, strict=True):
         reference(logits_V, one)
-    editor.apply(found, rows)
+    apply(editor, found, rows)
     assert torch.equal(found, expected)
     editor.count(torch.tensor([8, VOCAB + 9]), rows)
     narrow.tokens.append(8)
     expected = logits()
     reference(expected[0], narrow)
     found = logits()  # a step of narrow rows alone has logits of the base's vocabulary
-    editor.apply(found, edited_rows(editor, [narrow]))
+    apply(editor, found, edited_rows(editor, [narrow]))
     assert torch.equal(found, expected)
 
 
@@ -210,7 +208,7 @@ def test_a_row_of_counts_keeps_nothing_of_a_wider_vocabulary():
     batch = [sequence((1,), 1, repetition_penalty=2.0), sequence(range(20), 20, repetition_penalty=2.0)]
     found = logits(2)
     expected = found.clone()
-    editor.apply(found, edited_rows(editor, batch))
+    apply(editor, found, edited_rows(editor, batch))
     for logits_V, one in zip(expected, batch, strict=True):
         reference(logits_V, one)
     assert torch.equal(found, expected)
@@ -225,6 +223,14 @@ def test_a_sequence_whose_tokens_are_not_known_cannot_begin():
         LogitEditor(2, VOCAB, CPU).prepare(sequence((1, 2, UNKNOWN), 2, repetition_penalty=2.0))
 
 
+def test_biases_are_added_in_float32():
+    editor = LogitEditor(1, VOCAB, CPU)
+    coarse = torch.full((1, VOCAB), 100.0, dtype=torch.bfloat16)
+    found = editor.apply(coarse, edited_rows(editor, [sequence(logit_bias={3: 0.1})]))
+    assert found.dtype == torch.float32
+    assert found[0, 3] == pytest.approx(100.1)
+
+
 def test_what_a_sequence_edits_is_uploaded_once(monkeypatch):
     editor = LogitEditor(2, VOCAB, CPU)
     one = sequence(logit_bias={3: 1.0}, min_tokens=9, stop_ids=[4], repetition_penalty=1.5)
@@ -233,6 +239,6 @@ def test_what_a_sequence_edits_is_uploaded_once(monkeypatch):
     monkeypatch.setattr(editor._counts, "_fill", None)
     for _ in range(3):
         rows = edited_rows(editor, [one])
-        editor.apply(logits(), rows)
+        apply(editor, logits(), rows)
         editor.count(torch.tensor([5]), rows)
         one.tokens.append(UNKNOWN)

@@ -16,7 +16,7 @@ def row(num_tokens=3, seed=0, vocab_size=VOCAB, **params) -> SamplingRow:
 
 
 def sample(logits_BV: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
-    return sampler.sample(logits_BV, rows).tolist()
+    return sampler.sample(logits_BV, rows, [], torch.zeros((0, VOCAB), dtype=torch.int32)).tolist()
 
 
 def logits(rows: int = 1) -> torch.Tensor:

@@ -1,0 +1,532 @@
+"""Draws tokens in one launch, without sorting. kernels/sampling/draw_tokens.py has its twin.
+
+Idea: one program for each row reads the row a few times.
+1. It applies the penalties and finds the best token. That is the answer if the temperature is 0.
+2. A token's distance is how far its logit lies below the best one's, divided by the temperature. The tokens up to a
+   cut are kept: all with smaller distances, and the first few of those at the cut. Non-negative floats have the order
+   of their bits, so the cut is an integer key between 0 and LAST_KEY. Each pass counts and weighs the tokens up to
+   four keys around the likely cut. Once few tokens lie between the bounds, they are stored side by side, and the
+   search goes on in registers. top_k counts tokens, top_p weighs what top_k has left.
+3. The weights of groups of tokens are summed, and the draw falls into one group. A warp sums a group, so that no
+   thread waits for another warp.
+
+Memory: logits are [B, V] with a stride between rows. Each pass reads V logits of a row, which lie in L2 for small
+batches. The table is float64 [B, F], fields as in DrawFields. counts are int32 [S, C].
+"""
+
+# B rows of logits · V vocabulary, or tokens of a block · F fields of a row · S rows of counts · C their vocabulary ·
+# N tokens near the cut · R groups of a block · W tokens of a group · G groups of a row
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lorafleet.kernels.jit import jit
+from lorafleet.kernels.sampling.draw_tokens import NUM_FIELDS
+
+# The twin in penalties.py says why.
+_IN_PROMPT = tl.constexpr(1 << 30)
+LAST_KEY = tl.constexpr(0x7F7FFFFF)  # bits of the largest finite float32; infinity's are one more
+ROWS_WITH_LARGE_BLOCKS = 128
+# Bits of 2, 6 and 14: most distances of logits lie between these.
+KEY_2 = tl.constexpr(0x40000000)
+KEY_6 = tl.constexpr(0x40C00000)
+KEY_14 = tl.constexpr(0x41600000)
+
+
+@jit()
+def _penalized(
+    logit_V: tl.tensor,
+    count_V: tl.tensor,
+    repetition: tl.tensor,
+    presence: tl.tensor,
+    frequency: tl.tensor,
+) -> tl.tensor:
+    repeated_V = tl.where(logit_V > 0, tl.div_rn(logit_V, repetition), logit_V * repetition)
+    generated_V = count_V & (_IN_PROMPT - 1)
+    before_V = tl.where(count_V > 0, repeated_V, logit_V)
+    return tl.where(generated_V > 0, before_V - (generated_V.to(tl.float32) * frequency + presence), before_V)
+
+
+@jit()
+def _find_best(
+    row_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    edited_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    num_counted: tl.tensor,
+    repetition: tl.tensor,
+    presence: tl.tensor,
+    frequency: tl.tensor,
+    penalizes: tl.constexpr,
+    block_v: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Returns the largest logit and the first token that has it. If `penalizes`, writes the row with its penalties."""
+    lane_V = tl.arange(0, block_v)
+    best_V = tl.full([block_v], float("-inf"), tl.float32)
+    first_V = lane_V
+    for start in range(0, num_tokens, block_v):
+        token_V = start + lane_V
+        logit_V = tl.load(row_ptr + token_V, mask=token_V < num_tokens, other=float("-inf")).to(tl.float32)
+        if penalizes:
+            count_V = tl.load(counts_ptr + token_V, mask=token_V < num_counted, other=0)
+            logit_V = _penalized(logit_V, count_V, repetition, presence, frequency)
+            tl.store(edited_ptr + token_V, logit_V, mask=token_V < num_tokens)
+        is_better_V = logit_V > best_V
+        best_V = tl.where(is_better_V, logit_V, best_V)
+        first_V = tl.where(is_better_V, token_V, first_V)
+    if penalizes:
+        tl.debug_barrier()  # other threads read what this one has written
+    best = tl.max(best_V, axis=0)
+    return best, tl.min(tl.where(best_V == best, first_V, num_tokens), axis=0)
+
+
+@jit()
+def _distances(
+    row_ptr: tl.tensor,
+    tokens: tl.tensor,
+    num_tokens: tl.tensor,
+    coldness: tl.tensor,
+    best: tl.tensor,
+    farthest: tl.tensor,
+) -> tl.tensor:
+    """Returns the distances of these tokens. It is infinite for those that min_p drops, and for NaN."""
+    logits = tl.load(row_ptr + tokens, mask=tokens < num_tokens, other=float("-inf")).to(tl.float32)
+    distances = (best - logits) * coldness
+    return tl.where((distances >= 0) & (distances <= farthest), distances, float("inf"))
+
+
+@jit()
+def _add_sums(
+    count_a: tl.tensor, count_b: tl.tensor, count_c: tl.tensor, count_d: tl.tensor,
+    mass_a: tl.tensor, mass_b: tl.tensor, mass_c: tl.tensor, mass_d: tl.tensor,
+    count_e: tl.tensor, count_f: tl.tensor, count_g: tl.tensor, count_h: tl.tensor,
+    mass_e: tl.tensor, mass_f: tl.tensor, mass_g: tl.tensor, mass_h: tl.tensor,
+) -> tuple[tl.tensor, ...]:  # fmt: skip
+    return (
+        count_a + count_e, count_b + count_f, count_c + count_g, count_d + count_h,
+        mass_a + mass_e, mass_b + mass_f, mass_c + mass_g, mass_d + mass_h,
+    )  # fmt: skip
+
+
+@jit()
+def _sum_up_to(
+    row_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    coldness: tl.tensor,
+    best: tl.tensor,
+    farthest: tl.tensor,
+    key_1: tl.tensor,
+    key_2: tl.tensor,
+    key_3: tl.tensor,
+    key_4: tl.tensor,
+    block_v: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Returns the number of tokens up to each of four keys, and then their weights."""
+    lane_V = tl.arange(0, block_v)
+    count_1, count_2 = tl.zeros([block_v], tl.int32), tl.zeros([block_v], tl.int32)
+    count_3, count_4 = tl.zeros([block_v], tl.int32), tl.zeros([block_v], tl.int32)
+    mass_1, mass_2 = tl.zeros([block_v], tl.float32), tl.zeros([block_v], tl.float32)
+    mass_3, mass_4 = tl.zeros([block_v], tl.float32), tl.zeros([block_v], tl.float32)
+    for start in range(0, num_tokens, block_v):
+        distance_V = _distances(row_ptr, start + lane_V, num_tokens, coldness, best, farthest)
+        key_V = distance_V.to(tl.int32, bitcast=True)
+        weight_V = tl.exp(-distance_V)
+        count_1 += (key_V <= key_1).to(tl.int32)
+        count_2 += (key_V <= key_2).to(tl.int32)
+        count_3 += (key_V <= key_3).to(tl.int32)
+        count_4 += (key_V <= key_4).to(tl.int32)
+        mass_1 += tl.where(key_V <= key_1, weight_V, 0.0)
+        mass_2 += tl.where(key_V <= key_2, weight_V, 0.0)
+        mass_3 += tl.where(key_V <= key_3, weight_V, 0.0)
+        mass_4 += tl.where(key_V <= key_4, weight_V, 0.0)
+    count_1, count_2, count_3, count_4, mass_1, mass_2, mass_3, mass_4 = tl.reduce(
+        (count_1, count_2, count_3, count_4, mass_1, mass_2, mass_3, mass_4), 0, _add_sums
+    )
+    return count_1, count_2, count_3, count_4, mass_1, mass_2, mass_3, mass_4
+
+
+@jit()
+def _sum_near_up_to(
+    key_N: tl.tensor, weight_N: tl.tensor, key_1: tl.tensor, key_2: tl.tensor, key_3: tl.tensor, key_4: tl.tensor
+) -> tuple[tl.tensor, ...]:
+    """Returns the same sums of the tokens near the cut."""
+    count_1, count_2, count_3, count_4, mass_1, mass_2, mass_3, mass_4 = tl.reduce(
+        (
+            (key_N <= key_1).to(tl.int32),
+            (key_N <= key_2).to(tl.int32),
+            (key_N <= key_3).to(tl.int32),
+            (key_N <= key_4).to(tl.int32),
+            tl.where(key_N <= key_1, weight_N, 0.0),
+            tl.where(key_N <= key_2, weight_N, 0.0),
+            tl.where(key_N <= key_3, weight_N, 0.0),
+            tl.where(key_N <= key_4, weight_N, 0.0),
+        ),
+        0,
+        _add_sums,
+    )
+    return count_1, count_2, count_3, count_4, mass_1, mass_2, mass_3, mass_4
+
+
+@jit()
+def _narrow(
+    low: tl.tensor,
+    low_count: tl.tensor,
+    low_mass: tl.tensor,
+    high: tl.tensor,
+    high_count: tl.tensor,
+    high_mass: tl.tensor,
+    key: tl.tensor,
+    count: tl.tensor,
+    mass: tl.tensor,
+    target: tl.tensor,
+    by_mass: tl.tensor,
+) -> tuple[tl.tensor, ...]:
+    """Returns the bounds of the cut, with what is known of a key between them."""
+    is_reached = tl.where(by_mass, mass, count.to(tl.float32)) >= target
+    is_inside = (key > low) & (key < high)
+    raises = is_inside & (is_reached == 0)
+    lowers = is_inside & is_reached
+    return (
+        tl.where(raises, key, low),
+        tl.where(raises, count, low_count),
+        tl.where(raises, mass, low_mass),
+        tl.where(lowers, key, high),
+        tl.where(lowers, count, high_count),
+        tl.where(lowers, mass, high_mass),
+    )
+
+
+@jit()
+def _choose_keys(
+    low: tl.tensor,
+    low_sum: tl.tensor,
+    high: tl.tensor,
+    high_sum: tl.tensor,
+    target: tl.tensor,
+) -> tuple[tl.tensor, ...]:
+    """Returns four keys between the bounds. Two enclose the cut if the sums grow evenly between the bounds; the others
+    halve what is left. If the bounds are far apart, the keys are equally far from each other."""
+    step = (high - low) // 5
+    nearest = tl.maximum(low, 0).to(tl.float32, bitcast=True)
+    width = high.to(tl.float32, bitcast=True) - nearest
+    part = tl.minimum(tl.maximum((target - low_sum) / (high_sum - low_sum), 0.0), 1.0)
+    before = nearest + tl.maximum(part - 0.06, 0.0) * width
+    behind = nearest + tl.minimum(part + 0.06, 1.0) * width
+    is_wide = width > 3 * nearest
+    key_2 = tl.where(is_wide, low + 2 * step, before.to(tl.int32, bitcast=True))
+    key_3 = tl.where(is_wide, low + 3 * step, behind.to(tl.int32, bitcast=True))
+    key_1 = tl.where(is_wide, low + step, low + (key_2 - low) // 2)
+    key_4 = tl.where(is_wide, low + 4 * step, key_3 + (high - key_3) // 2)
+    first, last = low + 1, high - 1
+    return (
+        tl.minimum(tl.maximum(key_1, first), last),
+        tl.minimum(tl.maximum(key_2, first), last),
+        tl.minimum(tl.maximum(key_3, first), last),
+        tl.minimum(tl.maximum(key_4, first), last),
+    )
+
+
+@jit()
+def _gather_near(
+    near_ptr: tl.tensor,
+    num_near_ptr: tl.tensor,
+    row_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    coldness: tl.tensor,
+    best: tl.tensor,
+    farthest: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    num_groups: tl.constexpr,
+    block_v: tl.constexpr,
+) -> tl.tensor:
+    """Returns the distances above low, up to high, in any order in a block. The rest of it is infinite."""
+    lane_V = tl.arange(0, block_v)
+    lane_RW = tl.reshape(lane_V, [num_groups, block_v // num_groups])
+    tl.debug_barrier()  # what an earlier call has stored may still be read
+    tl.store(near_ptr + lane_V, tl.full([block_v], float("inf"), tl.float32))
+    tl.store(num_near_ptr, 0)
+    tl.debug_barrier()
+    for start in range(0, num_tokens, block_v):
+        distance_RW = _distances(row_ptr, start + lane_RW, num_tokens, coldness, best, farthest)
+        key_RW = distance_RW.to(tl.int32, bitcast=True)
+        is_near_RW = ((key_RW > low) & (key_RW <= high)).to(tl.int32)
+        num_here_R = tl.sum(is_near_RW, axis=1)
+        first_R = tl.atomic_add(num_near_ptr + num_here_R * 0, num_here_R, mask=num_here_R > 0, sem="relaxed")
+        place_RW = first_R[:, None] + tl.cumsum(is_near_RW, axis=1) - 1
+        tl.store(near_ptr + place_RW, distance_RW, mask=is_near_RW > 0)
+    tl.debug_barrier()
+    return tl.load(near_ptr + lane_V)
+
+
+@jit()
+def _find_cut(
+    near_ptr: tl.tensor,
+    num_near_ptr: tl.tensor,
+    row_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    coldness: tl.tensor,
+    best: tl.tensor,
+    farthest: tl.tensor,
+    low: tl.tensor,
+    low_count: tl.tensor,
+    low_mass: tl.tensor,
+    high: tl.tensor,
+    high_count: tl.tensor,
+    high_mass: tl.tensor,
+    target: tl.tensor,
+    by_mass: tl.tensor,
+    num_groups: tl.constexpr,
+    block_v: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Returns the smallest key up to which tokens reach the target, with the number and weight of the tokens below
+    it, and of those up to it."""
+    while (high - low > 1) & (high_count - low_count > block_v):
+        low_sum = tl.where(by_mass, low_mass, low_count.to(tl.float32))
+        high_sum = tl.where(by_mass, high_mass, high_count.to(tl.float32))
+        key_1, key_2, key_3, key_4 = _choose_keys(low, low_sum, high, high_sum, target)
+        count_1, count_2, count_3, count_4, mass_1, mass_2, mass_3, mass_4 = _sum_up_to(
+            row_ptr, num_tokens, coldness, best, farthest, key_1, key_2, key_3, key_4, block_v
+        )
+        low, low_count, low_mass, high, high_count, high_mass = _narrow(
+            low, low_count, low_mass, high, high_count, high_mass, key_1, count_1, mass_1, target, by_mass
+        )
+        low, low_count, low_mass, high, high_count, high_mass = _narrow(
+            low, low_count, low_mass, high, high_count, high_mass, key_2, count_2, mass_2, target, by_mass
+        )
+        low, low_count, low_mass, high, high_count, high_mass = _narrow(
+            low, low_count, low_mass, high, high_count, high_mass, key_3, count_3, mass_3, target, by_mass
+        )
+        low, low_count, low_mass, high, high_count, high_mass = _narrow(
+            low, low_count, low_mass, high, high_count, high_mass, key_4, count_4, mass_4, target, by_mass
+        )
+    if high - low > 1:
+        distance_N = _gather_near(
+            near_ptr, num_near_ptr, row_ptr, num_tokens, coldness, best, farthest, low, high, num_groups, block_v
+        )
+        key_N = distance_N.to(tl.int32, bitcast=True)
+        weight_N = tl.exp(-distance_N)
+        outer_count, outer_mass = low_count, low_mass
+        while high - low > 1:
+            # No token lies between these and the bounds.
+            is_between_N = (key_N > low) & (key_N <= high)
+            low = tl.min(tl.where(is_between_N, key_N, high), axis=0) - 1
+            high = tl.max(tl.where(is_between_N, key_N, low + 1), axis=0)
+            if high - low > 1:
+                low_sum = tl.where(by_mass, low_mass, low_count.to(tl.float32))
+                high_sum = tl.where(by_mass, high_mass, high_count.to(tl.float32))
+                key_1, key_2, key_3, key_4 = _choose_keys(low, low_sum, high, high_sum, target)
+                count_1, count_2, count_3, count_4, mass_1, mass_2, mass_3, mass_4 = _sum_near_up_to(
+                    key_N, weight_N, key_1, key_2, key_3, key_4
+                )
+                low, low_count, low_mass, high, high_count, high_mass = _narrow(
+                    low, low_count, low_mass, high, high_count, high_mass,
+                    key_1, outer_count + count_1, outer_mass + mass_1, target, by_mass,
+                )  # fmt: skip
+                low, low_count, low_mass, high, high_count, high_mass = _narrow(
+                    low, low_count, low_mass, high, high_count, high_mass,
+                    key_2, outer_count + count_2, outer_mass + mass_2, target, by_mass,
+                )  # fmt: skip
+                low, low_count, low_mass, high, high_count, high_mass = _narrow(
+                    low, low_count, low_mass, high, high_count, high_mass,
+                    key_3, outer_count + count_3, outer_mass + mass_3, target, by_mass,
+                )  # fmt: skip
+                low, low_count, low_mass, high, high_count, high_mass = _narrow(
+                    low, low_count, low_mass, high, high_count, high_mass,
+                    key_4, outer_count + count_4, outer_mass + mass_4, target, by_mass,
+                )  # fmt: skip
+    return high, low_count, low_mass, high_count, high_mass
+
+
+@jit()
+def _draw_kept(
+    sums_ptr: tl.tensor,
+    num_tied_ptr: tl.tensor,
+    row_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    coldness: tl.tensor,
+    best: tl.tensor,
+    farthest: tl.tensor,
+    cut: tl.tensor,
+    num_left: tl.tensor,
+    draw: tl.tensor,
+    row_groups: tl.constexpr,
+    num_groups: tl.constexpr,
+    block_v: tl.constexpr,
+) -> tl.tensor:
+    """Returns the token on which the draw falls, of those before the cut and the first num_left at it, or -1 if there
+    is none."""
+    width: tl.constexpr = block_v // num_groups
+    group_R = tl.arange(0, num_groups)
+    lane_RW = group_R[:, None] * width + tl.arange(0, width)[None, :]
+    for start in range(0, num_tokens, block_v):
+        distance_RW = _distances(row_ptr, start + lane_RW, num_tokens, coldness, best, farthest)
+        key_RW = distance_RW.to(tl.int32, bitcast=True)
+        sum_R = tl.sum(tl.where(key_RW < cut, tl.exp(-distance_RW), 0.0), axis=1)
+        tl.store(sums_ptr + start // width + group_R, sum_R)
+        tl.store(num_tied_ptr + start // width + group_R, tl.sum((key_RW == cut).to(tl.int32), axis=1))
+    tl.debug_barrier()
+    # Tokens at the cut have one weight. Infinite distances have none.
+    weight_at_cut = tl.exp(-cut.to(tl.float32, bitcast=True)).to(tl.float64)
+    group_G = tl.arange(0, row_groups)
+    is_group_G = group_G < tl.cdiv(num_tokens, block_v) * num_groups
+    num_tied_G = tl.load(num_tied_ptr + group_G, mask=is_group_G, other=0)
+    left_G = tl.maximum(num_left - (tl.cumsum(num_tied_G, axis=0) - num_tied_G), 0)
+    sum_G = tl.load(sums_ptr + group_G, mask=is_group_G, other=0.0).to(tl.float64)
+    sum_G += tl.minimum(num_tied_G, left_G).to(tl.float64) * weight_at_cut
+    end_G = tl.cumsum(sum_G, axis=0)
+    wanted = draw * tl.max(end_G, axis=0)
+    # The group in which the sum exceeds the draw, or the last one with a token if rounding has hidden it.
+    last = tl.max(tl.where(sum_G > 0, group_G, 0), axis=0)
+    group = tl.minimum(tl.sum((end_G <= wanted).to(tl.int32), axis=0), last)
+    before = tl.max(tl.where(group_G < group, end_G, 0.0), axis=0)
+    num_left = tl.sum(tl.where(group_G == group, left_G, 0), axis=0)
+    token_W = group * width + tl.arange(0, width)
+    distance_W = _distances(row_ptr, token_W, num_tokens, coldness, best, farthest)
+    key_W = distance_W.to(tl.int32, bitcast=True)
+    is_tied_W = (key_W == cut).to(tl.int32)
+    is_kept_W = (key_W < cut) | ((is_tied_W > 0) & (tl.cumsum(is_tied_W, axis=0) <= num_left))
+    up_to_W = before + tl.cumsum(tl.where(is_kept_W, tl.exp(-distance_W), 0.0).to(tl.float64), axis=0)
+    found = tl.min(tl.where(is_kept_W & (up_to_W > wanted), token_W, num_tokens), axis=0)
+    last_kept = tl.max(tl.where(is_kept_W, token_W, -1), axis=0)
+    return tl.where(found < num_tokens, found, last_kept)
+
+
+@jit()
+def _draw_tokens_kernel(
+    token_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
+    stride: tl.tensor,
+    num_tokens: tl.tensor,
+    table_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    num_counted: tl.tensor,
+    edited_ptr: tl.tensor,
+    edited_stride: tl.tensor,
+    near_ptr: tl.tensor,
+    num_near_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    num_tied_ptr: tl.tensor,
+    penalizes: tl.constexpr,
+    num_fields: tl.constexpr,
+    row_groups: tl.constexpr,
+    num_groups: tl.constexpr,
+    block_v: tl.constexpr,
+) -> None:
+    b = tl.program_id(0).to(tl.int64)
+    fields_ptr = table_ptr + b * num_fields
+    temperature = tl.load(fields_ptr).to(tl.float32)
+    top_k = tl.load(fields_ptr + 1).to(tl.int32)
+    top_p = tl.load(fields_ptr + 2).to(tl.float32)
+    log_min_p = tl.load(fields_ptr + 3).to(tl.float32)
+    draw = tl.load(fields_ptr + 4)
+    last_token = tl.load(fields_ptr + 5).to(tl.int32)
+    counts_row = tl.load(fields_ptr + 6).to(tl.int64)
+    repetition = tl.load(fields_ptr + 7).to(tl.float32)
+    presence = tl.load(fields_ptr + 8).to(tl.float32)
+    frequency = tl.load(fields_ptr + 9).to(tl.float32)
+    row_ptr = logits_ptr + b * stride
+    near_ptr += b * block_v
+    best, token = _find_best(
+        row_ptr,
+        num_tokens,
+        edited_ptr + b * edited_stride,
+        counts_ptr + tl.maximum(counts_row, 0) * num_counted,
+        tl.where(counts_row < 0, 0, num_counted),
+        repetition,
+        presence,
+        frequency,
+        penalizes,
+        block_v,
+    )
+    if penalizes:
+        row_ptr = edited_ptr + b * edited_stride
+    if temperature > 0:
+        coldness = 1.0 / temperature
+        farthest = -log_min_p
+        cut = num_tokens * 0 + LAST_KEY
+        num_left = num_tokens  # of the tokens at the cut
+        if (top_k < num_tokens) | (top_p < 1):
+            count_1, count_2, count_3, num_up_to_cut, mass_1, mass_2, mass_3, kept_mass = _sum_up_to(
+                row_ptr, num_tokens, coldness, best, farthest, KEY_2, KEY_6, KEY_14, cut, block_v
+            )
+            mass_up_to_cut = kept_mass
+            for stage in range(2):
+                by_mass = stage == 1
+                target = tl.where(by_mass, top_p * kept_mass, top_k.to(tl.float32))
+                if tl.where(by_mass, top_p < 1, top_k < num_up_to_cut):
+                    low, low_count, low_mass, high, high_count, high_mass = _narrow(
+                        cut * 0 - 1, cut * 0, kept_mass * 0, cut, num_up_to_cut, mass_up_to_cut,
+                        cut * 0 + KEY_2, count_1, mass_1, target, by_mass,
+                    )  # fmt: skip
+                    low, low_count, low_mass, high, high_count, high_mass = _narrow(
+                        low, low_count, low_mass, high, high_count, high_mass,
+                        cut * 0 + KEY_6, count_2, mass_2, target, by_mass,
+                    )  # fmt: skip
+                    low, low_count, low_mass, high, high_count, high_mass = _narrow(
+                        low, low_count, low_mass, high, high_count, high_mass,
+                        cut * 0 + KEY_14, count_3, mass_3, target, by_mass,
+                    )  # fmt: skip
+                    high, num_below, mass_below, num_up_to_cut, mass_up_to_cut = _find_cut(
+                        near_ptr, num_near_ptr + b, row_ptr, num_tokens, coldness, best, farthest,
+                        low, low_count, low_mass, high, high_count, high_mass, target, by_mass, num_groups, block_v,
+                    )  # fmt: skip
+                    weight = tl.exp(-high.to(tl.float32, bitcast=True))
+                    missing = tl.where(by_mass, tl.ceil((target - mass_below) / weight), target - num_below)
+                    wanted = tl.maximum(tl.minimum(missing, num_tokens.to(tl.float32)), 1.0).to(tl.int32)
+                    num_left = tl.where(high == cut, tl.minimum(wanted, num_left), wanted)
+                    cut = high
+                    kept_mass = tl.where(by_mass, kept_mass, mass_below + wanted.to(tl.float32) * weight)
+        sums_ptr += b * row_groups
+        num_tied_ptr += b * row_groups
+        token = _draw_kept(
+            sums_ptr, num_tied_ptr, row_ptr, num_tokens, coldness, best, farthest,
+            cut, num_left, draw, row_groups, num_groups, block_v,
+        )  # fmt: skip
+        token = tl.where(token < 0, last_token, token)
+    tl.store(token_ptr + b, tl.minimum(token, last_token).to(tl.int64))
+
+
+def block_of(num_rows: int) -> tuple[int, int]:
+    """Returns the tokens of a block, and the warps of a program."""
+    return (4096, 32) if num_rows > 0 else (4096, 16)
+
+
+def draw_tokens_triton(logits_BV: Tensor, table_BF: Tensor, counts_SV: Tensor, *, penalizes: bool) -> Tensor:
+    """Returns the tokens, int64 [B], see draw_tokens(). `penalizes` is whether a row has penalties."""
+    num_rows, num_tokens = logits_BV.shape
+    device = logits_BV.device
+    assert logits_BV.stride(1) == 1 and table_BF.shape == (num_rows, NUM_FIELDS) and table_BF.is_contiguous()
+    assert counts_SV.dtype == torch.int32 and counts_SV.is_contiguous()
+    edited_BV = logits_BV  # in place, unless penalties would be rounded
+    if penalizes and logits_BV.dtype != torch.float32:
+        edited_BV = torch.empty(logits_BV.shape, dtype=torch.float32, device=device)
+    block_v, num_warps = block_of(num_rows)
+    row_groups = triton.next_power_of_2(triton.cdiv(num_tokens, block_v) * num_warps)
+    token_B = torch.empty(num_rows, dtype=torch.int64, device=device)
+    _draw_tokens_kernel[(num_rows,)](
+        token_B,
+        logits_BV,
+        logits_BV.stride(0),
+        num_tokens,
+        table_BF,
+        counts_SV,
+        counts_SV.shape[1],
+        edited_BV,
+        edited_BV.stride(0),
+        torch.empty((num_rows, block_v), dtype=torch.float32, device=device),
+        torch.empty(num_rows, dtype=torch.int32, device=device),
+        torch.empty((num_rows, row_groups), dtype=torch.float32, device=device),
+        torch.empty((num_rows, row_groups), dtype=torch.int32, device=device),
+        penalizes=penalizes,
+        num_fields=NUM_FIELDS,
+        row_groups=row_groups,
+        num_groups=num_warps,
+        block_v=block_v,
+        num_warps=num_warps,
+    )
+    return token_B
