@@ -103,14 +103,14 @@ def check(stack: Stack, case: Case, x_of_size: dict[int, Tensor], batch: LoRABat
     return worst
 
 
-def measure(stack: Stack, case: Case, bandwidth: float) -> dict[str, float | str]:
+def measure(stack: Stack, case: Case, bandwidth: float) -> dict[str, float | str | None]:
     stack.load(case.rank_of_slot)
     x_of_size = stack.inputs(case.num_tokens)
     tile_tokens = PREFILL_TILE_TOKENS if case.is_prefill else TILE_TOKENS
     batch = smallest_batch(case.slot_of_token, case.rank_of_slot, stack.tables, tile_tokens)
     graphs = {
         "base": captured(lambda: stack.base(x_of_size)),
-        "lora": captured(lambda: stack.with_lora(x_of_size, batch)),
+        "lora": captured(lambda: stack.with_lora(x_of_size, batch), batch.split.gemm_priority),
     }
     ms = medians(graphs, 7 if case.is_prefill else 21)
     floor = case.adapter_bytes(stack.lora_dtype) * stack.num_layers / bandwidth * 1e3
@@ -121,6 +121,8 @@ def measure(stack: Stack, case: Case, bandwidth: float) -> dict[str, float | str
         "excess_ms": ms["lora"] - ms["base"],
         "floor_ms": floor,
         "goal_ms": 1.25 * floor + 0.15,
+        "gemm_sms": batch.split.gemm_sms,
+        "first": batch.split.first,
         "error": check(stack, case, x_of_size, batch),
     }
 

@@ -1,6 +1,7 @@
 """A decoder's packed linears with random weights and adapters, each followed by the kernel that reads its output.
 
-tune.py and benchmarks/lora_kernels.py measure it. It has the shapes of an 8B Llama, without attention.
+The tuners of kernels/lora and benchmarks/lora_kernels.py measure it. It has the shapes of an 8B Llama, without
+attention.
 """
 
 # T tokens · D in · O out
@@ -21,6 +22,7 @@ from lorafleet.kernels.lora.apply_lora import linear_with_lora
 from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.kernels.lora.lora_batch import TILE_TOKENS, LoRABatch, count_tiles, static_tile_counts
 from lorafleet.kernels.lora.packed_lora import AdapterTable, LoRATables, PackedLoRA, SlotWeights, with_scales_behind
+from lorafleet.kernels.lora.sm_split import SMSplit, split_for
 from lorafleet.kernels.quant.base_weight import BaseWeight, PlainWeight
 from lorafleet.kernels.quant.fp8 import FP8
 
@@ -119,8 +121,9 @@ def _random(*shape: int, std: float) -> Tensor:
     return torch.empty(*shape, dtype=DTYPE, device=DEVICE).normal_(0, std)
 
 
-def captured(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
+def captured(work: Callable[[], None], priority: int = 0) -> torch.cuda.CUDAGraph:
+    """Captures the work on a stream of that priority, after it has run once."""
+    stream = torch.cuda.Stream(priority=priority)
     with torch.cuda.stream(stream):
         work()
     torch.cuda.synchronize()
@@ -148,10 +151,17 @@ def medians(graphs: dict[str, torch.cuda.CUDAGraph], repeats: int) -> dict[str, 
 def smallest_batch(
     slot_of_token: Sequence[int], rank_of_slot: Sequence[int], tables: LoRATables, tile_tokens: int = TILE_TOKENS
 ) -> LoRABatch:
-    """Returns a static batch with the fewest tiles that the engine would have for the step."""
+    """Returns the static batch that the engine would have for the step: with the fewest tiles that suffice, and with
+    the split of the GPU that was measured for a decode step."""
     num_tokens = len(slot_of_token)
     needed = count_tiles(slot_of_token, num_tokens, tile_tokens)
     tiles = min(count for count in static_tile_counts(num_tokens, MAX_SLOTS, tile_tokens) if count >= needed)
     batch = LoRABatch.static(num_tokens, tiles, max(rank_of_slot), tables, tile_tokens)
+    if not batch.is_prefill:
+        run_beside(batch, split_for(DEVICE, num_tokens, tiles, max(rank_of_slot)))
     batch.fill(slot_of_token, rank_of_slot)
     return batch
+
+
+def run_beside(batch: LoRABatch, split: SMSplit) -> None:
+    batch.run_beside(split, torch.cuda.Stream(priority=split.lora_priority))

@@ -20,6 +20,7 @@ from torch import Tensor
 from lorafleet.kernels.extras.extra_tables import ExtraTables
 from lorafleet.kernels.lora.lora_tuning import FEW_TILES, SOME_TILES, tuning_for
 from lorafleet.kernels.lora.packed_lora import LoRATables
+from lorafleet.kernels.lora.sm_split import UNSPLIT, SMSplit
 from lorafleet.kernels.lora.tile_tables import TileTables
 
 BASE_SLOT = -1  # in lists of slots: this token uses the base model alone
@@ -100,6 +101,7 @@ class LoRABatch:
         self.tuning = tuning_for(device, num_tiles, self.is_prefill)
         # It comes from torch's own pool of streams, so it costs nothing.
         self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.split = UNSPLIT
         self.slots: tuple[int, ...] = ()  # the distinct slots of the step, ascending
         self.spans: tuple[tuple[int, int], ...] = ()  # for each slot, its [start, end) in order_T
         self.order_T = torch.empty(0, dtype=torch.int64)  # the tokens in the order of their slots, on the host
@@ -197,6 +199,13 @@ class LoRABatch:
             ]
         batch.fill([], [])
         return batch
+
+    def run_beside(self, split: SMSplit, side_stream: torch.cuda.Stream) -> None:
+        """Sets the stream of the LoRA kernels, and their share of the GPU beside the base GEMMs.
+
+        The side stream must have split.lora_priority, and the stream that the step is captured on split.gemm_priority.
+        """
+        self.split, self.side_stream = split, side_stream
 
     def fill(self, slot_of_token: Sequence[int], rank_of_slot: Sequence[int]) -> None:
         """Sets the next step's slots, with one copy on the current stream.

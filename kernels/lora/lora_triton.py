@@ -2,7 +2,7 @@
 
 Decode: shrink and expand both run on a side stream beside the base GEMM. The kernel that reads the GEMM's output next
 adds their delta, so they add nothing to the step's critical path but their bytes. A captured CUDA graph contains the
-fork and the join.
+fork and the join, and both streams' priorities. cuBLAS may leave SMs to the LoRA kernels: kernels/lora/sm_split.py.
 
 Prefill: the GEMM is the bottleneck, not memory, and it fills the GPU. Nothing runs beside it: the delta is written
 first, and the GEMM adds to it, which costs it nothing.
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.extras.kronecker import apply_kronecker
+from lorafleet.kernels.lora.gemm_sms import gemms_limited_to
 from lorafleet.kernels.lora.lora_batch import LoRABatch
 from lorafleet.kernels.lora.lora_exchange import exchanged_splits
 from lorafleet.kernels.lora.lora_expand import expand
@@ -60,13 +61,18 @@ def linear_triton(
     side = batch.side_stream
     assert side is not None
     main = torch.cuda.current_stream(x_TD.device)
+    gemm_sms = batch.split.gemm_sms
+    # The delta takes the bias of a limited GEMM, since torch would leave a GEMM with a bias to cuBLASLt, which is not
+    # limited.
+    gemm_bias_O, delta_bias_O = (bias_O, None) if gemm_sms is None or not is_whole else (None, bias_O)
     side.wait_stream(main)
     with torch.cuda.stream(side):
-        delta_TO = lora_delta_triton(x_TD, packed, batch)
+        delta_TO = lora_delta_triton(x_TD, packed, batch, delta_bias_O)
         assert delta_TO is not None
         if is_whole:
             apply_kronecker(x_TD, delta_TO, packed, batch)
-    y_TO = weight.linear(x_TD, bias_O)
+    with gemms_limited_to(gemm_sms):
+        y_TO = weight.linear(x_TD, gemm_bias_O)
     main.wait_stream(side)
     # record_stream is not needed: each stream waits for the other before it reuses freed memory.
     if is_whole:

@@ -75,7 +75,7 @@ def tune(stack: Stack, name: str) -> Tuning:
             graphs = {}
             for key, tuning in (("best", best), ("candidate", candidate)):
                 batch.tuning = tuning
-                graphs[key] = captured(lambda: stack.with_lora(x_of_size, batch))
+                graphs[key] = captured(lambda: stack.with_lora(x_of_size, batch), batch.split.gemm_priority)
             ms = medians(graphs, 9)
             if ms["candidate"] < ms["best"] * (1 - NOISE):
                 print(f"{name}: {ms['best']:.3f} -> {ms['candidate']:.3f} ms  {candidate}", flush=True)

@@ -3,7 +3,8 @@ token.
 
 There are graphs for each of a dense set of batch sizes: one without adapters, so that base steps pay nothing for them,
 others for few and for many tiles of adapters' tokens, and one that also launches Kronecker products. A step uses the
-smallest graph that fits. Rows without a sequence compute on block `trash` and are ignored.
+smallest graph that fits. Rows without a sequence compute on block `trash` and are ignored. Graphs with adapters may
+leave some of the GPU's SMs to the LoRA kernels (kernels/lora/sm_split.py).
 
 Attention plans and adapter tables are refilled in place before a replay. A graph begins by reading the last step's
 tokens. It ends by writing its own, chosen greedily, where the next one reads them. All graphs share one memory pool,
@@ -23,6 +24,8 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.lora.lora_batch import BASE_SLOT, LoRABatch, count_tiles
+from lorafleet.kernels.lora.sm_split import HIGH_PRIORITY, UNSPLIT, SMSplit, split_for
+from lorafleet.kernels.quant.base_weight import PlainWeight
 from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch, KVCache
 from lorafleet.workers.device.sampler import greedy_of_ranks
 from lorafleet.workers.device.step_inputs import StepInputs
@@ -73,9 +76,11 @@ class DecodeGraphs:
         self._trash = trash
         self._loras = loras
         self._pool = torch.cuda.graph_pool_handle()
-        # There is one stream for all captures, since the allocator reserves memory, and cuBLAS its workspace, for each
-        # stream.
-        self._side = torch.cuda.Stream(device)
+        # All captures share these streams, one for each priority, since the allocator reserves memory, and cuBLAS its
+        # workspace, for each stream.
+        self._main = {priority: torch.cuda.Stream(device, priority) for priority in (0, HIGH_PRIORITY)}
+        self._side = {priority: torch.cuda.Stream(device, priority) for priority in (0, HIGH_PRIORITY)}
+        self._may_split = may_split(model)
         # by batch size and number of LoRA tiles, 0 without adapters
         self._graphs: dict[tuple[int, int], DecodeGraph] = {}
         self._with_kronecker: dict[int, DecodeGraph] = {}  # by batch size
@@ -94,9 +99,15 @@ class DecodeGraphs:
             if self._loras is not None:
                 for num_tiles in self._loras.tile_counts(size):
                     lora = self._loras.static_batch(size, num_tiles)
+                    split = split_for(self._device, size, num_tiles, self._loras.max_rank)
+                    self._run_beside(lora, split if self._may_split else UNSPLIT)
                     self._graphs[size, num_tiles] = self._capture(size, backend, lora)
                 lora = self._loras.static_batch(size, self._loras.tile_counts(size)[-1], takes_kronecker=True)
+                self._run_beside(lora, UNSPLIT)  # no split was measured with Kronecker products
                 self._with_kronecker[size] = self._capture(size, backend, lora)
+
+    def _run_beside(self, lora: LoRABatch, split: SMSplit) -> None:
+        lora.run_beside(split, self._side[split.lora_priority])
 
     def find(self, lora_slots: list[int]) -> DecodeGraph | None:
         """Returns the graph that fits with the fewest rows, then the fewest tiles, or None if none is large enough.
@@ -162,11 +173,19 @@ class DecodeGraphs:
             return hidden_BD, logits_BW
 
         torch.cuda.synchronize(self._device)
-        with torch.cuda.stream(self._side):
+        stream = self._main[0 if lora is None else lora.split.gemm_priority]
+        with torch.cuda.stream(stream):
             forward()  # compiles kernels and creates library handles, which a capture must not do
         graph = torch.cuda.CUDAGraph()
         # The capture is of this thread only, since NCCL's thread queries events meanwhile, which would otherwise break
         # it.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             hidden_BD, logits_BW = forward()
         return DecodeGraph(size, graph, attention, lora, hidden_BD, logits_BW)
+
+
+def may_split(model: DecoderModel) -> bool:
+    """Returns whether the splits of the GPU were measured with a model like this one: its linears are whole and plain,
+    so cuBLAS multiplies them, and it has no experts."""
+    plain = all(isinstance(linear.weight, PlainWeight) for _, linear in model.packed_linears())
+    return plain and model.shard.size == 1 and not model.mixtures()
