@@ -30,7 +30,7 @@ from lorafleet.kernels.sampling.draw_tokens import NUM_FIELDS
 # The twin in penalties.py says why.
 _IN_PROMPT = tl.constexpr(1 << 30)
 LAST_KEY = tl.constexpr(0x7F7FFFFF)  # bits of the largest finite float32; infinity's are one more
-ROWS_WITH_LARGE_BLOCKS = 128
+STAGES = tl.constexpr(3)  # of the loops' loads
 # Bits of 2, 6 and 14: most distances of logits lie between these.
 KEY_2 = tl.constexpr(0x40000000)
 KEY_6 = tl.constexpr(0x40C00000)
@@ -68,7 +68,7 @@ def _find_best(
     lane_V = tl.arange(0, block_v)
     best_V = tl.full([block_v], float("-inf"), tl.float32)
     first_V = lane_V
-    for start in range(0, num_tokens, block_v):
+    for start in tl.range(0, num_tokens, block_v, num_stages=STAGES):
         token_V = start + lane_V
         logit_V = tl.load(row_ptr + token_V, mask=token_V < num_tokens, other=float("-inf")).to(tl.float32)
         if penalizes:
@@ -131,7 +131,7 @@ def _sum_up_to(
     count_3, count_4 = tl.zeros([block_v], tl.int32), tl.zeros([block_v], tl.int32)
     mass_1, mass_2 = tl.zeros([block_v], tl.float32), tl.zeros([block_v], tl.float32)
     mass_3, mass_4 = tl.zeros([block_v], tl.float32), tl.zeros([block_v], tl.float32)
-    for start in range(0, num_tokens, block_v):
+    for start in tl.range(0, num_tokens, block_v, num_stages=STAGES):
         distance_V = _distances(row_ptr, start + lane_V, num_tokens, coldness, best, farthest)
         key_V = distance_V.to(tl.int32, bitcast=True)
         weight_V = tl.exp(-distance_V)
@@ -150,25 +150,16 @@ def _sum_up_to(
 
 
 @jit()
-def _sum_near_up_to(
-    key_N: tl.tensor, weight_N: tl.tensor, key_1: tl.tensor, key_2: tl.tensor, key_3: tl.tensor, key_4: tl.tensor
-) -> tuple[tl.tensor, ...]:
-    """Returns the same sums of the tokens near the cut."""
-    count_1, count_2, count_3, count_4, mass_1, mass_2, mass_3, mass_4 = tl.reduce(
-        (
-            (key_N <= key_1).to(tl.int32),
-            (key_N <= key_2).to(tl.int32),
-            (key_N <= key_3).to(tl.int32),
-            (key_N <= key_4).to(tl.int32),
-            tl.where(key_N <= key_1, weight_N, 0.0),
-            tl.where(key_N <= key_2, weight_N, 0.0),
-            tl.where(key_N <= key_3, weight_N, 0.0),
-            tl.where(key_N <= key_4, weight_N, 0.0),
-        ),
-        0,
-        _add_sums,
-    )
-    return count_1, count_2, count_3, count_4, mass_1, mass_2, mass_3, mass_4
+def _add_four(
+    sum_a: tl.tensor, sum_b: tl.tensor, sum_c: tl.tensor, sum_d: tl.tensor,
+    sum_e: tl.tensor, sum_f: tl.tensor, sum_g: tl.tensor, sum_h: tl.tensor,
+) -> tuple[tl.tensor, ...]:  # fmt: skip
+    return sum_a + sum_e, sum_b + sum_f, sum_c + sum_g, sum_d + sum_h
+
+
+@jit()
+def _min_and_max(min_a: tl.tensor, max_a: tl.tensor, min_b: tl.tensor, max_b: tl.tensor) -> tuple[tl.tensor, ...]:
+    return tl.minimum(min_a, min_b), tl.maximum(max_a, max_b)
 
 
 @jit()
@@ -197,6 +188,28 @@ def _narrow(
         tl.where(lowers, key, high),
         tl.where(lowers, count, high_count),
         tl.where(lowers, mass, high_mass),
+    )
+
+
+@jit()
+def _narrow_near(
+    low: tl.tensor,
+    low_sum: tl.tensor,
+    high: tl.tensor,
+    high_sum: tl.tensor,
+    key: tl.tensor,
+    sum_up_to: tl.tensor,
+    target: tl.tensor,
+) -> tuple[tl.tensor, ...]:
+    """Returns the bounds of the cut, with the sum up to a key between them."""
+    is_inside = (key > low) & (key < high)
+    raises = is_inside & (sum_up_to < target)
+    lowers = is_inside & (sum_up_to >= target)
+    return (
+        tl.where(raises, key, low),
+        tl.where(raises, sum_up_to, low_sum),
+        tl.where(lowers, key, high),
+        tl.where(lowers, sum_up_to, high_sum),
     )
 
 
@@ -233,7 +246,7 @@ def _choose_keys(
 @jit()
 def _gather_near(
     near_ptr: tl.tensor,
-    num_near_ptr: tl.tensor,
+    groups_ptr: tl.tensor,
     row_ptr: tl.tensor,
     num_tokens: tl.tensor,
     coldness: tl.tensor,
@@ -241,22 +254,36 @@ def _gather_near(
     farthest: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
+    row_groups: tl.constexpr,
     num_groups: tl.constexpr,
     block_v: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the distances above low, up to high, in any order in a block. The rest of it is infinite."""
+    """Returns the distances above low, up to high, in the order of the vocabulary in a block. The rest of it is
+    infinite."""
+    width: tl.constexpr = block_v // num_groups
+    group_R = tl.arange(0, num_groups)
+    lane_RW = group_R[:, None] * width + tl.arange(0, width)[None, :]
     lane_V = tl.arange(0, block_v)
-    lane_RW = tl.reshape(lane_V, [num_groups, block_v // num_groups])
     tl.debug_barrier()  # what an earlier call has stored may still be read
     tl.store(near_ptr + lane_V, tl.full([block_v], float("inf"), tl.float32))
-    tl.store(num_near_ptr, 0)
+    for start in tl.range(0, num_tokens, block_v, num_stages=STAGES):
+        distance_RW = _distances(row_ptr, start + lane_RW, num_tokens, coldness, best, farthest)
+        key_RW = distance_RW.to(tl.int32, bitcast=True)
+        num_near_R = tl.sum(((key_RW > low) & (key_RW <= high)).to(tl.int32), axis=1)
+        tl.store(groups_ptr + start // width + group_R, num_near_R)
     tl.debug_barrier()
-    for start in range(0, num_tokens, block_v):
+    group_G = tl.arange(0, row_groups)
+    is_group_G = group_G < tl.cdiv(num_tokens, block_v) * num_groups
+    num_near_G = tl.load(groups_ptr + group_G, mask=is_group_G, other=0)
+    first_G = tl.cumsum(num_near_G, axis=0) - num_near_G
+    tl.debug_barrier()
+    tl.store(groups_ptr + group_G, first_G, mask=is_group_G)
+    tl.debug_barrier()
+    for start in tl.range(0, num_tokens, block_v, num_stages=STAGES):
         distance_RW = _distances(row_ptr, start + lane_RW, num_tokens, coldness, best, farthest)
         key_RW = distance_RW.to(tl.int32, bitcast=True)
         is_near_RW = ((key_RW > low) & (key_RW <= high)).to(tl.int32)
-        num_here_R = tl.sum(is_near_RW, axis=1)
-        first_R = tl.atomic_add(num_near_ptr + num_here_R * 0, num_here_R, mask=num_here_R > 0, sem="relaxed")
+        first_R = tl.load(groups_ptr + start // width + group_R)
         place_RW = first_R[:, None] + tl.cumsum(is_near_RW, axis=1) - 1
         tl.store(near_ptr + place_RW, distance_RW, mask=is_near_RW > 0)
     tl.debug_barrier()
@@ -266,7 +293,7 @@ def _gather_near(
 @jit()
 def _find_cut(
     near_ptr: tl.tensor,
-    num_near_ptr: tl.tensor,
+    groups_ptr: tl.tensor,
     row_ptr: tl.tensor,
     num_tokens: tl.tensor,
     coldness: tl.tensor,
@@ -280,6 +307,7 @@ def _find_cut(
     high_mass: tl.tensor,
     target: tl.tensor,
     by_mass: tl.tensor,
+    row_groups: tl.constexpr,
     num_groups: tl.constexpr,
     block_v: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
@@ -306,46 +334,66 @@ def _find_cut(
         )
     if high - low > 1:
         distance_N = _gather_near(
-            near_ptr, num_near_ptr, row_ptr, num_tokens, coldness, best, farthest, low, high, num_groups, block_v
+            near_ptr,
+            groups_ptr,
+            row_ptr,
+            num_tokens,
+            coldness,
+            best,
+            farthest,
+            low,
+            high,
+            row_groups,
+            num_groups,
+            block_v,
         )
         key_N = distance_N.to(tl.int32, bitcast=True)
         weight_N = tl.exp(-distance_N)
-        outer_count, outer_mass = low_count, low_mass
+        summand_N = tl.where(by_mass, weight_N, 1.0)
+        low_sum = tl.where(by_mass, low_mass, low_count.to(tl.float32))
+        high_sum = tl.where(by_mass, high_mass, high_count.to(tl.float32))
+        outer_sum = low_sum
         while high - low > 1:
+            key_1, key_2, key_3, key_4 = _choose_keys(low, low_sum, high, high_sum, target)
+            sum_1, sum_2, sum_3, sum_4 = tl.reduce(
+                (
+                    tl.where(key_N <= key_1, summand_N, 0.0),
+                    tl.where(key_N <= key_2, summand_N, 0.0),
+                    tl.where(key_N <= key_3, summand_N, 0.0),
+                    tl.where(key_N <= key_4, summand_N, 0.0),
+                ),
+                0,
+                _add_four,
+            )
+            low, low_sum, high, high_sum = _narrow_near(low, low_sum, high, high_sum, key_1, outer_sum + sum_1, target)
+            low, low_sum, high, high_sum = _narrow_near(low, low_sum, high, high_sum, key_2, outer_sum + sum_2, target)
+            low, low_sum, high, high_sum = _narrow_near(low, low_sum, high, high_sum, key_3, outer_sum + sum_3, target)
+            low, low_sum, high, high_sum = _narrow_near(low, low_sum, high, high_sum, key_4, outer_sum + sum_4, target)
             # No token lies between these and the bounds.
             is_between_N = (key_N > low) & (key_N <= high)
-            low = tl.min(tl.where(is_between_N, key_N, high), axis=0) - 1
-            high = tl.max(tl.where(is_between_N, key_N, low + 1), axis=0)
-            if high - low > 1:
-                low_sum = tl.where(by_mass, low_mass, low_count.to(tl.float32))
-                high_sum = tl.where(by_mass, high_mass, high_count.to(tl.float32))
-                key_1, key_2, key_3, key_4 = _choose_keys(low, low_sum, high, high_sum, target)
-                count_1, count_2, count_3, count_4, mass_1, mass_2, mass_3, mass_4 = _sum_near_up_to(
-                    key_N, weight_N, key_1, key_2, key_3, key_4
-                )
-                low, low_count, low_mass, high, high_count, high_mass = _narrow(
-                    low, low_count, low_mass, high, high_count, high_mass,
-                    key_1, outer_count + count_1, outer_mass + mass_1, target, by_mass,
-                )  # fmt: skip
-                low, low_count, low_mass, high, high_count, high_mass = _narrow(
-                    low, low_count, low_mass, high, high_count, high_mass,
-                    key_2, outer_count + count_2, outer_mass + mass_2, target, by_mass,
-                )  # fmt: skip
-                low, low_count, low_mass, high, high_count, high_mass = _narrow(
-                    low, low_count, low_mass, high, high_count, high_mass,
-                    key_3, outer_count + count_3, outer_mass + mass_3, target, by_mass,
-                )  # fmt: skip
-                low, low_count, low_mass, high, high_count, high_mass = _narrow(
-                    low, low_count, low_mass, high, high_count, high_mass,
-                    key_4, outer_count + count_4, outer_mass + mass_4, target, by_mass,
-                )  # fmt: skip
+            nearest, farthest_key = tl.reduce(
+                (tl.where(is_between_N, key_N, high), tl.where(is_between_N, key_N, low)), 0, _min_and_max
+            )
+            low, high = nearest - 1, tl.maximum(farthest_key, nearest)
+        num_below, num_up_to, mass_below, mass_up_to = tl.reduce(
+            (
+                (key_N < high).to(tl.int32),
+                (key_N <= high).to(tl.int32),
+                tl.where(key_N < high, weight_N, 0.0),
+                tl.where(key_N <= high, weight_N, 0.0),
+            ),
+            0,
+            _add_four,
+        )
+        high_count, high_mass = low_count + num_up_to, low_mass + mass_up_to
+        low_count, low_mass = low_count + num_below, low_mass + mass_below
     return high, low_count, low_mass, high_count, high_mass
 
 
 @jit()
 def _draw_kept(
     sums_ptr: tl.tensor,
-    num_tied_ptr: tl.tensor,
+    groups_ptr: tl.tensor,
     row_ptr: tl.tensor,
     num_tokens: tl.tensor,
     coldness: tl.tensor,
@@ -363,18 +411,18 @@ def _draw_kept(
     width: tl.constexpr = block_v // num_groups
     group_R = tl.arange(0, num_groups)
     lane_RW = group_R[:, None] * width + tl.arange(0, width)[None, :]
-    for start in range(0, num_tokens, block_v):
+    for start in tl.range(0, num_tokens, block_v, num_stages=STAGES):
         distance_RW = _distances(row_ptr, start + lane_RW, num_tokens, coldness, best, farthest)
         key_RW = distance_RW.to(tl.int32, bitcast=True)
         sum_R = tl.sum(tl.where(key_RW < cut, tl.exp(-distance_RW), 0.0), axis=1)
         tl.store(sums_ptr + start // width + group_R, sum_R)
-        tl.store(num_tied_ptr + start // width + group_R, tl.sum((key_RW == cut).to(tl.int32), axis=1))
+        tl.store(groups_ptr + start // width + group_R, tl.sum((key_RW == cut).to(tl.int32), axis=1))
     tl.debug_barrier()
     # Tokens at the cut have one weight. Infinite distances have none.
     weight_at_cut = tl.exp(-cut.to(tl.float32, bitcast=True)).to(tl.float64)
     group_G = tl.arange(0, row_groups)
     is_group_G = group_G < tl.cdiv(num_tokens, block_v) * num_groups
-    num_tied_G = tl.load(num_tied_ptr + group_G, mask=is_group_G, other=0)
+    num_tied_G = tl.load(groups_ptr + group_G, mask=is_group_G, other=0)
     left_G = tl.maximum(num_left - (tl.cumsum(num_tied_G, axis=0) - num_tied_G), 0)
     sum_G = tl.load(sums_ptr + group_G, mask=is_group_G, other=0.0).to(tl.float64)
     sum_G += tl.minimum(num_tied_G, left_G).to(tl.float64) * weight_at_cut
@@ -408,9 +456,8 @@ def _draw_tokens_kernel(
     edited_ptr: tl.tensor,
     edited_stride: tl.tensor,
     near_ptr: tl.tensor,
-    num_near_ptr: tl.tensor,
     sums_ptr: tl.tensor,
-    num_tied_ptr: tl.tensor,
+    groups_ptr: tl.tensor,
     penalizes: tl.constexpr,
     num_fields: tl.constexpr,
     row_groups: tl.constexpr,
@@ -431,6 +478,8 @@ def _draw_tokens_kernel(
     frequency = tl.load(fields_ptr + 9).to(tl.float32)
     row_ptr = logits_ptr + b * stride
     near_ptr += b * block_v
+    sums_ptr += b * row_groups
+    groups_ptr += b * row_groups
     best, token = _find_best(
         row_ptr,
         num_tokens,
@@ -472,8 +521,9 @@ def _draw_tokens_kernel(
                         cut * 0 + KEY_14, count_3, mass_3, target, by_mass,
                     )  # fmt: skip
                     high, num_below, mass_below, num_up_to_cut, mass_up_to_cut = _find_cut(
-                        near_ptr, num_near_ptr + b, row_ptr, num_tokens, coldness, best, farthest,
-                        low, low_count, low_mass, high, high_count, high_mass, target, by_mass, num_groups, block_v,
+                        near_ptr, groups_ptr, row_ptr, num_tokens, coldness, best, farthest,
+                        low, low_count, low_mass, high, high_count, high_mass, target, by_mass,
+                        row_groups, num_groups, block_v,
                     )  # fmt: skip
                     weight = tl.exp(-high.to(tl.float32, bitcast=True))
                     missing = tl.where(by_mass, tl.ceil((target - mass_below) / weight), target - num_below)
@@ -481,10 +531,8 @@ def _draw_tokens_kernel(
                     num_left = tl.where(high == cut, tl.minimum(wanted, num_left), wanted)
                     cut = high
                     kept_mass = tl.where(by_mass, kept_mass, mass_below + wanted.to(tl.float32) * weight)
-        sums_ptr += b * row_groups
-        num_tied_ptr += b * row_groups
         token = _draw_kept(
-            sums_ptr, num_tied_ptr, row_ptr, num_tokens, coldness, best, farthest,
+            sums_ptr, groups_ptr, row_ptr, num_tokens, coldness, best, farthest,
             cut, num_left, draw, row_groups, num_groups, block_v,
         )  # fmt: skip
         token = tl.where(token < 0, last_token, token)
@@ -519,7 +567,6 @@ def draw_tokens_triton(logits_BV: Tensor, table_BF: Tensor, counts_SV: Tensor, *
         edited_BV,
         edited_BV.stride(0),
         torch.empty((num_rows, block_v), dtype=torch.float32, device=device),
-        torch.empty(num_rows, dtype=torch.int32, device=device),
         torch.empty((num_rows, row_groups), dtype=torch.float32, device=device),
         torch.empty((num_rows, row_groups), dtype=torch.int32, device=device),
         penalizes=penalizes,

@@ -153,7 +153,7 @@ class TestOnGPU:
                 out.fill_(torch.nan)
                 graph.replay()
                 results.append(out.clone())
-            torch.testing.assert_close(results[0].double(), want, atol=3e-2, rtol=3e-2)
+            torch.testing.assert_close(results[0].double(), want, atol=5e-2, rtol=3e-2)
             assert all(torch.equal(results[0], result) for result in results)
         assert torch.equal(F.linear(x, weight), unlimited), "a GEMM without adapters is limited too"
 
