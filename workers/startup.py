@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from lorafleet.kernels.sampling.draw_tokens import warm_up as warm_up_sampling
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.messages import EngineHello
@@ -205,6 +206,8 @@ def build_engine(
         config.max_num_batched_tokens,
         config.max_num_mixed_tokens,
     )
+    if steps.device.type == "cuda":
+        warm_up_sampling(model_config.vocab_size, steps.model.embed_tokens.weight.dtype, steps.device)
     runner = ModelRunner(steps, loras, config.block_size, others)
     overlap = steps.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
     hello = EngineHello(

@@ -66,6 +66,15 @@ def draw_tokens(logits_BV: Tensor, rows: list[DrawFields], counts_SV: Tensor) ->
     return token_B
 
 
+def warm_up(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compiles the kernel's variants on CUDA, so that no request waits for a compiler. `dtype` is that of the logits
+    without biases."""
+    plain = DrawFields(1.0, vocab_size, 1.0, NEVER, 0.0, vocab_size - 1)
+    for logits_dtype, row in ((dtype, plain), (dtype, plain._replace(counts_row=0)), (torch.float32, plain)):
+        logits_BV = torch.zeros((1, vocab_size), dtype=logits_dtype, device=device)
+        draw_tokens(logits_BV, [row], torch.zeros((1, vocab_size), dtype=torch.int32, device=device))
+
+
 def _draw(logits_BV: Tensor, rows: list[DrawFields]) -> Tensor:
     # The best token's logit is subtracted first, so that no temperature is so low that the logits overflow.
     logits_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) * (1 / _column([row.temperature for row in rows]))

@@ -5,8 +5,8 @@ Idea: one program for each row reads the row a few times.
 2. A token's distance is how far its logit lies below the best one's, divided by the temperature. The tokens up to a
    cut are kept: all with smaller distances, and the first few of those at the cut. Non-negative floats have the order
    of their bits, so the cut is an integer key between 0 and LAST_KEY. Each pass counts and weighs the tokens up to
-   four keys around the likely cut. Once few tokens lie between the bounds, they are stored side by side, and the
-   search goes on in registers. top_k counts tokens, top_p weighs what top_k has left.
+   four keys around the likely cut. Once few tokens lie between the bounds, each is compared with all of them. top_k
+   counts tokens, top_p weighs what top_k has left.
 3. The weights of groups of tokens are summed, and the draw falls into one group. A warp sums a group, so that no
    thread waits for another warp.
 
@@ -30,7 +30,8 @@ from lorafleet.kernels.sampling.draw_tokens import NUM_FIELDS
 # The twin in penalties.py says why.
 _IN_PROMPT = tl.constexpr(1 << 30)
 LAST_KEY = tl.constexpr(0x7F7FFFFF)  # bits of the largest finite float32; infinity's are one more
-STAGES = tl.constexpr(3)  # of the loops' loads
+MAX_NEAR = tl.constexpr(512)  # tokens near the cut, which are compared with each other
+UNROLLED = tl.constexpr(8)
 # Bits of 2, 6 and 14: most distances of logits lie between these.
 KEY_2 = tl.constexpr(0x40000000)
 KEY_6 = tl.constexpr(0x40C00000)
@@ -68,7 +69,7 @@ def _find_best(
     lane_V = tl.arange(0, block_v)
     best_V = tl.full([block_v], float("-inf"), tl.float32)
     first_V = lane_V
-    for start in tl.range(0, num_tokens, block_v, num_stages=STAGES):
+    for start in range(0, num_tokens, block_v):
         token_V = start + lane_V
         logit_V = tl.load(row_ptr + token_V, mask=token_V < num_tokens, other=float("-inf")).to(tl.float32)
         if penalizes:
@@ -131,7 +132,7 @@ def _sum_up_to(
     count_3, count_4 = tl.zeros([block_v], tl.int32), tl.zeros([block_v], tl.int32)
     mass_1, mass_2 = tl.zeros([block_v], tl.float32), tl.zeros([block_v], tl.float32)
     mass_3, mass_4 = tl.zeros([block_v], tl.float32), tl.zeros([block_v], tl.float32)
-    for start in tl.range(0, num_tokens, block_v, num_stages=STAGES):
+    for start in range(0, num_tokens, block_v):
         distance_V = _distances(row_ptr, start + lane_V, num_tokens, coldness, best, farthest)
         key_V = distance_V.to(tl.int32, bitcast=True)
         weight_V = tl.exp(-distance_V)
@@ -155,11 +156,6 @@ def _add_four(
     sum_e: tl.tensor, sum_f: tl.tensor, sum_g: tl.tensor, sum_h: tl.tensor,
 ) -> tuple[tl.tensor, ...]:  # fmt: skip
     return sum_a + sum_e, sum_b + sum_f, sum_c + sum_g, sum_d + sum_h
-
-
-@jit()
-def _min_and_max(min_a: tl.tensor, max_a: tl.tensor, min_b: tl.tensor, max_b: tl.tensor) -> tuple[tl.tensor, ...]:
-    return tl.minimum(min_a, min_b), tl.maximum(max_a, max_b)
 
 
 @jit()
@@ -192,28 +188,6 @@ def _narrow(
 
 
 @jit()
-def _narrow_near(
-    low: tl.tensor,
-    low_sum: tl.tensor,
-    high: tl.tensor,
-    high_sum: tl.tensor,
-    key: tl.tensor,
-    sum_up_to: tl.tensor,
-    target: tl.tensor,
-) -> tuple[tl.tensor, ...]:
-    """Returns the bounds of the cut, with the sum up to a key between them."""
-    is_inside = (key > low) & (key < high)
-    raises = is_inside & (sum_up_to < target)
-    lowers = is_inside & (sum_up_to >= target)
-    return (
-        tl.where(raises, key, low),
-        tl.where(raises, sum_up_to, low_sum),
-        tl.where(lowers, key, high),
-        tl.where(lowers, sum_up_to, high_sum),
-    )
-
-
-@jit()
 def _choose_keys(
     low: tl.tensor,
     low_sum: tl.tensor,
@@ -227,8 +201,9 @@ def _choose_keys(
     nearest = tl.maximum(low, 0).to(tl.float32, bitcast=True)
     width = high.to(tl.float32, bitcast=True) - nearest
     part = tl.minimum(tl.maximum((target - low_sum) / (high_sum - low_sum), 0.0), 1.0)
-    before = nearest + tl.maximum(part - 0.06, 0.0) * width
-    behind = nearest + tl.minimum(part + 0.06, 1.0) * width
+    margin = tl.where(width < 1, 0.015, 0.06)
+    before = nearest + tl.maximum(part - margin, 0.0) * width
+    behind = nearest + tl.minimum(part + margin, 1.0) * width
     is_wide = width > 3 * nearest
     key_2 = tl.where(is_wide, low + 2 * step, before.to(tl.int32, bitcast=True))
     key_3 = tl.where(is_wide, low + 3 * step, behind.to(tl.int32, bitcast=True))
@@ -258,15 +233,15 @@ def _gather_near(
     num_groups: tl.constexpr,
     block_v: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the distances above low, up to high, in the order of the vocabulary in a block. The rest of it is
-    infinite."""
+    """Stores the distances above low, up to high, in the order of the vocabulary, and returns them. The rest of the
+    MAX_NEAR places is infinite."""
     width: tl.constexpr = block_v // num_groups
     group_R = tl.arange(0, num_groups)
     lane_RW = group_R[:, None] * width + tl.arange(0, width)[None, :]
-    lane_V = tl.arange(0, block_v)
+    lane_N = tl.arange(0, MAX_NEAR)
     tl.debug_barrier()  # what an earlier call has stored may still be read
-    tl.store(near_ptr + lane_V, tl.full([block_v], float("inf"), tl.float32))
-    for start in tl.range(0, num_tokens, block_v, num_stages=STAGES):
+    tl.store(near_ptr + lane_N, tl.full([MAX_NEAR], float("inf"), tl.float32))
+    for start in range(0, num_tokens, block_v):
         distance_RW = _distances(row_ptr, start + lane_RW, num_tokens, coldness, best, farthest)
         key_RW = distance_RW.to(tl.int32, bitcast=True)
         num_near_R = tl.sum(((key_RW > low) & (key_RW <= high)).to(tl.int32), axis=1)
@@ -279,7 +254,7 @@ def _gather_near(
     tl.debug_barrier()
     tl.store(groups_ptr + group_G, first_G, mask=is_group_G)
     tl.debug_barrier()
-    for start in tl.range(0, num_tokens, block_v, num_stages=STAGES):
+    for start in range(0, num_tokens, block_v):
         distance_RW = _distances(row_ptr, start + lane_RW, num_tokens, coldness, best, farthest)
         key_RW = distance_RW.to(tl.int32, bitcast=True)
         is_near_RW = ((key_RW > low) & (key_RW <= high)).to(tl.int32)
@@ -287,7 +262,7 @@ def _gather_near(
         place_RW = first_R[:, None] + tl.cumsum(is_near_RW, axis=1) - 1
         tl.store(near_ptr + place_RW, distance_RW, mask=is_near_RW > 0)
     tl.debug_barrier()
-    return tl.load(near_ptr + lane_V)
+    return tl.load(near_ptr + lane_N)
 
 
 @jit()
@@ -313,7 +288,7 @@ def _find_cut(
 ) -> tuple[tl.tensor, ...]:
     """Returns the smallest key up to which tokens reach the target, with the number and weight of the tokens below
     it, and of those up to it."""
-    while (high - low > 1) & (high_count - low_count > block_v):
+    while (high - low > 1) & (high_count - low_count > MAX_NEAR):
         low_sum = tl.where(by_mass, low_mass, low_count.to(tl.float32))
         high_sum = tl.where(by_mass, high_mass, high_count.to(tl.float32))
         key_1, key_2, key_3, key_4 = _choose_keys(low, low_sum, high, high_sum, target)
@@ -349,32 +324,13 @@ def _find_cut(
         )
         key_N = distance_N.to(tl.int32, bitcast=True)
         weight_N = tl.exp(-distance_N)
-        summand_N = tl.where(by_mass, weight_N, 1.0)
-        low_sum = tl.where(by_mass, low_mass, low_count.to(tl.float32))
-        high_sum = tl.where(by_mass, high_mass, high_count.to(tl.float32))
-        outer_sum = low_sum
-        while high - low > 1:
-            key_1, key_2, key_3, key_4 = _choose_keys(low, low_sum, high, high_sum, target)
-            sum_1, sum_2, sum_3, sum_4 = tl.reduce(
-                (
-                    tl.where(key_N <= key_1, summand_N, 0.0),
-                    tl.where(key_N <= key_2, summand_N, 0.0),
-                    tl.where(key_N <= key_3, summand_N, 0.0),
-                    tl.where(key_N <= key_4, summand_N, 0.0),
-                ),
-                0,
-                _add_four,
-            )
-            low, low_sum, high, high_sum = _narrow_near(low, low_sum, high, high_sum, key_1, outer_sum + sum_1, target)
-            low, low_sum, high, high_sum = _narrow_near(low, low_sum, high, high_sum, key_2, outer_sum + sum_2, target)
-            low, low_sum, high, high_sum = _narrow_near(low, low_sum, high, high_sum, key_3, outer_sum + sum_3, target)
-            low, low_sum, high, high_sum = _narrow_near(low, low_sum, high, high_sum, key_4, outer_sum + sum_4, target)
-            # No token lies between these and the bounds.
-            is_between_N = (key_N > low) & (key_N <= high)
-            nearest, farthest_key = tl.reduce(
-                (tl.where(is_between_N, key_N, high), tl.where(is_between_N, key_N, low)), 0, _min_and_max
-            )
-            low, high = nearest - 1, tl.maximum(farthest_key, nearest)
+        sum_N = tl.zeros([MAX_NEAR], tl.float32) + tl.where(by_mass, low_mass, low_count.to(tl.float32))
+        for first in range(0, high_count - low_count, UNROLLED):
+            for i in tl.static_range(UNROLLED):
+                distance = tl.load(near_ptr + first + i)
+                summand = tl.where(by_mass, tl.exp(-distance), 1.0)
+                sum_N += tl.where(distance.to(tl.int32, bitcast=True) <= key_N, summand, 0.0)
+        high = tl.min(tl.where(sum_N >= target, key_N, high), axis=0)
         num_below, num_up_to, mass_below, mass_up_to = tl.reduce(
             (
                 (key_N < high).to(tl.int32),
@@ -411,7 +367,7 @@ def _draw_kept(
     width: tl.constexpr = block_v // num_groups
     group_R = tl.arange(0, num_groups)
     lane_RW = group_R[:, None] * width + tl.arange(0, width)[None, :]
-    for start in tl.range(0, num_tokens, block_v, num_stages=STAGES):
+    for start in range(0, num_tokens, block_v):
         distance_RW = _distances(row_ptr, start + lane_RW, num_tokens, coldness, best, farthest)
         key_RW = distance_RW.to(tl.int32, bitcast=True)
         sum_R = tl.sum(tl.where(key_RW < cut, tl.exp(-distance_RW), 0.0), axis=1)
@@ -477,7 +433,7 @@ def _draw_tokens_kernel(
     presence = tl.load(fields_ptr + 8).to(tl.float32)
     frequency = tl.load(fields_ptr + 9).to(tl.float32)
     row_ptr = logits_ptr + b * stride
-    near_ptr += b * block_v
+    near_ptr += b * MAX_NEAR
     sums_ptr += b * row_groups
     groups_ptr += b * row_groups
     best, token = _find_best(
@@ -566,7 +522,7 @@ def draw_tokens_triton(logits_BV: Tensor, table_BF: Tensor, counts_SV: Tensor, *
         counts_SV.shape[1],
         edited_BV,
         edited_BV.stride(0),
-        torch.empty((num_rows, block_v), dtype=torch.float32, device=device),
+        torch.empty((num_rows, MAX_NEAR.value), dtype=torch.float32, device=device),
         torch.empty((num_rows, row_groups), dtype=torch.float32, device=device),
         torch.empty((num_rows, row_groups), dtype=torch.int32, device=device),
         penalizes=penalizes,
