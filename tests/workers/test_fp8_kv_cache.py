@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 
 import pytest
@@ -132,10 +133,18 @@ def test_on_a_gpu_the_error_is_that_of_transformers_in_bf16(tmp_path, prompt, ba
                 (exact, None),
             )
         )
-        errors.append([(x - y).abs().mean().item() for x, y in ((found, truth), (theirs, truth), (found, unrounded))])
-    ours, bf16, to_exact = torch.tensor(errors).mean(0).tolist()
-    print(f"{backend} {eager=}: error {ours:.4f}, of transformers in bf16 {bf16:.4f}, to an exact cache {to_exact:.4f}")
-    assert ours < 1.5 * bf16 + 0.002
+        pairs = (found, truth), (theirs, truth), (found, unrounded), (truth, unrounded)
+        errors.append([(x - y).abs().mean().item() for x, y in pairs])
+    ours, bf16, to_exact, cache = torch.tensor(errors).mean(0).tolist()
+    print(
+        f"{backend} {eager=}: error {ours:.4f}, of transformers in bf16 {bf16:.4f}, to an exact cache {to_exact:.4f}, "
+        f"of the cache's rounding {cache:.4f}"
+    )
+    if backend == "flashinfer" and torch.cuda.get_device_capability() == (9, 0):
+        # FlashInfer's XQA also rounds queries and weights to e4m3. That may cost as much as rounding the cache.
+        assert ours < math.hypot(1.2 * bf16, cache) + 0.002
+    else:
+        assert ours < 1.5 * bf16 + 0.002
 
 
 @pytest.mark.parametrize(("dtype", "times"), [("bfloat16", 2), ("float32", 4)])
