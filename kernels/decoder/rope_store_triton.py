@@ -122,7 +122,7 @@ def _rotate_and_store_kernel(
 @jit()
 def _to_e4m3(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     x = x.to(tl.float32) / scale
-    return tl.clamp(tl.where(x == x, x, 0.0), -448.0, 448.0).to(tl.float8e4nv)
+    return tl.clamp(tl.where(x == x, x, 0.0), -448.0, 448.0).to(tl.float8e4nv)  # NaN differs from itself
 
 
 def rotate_and_store_triton(

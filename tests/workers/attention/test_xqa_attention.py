@@ -164,8 +164,8 @@ class Decodes:
         token, head = divmod(worst, errors_TH.shape[1])
         wrong = (errors_TH.amax(1) > 0.2).nonzero().flatten().tolist()
         about = (
-            f"{len(out_THD)} sequences: relative error {whole:.4f}, at most {errors_TH.max().item():.4f} in row {token} "
-            f"with context {lens[token]}, head {head}: {found_THD[token, head, :6].tolist()} instead of "
+            f"{len(out_THD)} sequences: relative error {whole:.4f}, at most {errors_TH.max().item():.4f} in row {token}"
+            f", head {head}, of context {lens[token]}: {found_THD[token, head, :6].tolist()} instead of "
             f"{want_THD[token, head, :6].tolist()}. Contexts of the rows that are off by more than 0.2: "
             f"{[lens[row] for row in wrong[:40]]}"
         )
