@@ -30,9 +30,11 @@ def rotate_and_store(
     """Returns the rotated queries [T, H, D] of qkv, and writes each token's key and value to the cache.
 
     A cache of float8_e4m3fn holds keys and values divided by k_scale and v_scale, and +-448 for numbers out of its
-    range. Other caches have qkv's dtype and no scales. q_norm and k_norm are both weights of RMS norms over D, or both
-    None. The first 2 F numbers of each head are rotated; usually that is all of them. slot_mapping_T is int64 and has
-    block * P + offset. On CUDA a negative one (the padding of a CUDA graph) stores nothing.
+    range. It holds 0 instead of NaN, since blocks go from one sequence to another: FlashInfer's XQA multiplies values
+    that an earlier sequence has left behind a later one's last token by weights of 0. Other caches have qkv's dtype and
+    no scales. q_norm and k_norm are both weights of RMS norms over D, or both None. The first 2 F numbers of each head
+    are rotated; usually that is all of them. slot_mapping_T is int64 and has block * P + offset. On CUDA a negative one
+    (the padding of a CUDA graph) stores nothing.
     """
     qkv_TE = qkv.y_TO
     num_tokens, width = qkv_TE.shape
@@ -76,7 +78,7 @@ def _store(x_TGD: Tensor, cache_NPGD: Tensor, slot_mapping_T: Tensor, scale: flo
     if cache_NPGD.dtype == FP8:
         # Use bytes, since torch moves no rows of this dtype on a CPU. Its cast makes NaN of numbers out of range.
         rows = rows.view(torch.uint8)
-        x_TGD = (x_TGD.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
+        x_TGD = (x_TGD.float() / scale).nan_to_num().clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
     rows.index_copy_(0, slot_mapping_T, x_TGD)
 
 

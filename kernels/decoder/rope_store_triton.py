@@ -4,7 +4,7 @@ twin.
 Idea: one program takes BLOCK_HEADS heads of one token, of any kind. Queries are normed, rotated and stored to the
 output; keys likewise, but to the cache; values go to the cache unchanged. Each head is held as its two halves, whose
 elements form the pairs, so only the norm's sum is exchanged. All arithmetic is fp32 and rounds once, when stored. A
-cache of e4m3 gets the numbers of another cache divided by a scale, in a second rounding that saturates.
+cache of e4m3 gets the numbers of another cache divided by a scale, in a second rounding that saturates, and 0 for NaN.
 
 If only the head's first numbers are rotated, the rest are held as pairs too, behind the others, and rotated by no
 angle.
@@ -121,7 +121,8 @@ def _rotate_and_store_kernel(
 
 @jit()
 def _to_e4m3(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    return tl.clamp(x.to(tl.float32) / scale, -448.0, 448.0, tl.PropagateNan.ALL).to(tl.float8e4nv)
+    x = x.to(tl.float32) / scale
+    return tl.clamp(tl.where(x == x, x, 0.0), -448.0, 448.0).to(tl.float8e4nv)  # NaN differs from itself
 
 
 def rotate_and_store_triton(

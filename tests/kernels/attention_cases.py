@@ -92,11 +92,12 @@ def make_case(
     )
 
 
-def in_fp8(case: PagedCase, k_scale: float, v_scale: float) -> PagedCase:
-    """The same past in caches of e4m3, as far as they can hold it."""
+def in_fp8(case: PagedCase, k_scale: float, v_scale: float, unused: float = torch.nan) -> PagedCase:
+    """The same past in caches of e4m3, as far as they can hold it. Unused rows hold `unused`."""
 
     def rounded(x: Tensor, scale: float) -> Tensor:
-        return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)  # the cast makes NaN of larger numbers
+        # The cast makes NaN of larger numbers.
+        return (x.float() / scale).clamp(-448, 448).nan_to_num(unused).to(torch.float8_e4m3fn)
 
     past = [(rounded(k, k_scale).double() * k_scale, rounded(v, v_scale).double() * v_scale) for k, v in case.past]
     return replace(case, k_NPGD=rounded(case.k_NPGD, k_scale), v_NPGD=rounded(case.v_NPGD, v_scale), past=past)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
+from lorafleet.kernels.lora.lora_batch import BASE_SLOT
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
 from lorafleet.workers import auto_options, kv_cache_sizing
+from lorafleet.workers.attention.xqa_attention import XQAAttention
 from lorafleet.workers.startup import build_engine
 from tiny_models import Reference, make_model
 
@@ -115,7 +118,13 @@ def test_on_a_gpu_the_error_is_that_of_transformers_in_bf16(tmp_path, prompt, ba
         max_num_batched_tokens=256,
         max_num_seqs=16,
     )
-    assert (llm._engine.runner.steps.decode_graphs is None) == eager
+    graphs = llm._engine.runner.steps.decode_graphs
+    assert (graphs is None) == eager
+    rounds_queries = backend == "flashinfer" and torch.cuda.get_device_capability() == (9, 0)
+    if graphs is not None and rounds_queries:
+        graph = graphs.find([BASE_SLOT])
+        assert graph is not None
+        assert isinstance(graph.attention, XQAAttention)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
     prompts = [prompt(n) for n in (5, 40, 100, 300)]
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
@@ -132,10 +141,18 @@ def test_on_a_gpu_the_error_is_that_of_transformers_in_bf16(tmp_path, prompt, ba
                 (exact, None),
             )
         )
-        errors.append([(x - y).abs().mean().item() for x, y in ((found, truth), (theirs, truth), (found, unrounded))])
-    ours, bf16, to_exact = torch.tensor(errors).mean(0).tolist()
-    print(f"{backend} {eager=}: error {ours:.4f}, of transformers in bf16 {bf16:.4f}, to an exact cache {to_exact:.4f}")
-    assert ours < 1.5 * bf16 + 0.002
+        pairs = (found, truth), (theirs, truth), (found, unrounded), (truth, unrounded)
+        errors.append([(x - y).abs().mean().item() for x, y in pairs])
+    ours, bf16, to_exact, cache = torch.tensor(errors).mean(0).tolist()
+    print(
+        f"{backend} {eager=}: error {ours:.4f}, of transformers in bf16 {bf16:.4f}, to an exact cache {to_exact:.4f}, "
+        f"of the cache's rounding {cache:.4f}"
+    )
+    if rounds_queries:
+        # FlashInfer's XQA also rounds queries and weights to e4m3. That may cost as much as rounding the cache.
+        assert ours < math.hypot(1.2 * bf16, cache) + 0.002
+    else:
+        assert ours < 1.5 * bf16 + 0.002
 
 
 @pytest.mark.parametrize(("dtype", "times"), [("bfloat16", 2), ("float32", 4)])

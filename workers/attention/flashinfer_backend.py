@@ -1,12 +1,13 @@
 """Computes paged attention with FlashInfer, the fastest backend on data-center GPUs.
 
-It serves only half precision and the usual head sizes. Decodes at the front of a step use FlashInfer's tensor-core
-decode, and the other sequences its paged prefill. On Hopper that is FA3, which gives each decode a tile of 128
-queries: 120 decodes would take 0.4 ms per layer there. Each distinct sliding window has its own wrappers, since a
-window is compiled in and planned for. FlashInfer compiles its kernels on first use, which takes a minute or two with
-nvcc. The constructor does that, so that no request waits for it.
-FlashInfer plans on the host. A plan takes lengths and blocks there and copies them to the device from pinned memory,
-so that it never waits for the steps before it.
+It serves only half precision and the usual head sizes. Decodes at the front of a step use FlashInfer's XQA where
+xqa_attention.py has found it better, else its tensor-core decode. The other sequences use its paged prefill. On Hopper
+that is FA3, which gives each decode a tile of 128 queries: 120 decodes would take 0.4 ms per layer there. Each distinct
+sliding window has its own wrappers, since a window is compiled in and planned for. FlashInfer compiles its kernels on
+first use, which takes a minute or two with nvcc. The constructor does that, so that no request waits for it. XQA for
+graphs over another cache than FP8 is compiled when the first of them is captured.
+FlashInfer plans on the host, except for XQA. A plan takes lengths and blocks there and copies them to the device from
+pinned memory, so that it never waits for the steps before it.
 Measured on an H200 (D=128, 32 heads, 8 KV heads, block 16, bf16): decode takes 16 us for 1 x 8192 tokens of context
 and 145 us for 128 x 1024, and 1.5 times that without tensor cores. Prefill reaches 438 TFLOP/s with FA3 and 305 with
 FA2.
@@ -16,8 +17,7 @@ FA2.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
+import logging
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,20 @@ from torch import Tensor
 
 from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache
+from lorafleet.workers.attention.kv_pages import BlockTables, KVPages, pinned_copy, running_sums
+from lorafleet.workers.attention.xqa_attention import (
+    HALF_MOST_CONTEXT,
+    HALF_MOST_SEQS,
+    SEMAPHORE_BYTES,
+    XQAAttention,
+    xqa_is_faster,
+    xqa_refusal,
+)
+
+log = logging.getLogger(__name__)
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
-Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation; shared, since only one wrapper runs at a time
 
 
@@ -48,9 +58,15 @@ class FlashInferAttention:
         self._workspace = workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
         self._graph_memory = torch.zeros(0, dtype=torch.int32, device=spec.device)
         windows = set(spec.sliding_windows)
-        self._decode: dict[int | None, Any] = {
-            w: BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True) for w in windows
-        }
+        self._semaphores = self._choose_xqa()
+        self._xqa: XQAAttention | None = None
+        self._decode: dict[int | None, Any] = {}
+        if self._semaphores is not None and spec.kv_dtype == FP8:
+            self._xqa = XQAAttention(spec, caches, workspace, self._semaphores)
+        else:
+            self._decode = {
+                w: BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True) for w in windows
+            }
         self._prefill: dict[int | None, Any] = {
             w: BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD") for w in windows
         }
@@ -58,12 +74,35 @@ class FlashInferAttention:
         self._copied = torch.cuda.Event()
         self._compile()
 
-    def for_graph(self, num_seqs: int, max_context: int) -> FlashInferGraphAttention:
+    def _choose_xqa(self) -> Tensor | None:
+        """Returns XQA's semaphores, or None if it cannot serve. Logs what computes the decodes."""
+        spec = self._spec
+        refusal = xqa_refusal(spec, torch.cuda.get_device_capability(spec.device))
+        if refusal is not None:
+            log.info("attention of decodes: FlashInfer's wrapper, and not XQA, since %s", refusal)
+            return None
+        if spec.kv_dtype == FP8:
+            log.info("attention of decodes: FlashInfer's XQA")
+        else:
+            log.info(
+                "attention of decodes: FlashInfer's wrapper, or XQA in graphs of up to %d sequences if contexts have "
+                "up to %d tokens",
+                HALF_MOST_SEQS,
+                HALF_MOST_CONTEXT,
+            )
+        return torch.zeros(SEMAPHORE_BYTES // 4, dtype=torch.int32, device=spec.device)
+
+    def for_graph(self, num_seqs: int, max_context: int) -> FlashInferGraphAttention | XQAAttention:
+        spec = self._spec
         # Sequences that share a prefix list its blocks more than once, so the cache's size is no bound.
-        size = _Pages.size(num_seqs, num_seqs * -(-max_context // self._spec.block_size))
+        most_blocks = -(-max_context // spec.block_size)
+        size = KVPages.size(num_seqs, num_seqs * most_blocks)
         if len(self._graph_memory) < size:
-            self._graph_memory = torch.zeros(size, dtype=torch.int32, device=self._spec.device)
-        return FlashInferGraphAttention(self._spec, self._caches, self._workspace, self._graph_memory, num_seqs)
+            self._graph_memory = torch.zeros(size, dtype=torch.int32, device=spec.device)
+        if self._semaphores is not None and xqa_is_faster(spec, num_seqs, max_context):
+            fixed = BlockTables.within(self._graph_memory, num_seqs, most_blocks)
+            return XQAAttention(spec, self._caches, self._workspace, self._semaphores, fixed)
+        return FlashInferGraphAttention(spec, self._caches, self._workspace, self._graph_memory, num_seqs)
 
     def plan(self, batch: AttentionBatch) -> None:
         lens = batch.query_lens
@@ -77,15 +116,18 @@ class FlashInferAttention:
         self._copied.record()
 
     def _plan_decodes(self, batch: AttentionBatch) -> None:
-        spec, pages = self._spec, _Pages.of(batch, self._spec)
+        if self._xqa is not None:
+            self._xqa.plan(batch)
+            return
+        spec, pages = self._spec, KVPages.of(batch, self._spec.block_size)
         blocks = pages.blocks.to(spec.device, non_blocking=True)
         for window, wrapper in self._decode.items():
             fixed = _options(spec, window)
             wrapper.plan(pages.starts, blocks, pages.last_lens, *_shape(spec), seq_lens=pages.lens, **fixed)
 
     def _plan_prompts(self, batch: AttentionBatch) -> None:
-        spec, pages = self._spec, _Pages.of(batch, self._spec)
-        query_starts = _pinned_copy(_starts(np.array(batch.query_lens)))
+        spec, pages = self._spec, KVPages.of(batch, self._spec.block_size)
+        query_starts = pinned_copy(running_sums(np.array(batch.query_lens)))
         blocks = pages.blocks.to(spec.device, non_blocking=True)
         for window, wrapper in self._prefill.items():
             wrapper.plan(
@@ -104,7 +146,9 @@ class FlashInferAttention:
     def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:
         out_THD = torch.empty_like(q_THD) if out_THD is None else out_THD
         window, cache, count = self._spec.sliding_windows[layer], self._caches[layer], self._num_decodes
-        if count > 0:
+        if count > 0 and self._xqa is not None:
+            self._xqa.attend(layer, q_THD[:count], out_THD[:count])
+        elif count > 0:
             _run(self._decode[window], q_THD[:count], cache, out_THD[:count])
         if count < len(q_THD):
             _run(self._prefill[window], q_THD[count:], cache, out_THD[count:])
@@ -124,7 +168,7 @@ class FlashInferGraphAttention:
     """Decodes a fixed number of sequences. plan() rewrites the memory that the captured kernels read.
 
     Args:
-        memory: int32 on the device, laid out as _Pages. All sizes share it, since one graph runs at a time.
+        memory: int32 on the device, laid out as KVPages. All sizes share it, since one graph runs at a time.
     """
 
     def __init__(
@@ -138,7 +182,7 @@ class FlashInferGraphAttention:
         self._memory = memory
         self._replan = fast_decode_plan
         self._copied = torch.cuda.Event()
-        on_device = _Pages(memory, num_seqs)
+        on_device = KVPages(memory, num_seqs)
         self._wrappers: dict[int | None, Any] = {
             window: BatchDecodeWithPagedKVCacheWrapper(
                 workspace,
@@ -152,14 +196,14 @@ class FlashInferGraphAttention:
             for window in set(spec.sliding_windows)
         }
         # The first plan chooses and loads the kernels. The later ones use fast_decode_plan, which relies on that.
-        first = _Pages.of(AttentionBatch([1] * num_seqs, [1] * num_seqs, [[0]] * num_seqs), spec)
+        first = KVPages.of(AttentionBatch([1] * num_seqs, [1] * num_seqs, [[0]] * num_seqs), spec.block_size)
         for window, wrapper in self._wrappers.items():
             wrapper.plan(first.starts, first.blocks, first.last_lens, *_shape(spec), **_options(spec, window))
         self._copied.record()
 
     def plan(self, batch: AttentionBatch) -> None:
         spec = self._spec
-        pages = _Pages.of(batch, spec)
+        pages = KVPages.of(batch, spec.block_size)
         self._memory[: len(pages.memory)].copy_(pages.memory, non_blocking=True)
         self._copied.synchronize()  # as in FlashInferAttention.plan
         for window, wrapper in self._wrappers.items():
@@ -181,53 +225,6 @@ class FlashInferGraphAttention:
         out_THD = torch.empty_like(q_THD) if out_THD is None else out_THD
         _run(self._wrappers[self._spec.sliding_windows[layer]], q_THD, self._caches[layer], out_THD)
         return out_THD
-
-
-class _Pages:
-    """The places of a step's keys, as views of one int32 buffer on the host or the device, which one copy moves."""
-
-    def __init__(self, memory: Tensor, num_seqs: int) -> None:
-        self.memory = memory
-        self.starts = memory[: num_seqs + 1]  # [B + 1]: where each sequence's blocks begin, and M at the end
-        self.last_lens = memory[num_seqs + 1 : 2 * num_seqs + 1]  # [B]: tokens in each sequence's last block
-        self.lens = memory[2 * num_seqs + 1 : 3 * num_seqs + 1]  # [B]: tokens of each sequence
-        self.blocks = memory[3 * num_seqs + 1 :]  # [M]
-
-    @staticmethod
-    def size(num_seqs: int, num_blocks: int) -> int:
-        return 3 * num_seqs + 1 + num_blocks
-
-    @classmethod
-    def of(cls, batch: AttentionBatch, spec: AttentionSpec) -> _Pages:
-        """Builds the pages of a batch in pinned memory."""
-        lens_B = np.array(batch.context_lens, dtype=np.int32)
-        counts_B = -(-lens_B // spec.block_size)
-        blocks = _join(batch.block_tables, counts_B.tolist())
-        last_lens_B = lens_B - (counts_B - 1) * spec.block_size
-        packed = np.concatenate((_starts(counts_B), last_lens_B, lens_B, np.frombuffer(blocks, dtype=np.int32)))
-        return cls(_pinned_copy(packed), len(lens_B))
-
-
-def _starts(counts_B: Ints) -> Ints:
-    """Returns the running sums from 0 on, such as [0, 2, 5] for [2, 3]."""
-    starts = np.zeros(len(counts_B) + 1, dtype=np.int32)
-    counts_B.cumsum(out=starts[1:])
-    return starts
-
-
-def _join(tables: Sequence[Sequence[int]], counts: list[int]) -> array[int]:
-    """Returns the first blocks of each table in one int32 array, by one memory copy each and no Python integers."""
-    joined = array("i")
-    for table, count in zip(tables, counts, strict=True):
-        joined.extend(table if len(table) == count else table[:count])
-    return joined
-
-
-def _pinned_copy(values: Ints) -> Tensor:
-    """Copies the values to pinned memory. torch tracks the copies from it and reuses it when they are done."""
-    pinned = torch.empty(len(values), dtype=torch.int32, pin_memory=True)
-    pinned.numpy()[:] = values
-    return pinned
 
 
 def _run(wrapper: Any, q_THD: Tensor, cache: KVCache, out_THD: Tensor) -> None:

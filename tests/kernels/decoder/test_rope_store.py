@@ -177,6 +177,7 @@ def assert_bits(case: Case) -> None:
 def check_saturation(case: Case) -> None:
     case.qkv.mul_(1000)
     case.qkv[0, -1] = torch.inf
+    case.qkv[1] = torch.nan
     case = case.in_fp8(1.0, 2.0)
     rotate_and_store(*case.arguments())
     values = case.qkv.view(len(case.qkv), -1, case.v.shape[3])[:, -case.v.shape[2] :].double() / 2
@@ -185,6 +186,7 @@ def check_saturation(case: Case) -> None:
     too_large = values.abs() > 448
     assert too_large.any()
     assert torch.equal(found[too_large], values[too_large].sign() * 448)
+    assert not found[1].any()  # NaN
     assert not case.k.double().flatten(0, 1)[case.slots].isnan().any()
 
 

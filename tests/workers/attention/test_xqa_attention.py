@@ -1,0 +1,288 @@
+"""FlashInfer's XQA: which cases it is chosen for, its tables, and on a GPU its answers."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import random
+from array import array
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lorafleet.kernels.quant.fp8 import FP8
+from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache
+from lorafleet.workers.attention.flashinfer_backend import FlashInferAttention
+from lorafleet.workers.attention.kv_pages import BlockTables, KVPages
+from lorafleet.workers.attention.torch_backend import TorchAttention
+from lorafleet.workers.attention.xqa_attention import SEMAPHORE_BYTES, XQAAttention, xqa_is_faster, xqa_refusal
+from tests.kernels.harness import needs_gpu, poison_free_memory
+from tests.workers.attention.xqa_kernels import XQA_VARIANTS, compile_xqa
+
+PAGE = 16
+HOPPER = (9, 0)
+MOST_CONTEXT = 5000
+KV_SCALES = {FP8: (0.03, 0.01), torch.bfloat16: (1.0, 1.0)}
+WINDOW = 300
+# Largest relative errors of all heads together, and of one. In e4m3, the rounding of weights alone makes 0.024 and 0.04
+# (computed in float64); rounding the queries, which the reference does too, would double that.
+BOUNDS = {FP8: (0.035, 0.08), torch.bfloat16: (0.006, 0.02)}
+SPEC = AttentionSpec(
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    scale=1.3 * 128**-0.5,
+    sliding_windows=(None, None),
+    block_size=PAGE,
+    dtype=torch.bfloat16,
+    kv_dtype=FP8,
+    device=torch.device("cuda"),
+)
+HALF_SPEC = replace(SPEC, kv_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SPEC,
+        HALF_SPEC,
+        replace(SPEC, head_dim=64, num_kv_heads=32),
+        replace(SPEC, dtype=torch.float16),
+        replace(SPEC, sliding_windows=(None, 1024)),
+    ],
+)
+def test_xqa_serves_what_it_has_kernels_for(spec: AttentionSpec) -> None:
+    assert xqa_refusal(spec, HOPPER) is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "capability", "reason"),
+    [
+        (SPEC, (8, 9), "the GPU's compute capability is 8.9, not 9.0"),
+        (SPEC, (10, 0), "the GPU's compute capability is 10.0, not 9.0"),
+        (replace(SPEC, head_dim=256), HOPPER, "head_dim is 256, not 64 or 128"),
+        (replace(SPEC, num_kv_heads=2), HOPPER, "a KV head has 16 query heads, more than 8"),
+        (replace(SPEC, block_size=8), HOPPER, "blocks have 8 tokens, not 16, 32, 64, 128"),
+        (replace(SPEC, softcap=50.0), HOPPER, "scores are capped"),
+        (
+            replace(HALF_SPEC, sliding_windows=(None, 1024)),
+            HOPPER,
+            "it was not measured with sliding windows, except for an FP8 cache",
+        ),
+    ],
+)
+def test_xqa_is_refused_with_a_reason(spec: AttentionSpec, capability: tuple[int, int], reason: str) -> None:
+    assert xqa_refusal(spec, capability) == reason
+
+
+@pytest.mark.parametrize(
+    ("spec", "num_seqs", "max_context", "is_faster"),
+    [
+        (SPEC, 1, 512, True),
+        (SPEC, 256, 131072, True),
+        (HALF_SPEC, 1, 8192, True),
+        (HALF_SPEC, 16, 8192, True),
+        (HALF_SPEC, 24, 8192, False),
+        (HALF_SPEC, 1, 8193, False),
+    ],
+)
+def test_xqa_is_chosen_for_an_fp8_cache_and_else_for_few_short_sequences(
+    spec: AttentionSpec, num_seqs: int, max_context: int, is_faster: bool
+) -> None:
+    assert xqa_is_faster(spec, num_seqs, max_context) == is_faster
+
+
+def test_tables_have_each_sequences_blocks_in_its_row() -> None:
+    batch = AttentionBatch([1, 1, 1], [17, 1, 33], [array("i", [7, 8]), [5, 6], [1, 2, 3, 10**6]])
+    tables = BlockTables.of(batch, PAGE, torch.device("cpu"))
+    assert tables.lens_B.tolist() == [17, 1, 33]
+    assert tables.blocks_BW.dtype == torch.int32
+    assert [row[:count] for row, count in zip(tables.blocks_BW.tolist(), (2, 1, 3), strict=True)] == [
+        [7, 8],
+        [5],
+        [1, 2, 3],
+    ]
+
+
+def test_fixed_tables_are_rewritten_where_they_lie() -> None:
+    memory = torch.zeros(KVPages.size(2, 2 * 5), dtype=torch.int32)
+    fixed = BlockTables.within(memory, 2, 5)
+    for lens, blocks in (([70, 30], [[9, 8, 7, 6, 5], [4, 3]]), ([16, 17], [[1], [3, 2]])):
+        fixed.assign(BlockTables.of(AttentionBatch([1, 1], lens, blocks), PAGE, torch.device("cpu")))
+        assert fixed.lens_B.tolist() == lens
+        assert [row[: len(own)] for row, own in zip(fixed.blocks_BW.tolist(), blocks, strict=True)] == blocks
+    assert fixed.blocks_BW.is_contiguous()
+    assert memory[:2].tolist() == [16, 17]
+
+
+class Decodes:
+    """Random caches on the GPU, whose unused rows hold what must not be seen: NaN, or in e4m3 the largest number."""
+
+    def __init__(self, spec: AttentionSpec, context_lens: list[int], seed: int) -> None:
+        rng = random.Random(seed)
+        generator = torch.Generator("cuda").manual_seed(seed)
+        counts = [-(-length // PAGE) for length in context_lens]
+        free = list(range(sum(counts) + 3))
+        rng.shuffle(free)
+        tables = [array("i", [free.pop() for _ in range(count)]) for count in counts]
+        self.batch = AttentionBatch([1] * len(counts), context_lens, tables)
+        used = torch.zeros(sum(counts) + 3, PAGE, dtype=torch.bool)
+        for table, length in zip(tables, context_lens, strict=True):
+            rows = torch.arange(len(table) * PAGE).view(-1, PAGE) < length
+            used[torch.tensor(table)] = rows
+        used_NP11 = used.cuda()[:, :, None, None]
+        self.k_scale, self.v_scale = KV_SCALES[spec.kv_dtype]
+        unseen = 448.0 if spec.kv_dtype == FP8 else torch.nan
+
+        def cache(scale: float) -> Tensor:
+            shape = (*used.shape, spec.num_kv_heads, spec.head_dim)
+            drawn = torch.randn(shape, generator=generator, device="cuda") / scale
+            return torch.where(used_NP11, drawn, unseen).to(spec.kv_dtype)
+
+        self.k_NPGD, self.v_NPGD = cache(self.k_scale), cache(self.v_scale)
+        shape = (len(counts), spec.num_heads, spec.head_dim)
+        self.q_THD = torch.randn(shape, generator=generator, device="cuda").to(spec.dtype)
+        self.want_THD = self._attention_in_float32(spec)
+
+    def _attention_in_float32(self, spec: AttentionSpec) -> Tensor:
+        exact = replace(spec, dtype=torch.float32, kv_dtype=torch.float32)
+        k_NPGD, v_NPGD = self.k_NPGD.float() * self.k_scale, self.v_NPGD.float() * self.v_scale
+        backend = TorchAttention(exact, [KVCache(k_NPGD, v_NPGD)])
+        backend.plan(self.batch)
+        q_THD = self.q_THD.to(FP8) if spec.kv_dtype == FP8 else self.q_THD
+        return backend.attend(0, q_THD.float())
+
+    def check(self, spec: AttentionSpec, out_THD: Tensor) -> None:
+        assert out_THD.dtype == spec.dtype
+        want_THD, found_THD, lens = self.want_THD, out_THD.float(), self.batch.context_lens
+        whole = ((found_THD - want_THD).norm() / want_THD.norm()).item()
+        errors_TH = (found_THD - want_THD).norm(dim=-1) / want_THD.norm(dim=-1)
+        errors_TH = errors_TH.nan_to_num(nan=torch.inf)
+        worst = int(errors_TH.argmax())
+        token, head = divmod(worst, errors_TH.shape[1])
+        wrong = (errors_TH.amax(1) > 0.2).nonzero().flatten().tolist()
+        about = (
+            f"{len(out_THD)} sequences: relative error {whole:.4f}, at most {errors_TH.max().item():.4f} in row {token}"
+            f", head {head}, of context {lens[token]}: {found_THD[token, head, :6].tolist()} instead of "
+            f"{want_THD[token, head, :6].tolist()}. Contexts of the rows that are off by more than 0.2: "
+            f"{[lens[row] for row in wrong[:40]]}"
+        )
+        print(about)
+        bound_of_all, bound_of_one = BOUNDS[spec.kv_dtype]
+        assert whole < bound_of_all, about
+        assert errors_TH.max() < bound_of_one, about
+
+
+def ragged(num_seqs: int, seed: int) -> list[int]:
+    """Returns lengths from 1 to MOST_CONTEXT, mostly short ones, and the ends of blocks and of kernels' tiles."""
+    rng = random.Random(seed)
+    lens = [MOST_CONTEXT, 1, 64, 65, 16, 17, 128, 2, 300, 301, 364]
+    lens += [int(math.exp(rng.uniform(0, math.log(MOST_CONTEXT)))) for _ in range(num_seqs)]
+    return lens[seed % 2 : seed % 2 + num_seqs]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="needs flashinfer")
+@pytest.mark.filterwarnings("ignore")  # FlashInfer and its compiler warn as they please
+class TestOnGPU:
+    """The first test compiles for about two minutes."""
+
+    pytestmark = needs_gpu
+
+    @pytest.mark.parametrize("num_seqs", [1, 3, 8, 64, 256])
+    @pytest.mark.parametrize(("kv_dtype", "head_dim", "group", "has_window"), XQA_VARIANTS, ids=str)
+    def test_a_graph_answers_for_each_new_batch(
+        self, kv_dtype: torch.dtype, head_dim: int, group: int, has_window: bool, num_seqs: int
+    ) -> None:
+        self.needs_hopper()
+        compile_xqa()
+        spec = replace(
+            SPEC,
+            num_heads=2 * group,
+            num_kv_heads=2,
+            head_dim=head_dim,
+            kv_dtype=kv_dtype,
+            sliding_windows=(WINDOW if has_window else None,),
+        )
+        assert xqa_refusal(replace(spec, sliding_windows=(None,)), HOPPER) is None
+        cases = [Decodes(spec, ragged(num_seqs, seed), seed) for seed in (2, 3)]
+        # A graph's padding: two rows, or the only one, with one token of the same block.
+        padded = ragged(num_seqs, 4)[:-2] + [1] * min(2, num_seqs)
+        cases.append(Decodes(spec, padded, 4))
+        most = max(len(case.k_NPGD) for case in cases)
+        buffers = [torch.zeros(most, *cases[0].k_NPGD.shape[1:], dtype=kv_dtype, device="cuda") for _ in "kv"]
+        cache = KVCache(*buffers, *KV_SCALES[kv_dtype])
+        backend = self.make(spec, cache, num_seqs)
+        q_THD = cases[0].q_THD.clone()
+        backend.plan(AttentionBatch([1] * num_seqs, [1] * num_seqs, [[0]] * num_seqs))
+        poison_free_memory()
+        backend.attend(0, q_THD)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out_THD = backend.attend(0, q_THD)
+        for case in [*cases, cases[0]]:
+            for buffer, own in zip(buffers, (case.k_NPGD, case.v_NPGD), strict=True):
+                buffer.view(torch.uint8)[: len(own)].copy_(own.view(torch.uint8))
+            q_THD.copy_(case.q_THD)
+            spare = [array("i", [*table, 10**6]) for table in case.batch.block_tables]  # a block that is not filled yet
+            backend.plan(AttentionBatch(case.batch.query_lens, case.batch.context_lens, spare))
+            for _ in range(2):  # The second replay finds the semaphores as the first has left them.
+                out_THD.fill_(torch.nan)
+                graph.replay()
+                case.check(spec, out_THD)
+
+    def test_steps_without_a_graph(self) -> None:
+        self.needs_hopper()
+        compile_xqa()
+        spec = replace(SPEC, num_heads=8, num_kv_heads=2, sliding_windows=(None,))
+        for num_seqs in (1, 8, 70):
+            case = Decodes(spec, ragged(num_seqs, 5), 5)
+            backend = self.make(spec, KVCache(case.k_NPGD, case.v_NPGD, case.k_scale, case.v_scale), None)
+            backend.plan(case.batch)
+            case.check(spec, backend.attend(0, case.q_THD))
+
+    def test_flashinfers_backend_chooses_it(self) -> None:
+        self.needs_hopper()
+        compile_xqa()
+        buffers = [torch.zeros(4, PAGE, 2, 128, dtype=FP8, device="cuda") for _ in "kv"]
+        spec = replace(SPEC, num_heads=8, num_kv_heads=2, sliding_windows=(None,))
+        backend = FlashInferAttention(spec, [KVCache(*buffers)])
+        assert isinstance(backend.for_graph(8, 8192), XQAAttention)
+        half = FlashInferAttention(
+            replace(spec, kv_dtype=torch.bfloat16), [KVCache(*(x.to(torch.bfloat16) for x in buffers))]
+        )
+        assert isinstance(half.for_graph(8, 8192), XQAAttention)
+        assert not isinstance(half.for_graph(8, 8193), XQAAttention)
+        assert not isinstance(half.for_graph(24, 8192), XQAAttention)
+
+    @pytest.mark.parametrize("in_graph", [False, True])
+    def test_plans_do_not_wait_for_the_device(self, in_graph: bool) -> None:
+        spec = replace(SPEC, num_heads=8, num_kv_heads=2, sliding_windows=(None,))
+        case = Decodes(spec, ragged(8, 5), 5)
+        backend = self.make(spec, KVCache(case.k_NPGD, case.v_NPGD), 8 if in_graph else None)
+        backend.plan(case.batch)
+        torch.cuda.synchronize()
+        done = torch.cuda.Event()
+        torch.cuda._sleep(400_000_000)  # a fifth of a second
+        done.record()
+        backend.plan(case.batch)
+        assert not done.query()
+
+    @staticmethod
+    def needs_hopper() -> None:
+        if torch.cuda.get_device_capability() != HOPPER:
+            pytest.skip("needs a GPU of compute capability 9.0")
+
+    @staticmethod
+    def make(spec: AttentionSpec, cache: KVCache, num_seqs: int | None) -> XQAAttention:
+        """A backend whose tables are fixed for num_seqs sequences, or made anew for each step if that is None."""
+        workspace = torch.zeros(128 << 20, dtype=torch.uint8, device="cuda")
+        semaphores = torch.zeros(SEMAPHORE_BYTES // 4, dtype=torch.int32, device="cuda")
+        fixed = None
+        if num_seqs is not None:
+            width = -(-MOST_CONTEXT // PAGE) + 1
+            memory = torch.zeros(KVPages.size(num_seqs, num_seqs * width), dtype=torch.int32, device="cuda")
+            fixed = BlockTables.within(memory, num_seqs, width)
+        return XQAAttention(spec, [cache], workspace, semaphores, fixed)
