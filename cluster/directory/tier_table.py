@@ -17,7 +17,7 @@ class TierTable:
 
     @property
     def rows(self) -> list[tuple[str, str, Tier | None]]:
-        """The whole table: replica, adapter and tier, which is never None."""
+        """Everything that is held, as replica, adapter and tier, which is never None."""
         return [(replica_id, digest, tier) for replica_id, held in self._tiers.items() for digest, tier in held.items()]
 
     @property
