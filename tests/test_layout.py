@@ -32,6 +32,7 @@ ARROWS = {
 }
 MAX_FILES = 30
 MAX_CLASS_LINES = 250
+MAX_ATTRIBUTES = 15
 # How many of our modules importing one brings along, itself not counted, and whether it may need torch.
 IMPORT_BUDGETS = {
     "lorafleet": (1, False),
@@ -110,6 +111,55 @@ def test_classes_are_small():
         if isinstance(node, ast.ClassDef)
     }
     assert {name: size for name, size in sizes.items() if size > MAX_CLASS_LINES} == {}
+
+
+def test_classes_have_few_attributes():
+    numbers = {
+        f"{path.relative_to(ROOT)}: {node.name}": len(declared(node) | assigned(node))
+        for path in code_files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and not is_record(node)
+    }
+    assert {name: number for name, number in numbers.items() if number > MAX_ATTRIBUTES} == {}
+
+
+def declared(node: ast.ClassDef) -> set[str]:
+    """Returns the fields that the class's body declares."""
+    return {
+        statement.target.id
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and not ast.unparse(statement.annotation).startswith("ClassVar")
+    }
+
+
+def assigned(node: ast.ClassDef) -> set[str]:
+    """Returns the attributes of `self` that the class's methods assign to."""
+    return {
+        target.attr
+        for method in methods(node)
+        for target in ast.walk(method)
+        if isinstance(target, ast.Attribute)
+        and isinstance(target.ctx, ast.Store)
+        and isinstance(target.value, ast.Name)
+        and target.value.id == "self"
+    }
+
+
+def methods(node: ast.ClassDef) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    yield from (member for member in node.body if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def is_record(node: ast.ClassDef) -> bool:
+    """Returns whether the class only describes data, so that the number of its fields is the data's. A record declares
+    all its fields, and either is frozen or has no methods but properties, validators, constructors and __post_init__.
+    """
+    calls = [call for call in node.decorator_list if isinstance(call, ast.Call)]
+    options = [*node.keywords, *(option for call in calls for option in call.keywords)]
+    is_frozen = any(option.arg == "frozen" and ast.unparse(option.value) == "True" for option in options)
+    has_methods = any(not method.decorator_list and method.name != "__post_init__" for method in methods(node))
+    return assigned(node) <= declared(node) and (is_frozen or not has_methods)
 
 
 def test_no_two_modules_have_one_name():

@@ -5,8 +5,6 @@ home changes only if its replica is gone or holds more than its bound. Moves tha
 that loads never come as a wave.
 """
 
-# R replicas
-
 from __future__ import annotations
 
 import heapq
@@ -15,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
+from lorafleet.cluster.directory.replica_loads import ReplicaLoads
 from lorafleet.cluster.routing.rendezvous import Rendezvous, key_of
 
 STEP = 32  # Adapters that are only counted between two pauses.
@@ -69,13 +66,7 @@ class Placement:
         self._holders = holders
         self._policy = policy
         self._rendezvous = Rendezvous(replicas)
-        self._names = self._rendezvous.replicas
-        self._index = {name: index for index, name in enumerate(self._names)}
-        self._weight_R = np.array([replicas[name] for name in self._names])
-        self._load_R = np.zeros(len(replicas))
-        self._bytes_R = np.zeros(len(replicas))
-        self._fair_load = 0.0
-        self._fair_bytes = 0.0
+        self._loads = ReplicaLoads(replicas)
         self._copies: dict[str, int] = {}
         self._to_fit: list[tuple[float, str]] = []  # A heap, hottest adapter first.
         self._moves = 0
@@ -83,7 +74,7 @@ class Placement:
     def steps(self) -> Iterator[None]:
         """Does the work, after which `homes` is complete. Pauses after each adapter that needs a home, and after STEP
         of those whose homes stay."""
-        if not self._names:
+        if not self._loads.replicas:
             return
         yield from self._sum_up()
         yield from self._keep()
@@ -98,7 +89,7 @@ class Placement:
             total += self._load(adapter)
             if step % STEP == 0:
                 yield
-        self._fair_load = total / float(self._weight_R.sum())
+        self._loads.set_total_load(total)
 
     def _keep(self) -> Iterator[None]:
         """Counts the homes that stay, and queues the adapters that need other homes."""
@@ -116,7 +107,7 @@ class Placement:
                 heapq.heappush(self._to_fit, (-self._load(adapter), digest))
             if step % STEP == 0:
                 yield
-        self._fair_bytes = num_bytes / float(self._weight_R.sum())
+        self._loads.set_total_bytes(num_bytes)
 
     def _load(self, adapter: PlacedAdapter) -> float:
         return adapter.demand * (1 + self._policy.rank_cost * adapter.rank)
@@ -125,13 +116,14 @@ class Placement:
         return self._load(self._adapters[digest]) / self._copies[digest]
 
     def _num_copies(self, adapter: PlacedAdapter, present: int) -> int:
-        parts = self._load(adapter) / (self._policy.split * self._fair_load) if self._fair_load else 0.0
+        fair_load = self._loads.fair_load
+        parts = self._load(adapter) / (self._policy.split * fair_load) if fair_load else 0.0
         stays = (present - 1) * self._policy.shrink < parts <= present * self._policy.grow
         wanted = present if stays else math.ceil(parts)
-        return min(max(1, wanted), len(self._names))
+        return min(max(1, wanted), len(self._loads.replicas))
 
     def _present(self, homes: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(home for home in homes if home in self._index)
+        return tuple(home for home in homes if home in self._loads)
 
     def _fit(self, digest: str) -> None:
         """Gives the adapter its number of homes. A first home is added at once, and further ones as far as moves
@@ -153,31 +145,19 @@ class Placement:
         for replica in self._preferred(digest):
             if replica not in self.homes[digest] and self._fits(digest, replica):
                 return replica
-        return self._emptiest(digest)
+        return self._loads.emptiest(self.homes[digest])
 
     def _preferred(self, digest: str) -> list[str]:
         order = self._rendezvous.first(key_of(digest), 2 + 2 * self._copies[digest])
-        held = [replica for replica in self._holders(digest) if replica in self._index]
+        held = [replica for replica in self._holders(digest) if replica in self._loads]
         return list(dict.fromkeys([*held, *order]))
 
-    def _emptiest(self, digest: str) -> str:
-        full_R = self._load_R / max(self._fair_load, 1e-9) + self._bytes_R / max(self._fair_bytes, 1e-9)
-        full_R /= self._weight_R
-        full_R[[self._index[home] for home in self.homes[digest]]] = math.inf
-        return self._names[int(full_R.argmin())]
-
     def _fits(self, digest: str, replica: str) -> bool:
-        index, share, num_bytes = self._index[replica], self._share(digest), self._adapters[digest].num_bytes
-        bound = self._policy.bound * self._weight_R[index]
-        return bool(
-            self._load_R[index] + share <= max(bound * self._fair_load, share)
-            and self._bytes_R[index] + num_bytes <= max(bound * self._fair_bytes, num_bytes)
-        )
+        num_bytes = self._adapters[digest].num_bytes
+        return self._loads.fits(replica, self._share(digest), num_bytes, self._policy.bound)
 
     def _count(self, digest: str, home: str, sign: int = 1) -> None:
-        index = self._index[home]
-        self._load_R[index] += sign * self._share(digest)
-        self._bytes_R[index] += sign * self._adapters[digest].num_bytes
+        self._loads.count(home, sign * self._share(digest), sign * self._adapters[digest].num_bytes)
 
     def _add(self, digest: str, home: str) -> None:
         self.homes[digest] += (home,)
@@ -189,7 +169,7 @@ class Placement:
 
     def _balance(self) -> Iterator[None]:
         """Moves homes from replicas above `leave` to those that stay below `bound`, the hottest that fit first."""
-        above = {name: self._excess(name) for name in self._names if self._excess(name) > 1}
+        above = {name: self._excess(name) for name in self._loads.replicas if self._excess(name) > 1}
         if not above or self._moves >= self._policy.max_moves:
             return
         hosted: dict[str, list[tuple[float, str]]] = {name: [] for name in above}
@@ -208,7 +188,7 @@ class Placement:
 
     def _move(self, digest: str, replica: str) -> None:
         """Moves the adapter away from the replica, if another one has room for it."""
-        for target in [*self._preferred(digest), self._emptiest(digest)]:
+        for target in [*self._preferred(digest), self._loads.emptiest(self.homes[digest])]:
             if target not in self.homes[digest] and self._fits(digest, target):
                 self._drop(digest, replica)
                 self._add(digest, target)
@@ -217,8 +197,4 @@ class Placement:
 
     def _excess(self, replica: str) -> float:
         """Returns a number above 1 if the replica holds so much that homes should leave it."""
-        index = self._index[replica]
-        limit = self._policy.leave * self._weight_R[index]
-        of_load = self._load_R[index] / (limit * self._fair_load) if self._fair_load else 0.0
-        of_bytes = self._bytes_R[index] / (limit * self._fair_bytes) if self._fair_bytes else 0.0
-        return float(max(of_load, of_bytes))
+        return self._loads.excess(replica, self._policy.leave)

@@ -12,7 +12,8 @@ from typing import Protocol
 
 import msgspec
 
-from lorafleet.cluster.directory.recent_changes import RecentChanges
+from lorafleet.cluster.directory.published_changes import PublishedChanges
+from lorafleet.cluster.directory.tier_table import TierTable
 from lorafleet.cluster.routing.routing import TYPICAL_BYTES, ReplicaChooser, ReplicaLoad, Tier
 from lorafleet.protocol.names import bare_name, tenant_of
 
@@ -67,7 +68,7 @@ def _typical(_: str) -> int:
 
 
 class Residency:
-    """The directory's side of residency. It does not wait: RouteBroadcast wakes the pollers when `published` has moved.
+    """The directory's side of residency. It does not wait: RouteBroadcast wakes the pollers after publish().
 
     Args:
         names: None if requests name adapters by their digests.
@@ -77,22 +78,16 @@ class Residency:
     def __init__(self, epoch: str, names: NameLookup | None = None, num_bytes: Callable[[str], int] = _typical) -> None:
         self.epoch = epoch
         self.num_reports = 0
-        self.published = 0  # The version that is published to routers; later changes wait for publish().
+        self.changes = PublishedChanges[_Change]()
         self.loads: dict[str, ReplicaLoad] = {}
         self.cpu_loras: dict[str, int] = {}
         self._tokens: dict[str, int] = {}  # Tokens requested since the last take_tokens(), by adapter.
-        self._tiers: dict[str, dict[str, Tier]] = {}  # Replica -> adapter -> tier.
-        self._holders: dict[str, dict[str, Tier]] = {}  # Adapter -> replica -> tier.
+        self._tiers = TierTable()
         self._sequence: dict[str, int] = {}
         self._names = names
         self._num_bytes = num_bytes
         self._placed: dict[str, Placed] = {}
-        self._version = 0
-        self._urgent_version = 0  # The last version that changed more than a replica's load.
-        self._unpublished: dict[_Change, None] = {}
-        self._num_held = 0  # Adapters in _tiers, of all replicas together.
-        self._changes = RecentChanges[_Change]()  # By the version that published them last.
-        self._deltas: dict[int, Routes] = {}  # Changes up to `published`, by the router's version.
+        self._deltas: dict[int, Routes] = {}  # Results of since(), by version, until the next publish().
 
     def begin(self, epoch: str) -> None:
         """Begins an epoch in which all names are known, so that routers receive everything again."""
@@ -119,22 +114,24 @@ class Residency:
         if self.loads.get(replica_id) != load:
             self.loads[replica_id] = load
             self._record("load", replica_id)
-        held = self._tiers.setdefault(replica_id, {})
+        self._tiers.add_replica(replica_id)
+        held = self._tiers.held(replica_id)
         if report.full:
             for digest in [known for known in held if report.tiers.get(known) is None]:
-                self._set_tier(replica_id, held, digest, None)
+                self._set_tier(replica_id, digest, None)
         for digest, tier in report.tiers.items():
-            self._set_tier(replica_id, held, digest, tier)
+            if held.get(digest) != tier:
+                self._set_tier(replica_id, digest, tier)
         return True
 
     def forget(self, replica_id: str) -> None:
         """Removes a replica that is gone. If it comes back, it starts with a full report."""
         if self.loads.pop(replica_id, None) is None:
             return
-        held = self._tiers[replica_id]
-        for digest in list(held):
-            self._set_tier(replica_id, held, digest, None)
-        del self._sequence[replica_id], self.cpu_loras[replica_id], self._tiers[replica_id]
+        for digest in list(self._tiers.held(replica_id)):
+            self._set_tier(replica_id, digest, None)
+        self._tiers.drop_replica(replica_id)
+        del self._sequence[replica_id], self.cpu_loras[replica_id]
         self._record("load", replica_id)
 
     def take_tokens(self) -> dict[str, int]:
@@ -143,36 +140,19 @@ class Residency:
         return taken
 
     def holders(self, digest: str) -> Mapping[str, Tier]:
-        return self._holders.get(digest, {})
+        return self._tiers.holders(digest)
 
     def held(self, replica_id: str) -> Mapping[str, Tier]:
-        return self._tiers.get(replica_id, {})
+        return self._tiers.held(replica_id)
 
     def homes(self, digest: str) -> tuple[str, ...]:
         """Returns the replicas where placement wants the adapter."""
         return self._placed.get(digest, Placed()).homes
 
-    def _set_tier(self, replica_id: str, held: dict[str, Tier], digest: str, tier: Tier | None) -> None:
-        if held.get(digest) == tier:
-            return
-        self._num_held += (tier is not None) - (digest in held)
-        if tier is None:
-            del held[digest]
-            self._drop_holder(digest, replica_id)
-        else:
-            held[digest] = tier
-            if digest not in self._holders:
-                self._holders[digest] = {}
-                self._record_names(digest)
-            self._holders[digest][replica_id] = tier
-        self._record("tier", replica_id, digest)
-
-    def _drop_holder(self, digest: str, replica_id: str) -> None:
-        holders = self._holders[digest]
-        del holders[replica_id]
-        if not holders:
-            del self._holders[digest]
+    def _set_tier(self, replica_id: str, digest: str, tier: Tier | None) -> None:
+        if self._tiers.set_tier(replica_id, digest, tier):
             self._record_names(digest)
+        self._record("tier", replica_id, digest)
 
     # -- the directory itself ---------------------------------------------------------------------------------------
 
@@ -191,7 +171,7 @@ class Residency:
 
     def _matters(self, digest: str) -> bool:
         """Returns whether routers need to know the adapter; they need not know the others, which may be a million."""
-        return digest in self._holders or digest in self._placed
+        return digest in self._tiers.digests or digest in self._placed
 
     def _record_names(self, digest: str) -> None:
         if self._names is not None:
@@ -200,37 +180,24 @@ class Residency:
 
     # -- routers ----------------------------------------------------------------------------------------------------
 
-    @property
-    def has_unpublished(self) -> bool:
-        return self.published < self._version
-
-    @property
-    def is_urgent(self) -> bool:
-        """Whether there is an unpublished change that cannot wait."""
-        return self.published < self._urgent_version
-
     def publish(self) -> None:
-        self.published = self._version
-        for change in self._unpublished:
-            self._changes.record(change, self.published)
-        self._unpublished = {}
-        self._changes.shrink(min(MAX_CHANGES, FEW_CHANGES + self._num_publishable))
+        self.changes.publish(min(MAX_CHANGES, FEW_CHANGES + self._num_publishable))
         self._deltas.clear()
 
     def since(self, epoch: str, version: int) -> Routes:
-        """Returns the changes since `version` up to `published`, as they are now. Routers at the same version get the
-        same object."""
-        if epoch != self.epoch or not self._changes.forgotten <= version <= self.published:
+        """Returns the published changes since `version`, as they are now. Routers at the same version get the same
+        object."""
+        if epoch != self.epoch or not self.changes.reaches_back_to(version):
             return self._everything()
         if version not in self._deltas:
             self._deltas[version] = self._delta(version)
         return self._deltas[version]
 
     def _delta(self, version: int) -> Routes:
-        routes = Routes(self.epoch, self.published, False, [], {}, {}, {})
-        for kind, key, digest in self._changes.since(version):
+        routes = Routes(self.epoch, self.changes.version, False, [], {}, {}, {})
+        for kind, key, digest in self.changes.since(version):
             if kind == "tier":
-                routes.tiers.append((key, digest, self._tiers.get(key, {}).get(digest)))
+                routes.tiers.append((key, digest, self._tiers.held(key).get(digest)))
             elif kind == "load":
                 routes.loads[key] = self.loads.get(key)
             elif kind == "name":
@@ -240,30 +207,25 @@ class Residency:
         return routes
 
     def _everything(self) -> Routes:
-        tiers: list[tuple[str, str, Tier | None]] = []
-        for replica_id, held in self._tiers.items():
-            tiers += [(replica_id, digest, tier) for digest, tier in held.items()]
-        digests = self._holders.keys() | self._placed.keys()
+        digests = self._tiers.digests | self._placed.keys()
         names: dict[str, tuple[str, ...]] = {}
         if self._names is not None:
             names = {name: self._digests_of(name) for digest in digests for name in self._names.names_of(digest)}
-        return Routes(self.epoch, self.published, True, tiers, dict(self.loads), names, dict(self._placed))
+        tiers, placed = self._tiers.rows, dict(self._placed)
+        return Routes(self.epoch, self.changes.version, True, tiers, dict(self.loads), names, placed)
 
     @property
     def _num_publishable(self) -> int:
         """About the number of items in _everything(), if each adapter has one name. More changes are not worth
         recording: most would concern adapters that are gone, and sending everything would be shorter."""
-        return self._num_held + len(self.loads) + len(self._holders) + 2 * len(self._placed)
+        return self._tiers.num_held + len(self.loads) + len(self._tiers.digests) + 2 * len(self._placed)
 
     def _digests_of(self, name: str) -> tuple[str, ...]:
         digests = self._names.digests_of(name) if self._names is not None else ()
         return tuple(digest for digest in digests if self._matters(digest))
 
     def _record(self, kind: str, key: str, digest: str = "") -> None:
-        self._version += 1
-        if kind != "load" or key not in self.loads:
-            self._urgent_version = self._version
-        self._unpublished[kind, key, digest] = None
+        self.changes.record((kind, key, digest), is_urgent=kind != "load" or key not in self.loads)
 
 
 class RouteView:

@@ -38,16 +38,16 @@ class RouteBroadcast:
     async def routes(self, epoch: str, version: int) -> Routes:
         """Returns routes as soon as there are newer ones than `version` of `epoch`, or after hold_s."""
         deadline_s = self._clock() + self._timing.hold_s
-        while (epoch, version) == (self.residency.epoch, self.residency.published):
+        while (epoch, version) == (self.residency.epoch, self.residency.changes.version):
             if not await self._published.wait(deadline_s):
                 break
         return self.residency.since(epoch, version)
 
     def publish(self) -> None:
         """Publishes all changes so far, as soon as the pause since the last publication is over."""
-        if not self.residency.has_unpublished:
+        if not self.residency.changes.has_unpublished:
             return
-        pause_s = self._timing.moves_s if self.residency.is_urgent else self._timing.loads_s
+        pause_s = self._timing.moves_s if self.residency.changes.is_urgent else self._timing.loads_s
         wait_s = self._published_s + pause_s - self._clock()
         if self._scheduled is not None:
             self._scheduled.cancel()

@@ -50,7 +50,7 @@ class AdapterEngine(Protocol):
     async def drained(self, digest: str) -> None: ...
 
 
-async def obey(engine: AdapterEngine, order: Order) -> AdapterInfo | None:
+async def obey(engine: AdapterEngine, order: Order, settle_s: float = SETTLE_S) -> AdapterInfo | None:
     """Carries out an order that the directory gave to this replica. Returns the adapter's info for `load` and `pin`."""
     match order.kind:
         case "load":
@@ -60,7 +60,7 @@ async def obey(engine: AdapterEngine, order: Order) -> AdapterInfo | None:
         case "unpin":
             await engine.unpin_adapter(order.lora.digest)
         case "drop":
-            await asyncio.sleep(SETTLE_S)
+            await asyncio.sleep(settle_s)
             await engine.drained(order.lora.digest)
             await engine.drop_adapter(order.lora.digest)
     return None

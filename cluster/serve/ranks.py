@@ -17,7 +17,7 @@ from lorafleet.cluster.serve.worker_actor import StartOrder, WorkerHandle
 from lorafleet.protocol.errors import EngineDead, LorafleetError
 from lorafleet.protocol.messages import EngineHello
 
-CAUSE_S = 1.0
+CAUSE_S = 1.0  # Seconds after the first error of a rank within which its cause is known.
 STOP_S = 5.0
 
 T = TypeVar("T")
@@ -75,9 +75,11 @@ class ReplicaRanks:
             rank.kill()
 
 
-async def _first_failure(starting: Sequence[asyncio.Task[EngineHello | None]]) -> BaseException | None:
+async def _first_failure(
+    starting: Sequence[asyncio.Task[EngineHello | None]], cause_s: float = CAUSE_S
+) -> BaseException | None:
     """Returns the error that made the start fail, or None when all ranks have started. One rank's failure makes
-    others fail too; their errors come within CAUSE_S seconds of the cause."""
+    others fail too; their errors come within cause_s seconds of the cause."""
     errors: list[BaseException] = []
     waiting, wait_s = set(starting), None
     while waiting:
@@ -86,7 +88,7 @@ async def _first_failure(starting: Sequence[asyncio.Task[EngineHello | None]]) -
         if not done or any(_is_a_cause(error) for error in errors):
             break
         if errors:
-            wait_s = CAUSE_S
+            wait_s = cause_s
     return min(errors, key=lambda error: (not _is_a_cause(error), not isinstance(error, EngineDead)), default=None)
 
 

@@ -17,18 +17,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-import msgspec
-
 from lorafleet.api.access.caller import Caller
 from lorafleet.api.access.caller_admission import Kind
 from lorafleet.cluster.tenancy.key_file import RateLimits
 from lorafleet.cluster.tenancy.key_ring import KeyRing
-from lorafleet.cluster.tenancy.quota_book import Ask, LimitMeter, Limits, QuotaBook, Verdict
+from lorafleet.cluster.tenancy.quota_book import Ask, LimitMeter, Limits, Verdict
+from lorafleet.cluster.tenancy.quota_share import QuotaShare, ReplicaPlace
+from lorafleet.cluster.tenancy.spent_buckets import SpentBuckets
 from lorafleet.protocol.errors import DirectoryUnavailable, QuotaExceeded
-
-GATHER_S = 0.05  # Seconds until ended requests are reported at the latest, if no new one comes.
-ANSWER_S = 1.0  # Seconds that a request waits for the directory before this replica decides by itself.
-PROBE_S = 0.5  # Seconds between two calls to a directory that does not answer.
 
 Admit = Callable[[list[Ask], dict[str, int], dict[str, int]], Awaitable[list[Verdict]]]
 
@@ -51,49 +47,15 @@ class _Admission:
 
 
 @dataclass(frozen=True, slots=True)
-class _Spent:
-    """A bucket without a whole request in it. Until it has one again, the directory need not be asked."""
+class QuotaTiming:
+    """The waits of a replica's quotas, in seconds."""
 
-    limits: Limits
-    verdict: Verdict
-    until_s: float
-
-    def after(self, wait_s: float) -> Verdict:
-        """Returns the verdict as it is when wait_s of the wait are left."""
-        waited_s = (self.verdict.retry_after_s or 0.0) - wait_s
-        meter = self.verdict.requests
-        requests = None if meter is None else LimitMeter(meter.limit, 0, max(0.0, meter.reset_s - waited_s))
-        return msgspec.structs.replace(self.verdict, retry_after_s=wait_s, requests=requests, tokens=None)
+    gather_s: float = 0.05  # Ended requests are reported after this time at the latest, if no new one comes.
+    answer_s: float = 1.0  # A request waits so long for the directory before this replica decides by itself.
+    probe_s: float = 0.5  # Pause between two calls to a directory that does not answer.
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaPlace:
-    """The place of a replica among those that share limits while the directory does not answer."""
-
-    num_replicas: int
-    index: int
-
-    def share(self, subject: str, limits: Limits) -> Limits:
-        """Returns this replica's share of the limits. All replicas' shares together are the limits. Raises
-        DirectoryUnavailable if the share of a limit is nothing."""
-        return Limits(
-            self._part(subject, limits.requests_per_minute),
-            self._part(subject, limits.tokens_per_minute),
-            self._part(subject, limits.max_concurrent),
-        )
-
-    def _part(self, subject: str, limit: int | None) -> int | None:
-        if limit is None:
-            return None
-        part, rest = divmod(limit, self.num_replicas)
-        part += self.index < rest
-        if not part:
-            raise DirectoryUnavailable(
-                f"The adapter directory, which enforces the limits of {subject}, does not answer. Until it does, "
-                f"{self.num_replicas} replicas share the limit of {limit}, and this replica's share is 0. Try again in "
-                "a moment."
-            )
-        return part
+QUOTA_TIMING = QuotaTiming()
 
 
 class QuotaClient:
@@ -103,14 +65,12 @@ class QuotaClient:
         self,
         keys: KeyRing,
         admit: Admit,
+        timing: QuotaTiming = QUOTA_TIMING,
         clock: Callable[[], float] = time.monotonic,
-        answer_s: float = ANSWER_S,
-        probe_s: float = PROBE_S,
     ) -> None:
         self._keys = keys
         self._admit = admit
-        self._clock = clock
-        self._answer_s, self._probe_s = answer_s, probe_s
+        self._timing = timing
         self._asks: list[tuple[Ask, asyncio.Future[Verdict]]] = []
         self._totals: Counter[str] = Counter()  # Tokens charged to each subject that ever existed.
         self._unreported: set[str] = set()  # Subjects whose totals the directory does not know.
@@ -118,22 +78,22 @@ class QuotaClient:
         self._has_news = False
         self._asked = asyncio.Event()  # Set while a request waits for an answer.
         self._asking: asyncio.Task[None] | None = None
-        self._spent: dict[str, _Spent] = {}
-        self._place: ReplicaPlace | None = None  # The directory's last report; None before the first one.
+        self._spent = SpentBuckets(clock)
         self._is_alone = False  # True while the directory does not answer.
-        self._own_book = QuotaBook(lambda: (), clock)  # Used while this replica is alone.
+        self._share = QuotaShare(clock)  # Used while this replica is alone.
 
     async def admit_request(self, caller: Caller, kind: Kind) -> _Admission | None:
         subjects = self._subjects(caller, kind)
         if not subjects:
             return None
-        self._check_spent(subjects)
+        spent = self._spent.verdict(subjects)
+        if spent is not None:
+            _accepted(spent)
         counts_tokens = kind == "auxiliary" and self._counts_auxiliary(caller)
         ask = Ask(subjects, num_tokens=int(counts_tokens), num_running=0)
         verdict = await self._verdict(ask)
-        if verdict.refused_by == "requests_per_minute" and verdict.retry_after_s is not None and not self._is_alone:
-            until_s = self._clock() + verdict.retry_after_s
-            self._spent[verdict.subject] = _Spent(subjects[verdict.subject], verdict, until_s)
+        if not self._is_alone:
+            self._spent.record(subjects, verdict)
         return self._admission(ask, verdict)
 
     async def admit_sequences(self, caller: Caller, num_sequences: int, num_prompt_tokens: int) -> _Admission | None:
@@ -166,7 +126,7 @@ class QuotaClient:
 
     def _charge(self, subject: str, num_tokens: int) -> None:
         if self._is_alone:
-            self._own_book.charge(subject, num_tokens)
+            self._share.charge(subject, num_tokens)
             return
         self._totals[subject] += num_tokens
         self._unreported.add(subject)
@@ -196,18 +156,6 @@ class QuotaClient:
             entry is not None and entry.limits.count_auxiliary_tokens
         )
 
-    def _check_spent(self, subjects: dict[str, Limits]) -> None:
-        """Raises QuotaExceeded while a bucket is spent, so that a client that sends in a loop costs the directory
-        nothing."""
-        for subject, limits in subjects.items():
-            spent = self._spent.get(subject)
-            if spent is None:
-                continue
-            wait_s = spent.until_s - self._clock()
-            if wait_s > 0 and spent.limits == limits:
-                _accepted(spent.after(wait_s))
-            del self._spent[subject]
-
     async def _verdict(self, ask: Ask) -> Verdict:
         if self._is_alone:
             return self._decide_alone(ask)
@@ -215,22 +163,13 @@ class QuotaClient:
         self._asks.append((ask, answer))
         self._ask_soon()
         try:
-            return await asyncio.wait_for(answer, self._answer_s)
+            return await asyncio.wait_for(answer, self._timing.answer_s)
         except TimeoutError:
             return self._decide_alone(ask)
 
     def _decide_alone(self, ask: Ask) -> Verdict:
-        """Decides with this replica's share of each limit, so that all replicas together admit no more than the
-        limit. Raises DirectoryUnavailable if the share is not known, or is nothing."""
-        if self._place is None:
-            raise DirectoryUnavailable(
-                "The adapter directory, which enforces the limits of your key and tenant, does not answer, and this "
-                "replica does not know how many replicas share them. Try again in a moment."
-            )
-        shares = {subject: self._place.share(subject, limits) for subject, limits in ask.subjects.items()}
-        [verdict] = self._own_book.admit(
-            "", [msgspec.structs.replace(ask, subjects=shares)], {}, {name: self._running[name] for name in shares}
-        )
+        """Decides with this replica's share of each limit. Raises DirectoryUnavailable."""
+        verdict = self._share.decide(ask, self._running)
         if not verdict.refused_by:
             self._run(ask)
         return verdict
@@ -257,8 +196,9 @@ class QuotaClient:
 
     async def _ask(self) -> None:
         while self._has_news:
+            pause_s = self._timing.probe_s if self._is_alone else self._timing.gather_s
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._asked.wait(), self._probe_s if self._is_alone else GATHER_S)
+                await asyncio.wait_for(self._asked.wait(), pause_s)
             self._asked.clear()
             self._has_news = False
             asks, self._asks = self._asks, []
@@ -271,7 +211,7 @@ class QuotaClient:
                         {subject: self._totals[subject] for subject in subjects},
                         dict(self._running),
                     ),
-                    self._answer_s,
+                    self._timing.answer_s,
                 )
             except Exception as error:
                 self._go_on_alone(asks, unreported, error)
@@ -280,7 +220,7 @@ class QuotaClient:
                 logger.info("quotas: the directory answers again")
             self._is_alone = False
             for (ask, answer), verdict in zip(asks, verdicts, strict=True):
-                self._place = ReplicaPlace(verdict.num_replicas, verdict.replica_index)
+                self._share.place = ReplicaPlace(verdict.num_replicas, verdict.replica_index)
                 self._deliver(ask, answer, verdict)
 
     def _go_on_alone(

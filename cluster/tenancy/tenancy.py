@@ -3,7 +3,8 @@ and tenants."""
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lorafleet.api.access.usage import NoMeter
 from lorafleet.api.access.visibility import NoTenants
 from lorafleet.cluster.tenancy.audit_log import AuditLog
 from lorafleet.cluster.tenancy.key_ring import KeyRing
-from lorafleet.cluster.tenancy.quota_client import Admit, QuotaClient
+from lorafleet.cluster.tenancy.quota_client import QUOTA_TIMING, Admit, QuotaClient, QuotaTiming
 from lorafleet.cluster.tenancy.usage_log import UsageLog
 
 
@@ -32,10 +33,12 @@ class Tenancy:
         audit_folder: Path | None,
         replica_id: str,
         admit: Admit,
+        timing: QuotaTiming = QUOTA_TIMING,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         keys = self.keys = None if api_keys is None else KeyRing(api_keys)
         self.gate = Gate(admin_key, None if keys is None else lambda: keys.keys)
-        self.quotas = None if keys is None else QuotaClient(keys, admit)
+        self.quotas = None if keys is None else QuotaClient(keys, admit, timing, clock)
         self.usage = None if usage_folder is None else UsageLog(usage_folder, replica_id)
         self.audit = None if audit_folder is None else AuditLog(audit_folder, replica_id)
 

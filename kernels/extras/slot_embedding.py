@@ -77,7 +77,7 @@ class EmbeddingSlots:
                 slot_embedding_triton,  # triton is optional on a CPU
             )
 
-            slot_embedding_triton(token_T, embedded_TD, batch.embedding_addresses(), self._dtype)
+            slot_embedding_triton(token_T, embedded_TD, batch.addresses.embedding(), self._dtype)
             return embedded_TD
         for slot, (start, end) in zip(batch.slots, batch.spans, strict=True):
             own = self._slots[slot]

@@ -42,7 +42,7 @@ def linear_with_lora(
         y_TO = weight.linear(x_TD, bias_O)
         apply_lora(x_TD, y_TO, packed, batch)
         apply_kronecker(x_TD, y_TO, packed, batch)
-    return LinearOutput(y_TO, delta_TO, batch.affine_addresses(packed.index))
+    return LinearOutput(y_TO, delta_TO, batch.addresses.affine(packed.index))
 
 
 def apply_lora(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch: LoRABatch) -> None:

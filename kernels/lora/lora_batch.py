@@ -2,7 +2,7 @@
 
 A batch is built once per step on the host and shared by every layer. A static batch has the same device memory in
 every step, so that a captured CUDA graph serves any mix. A batch knows the addresses of weights, but not their content
-(kernels/lora/tile_tables.py).
+(kernels/lora/step_addresses.py).
 """
 
 # T tokens in the step · K tiles · S slots in the step
@@ -21,7 +21,7 @@ from lorafleet.kernels.extras.extra_tables import ExtraTables
 from lorafleet.kernels.lora.lora_tuning import FEW_TILES, SOME_TILES, tuning_for
 from lorafleet.kernels.lora.packed_lora import LoRATables
 from lorafleet.kernels.lora.sm_split import UNSPLIT, SMSplit
-from lorafleet.kernels.lora.tile_tables import TileTables
+from lorafleet.kernels.lora.step_addresses import StepAddresses
 
 BASE_SLOT = -1  # in lists of slots: this token uses the base model alone
 CHUNK_RANKS = 16  # ranks that the kernels process at a time: tl.dot's smallest K
@@ -77,8 +77,9 @@ class DevicePlan:
 class LoRABatch:
     """A step's tokens, grouped by slot.
 
-    The torch twin uses the host's fields; the Triton kernels use `plan` and `tables`. If max_rank is set, the launches
-    are those of any mix with ranks up to it. If it is None, they are the smallest that the slots themselves need.
+    The torch twin uses the host's fields; the Triton kernels use `plan` and `addresses`. If max_rank is set, the
+    launches are those of any mix with ranks up to it. If it is None, they are the smallest that the slots themselves
+    need.
     """
 
     def __init__(
@@ -93,11 +94,11 @@ class LoRABatch:
     ) -> None:
         device = plan_buffer.device
         self.num_tokens = num_tokens
-        self.num_tiles = num_tiles
         self.tile_tokens = tile_tokens
         self.max_rank = max_rank
         self._takes_kronecker = takes_kronecker
         self.plan = DevicePlan(plan_buffer, num_tiles, self.tile_tokens)
+        self.addresses = StepAddresses(tables, self.plan.slot_K, self.plan.slot_T)
         self.tuning = tuning_for(device, num_tiles, self.is_prefill)
         # It comes from torch's own pool of streams, so it costs nothing.
         self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -107,19 +108,15 @@ class LoRABatch:
         self.order_T = torch.empty(0, dtype=torch.int64)  # the tokens in the order of their slots, on the host
         self.active_T = torch.empty(0, dtype=torch.int64)  # each token's index into `slots`, len(slots) for the base
         self.has_experts = False  # whether adapters on experts are launched
-        self._slot_tables = tables
-        self._tables: TileTables | None = None
-        self._address_VT: Tensor | None = None
         self._pinned: list[tuple[Tensor, torch.cuda.Event]] = []
+
+    @property
+    def num_tiles(self) -> int:
+        return len(self.plan.slot_K)
 
     @property
     def is_prefill(self) -> bool:
         return self.tile_tokens == PREFILL_TILE_TOKENS
-
-    @property
-    def tables(self) -> TileTables:
-        assert self._tables is not None, "begin() comes before the first linear"
-        return self._tables
 
     @property
     def has_kronecker(self) -> bool:
@@ -130,22 +127,7 @@ class LoRABatch:
 
     @property
     def extras(self) -> ExtraTables:
-        return self._slot_tables.extras
-
-    def affine_addresses(self, linear: int) -> Tensor:
-        """Returns the addresses that kernels/extras/affine.py reads: int64 [2, T], on the device."""
-        assert self._address_VT is not None, "begin() comes before the first linear"
-        return self._address_VT.narrow(0, self.extras.affine_row(linear), 2)
-
-    def norm_addresses(self, norm: int) -> Tensor:
-        """Returns the addresses that kernels/lora/norm_slots.py reads: int64 [T], on the device."""
-        assert self._address_VT is not None, "begin() comes before the first norm"
-        return self._address_VT[self.extras.norm_row(norm)]
-
-    def embedding_addresses(self) -> Tensor:
-        """Returns the addresses that kernels/extras/slot_embedding.py reads: int64 [T], on the device."""
-        assert self._address_VT is not None, "begin() comes before the embedding"
-        return self._address_VT[self.extras.embedding_row]
+        return self.addresses.extras
 
     @classmethod
     def build(
@@ -235,13 +217,7 @@ class LoRABatch:
         A captured graph repeats the look-up. On a CPU this does nothing: the torch twin has the matrices themselves.
         """
         if self.plan.buffer.is_cuda:
-            self.look_up()
-
-    def look_up(self) -> None:
-        if self._tables is None:
-            self._tables = TileTables(self._slot_tables, self.num_tiles)
-        self._tables.gather(self.plan.slot_K)
-        self._address_VT = self.extras.by_token(self.plan.slot_T)
+            self.addresses.look_up()
 
     def _take(self, step: _Step) -> None:
         self.slots, self.spans = step.slots, step.spans

@@ -216,7 +216,7 @@ def shrink(x_TD: Tensor, packed: PackedLoRA, batch: LoRABatch) -> Tensor:
     assert x_TD.shape == (batch.num_tokens, packed.in_features)
     splits, columns = num_splits(packed.in_features), num_columns(packed, batch)
     p_KTC = torch.empty(splits, batch.num_tokens, columns, dtype=torch.float32, device=x_TD.device)
-    tables, shape = batch.tables, batch.tuning.shrink
+    tables, shape = batch.addresses.tables, batch.tuning.shrink
     most_columns = min(MAX_BLOCK_C, max(CHUNK_RANKS, triton.next_power_of_2(columns)))
     parts = min(MAX_PARTS, triton.cdiv(columns, most_columns))
     assert SPLIT_STEP % shape.narrow_d == 0 and SPLIT_STEP % shape.wide_d == 0

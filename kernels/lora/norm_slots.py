@@ -25,7 +25,7 @@ class NormSlots:
     def for_step(self, weight_D: Tensor, batch: LoRABatch) -> NormWeight:
         """Returns the norm's weights for a step. weight_D is the base's weight."""
         if weight_D.is_cuda:
-            return NormWeight(weight_D, batch.norm_addresses(self._index))
+            return NormWeight(weight_D, batch.addresses.norm(self._index))
         own = {slot: weight for slot in batch.slots if (weight := self._weights[slot]) is not None}
         if not own:
             return NormWeight(weight_D)

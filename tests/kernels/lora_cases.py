@@ -113,5 +113,5 @@ def build(slot_of_token: Sequence[int], packed: PackedLoRA) -> LoRABatch:
     """Of prompts, with the look-up that a GPU's step begins with."""
     batch = LoRABatch.build(slot_of_token, packed.tables, tile_tokens=prompt_tile_tokens(len(slot_of_token)))
     assert batch is not None
-    batch.look_up()
+    batch.addresses.look_up()
     return batch

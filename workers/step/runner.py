@@ -164,7 +164,7 @@ class ModelRunner:
         self, chunks: list[Chunk], plan: StepPlan, download: Download, prompt_logprobs: PromptLogprobs
     ) -> StepLogits:
         """Runs the step, and appends the logprobs of prompt tokens to `prompt_logprobs`."""
-        spans = scored_spans(chunks)
+        spans = scored_spans(chunks) if plan.prompts else []
 
         def score(i: int, logits_TV: Tensor) -> None:
             span = spans[i]

@@ -10,7 +10,6 @@ import os
 import queue
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from lorafleet.protocol.messages import TokenizerFile
 from lorafleet.protocol.structured_spec import StructuredOutputs
 from lorafleet.sandbox.outbox import Outbox
 from lorafleet.sandbox.process import command_of, start_program
+from lorafleet.workers.structured.answer_clock import AnswerClock
 from lorafleet.workers.structured.grammar_program import STACK_BYTES, Settings
 
 PROGRAM = "lorafleet.workers.structured.grammar_program"
@@ -31,9 +31,7 @@ MAX_THREADS = 8
 MAX_TRIALS = 3  # grammars that are compiled for the first time, at the same time
 MAX_GRAMMARS_WAITING = 128  # grammars of one tenant that may wait to be compiled
 MAX_UNSENT_BYTES = 16 << 20  # unread by one process, beyond which it is sent no more grammars
-PING_S = 1.0  # between two pings of a process that compiles
 _END_S = 0.5  # how long the process may take to end its own processes
-_PATIENCE_AFTER_LATE = 0.05  # fraction of the wait that a process is given if it was late the last time
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +83,14 @@ class GrammarProcess:
         wake: Callable[[], None],
         limits: GrammarLimits | None = None,
     ) -> None:
-        self._limits = limits or GrammarLimits()
+        limits = limits or GrammarLimits()
         self._wake = wake
         self._opened: deque[Opened] = deque()
         self._filled: queue.SimpleQueue[list[tuple[int, str]] | None] = queue.SimpleQueue()
         self.dead = False
         self.failure = ""  # why it could not begin
-        self._asked_s: float | None = None  # time.monotonic() of the last start(), until finish() has its answer
+        self.clock = AnswerClock(limits.mask_s, limits.ping_s)
         self._compiling: set[int] = set()  # numbers passed to open(), until they are answered or closed
-        self._pinged_s = -PING_S  # time.monotonic() of the last ping
-        self._is_pinged = False  # whether the last ping is unanswered
-        # whether the answer to the last start() is late, and the one before was
-        self._is_late, self._was_late = False, False
         words = -(-tokenizer.vocab_size // 32)
         memory = os.memfd_create("lorafleet-masks")
         try:
@@ -109,10 +103,10 @@ class GrammarProcess:
                 rows=rows,
                 mask_fd=memory,
                 num_threads=min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // 2)),
-                trial_cpu_s=self._limits.trial_cpu_s,
-                trial_s=self._limits.trial_s,
-                trial_memory_bytes=self._limits.trial_memory_bytes,
-                memory_bytes=self._limits.memory_bytes,
+                trial_cpu_s=limits.trial_cpu_s,
+                trial_s=limits.trial_s,
+                trial_memory_bytes=limits.trial_memory_bytes,
+                memory_bytes=limits.memory_bytes,
                 max_trials=MAX_TRIALS,
                 max_waiting=MAX_GRAMMARS_WAITING,
             )
@@ -131,21 +125,17 @@ class GrammarProcess:
     @property
     def is_busy(self) -> bool:
         """Whether finish() has yet to return the answer to the last start(). A process that has ended gives none."""
-        return self._asked_s is not None and not self.dead
+        return self.clock.awaits_masks and not self.dead
 
     @property
     def is_overdue(self) -> bool:
         """Whether the process exceeds its limit for masks, or for the answer to a ping."""
-        now_s = time.monotonic()
-        is_late = self._asked_s is not None and now_s - self._asked_s > self._limits.mask_s
-        return not self.dead and (is_late or (self._is_pinged and now_s - self._pinged_s > self._limits.ping_s))
+        return not self.dead and self.clock.is_overdue
 
     def ping(self) -> None:
         """Asks the process whether it goes on, if grammars wait to be compiled. Nobody else would notice that it has
         stopped. Call it regularly."""
-        is_due = time.monotonic() - self._pinged_s > PING_S
-        if self._compiling and is_due and not self._is_pinged and not self.dead:
-            self._pinged_s, self._is_pinged = time.monotonic(), True
+        if self._compiling and not self.dead and self.clock.start_ping():
             self._send("ping")
 
     def open(self, number: int, spec: StructuredOutputs, group: str) -> None:
@@ -163,7 +153,7 @@ class GrammarProcess:
     def start(self, rows: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """Requests the masks of a step. Each row has (number, row of mask_BW, tokens answered since the last time)."""
         assert not self.is_busy, "mask_BW belongs to the process until finish() has given its answer"
-        self._asked_s = time.monotonic()
+        self.clock.start_masks()
         self._send("fill", rows)
 
     def finish(self, wait_s: float) -> list[tuple[int, str]] | None:
@@ -173,15 +163,15 @@ class GrammarProcess:
         A process that was late the last time is waited for only a fraction of that time. Raises ProcessEnded.
         """
         try:
-            faults = self._filled.get(timeout=max(0.0, wait_s * (_PATIENCE_AFTER_LATE if self._was_late else 1)))
+            faults = self._filled.get(timeout=self.clock.patience_s(wait_s))
         except queue.Empty:
             if self.dead:
                 raise ProcessEnded from None
-            self._is_late = True
+            self.clock.miss_masks()
             return None
         if faults is None:
             raise ProcessEnded
-        self._asked_s, self._was_late, self._is_late = None, self._is_late, False
+        self.clock.take_masks()
         return faults
 
     def close(self, number: int) -> None:
@@ -212,7 +202,7 @@ class GrammarProcess:
             while (message := receive(self.program.socket)) is not None:
                 said: Any = msgspec.msgpack.decode(message)
                 if said[0] == "alive":
-                    self._is_pinged = False
+                    self.clock.take_pong()
                     continue
                 if said[0] == "opened":
                     opened = Opened(*said[1:])

@@ -17,12 +17,9 @@ Out:
 An error is "" if there is none. A row has a mask's bits, in memory that both processes share.
 """
 
-# B rows · W words of 32 tokens each
-
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import random
 import select
@@ -36,7 +33,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import llguidance
-import llguidance.numpy
 import msgspec
 import numpy as np
 import tokenizers
@@ -46,17 +42,14 @@ from lorafleet.protocol.lru_cache import LRUCache
 from lorafleet.sandbox.confinement import bound_memory, cpu_limit
 from lorafleet.sandbox.job_turns import NoRoom, TurnLimits, TurnQueue
 from lorafleet.sandbox.program import settings as given_settings
+from lorafleet.workers.structured.mask_filler import DEAD_END, MAX_ERROR_CHARS, MaskFiller, first_line
 
 # for the threads that compile and fill; deeper than the main thread's stack, on which trials run
 STACK_BYTES = 64 << 20
-MAX_ERROR_CHARS = 400
 MAX_GRAMMARS = 256  # compiled grammars that are cached, beside those in use
 MAX_REFUSED = 1024  # rejected grammars whose errors are cached
 MAX_BLAMED = 500  # parts of a schema that are tried alone, to find which of them is at fault
 PROBED_TOKENS = 24  # tokens of a random answer that a trial writes, since some grammars are cheap only to compile
-# Most masks take 10 us, while the executor's threads take hundreds to start. They compute what is left after this
-# time.
-ALONE_S = 0.001
 # The number is limited, since an answer of nothing but blanks matches too, and small models get lost in it.
 WHITESPACE = r"[ \n\r\t]{1,64}"
 LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
@@ -249,16 +242,8 @@ class Trials:
 
 
 @dataclass
-class GrammarAnswer:
-    """The answer of one sequence."""
-
-    matcher: Any
-    over: bool = False  # The grammar has ended, and only the end of the answer may follow.
-
-
-@dataclass
 class Server:
-    """Compiles the grammars that have passed their trial, and fills masks."""
+    """Answers the messages of the engine, and compiles the grammars that have passed their trial."""
 
     socket: Socket
     trials: Socket  # The other end of Trials' socket.
@@ -267,17 +252,13 @@ class Server:
     compiled: LRUCache[Spec, Any] = field(default_factory=lambda: LRUCache(MAX_GRAMMARS))
     refused: LRUCache[Spec, str] = field(default_factory=lambda: LRUCache(MAX_REFUSED))
     waiting: dict[Spec, list[int]] = field(default_factory=dict)  # Numbers that wait until the spec is compiled.
-    answers: dict[int, GrammarAnswer] = field(default_factory=dict)
     trying: dict[int, Spec] = field(default_factory=dict)  # By the number that first requested it.
     opening: dict[int, tuple[Spec, str]] = field(default_factory=dict)  # Spec and group, by every number that waits.
     done: deque[tuple[Spec, Any]] = field(default_factory=deque)  # Compiled in a thread.
-    alone_s: float = ALONE_S
 
     def __post_init__(self) -> None:
-        words = -(-self.settings.vocab_size // 32)
-        shared = mmap.mmap(self.settings.mask_fd, 4 * words * self.settings.rows)
-        self.mask_BW = np.frombuffer(shared, np.int32).reshape(self.settings.rows, words)
-        self.executor = llguidance.LLExecutor(num_threads=self.settings.num_threads)
+        given = self.settings
+        self.masks = MaskFiller(given.mask_fd, given.rows, given.vocab_size, given.num_threads)
         self.wake_receiver, self.wake_sender = os.pipe()
 
     def run(self) -> None:
@@ -303,7 +284,7 @@ class Server:
             case ["open", number, [kind, source, any_whitespace], group]:
                 self.open(number, (kind, source, any_whitespace), group)
             case ["fill", rows]:
-                send_message(self.socket, "filled", self.fill(rows))
+                send_message(self.socket, "filled", self.masks.fill(rows))
             case ["ping"]:
                 send_message(self.trials)
             case ["close", numbers]:
@@ -330,7 +311,7 @@ class Server:
         send_message(self.trials, number, spec, self.opening[number][1])
 
     def close(self, number: int) -> None:
-        self.answers.pop(number, None)
+        self.masks.end(number)
         spec, _ = self.opening.pop(number, (None, ""))
         if spec is not None:
             self.waiting[spec].remove(number)
@@ -338,7 +319,7 @@ class Server:
                 send_message(self.trials, number)  # cancels the trial if it still waits
 
     def begin(self, number: int, compiled: Any) -> None:
-        self.answers[number] = GrammarAnswer(compiled.deep_copy())
+        self.masks.begin(number, compiled)
         self.send_opened(number, "")
 
     def send_opened(self, number: int, error: str, *, is_busy: bool = False) -> None:
@@ -386,39 +367,9 @@ class Server:
         for number in self.waiting.pop(spec):
             self.send_opened(number, error)
 
-    def fill(self, rows: list[tuple[int, int, list[int]]]) -> list[tuple[int, str]]:
-        """Takes in the tokens answered since the last time, writes the masks of the next ones, and returns the faults.
-
-        The rows must be rows 0, 1, … of the mask, in this order.
-        """
-        began = time.perf_counter()
-        left: list[tuple[Any, int]] = []
-        for number, row, tokens in rows:
-            answer = self.answers[number]
-            for token in tokens:
-                if not answer.over:
-                    answer.matcher.consume_token(token)
-                    answer.over = answer.matcher.is_stopped() and not answer.matcher.is_error()
-            if time.perf_counter() - began < self.alone_s:
-                llguidance.numpy.fill_next_token_bitmask(answer.matcher, self.mask_BW, row)
-            else:
-                left.append((answer.matcher, row))
-        if left:
-            llguidance.numpy.fill_next_token_bitmask_par(self.executor, left, self.mask_BW)
-        some_B = np.bitwise_or.reduce(self.mask_BW[: len(rows)], axis=1)
-        faults = []
-        for number, row, _ in rows:
-            matcher = self.answers[number].matcher
-            if matcher.is_error():
-                faults.append((number, first_line(matcher.get_error())))
-            elif not some_B[row]:
-                faults.append((number, DEAD_END))
-        return faults
-
 
 TRIED, DROPPED, BUSY, LATE = "tried", "dropped", "busy", "late"  # the result of a trial
 ALIVE = "alive"  # the answer to a ping
-DEAD_END = "no token of this model's vocabulary can follow the answer so far"
 
 
 def try_alone(tokenizer: Any, spec: Spec, writer: int, settings: Settings) -> None:
@@ -544,17 +495,6 @@ def parts_of(schema: object, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         elif key in ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains"):
             yield from parts_of(value, f"{path}/{key}")
     yield path, schema
-
-
-def first_line(error: str) -> str:
-    """Returns a sentence for the client from the library's message, which may go on with the library's own state."""
-    lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines() if line.strip()]
-    named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    if named:  # the regex parser first draws an arrow below the place
-        return f"{lines[0].split('regex parse error:')[0].rstrip(': ')}: {named[0]}".removeprefix(": ")[
-            :MAX_ERROR_CHARS
-        ]
-    return lines[0][:MAX_ERROR_CHARS] if lines else "the grammar cannot be used"
 
 
 def send_message(sock: socket.socket, *message: object) -> None:

@@ -36,7 +36,7 @@ from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from tests.cluster.directory import test_directory
 from tests.cluster.directory.test_directory import QUICK, Engine, loaded, replica
 
-_quick, make = test_directory._quick, test_directory.make
+make = test_directory.make
 
 
 # No replica here falls silent, and on a busy machine none may seem to.

@@ -29,7 +29,6 @@ from lorafleet.cluster.directory.directory_timing import DirectoryTiming
 from lorafleet.cluster.directory.membership import Membership
 from lorafleet.cluster.directory.residency import Report, RouteView
 from lorafleet.cluster.routing.routing import ReplicaChooser, ReplicaLoad, Tier
-from lorafleet.cluster.serve import adapter_lookup as catalog_module
 from lorafleet.cluster.serve.adapter_lookup import SEARCHES, DirectoryCatalog, obey
 from lorafleet.protocol.admin_verbs import Verb
 from lorafleet.protocol.errors import (
@@ -47,12 +46,6 @@ from lorafleet.protocol.names import PAST_ALL, full_name, tenant_of
 Make = Callable[[str], str]
 # Leases end soon, but no replica seems to be silent where the machine is slow.
 QUICK = DirectoryTiming(hold_s=0.05, lease_s=0.6, acknowledge_s=0.9, patience_s=60.0, retry_s=0.01)
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Removed adapters are dropped soon."""
-    monkeypatch.setattr(catalog_module, "SETTLE_S", 0.01)
 
 
 @pytest.fixture
@@ -144,7 +137,7 @@ async def replica(
     async def administer(verb: Verb[T]) -> T:
         return await Administration(directory, ["base"]).carry_out(verb)
 
-    membership = Membership(directory, name, lambda order: obey(engine, order), timing=directory.timing)
+    membership = Membership(directory, name, lambda order: obey(engine, order, settle_s=0.01), timing=directory.timing)
     await membership.start()
     await membership.become_ready()
     admin = AdapterAdmin(administer, directory.catalogue.store, ["base"], "run", lambda path: nullcontext(Path(path)))

@@ -77,9 +77,9 @@ def test_what_changes_while_routers_are_told_comes_with_the_next_telling() -> No
     behind, abreast = Router(residency, "a"), Router(residency, "a")
     residency.accept(full("a", 1, {"x": "gpu"}))
     abreast.poll()
-    assert not residency.has_unpublished
+    assert not residency.changes.has_unpublished
     residency.accept(change("a", 2, x="cpu"))
-    assert residency.is_urgent
+    assert residency.changes.is_urgent
     residency.publish()
     residency.accept(change("a", 3, x="gpu", y="cpu"))
     told = residency.since("e", abreast.view.version)
@@ -87,7 +87,7 @@ def test_what_changes_while_routers_are_told_comes_with_the_next_telling() -> No
     assert told.tiers == [("a", "x", "gpu")]
     assert (behind.poll().holds("a"), abreast.poll().holds("a")) == ({"x": "gpu", "y": "cpu"},) * 2
     residency.accept(Report("a", 4, False, {}, ReplicaLoad(num_running=9)))
-    assert (residency.has_unpublished, residency.is_urgent) == (True, False), "how busy it is can wait"
+    assert (residency.changes.has_unpublished, residency.changes.is_urgent) == (True, False), "how busy it is can wait"
 
 
 def test_a_repeated_or_late_report_changes_nothing() -> None:
@@ -98,7 +98,7 @@ def test_a_repeated_or_late_report_changes_nothing() -> None:
     residency.publish()
     assert residency.accept(second)
     assert residency.accept(full("a", 1, {"x": "gpu"}))
-    assert not residency.has_unpublished
+    assert not residency.changes.has_unpublished
     assert residency.take_tokens() == {"y": 100}
     assert residency.take_tokens() == {}
 
@@ -189,7 +189,7 @@ def test_no_more_is_remembered_than_there_is_to_tell(monkeypatch: pytest.MonkeyP
         residency.publish()
         assert not residency.since("e", abreast.view.version).full
         abreast.poll()
-    assert len(residency._changes) < 20
+    assert len(residency.changes) < 20
     assert behind.poll().holds("a") == abreast.holds("a") == {"x": "gpu", "new99": "gpu"}
 
 

@@ -28,10 +28,8 @@ from lorafleet.cluster.tenancy.quota_book import Ask, Limits
 from lorafleet.protocol.errors import DirectoryUnavailable
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.names import full_name
-from tests.cluster.directory import test_directory
 from tests.cluster.directory.test_directory import QUICK, Engine, loaded
 
-_quick = test_directory._quick
 HASTY = replace(QUICK, patience_s=1.5)  # Nobody waits for a silent directory for long.
 SQL = AdapterRecord(
     "sql",
@@ -88,7 +86,9 @@ async def serving(folder: Path, store_of_replica: Path | None = None) -> AsyncIt
     directory = await loaded(Stoppable(Catalogue(store)))
     engine = Engine()
     log_end = LogEnd(lambda: FolderStore(store_of_replica or folder), LATE_S)
-    membership = Membership(directory, "r0", lambda order: obey(engine, order), log_end=log_end, timing=HASTY)
+    membership = Membership(
+        directory, "r0", lambda order: obey(engine, order, settle_s=0.01), log_end=log_end, timing=HASTY
+    )
     await membership.start()
     catalog = DirectoryCatalog(membership, None, engine, ["base"], None)  # type: ignore[arg-type]  # nothing is changed here
     try:

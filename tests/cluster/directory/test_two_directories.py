@@ -24,7 +24,7 @@ from tests.cluster.admin.test_administration import PATIENT
 from tests.cluster.directory import test_directory
 from tests.cluster.directory.test_directory import Engine, Make, loaded, replica
 
-_quick, make = test_directory._quick, test_directory.make
+make = test_directory.make
 DEADLINE_S = 60.0
 
 

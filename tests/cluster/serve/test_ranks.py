@@ -33,11 +33,8 @@ async def rank(end_s: float, error: Exception | None) -> Any:
         ([(0, None), (0.02, LOST)], LOST),
     ],
 )
-async def test_the_rank_that_failed_of_itself_gives_the_error_and_nobody_waits_for_the_rest(
-    monkeypatch, ends, expected
-):
-    monkeypatch.setattr(ranks, "CAUSE_S", 0.1)
+async def test_the_rank_that_failed_of_itself_gives_the_error_and_nobody_waits_for_the_rest(ends, expected):
     starting = [asyncio.create_task(rank(end_s, error)) for end_s, error in ends]
     async with asyncio.timeout(60):
-        assert await ranks._first_failure(starting) is expected
+        assert await ranks._first_failure(starting, cause_s=0.1) is expected
         await ranks._cancel(starting)

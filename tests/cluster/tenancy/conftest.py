@@ -6,15 +6,8 @@ from typing import Any
 
 import pytest
 
-from lorafleet.cluster.serve import adapter_lookup as catalog_module
 from lorafleet.protocol.lora_config import LoRAConfig
 from tests.cluster.tenancy.house import House, running_engine
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shortens a wait that no test needs."""
-    monkeypatch.setattr(catalog_module, "SETTLE_S", 0.01)
 
 
 @pytest.fixture(scope="session")

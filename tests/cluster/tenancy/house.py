@@ -7,7 +7,8 @@ import asyncio
 import io
 import json
 import tarfile
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from lorafleet.cluster.directory.membership import Membership
 from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog, obey
 from lorafleet.cluster.tenancy.key_file import HASH_PREFIX
 from lorafleet.cluster.tenancy.key_text import digest_of, make_key
+from lorafleet.cluster.tenancy.quota_client import Admit, QuotaTiming
 from lorafleet.cluster.tenancy.tenancy import Tenancy
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.lora_config import LoRAConfig
@@ -70,6 +72,8 @@ class House:
         self.tenants: dict[str, Any] = {}
         self.resolver: LoRAResolver | None = None
         self.limits: dict[str, Any] = {}  # by the key's id
+        self.admit: Admit  # the directory's, which a test may wrap once the house is open
+        self.clock: Callable[[], float] = time.monotonic  # of the quotas of this replica
         self._worker, self._address, self._base = worker, address, base
 
     @property
@@ -88,18 +92,24 @@ class House:
         self.directory = AdapterDirectory(Catalogue(FolderStore(self.folder / "catalogue")), timing=TIMING)
         await self.directory.load()
         self.administration = Administration(self.directory, ["base"])
-        membership = Membership(self.directory, "r", lambda order: obey(engine, order), timing=TIMING)
+        membership = Membership(self.directory, "r", lambda order: obey(engine, order, settle_s=0.01), timing=TIMING)
         await membership.start()
         await membership.become_ready()
         store = self.directory.catalogue.store
         carry_out = self.administration.carry_out
         admin = AdapterAdmin(carry_out, store, ["base"], "run", lambda path: nullcontext(Path(path)))
         catalog = DirectoryCatalog(membership, admin, engine, ["base"], self.resolver)
+        self.admit = membership.admit
         self.tenancy = tenancy = Tenancy(
-            OPERATOR, self.key_file, self.folder / "usage", self.folder / "audit", "r", membership.admit
+            OPERATOR,
+            self.key_file,
+            self.folder / "usage",
+            self.folder / "audit",
+            "r",
+            lambda *asked: self.admit(*asked),
+            QuotaTiming(answer_s=PATIENT_S, probe_s=0.01),
+            lambda: self.clock(),
         )
-        if tenancy.quotas is not None:
-            tenancy.quotas._answer_s = PATIENT_S
         config = FrontConfig(("base",), "/models/base", allow_runtime_lora_updating=True)
         self.front = make_state(
             config,

@@ -8,16 +8,20 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+import msgspec
 import pytest
 
+from lorafleet.api.access.caller import Caller
 from lorafleet.api.access.caller_admission import MAX_AUXILIARY
 from lorafleet.api.answer.elsewhere import RETRY_HEADER, RETRY_STATUS
 from lorafleet.api.answer.shared_run import SharedRun
+from lorafleet.cluster.tenancy.key_ring import KeyRing
 from lorafleet.cluster.tenancy.quota_book import Ask, Limits, QuotaBook, Verdict
-from lorafleet.cluster.tenancy.quota_client import QuotaClient, ReplicaPlace
+from lorafleet.cluster.tenancy.quota_client import QuotaClient, QuotaTiming
+from lorafleet.cluster.tenancy.quota_share import ReplicaPlace
 from lorafleet.protocol.errors import DirectoryUnavailable, QueueFull
 from lorafleet.protocol.messages import EngineRequest, TokenOutput
-from tests.cluster.tenancy.house import PATIENT_S, PROMPT, House
+from tests.cluster.tenancy.house import PROMPT, House
 
 
 class Book:
@@ -229,8 +233,7 @@ async def test_requests_at_a_time_are_freed_when_they_end_or_their_client_leaves
 async def test_a_client_that_leaves_while_it_waits_for_the_directory_holds_nothing(house: House, fault: bool) -> None:
     house.tenants = {"acme": {"limits": {"max_concurrent": 1}}}
     async with house.open():
-        assert house.tenancy.quotas is not None
-        asked, may_answer, admit = asyncio.Event(), asyncio.Event(), house.tenancy.quotas._admit
+        asked, may_answer, admit = asyncio.Event(), asyncio.Event(), house.admit
 
         async def slow(*arguments: Any) -> list[Verdict]:
             asked.set()
@@ -239,12 +242,12 @@ async def test_a_client_that_leaves_while_it_waits_for_the_directory_holds_nothi
                 raise ConnectionError("the directory is being restarted")
             return await admit(*arguments)
 
-        house.tenancy.quotas._admit = slow
+        house.admit = slow
         leaving = asyncio.create_task(house.complete("acme", "base"))
         await asked.wait()
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
-        house.tenancy.quotas._admit = admit
+        house.admit = admit
         may_answer.set()
         await admitted_again(house)
 
@@ -285,17 +288,15 @@ async def test_every_route_that_works_for_a_tenant_counts_and_a_loop_of_bad_requ
 async def test_who_has_used_all_up_is_refused_without_asking_the_directory_or_reading_the_body(house: House) -> None:
     house.tenants = {"acme": {"limits": {"requests_per_minute": 1}}}
     async with house.open():
-        quotas = house.tenancy.quotas
-        assert quotas is not None
-        now_s = house.directory.quotas._clock = quotas._clock = lambda: 0.0
-        admit, num_asked = quotas._admit, 0
+        house.directory.quotas._clock = house.clock = lambda: 0.0
+        admit, num_asked = house.admit, 0
 
         async def counted(asks: Any, totals: Any, running: Any) -> list[Verdict]:
             nonlocal num_asked
             num_asked += len(asks)
             return await admit(asks, totals, running)
 
-        quotas._admit = counted
+        house.admit = counted
         read: list[int] = []
 
         async def body() -> Any:
@@ -306,8 +307,7 @@ async def test_who_has_used_all_up_is_refused_without_asking_the_directory_or_re
             await house.ask("acme", "POST", "/tokenize", content=body())
         assert num_asked == 2, "one was admitted, one was refused"
         assert len(read) == 1, "that which was admitted"
-        later = lambda: now_s() + 61  # noqa: E731
-        house.directory.quotas._clock = quotas._clock = later
+        house.directory.quotas._clock = house.clock = lambda: 61.0
         assert (await house.ask("acme", "POST", "/tokenize", {"prompt": "hi"})).status_code == 200
 
 
@@ -376,27 +376,19 @@ async def test_metrics_are_made_once_for_all_who_ask_and_one_tenant_asks_so_many
         assert (await other).status_code == 200 and num_made == 1
 
 
-class Silent:
-    """A directory that can be stopped: its calls then never end, and nobody waits for it for long."""
+class StoppedDirectory:
+    """A directory that can be stopped, and that has a second replica. While it is stopped, every call times out."""
 
-    def __init__(self, quotas: QuotaClient) -> None:
-        self._quotas = quotas
-        self.answers = asyncio.Event()
-        self.answers.set()
-        self._admit = quotas._admit
-        quotas._admit = self
-
-    def stop(self) -> None:
-        self._quotas._answer_s, self._quotas._probe_s = 0.3, 0.01
-        self.answers.clear()
-
-    def go_on(self) -> None:
-        self._quotas._answer_s = PATIENT_S
-        self.answers.set()
+    def __init__(self, house: House) -> None:
+        self.answers = True
+        self._admit = house.admit
+        house.admit = self
 
     async def __call__(self, asks: Any, totals: Any, running: Any) -> list[Verdict]:
-        await self.answers.wait()
-        return await self._admit(asks, totals, running)
+        if not self.answers:
+            raise TimeoutError
+        verdicts = await self._admit(asks, totals, running)
+        return [msgspec.structs.replace(verdict, num_replicas=2, replica_index=0) for verdict in verdicts]
 
 
 def test_each_replica_hears_its_place_among_those_that_share_the_limits() -> None:
@@ -417,20 +409,29 @@ def test_the_shares_of_all_replicas_together_are_the_limit(limit: int) -> None:
             ReplicaPlace(3, index).share("tenant 'acme'", limits)
 
 
+async def test_a_request_does_not_wait_for_a_directory_that_never_answers(house: House) -> None:
+    async def admit(*_: Any) -> list[Verdict]:
+        await asyncio.Event().wait()
+        return []
+
+    house.tenants = {"acme": {"limits": {"max_concurrent": 1}}}
+    quotas = QuotaClient(KeyRing(house.key_file), admit, QuotaTiming(answer_s=0.01))
+    for _ in range(2):
+        with pytest.raises(DirectoryUnavailable, match="does not know how many replicas share them"):
+            await quotas.admit_sequences(Caller("acme", "acme"), num_sequences=1, num_prompt_tokens=1)
+
+
 async def test_while_the_directory_is_silent_a_replica_goes_on_with_its_share_of_each_limit(house: House) -> None:
     house.tenants = {"acme": {"limits": {"requests_per_minute": 8, "max_concurrent": 6}}}
     async with house.open():
-        quotas = house.tenancy.quotas
-        assert quotas is not None
-        directory = Silent(quotas)
-        directory.stop()
+        house.clock = lambda: 0.0
+        directory = StoppedDirectory(house)
+        directory.answers = False
         unknown = await house.complete("acme", "base")
         assert unknown.status_code == 503 and "retry-after" in unknown.headers, "how many replicas there are is unknown"
-        directory.go_on()
+        directory.answers = True
         await admitted_again(house)
-        quotas._place = ReplicaPlace(num_replicas=2, index=0)
-        quotas._own_book._clock = lambda: 0.0
-        directory.stop()
+        directory.answers = False
         too_many = await house.complete("acme", "base", n=4, temperature=1.0)
         assert too_many.status_code == 429 and "max_concurrent=3" in too_many.json()["error"]["message"]
         answers = [await house.complete("acme", "base") for _ in range(6)]
@@ -438,6 +439,6 @@ async def test_while_the_directory_is_silent_a_replica_goes_on_with_its_share_of
         assert statuses == [200] * 3 + [429] * 3, "one of its four was used by the request with n=4"
         assert answers[-1].headers["x-ratelimit-limit-requests"] == "4" and "retry-after" in answers[-1].headers
         assert (await house.complete("rival", "base")).status_code == 200
-        directory.go_on()
+        directory.answers = True
         await admitted_again(house)  # by itself
-        assert not quotas._running
+        assert house.tenancy.quotas is not None and not house.tenancy.quotas._running

@@ -105,8 +105,8 @@ def test_the_kernel_gives_every_token_its_slots_own_under_the_interpreter():
         from lorafleet.kernels.lora.lora_batch import LoRABatch
 
         def apply(self, token_T, x_TD, batch):
-            batch.look_up()
-            slot_embedding_triton(token_T, x_TD, batch.embedding_addresses(), self._dtype)
+            batch.addresses.look_up()
+            slot_embedding_triton(token_T, x_TD, batch.addresses.embedding(), self._dtype)
             return x_TD
 
         slot_embedding.EmbeddingSlots.apply = apply

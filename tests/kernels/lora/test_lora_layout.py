@@ -142,7 +142,7 @@ def test_interpreted_kernels_of_a_static_batch_equal_the_loop() -> None:
                     own = part_of_packed(whole, rank, kind, True)
                     batch = LoRABatch.static(20, static_tile_counts(20, 4)[-1], 32, own.tables)
                     batch.fill(slots, rank_of_slot)
-                    batch.look_up()
+                    batch.addresses.look_up()
                     delta = lora_delta_triton(own_input(x, rank, kind), own, batch)
                     assert not delta[17:].any()
                     total = torch.zeros(20, sum(outs) if kind == "row" else delta.shape[1])

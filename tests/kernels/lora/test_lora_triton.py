@@ -70,13 +70,13 @@ def test_interpreted_kernels_of_a_static_batch_equal_the_loop() -> None:
             for mix in ("some_base", "all_different", "one"):
                 slots = slots_of_tokens(mix, 17, 4)
                 batch.fill(slots, rank_of_slot)
-                batch.look_up()
+                batch.addresses.look_up()
                 delta = lora_delta_triton(x, packed, batch)
                 want = reference(x, 0 * y, packed, slots + [-1] * 3)
                 torch.testing.assert_close(delta.double(), want, atol=6e-3, rtol=6e-3)
                 assert not delta[17:].any()
             batch.fill([-1] * 20, rank_of_slot)
-            batch.look_up()
+            batch.addresses.look_up()
             assert not lora_delta_triton(x, packed, batch).any()
     """)
 

@@ -138,7 +138,7 @@ class Decodes:
 
         def cache(scale: float) -> Tensor:
             shape = (*used.shape, spec.num_kv_heads, spec.head_dim)
-            drawn = torch.randn(shape, generator=generator, device="cuda") / scale
+            drawn = (torch.randn(shape, generator=generator, device="cuda") / scale).clamp(-448, 448)  # e4m3's range
             return torch.where(used_NP11, drawn, unseen).to(spec.kv_dtype)
 
         self.k_NPGD, self.v_NPGD = cache(self.k_scale), cache(self.v_scale)

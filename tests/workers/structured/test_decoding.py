@@ -433,7 +433,7 @@ def test_a_process_that_goes_on_is_not_ended_however_long_its_grammars_compile(
     asked_s: set[float] = set()
     while len(asked_s) < 2:  # It has answered when it is asked again.
         assert played.decoding.poll() == []
-        asked_s.add(process._pinged_s)
+        asked_s.add(process.clock.pinged_s)
     assert not process.dead
     played.decoding.close()
 
