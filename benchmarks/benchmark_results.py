@@ -34,10 +34,6 @@ class Hardware(msgspec.Struct, frozen=True):
     cpu_cores: int | None  # None if it was not recorded.
     versions: dict[str, str]  # Versions of python and of PACKAGES.
 
-    def __str__(self) -> str:
-        device = f"{len(self.gpus)} x {self.gpus[0]}" if self.gpus else f"{self.cpu_cores} CPU cores"
-        return ", ".join([device, *(f"{name} {version}" for name, version in self.versions.items())])
-
 
 class Results(msgspec.Struct, frozen=True):
     benchmark: str

@@ -131,7 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--lora-dtype", choices=LORA_DTYPES, default="bf16")
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "lora_kernels.json")
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     bandwidth = copy_bandwidth()
     stack = Stack(args.layers, LORA_DTYPES[args.lora_dtype])
