@@ -146,7 +146,8 @@ def side_by_side_table(files: Files) -> str:
     runs = [results for name, results in files.items() if TABLES["side_by_side"].shows(name)]
     for case in sorted((case for run in runs for case in run.cases), key=load_of):
         settings, figures = case.settings, case.figures
-        load = f"{settings['streams']} streams" if "streams" in settings else f"{settings['rate']:g} requests/s"
+        streams = settings.get("streams")
+        load = f"{settings['rate']:g} requests/s" if streams is None else f"{streams} stream{'s' * (streams != 1)}"
         row = [str(settings["server"]), load, str(settings["adapters"]), number(figures["tokens_per_s"], ".0f")]
         row.append(pair(figures["ttft_p50_ms"], figures["ttft_p99_ms"], ".0f"))
         row.append(pair(figures["gap_p50_ms"], figures["gap_p99_ms"], ".1f"))

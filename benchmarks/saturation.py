@@ -6,9 +6,9 @@
 The model has an 8B shape with random weights; on a CPU use --device cpu --layers 2 --hidden 256 --vocabulary 512.
 Prompts have 512 random tokens and answers 128, greedy. Each sequence that ends is replaced at once; request i uses
 adapter i modulo their number (rank 16 on all seven projections). The first answers have staggered lengths, so that
-sequences end one by one. Measuring begins when each of them has a token, and lasts until the time or the number of
-requests is reached: neither the start nor the end of the load is in the figures. Overlapped steps are those that were
-launched before the tokens of the previous step were known.
+sequences end one by one. Measuring begins when each of them has a token, or after --seconds, and lasts for --seconds or
+until --requests have ended. So neither the start nor the end of the load is in the figures. Overlapped steps are those
+that were launched before the tokens of the previous step were known.
 """
 
 from __future__ import annotations
@@ -65,13 +65,14 @@ class ClosedLoop:
         self.first_token_s: list[float] = []
         self.gaps_s: list[float] = []
 
-    def fill(self, streams: int) -> None:
-        """Adds the first sequences, and runs until each has a token."""
+    def fill(self, streams: int, seconds: float) -> None:
+        """Adds the first sequences, and runs until each has a token or the time is over."""
+        end_s = time.perf_counter() + seconds
         for i in range(streams):
             self._add(1 + (i + 1) * (self._generated - 1) // streams)
         first = set(self._last_s)
-        while first & self._without_token:
-            self._step()
+        while first & self._without_token and self._step() < end_s:
+            pass
 
     def run(self, seconds: float, requests: int | None) -> float:
         """Returns the seconds that it took. Only these are in the figures."""
@@ -121,7 +122,7 @@ class ClosedLoop:
 
 def measure(engine: Engine, streams: int, loras: Sequence[LoRARequest], args: argparse.Namespace) -> Case:
     loop = ClosedLoop(engine, loras, args)
-    loop.fill(streams)
+    loop.fill(streams, args.seconds)
     before = engine.stats().preemptions_total
     seconds = loop.run(args.seconds, args.requests)
     preemptions = engine.stats().preemptions_total - before
@@ -165,7 +166,9 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, nargs="+", default=[0], help="numbers of adapters; 0: the base")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--generated", type=int, default=128, help="tokens of an answer")
-    parser.add_argument("--seconds", type=float, default=15.0, help="most seconds of a case, after its first tokens")
+    parser.add_argument(
+        "--seconds", type=float, default=15.0, help="most seconds to fill the engine, and then to measure"
+    )
     parser.add_argument("--requests", type=int, help="most requests of a case that end while it is measured")
     parser.add_argument("--seed", type=int, default=0)
     add_engine_arguments(parser)

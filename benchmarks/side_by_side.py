@@ -219,7 +219,8 @@ def find_server(name: str, url: str, base: str | None, pattern: str | None, num_
 def label(case: Case) -> str:
     """Returns the load of a case as it is printed."""
     settings = case.settings
-    load = f"{settings['streams']} streams" if "streams" in settings else f"{settings['rate']:g}/s"
+    streams = settings.get("streams")
+    load = f"{settings['rate']:g}/s" if streams is None else f"{streams} stream{'s' * (streams != 1)}"
     return f"{load}, {settings['adapters'] or 'no'} adapters"
 
 
