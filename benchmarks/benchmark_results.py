@@ -5,6 +5,7 @@ measured_page.py writes the tables and charts of the documentation from such fil
 
 from __future__ import annotations
 
+import os
 import platform
 import shlex
 import shutil
@@ -84,9 +85,7 @@ def _hardware() -> Hardware:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    import psutil
-
-    return Hardware(_gpus(), psutil.cpu_count(), versions)
+    return Hardware(_gpus(), os.cpu_count(), versions)
 
 
 def _gpus() -> list[str]:

@@ -236,7 +236,7 @@ def page(text: str, files: Files) -> str:
 
 def hardware(results: Results) -> str:
     gpus, versions = results.hardware.gpus, results.hardware.versions
-    device = f"{len(gpus)} x {gpus[0]}" if gpus else f"{results.hardware.cpu_cores} CPU cores"
+    device = gpus[0] if gpus else f"{results.hardware.cpu_cores} CPU cores"
     packages = [f"{name} {versions[name]}" for name in ("torch", "triton") if name in versions]
     return ", ".join([device, *packages, results.date])
 

@@ -56,7 +56,7 @@ def test_a_table_is_written_once_its_results_are_recorded() -> None:
     page = measured_page.page(PAGE, {"engine_e2e": ENGINE, "vllm_e2e": VLLM})
     assert page == PAGE.replace(
         "by hand\n",
-        "Command: `python benchmarks/engine_e2e.py`, 1 x NVIDIA H200, torch 2.11, triton 3.6, 2026-01-02.\n\n"
+        "Command: `python benchmarks/engine_e2e.py`, NVIDIA H200, torch 2.11, triton 3.6, 2026-01-02.\n\n"
         "| batch | base | vLLM | 8 adapters | vLLM | 64 slots, up to 64 adapters | vLLM |\n"
         "|---|---|---|---|---|---|---|\n"
         "| 1 | 1.23 (46k) | 10.5 | 9.23 (46k) | | 65.23 (46k) | |\n",
