@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test fuzz lint docs dist bench clean
+.PHONY: install demo test fuzz lint docs dist bench bench-gpu clean
 
 install: $(INSTALLED)
 
@@ -47,6 +47,12 @@ dist: install
 bench: install
 	$(BIN)/python benchmarks/http_frontend.py
 	$(BIN)/python benchmarks/cpu_engine.py
+
+# every benchmark that needs GPUs, then the tables and charts of the docs from their figures; RUNS="sampling serving" for
+# some of them. One that fails stops neither the others nor the tables, but the status is then an error.
+bench-gpu: install
+	$(BIN)/python benchmarks/run_gpu.py $(if $(RUNS),--only $(RUNS)); status=$$?; \
+		$(BIN)/python benchmarks/measured_page.py --adopt benchmarks/results && exit $$status
 
 clean:
 	rm -rf $(VENV) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache benchmarks/results

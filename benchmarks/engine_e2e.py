@@ -25,13 +25,14 @@ import logging
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmark_results import Case, Value, write_results
 from engine_driver import (
     abort,
     copy_bandwidth,
@@ -77,6 +78,17 @@ ADAPTER_NUMBERS = LAYERS * RANK * sum(i + o for i, o in SHAPES.values())
 KV_NUMBERS_A_TOKEN = 2 * LAYERS * KV
 
 
+UNITS = {
+    "step_ms": "ms, median",
+    "prefill_tokens_per_s": "tokens/s",
+    "floor_ms": "ms",
+    "copy_bytes_per_s": "bytes/s",
+    "first_token_ms": "ms",
+    "median_gap_ms": "ms",
+    "longest_gap_ms": "ms",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     quantization: str
@@ -85,6 +97,12 @@ class Measured:
     step_ms: float
     prefill_tokens_per_s: float
     floor_ms: float
+
+    def result(self, bandwidth: float, args: argparse.Namespace) -> Case:
+        settings: dict[str, Value] = {"batch": self.batch, "adapters": self.adapters}
+        figures = {"step_ms": self.step_ms, "prefill_tokens_per_s": self.prefill_tokens_per_s}
+        figures |= {"floor_ms": self.floor_ms, "copy_bytes_per_s": bandwidth}
+        return Case(settings | _precisions(self.quantization, args), figures)
 
 
 def measure(
@@ -110,6 +128,16 @@ class Mixed:
     median_gap_ms: float
     longest_gap_ms: float
 
+    def result(self, args: argparse.Namespace) -> Case:
+        settings: dict[str, Value] = {"mixed_tokens": self.mixed_tokens, "adapters": self.adapters}
+        figures = {"first_token_ms": self.first_token_ms, "median_gap_ms": self.median_gap_ms}
+        figures |= {"longest_gap_ms": self.longest_gap_ms}
+        return Case(settings | _precisions(self.quantization, args), figures)
+
+
+def _precisions(quantization: str, args: argparse.Namespace) -> dict[str, Value]:
+    return {"quantization": quantization, "kv_cache_dtype": args.kv_cache_dtype, "lora_dtype": args.lora_dtype}
+
 
 def measure_mixed(engine: Engine, quantization: str, mixed_tokens: int, loras: list[LoRARequest]) -> Mixed:
     row = None
@@ -128,7 +156,7 @@ def measure_mixed(engine: Engine, quantization: str, mixed_tokens: int, loras: l
         row = Mixed(
             quantization, mixed_tokens, len(loras), (times[-1] - times[0]) * 1e3, statistics.median(gaps), max(gaps)
         )
-        abort(engine, long, 1)
+        engine.abort(f"{long} 0")
         abort(engine, streams, STREAMS)
     assert row is not None
     return row
@@ -225,9 +253,8 @@ def main() -> None:
         for quantization in args.quantization:
             rows += run_batches(checkpoint, quantization, args, bandwidth) if args.batches else []
             mixed += run_mixed(checkpoint, quantization, args) if args.mixed_tokens else []
-    if args.json:
-        results = {"bandwidth": bandwidth, "results": [asdict(r) for r in rows], "mixed": [asdict(r) for r in mixed]}
-        args.json.write_text(json.dumps(results, indent=1))
+    results = [*(row.result(bandwidth, args) for row in rows), *(row.result(args) for row in mixed)]
+    write_results(args.json, UNITS, results)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Streams completions at given times from a process of its own, so that measuring them costs no server CPU.
+"""Streams completions from a process of its own, so that measuring them costs no server CPU.
 
     python benchmarks/http_load.py < job.json > report.json
 
-Each request has its own connection. The client reads sockets itself with httptools, since a client library costs more
-than the token that it reads. The report has the client's own CPU time; each outcome has the time at which its request
-was sent.
+Requests are sent at given times, or in a closed loop: each of a number of streams sends the next request when its last
+answer is complete. Each request has its own connection. The client reads sockets itself with httptools, since a client
+library costs more than the token that it reads. The report has the client's own CPU time; each outcome has the time at
+which its request was sent.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from typing import cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -21,11 +22,12 @@ import uvloop
 
 from latency import Outcome
 
-PATIENCE_S = 60.0  # The longest wait after the time of the last request.
+PATIENCE_S = 60.0  # The longest wait after the time of the last request; in a closed loop, after each request.
+NO_BOUND_S = 1e9  # JSON has no infinity.
 
 
 class Call(msgspec.Struct):
-    at_s: float
+    at_s: float  # The time at which it is sent, unless the job is a closed loop.
     model: str
     prompt: list[int]
     max_tokens: int
@@ -34,6 +36,10 @@ class Call(msgspec.Struct):
 class Job(msgspec.Struct):
     base_url: str
     calls: list[Call]
+    streams: int = 0  # If it is not 0, this many streams send the calls in a closed loop.
+    seconds: float = NO_BOUND_S  # A closed loop sends nothing after this time.
+    fields: dict[str, Any] = {}  # Further fields of each request, such as sampling fields.
+    headers: list[str] = []  # Further header lines of each request.
 
 
 class Report(msgspec.Struct):
@@ -97,15 +103,17 @@ class _Stream(asyncio.Protocol):
             return
         *events, self._rest = (self._rest + body).split(b"\n\n")
         for event in events:
-            if event != b"data: [DONE]":
-                self._take(_decode_event(event.removeprefix(b"data: ")))
+            line = event.strip()  # A line that begins with a colon is a comment, which keeps a connection alive.
+            if line.startswith(b"data:") and not line.endswith(b"[DONE]"):
+                self._take(_decode_event(line[5:]))
 
     def on_message_complete(self) -> None:
         status, got, asked = self._parser.get_status_code(), self.outcome.num_tokens, self._call.max_tokens
         if status != 200:
             self._end(f"{status}: {self._rest[:300].decode(errors='replace')}")
         else:
-            self._end(None if got == asked and self.outcome.chunks_s else f"{got} tokens in place of {asked}")
+            text = "" if self.outcome.chunks_s else ", none of which has text"
+            self._end(None if got == asked and not text else f"{got} tokens in place of {asked}{text}")
 
     def _take(self, event: _Event) -> None:
         if event.error is not None:
@@ -125,11 +133,10 @@ class _Stream(asyncio.Protocol):
 async def run(job: Job) -> Report:
     address = urlsplit(job.base_url)
     host, port = address.hostname or "127.0.0.1", address.port or 80
-    requests = [_request(f"{host}:{port}", call) for call in job.calls]
+    requests = [_request(f"{host}:{port}", address.path.rstrip("/"), call, job) for call in job.calls]
     cpu_before, zero = time.process_time(), time.perf_counter()
 
-    async def ask(call: Call, request: bytes) -> Outcome:
-        await asyncio.sleep(call.at_s - (time.perf_counter() - zero))
+    async def ask(call: Call, request: bytes, patience_s: float) -> Outcome:
         try:
             _, stream = await asyncio.get_running_loop().create_connection(
                 lambda: _Stream(call, request, zero), host, port
@@ -137,17 +144,36 @@ async def run(job: Job) -> Report:
         except OSError as error:
             return Outcome(call.at_s, call.at_s, [], 0, f"no connection: {error}")
         try:
-            async with asyncio.timeout(max(other.at_s for other in job.calls) - call.at_s + PATIENCE_S):
+            async with asyncio.timeout(patience_s):
                 await stream.ended
         except TimeoutError:
             stream.outcome.error = f"not complete after {PATIENCE_S:.0f} s"
         return stream.outcome
 
-    outcomes = await asyncio.gather(*map(ask, job.calls, requests))
+    async def ask_in_time(call: Call, request: bytes) -> Outcome:
+        await asyncio.sleep(call.at_s - (time.perf_counter() - zero))
+        return await ask(call, request, last_s - call.at_s + PATIENCE_S)
+
+    async def ask_in_turn() -> list[Outcome]:
+        outcomes = []
+        for call, request in turns:
+            call.at_s = time.perf_counter() - zero
+            if call.at_s > job.seconds:
+                break
+            outcomes.append(await ask(call, request, PATIENCE_S))
+        return outcomes
+
+    if job.streams:
+        turns = zip(job.calls, requests, strict=True)  # All streams take their calls from it.
+        by_stream = await asyncio.gather(*(ask_in_turn() for _ in range(job.streams)))
+        outcomes = [outcome for outcomes in by_stream for outcome in outcomes]
+    else:
+        last_s = max(call.at_s for call in job.calls)
+        outcomes = await asyncio.gather(*map(ask_in_time, job.calls, requests))
     return Report(outcomes, time.process_time() - cpu_before, time.perf_counter() - zero)
 
 
-def _request(host: str, call: Call) -> bytes:
+def _request(host: str, path: str, call: Call, job: Job) -> bytes:
     body = msgspec.json.encode(
         {
             "model": call.model,
@@ -157,10 +183,12 @@ def _request(host: str, call: Call) -> bytes:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **job.fields,
         }
     )
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+    lines = [f"POST {path}/v1/completions HTTP/1.1", f"Host: {host}", "Content-Type: application/json", *job.headers]
+    head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "Connection: close"])
+    return f"{head}\r\n\r\n".encode() + body
 
 
 def main() -> None:

@@ -14,7 +14,6 @@ is 1.25 times the floor plus 0.15 ms. With --lora-dtype fp8 the adapters' A and 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmark_results import Case as Result
+from benchmark_results import Value, write_results
 from engine_driver import copy_bandwidth
 from lorafleet.kernels.decoder.decoder_stack import (
     DTYPE,
@@ -36,6 +37,8 @@ from lorafleet.kernels.lora.apply_lora import linear_with_lora
 from lorafleet.kernels.lora.lora_batch import PREFILL_TILE_TOKENS, TILE_TOKENS, LoRABatch
 from lorafleet.kernels.quant.fp8 import FP8
 
+UNITS = dict.fromkeys(("base_ms", "lora_ms", "excess_ms", "floor_ms", "goal_ms"), "ms")
+UNITS |= {"error": "largest relative error", "copy_bytes_per_s": "bytes/s"}
 LORA_DTYPES = {"bf16": DTYPE, "fp8": FP8}
 
 
@@ -103,7 +106,7 @@ def check(stack: Stack, case: Case, x_of_size: dict[int, Tensor], batch: LoRABat
     return worst
 
 
-def measure(stack: Stack, case: Case, bandwidth: float) -> dict[str, float | str | None]:
+def measure(stack: Stack, case: Case, bandwidth: float) -> dict[str, float]:
     stack.load(case.rank_of_slot)
     x_of_size = stack.inputs(case.num_tokens)
     tile_tokens = PREFILL_TILE_TOKENS if case.is_prefill else TILE_TOKENS
@@ -115,14 +118,11 @@ def measure(stack: Stack, case: Case, bandwidth: float) -> dict[str, float | str
     ms = medians(graphs, 7 if case.is_prefill else 21)
     floor = case.adapter_bytes(stack.lora_dtype) * stack.num_layers / bandwidth * 1e3
     return {
-        "case": case.name,
         "base_ms": ms["base"],
         "lora_ms": ms["lora"],
         "excess_ms": ms["lora"] - ms["base"],
         "floor_ms": floor,
         "goal_ms": 1.25 * floor + 0.15,
-        "gemm_sms": batch.split.gemm_sms,
-        "first": batch.split.first,
         "error": check(stack, case, x_of_size, batch),
     }
 
@@ -131,7 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--lora-dtype", choices=LORA_DTYPES, default="bf16")
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "lora_kernels.json")
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     bandwidth = copy_bandwidth()
     stack = Stack(args.layers, LORA_DTYPES[args.lora_dtype])
@@ -139,16 +139,15 @@ def main() -> None:
     print(f"{gpu}, copy {bandwidth / 1e12:.2f} TB/s, {args.layers} layers, {args.lora_dtype} adapters")
     names = " ".join(f"{name:>7}" for name in ("base", "+lora", "excess", "floor", "goal"))
     print(f"{'tokens x adapters, rank':30} {names}")
-    rows = []
+    results = []
     for case in CASES:
         row = measure(stack, case, bandwidth)
-        rows.append(row)
+        settings: dict[str, Value] = {"case": case.name, "layers": args.layers, "lora_dtype": args.lora_dtype}
+        results.append(Result(settings, row | {"copy_bytes_per_s": bandwidth}))
         numbers = " ".join(f"{row[k]:7.3f}" for k in ("base_ms", "lora_ms", "excess_ms", "floor_ms", "goal_ms"))
         print(f"{case.name:30} {numbers}  error {row['error']:.1e}", flush=True)
         torch.cuda.empty_cache()
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    result = {"gpu": gpu, "copy_bytes_per_s": bandwidth, "lora_dtype": args.lora_dtype, "rows": rows}
-    args.json.write_text(json.dumps(result, indent=1))
+    write_results(args.json, UNITS, results)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,14 @@ import json
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmark_results import Case, write_results
+from engine_setup import add_shape_arguments, llama_config
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.messages import EngineRequest
 from lorafleet.protocol.sampling_params import SamplingParams
@@ -40,6 +42,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+UNITS = {"step_ms": "ms, median", "slowest_ms": "ms", "overlapped": "steps", "steps": "steps"}
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     batch: int
@@ -48,6 +53,10 @@ class Measured:
     slowest_ms: float
     overlapped: int
     steps: int
+
+    def result(self) -> Case:
+        figures = {"step_ms": self.step_ms, "slowest_ms": self.slowest_ms, "overlapped": self.overlapped}
+        return Case({"case": self.case, "batch": self.batch}, figures | {"steps": self.steps})
 
 
 def add_batch(engine: Engine, batch: int, case: str, args: argparse.Namespace) -> None:
@@ -78,39 +87,18 @@ def measure(engine: Engine, batch: int, case: str, args: argparse.Namespace) -> 
     return Measured(batch, case, statistics.median(steps) * 1e3, max(steps) * 1e3, overlapped, args.generated)
 
 
-def write_config(folder: Path, args: argparse.Namespace) -> None:
-    heads = args.hidden // 128 or 1
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": args.vocabulary,
-        "hidden_size": args.hidden,
-        "intermediate_size": args.hidden * 7 // 2,
-        "num_hidden_layers": args.layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": max(1, heads // 4),
-        "max_position_embeddings": args.history + args.generated + 2048,
-        "torch_dtype": "bfloat16" if args.device == "cuda" else "float32",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 256])
-    for name, default in (
-        ("history", 2000),
-        ("generated", 64),
-        ("layers", 32),
-        ("hidden", 4096),
-        ("vocabulary", 128256),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--history", type=int, default=2000)
+    parser.add_argument("--generated", type=int, default=64)
+    add_shape_arguments(parser)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows: list[Measured] = []
     with tempfile.TemporaryDirectory() as folder:
-        write_config(Path(folder), args)
+        config = llama_config(args, args.history + args.generated + 2048)
+        Path(folder, "config.json").write_text(json.dumps(config))
         room = (args.history + args.generated + 32) * max(args.batches)
         engine = build_engine(
             EngineConfig(
@@ -134,8 +122,7 @@ def main() -> None:
                 overlapped = f"{row.overlapped}/{row.steps}"
                 print(f"{batch:5}  {row.step_ms:7.2f}  {row.slowest_ms:10.2f}  {overlapped:>10}  {case}", flush=True)
         engine.close()
-    if args.json is not None:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    write_results(args.json, UNITS, [row.result() for row in rows])
 
 
 if __name__ == "__main__":

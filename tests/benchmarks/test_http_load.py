@@ -81,3 +81,22 @@ async def test_an_answer_that_is_not_whole_is_a_failure_that_says_why(raw: bytes
 async def test_no_server_is_a_failure() -> None:
     (outcome,) = (await run(Job("http://127.0.0.1:1", [Call(0.0, "m", [5], 2)]))).outcomes
     assert "no connection" in (outcome.error or "")
+
+
+async def test_a_stream_of_a_closed_loop_waits_for_its_last_answer() -> None:
+    running, most = 0, 0
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        writer.write(HEAD + chunked(token("a") + ending(1)) + b"0\r\n\r\n")
+
+    async with server(answer) as url:
+        report = await run(Job(url, [Call(0.0, "m", [5], 1) for _ in range(7)], streams=3))
+        late = await run(Job(url, [Call(0.0, "m", [5], 1) for _ in range(7)], streams=3, seconds=0.0))
+    assert [outcome.error for outcome in report.outcomes] == [None] * 7
+    assert most == 3
+    assert late.outcomes == [], "the time is over before the first call"

@@ -1,0 +1,95 @@
+"""Runs the benchmarks of the engine with small shapes on the CPU: they work, and they record all their figures."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import engine_setup
+import long_context
+import sampling
+import saturation
+from benchmark_results import Results, read_results
+
+SMALL = ("--device", "cpu", "--layers", "1", "--hidden", "64", "--vocabulary", "512")
+ONE_THREAD = ("--engine-option", "cpu_threads=1")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, benchmark: ModuleType, *words: str) -> Results:
+    file = tmp_path / "results.json"
+    monkeypatch.setattr(sys, "argv", [f"{benchmark.__name__}.py", *SMALL, *words, "--json", str(file)])
+    benchmark.main()
+    results = read_results(file)
+    assert results.benchmark == benchmark.__name__
+    assert "--json" not in results.command
+    return results
+
+
+def test_saturation_keeps_all_streams_busy_until_enough_requests_have_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = ("--streams", "2", "4", "--adapters", "0", "3", "--prompt", "16", "--generated", "8", "--requests", "8")
+    results = run(monkeypatch, tmp_path, saturation, *words, "--seconds", "60", *ONE_THREAD)
+    assert [(case.settings["adapters"], case.settings["streams"]) for case in results.cases] == [
+        *((0, 2), (0, 4), (3, 2), (3, 4))
+    ]
+    for case in results.cases:
+        figures = case.figures
+        assert figures.keys() == saturation.UNITS.keys()
+        assert figures["requests"] in range(8, 8 + 4)
+        assert figures["tokens_per_s"] * figures["seconds"] >= 8 * 4, "nearly all of the answers' tokens"
+        assert figures["preemptions"] == 0
+        assert 0 < figures["gap_p50_ms"] <= figures["gap_p99_ms"]
+        assert 0 < figures["ttft_p50_ms"] <= figures["ttft_p99_ms"]
+
+
+def test_long_context_measures_prefill_decode_and_a_prompt_amid_streams(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = ("--contexts", "300", "--sequences", "1", "2", "99", "--most-tokens", "900", "--steps", "2")
+    results = run(monkeypatch, tmp_path, long_context, *words, "--streams", "2", "--seconds", "0.01", *ONE_THREAD)
+    kinds = [(case.settings["kind"], case.settings.get("sequences")) for case in results.cases]
+    assert kinds == [("prefill", None), ("decode", 1), ("decode", 2), ("decode", 3), ("amid streams", None)]
+    figures = results.cases[-1].figures
+    alone_s = results.figure("prefill_s", kind="prefill")
+    assert alone_s is not None
+    assert figures["relative_speed"] == pytest.approx(alone_s / figures["first_token_s"])
+    assert 0 < figures["gap_p50_ms"] <= figures["gap_p99_ms"] <= figures["gap_max_ms"]
+
+
+def test_sampling_records_every_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    results = run(
+        monkeypatch,
+        tmp_path,
+        sampling,
+        *("--vocabulary", "2000", "--batches", "2", "--history", "10", "--generated", "6"),
+    )
+    assert [case.settings["case"] for case in results.cases] == list(sampling.CASES)
+    assert all((case.figures["step_ms"] or 0) > 0 for case in results.cases)
+
+
+@pytest.mark.parametrize("option", ["max_num_mixed=1", "lora.max_loras=1"])
+def test_an_option_that_the_engine_does_not_have_is_refused(option: str, tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    engine_setup.add_engine_arguments(parser)
+    args = parser.parse_args([*SMALL, "--engine-option", option])
+    with pytest.raises(SystemExit, match=option):
+        engine_setup.make_engine(tmp_path, args, 1, 64)
+
+
+def test_options_reach_the_engine_and_its_adapters(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    engine_setup.add_engine_arguments(parser)
+    options = ["block_size=32", "lora.max_loras=5", "attention_backend=torch", "lora.max_cpu_loras=6"]
+    args = parser.parse_args([*SMALL, "--engine-option", *options])
+    engine, loras = engine_setup.make_engine(tmp_path, args, 1, 64, num_adapters=2)
+    try:
+        assert len(loras) == 2
+        assert engine.scheduler.kv.block_size == 32
+        assert engine.stats().lora_slots_total == 5
+    finally:
+        engine.close()
