@@ -53,6 +53,7 @@ class ContentDigest:
 
 
 def done(digest: str) -> Future[str]:
+    """Returns a future that has this digest."""
     computed: Future[str] = Future()
     computed.set_result(digest)
     return computed

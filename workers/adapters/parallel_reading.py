@@ -96,7 +96,7 @@ class ParallelReader:
             call.result()
 
     def stop(self) -> None:
-        """Ends the threads. Call it once nothing is read."""
+        """Ends the threads of this reader. Call it once nothing is read."""
         self._digests.shutdown()
         self._pool.shutdown()
 
