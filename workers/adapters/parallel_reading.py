@@ -115,7 +115,7 @@ class ParallelReader:
         digest, may_be_known = before.copy(), bool(hashes) and not is_expected
         for piece, read in zip(pieces, reads, strict=True):
             read.result()
-            if may_be_known and all(of_piece.done() for of_piece in hashes):
+            if may_be_known and hashes[-1].done():  # the others were started before it
                 if (found := self._find(before, hashes)) is not None:
                     return found
                 may_be_known = False
