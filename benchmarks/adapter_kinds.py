@@ -38,6 +38,7 @@ from engine_e2e import CONFIG, HIDDEN, LAYERS, RANK, SHAPES
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.workers.adapters.content_digest import ContentDigest
 from lorafleet.workers.adapters.forms import AdapterForms, Kronecker, LinearForm, LowRank, TokenRows, VocabForm
 from lorafleet.workers.adapters.reader import ReadAdapter
 from lorafleet.workers.engine import Engine
@@ -144,7 +145,7 @@ def start(checkpoint: Path, kinds: list[str], lora_dtype: str) -> tuple[Engine, 
 
     def read(path: str, **_: object) -> ReadAdapter:
         kind = Path(path).name.partition("-")[0]
-        return ReadAdapter(made[kind], f"digest of {Path(path).name}", 0.0)
+        return ReadAdapter(made[kind], ContentDigest.known(f"digest of {Path(path).name}"), 0.0)
 
     lora_model.read_adapter = read  # The benchmark measures the forms, so it bypasses reading files.
     count = ADAPTERS * len(kinds)

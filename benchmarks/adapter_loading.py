@@ -1,20 +1,25 @@
 """Measures the cost of loading adapters: CPU memory to slot, disk to first token, and the effect on other streams.
 
     python benchmarks/adapter_loading.py [--ranks 16 64] [--streams 1 8 64] [--json FILE]
+    python benchmarks/adapter_loading.py --cpu [--ranks 16] [--threads 1 4 8]
 
 The model is an 8B Llama shape with random weights in bf16, with adapters on all seven projections.
 
 - Activation is the time until a slot may be used, and how much of that time the engine loop itself is blocked.
 - Streams are decoding sequences over four adapters. Their gap is the time from one step's tokens to the next step's:
   alone, with another adapter put into a slot every 100 ms, and with another adapter read from disk every 250 ms.
-- Disk is the time from requesting an adapter that the server has never seen to the first token of a prompt of 16
-  tokens, while nothing else runs. For "cold", the kernel first drops the file from its page cache, which only works on
-  real disks.
+- Disk is the time from requesting an adapter that no tier holds to the first token of a prompt of 16 tokens, while
+  nothing else runs. For "cold", the kernel first drops the file from its page cache, which only works on real disks.
+  The process has digested the contents of "known" rows before, and not those of "new" rows.
+
+With --cpu, no GPU is needed: only the phases of a load are measured, from the request to host memory that is reused,
+with each number of reading threads.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import logging
 import os
@@ -25,20 +30,31 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from itertools import cycle
+from itertools import count, cycle
 from pathlib import Path
 
 import msgspec
 import torch
 
 from engine_e2e import CONFIG
+from lorafleet.protocol.adapter_formats.adapter_files import TICK_S
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.messages import EngineRequest
 from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.protocol.sources import SourcesConfig
+from lorafleet.resolvers.store import AdapterStore
+from lorafleet.workers.adapters.base_layout import BaseLayout
+from lorafleet.workers.adapters.kinds.kind import Base
+from lorafleet.workers.adapters.parallel_reading import ParallelReader
+from lorafleet.workers.bases.checkpoint import read_model_config
 from lorafleet.workers.engine import Engine
+from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.slots.loader import AdapterLoader
+from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.startup import build_engine
+from lorafleet.workers.tp.group import TPGroup
 from random_llama import write_adapters
 
 SLOTS, STREAM_ADAPTERS = 8, 4
@@ -46,7 +62,8 @@ SLOTS, STREAM_ADAPTERS = 8, 4
 NUM_RESIDENT, NUM_FRESH = 12, 3
 STEPS = 800
 ACTIVATE_EVERY_S, LOAD_EVERY_S = 0.1, 0.25
-DISK_REPEATS = 5
+DISK_REPEATS, CPU_REPEATS = 5, 12
+WEIGHTS = "adapter_model.safetensors"
 PROMPT = 512
 
 
@@ -212,21 +229,22 @@ class FromDisk:
 
     rank: int
     cache: str
-    read_ms: float  # Time to read the file and compute its digest.
+    content: str
+    read_ms: float  # Time to read the values, and to look for NaN and infinity.
     check_ms: float
     pack_ms: float
-    load_ms: float  # Time until the loop has the adapter in CPU memory; it includes reading, checking and packing.
+    digest_ms: float  # Time to wait for the digest after packing.
+    load_ms: float  # Time until the loop has the adapter in CPU memory; it includes the times above.
     slot_ms: float  # Time of the copy to the GPU.
     step_ms: float  # Time from the end of the copy to the first token.
     total_ms: float
     worst_ms: float
 
 
-def measure_disk(bench: Bench, rank: int, path: Path, cold: bool) -> FromDisk:
+def measure_disk(bench: Bench, rank: int, path: Path, cold: bool, new: bool) -> FromDisk:
     rows: list[list[float]] = []
     for _ in range(DISK_REPEATS + 1):
-        if cold:
-            forget(path / "adapter_model.safetensors")
+        prepare(path / WEIGHTS, cold, new)
         started = time.perf_counter()
         lora = bench.load(path)
         loaded = time.perf_counter()
@@ -242,18 +260,65 @@ def measure_disk(bench: Bench, rank: int, path: Path, cold: bool) -> FromDisk:
         done = time.perf_counter()
         times = slot.adapter.times
         marks = [loaded - started, ready - loaded, done - ready, done - started]
-        rows.append([1e3 * t for t in (times.read_s, times.check_s, times.pack_s, *marks)])
+        rows.append([1e3 * t for t in (times.read_s, times.check_s, times.pack_s, times.digest_s, *marks)])
         bench.drain()
         bench.loras.drop(lora.digest)
     # The first repeat only warms up.
     medians = [statistics.median(column) for column in zip(*rows[1:], strict=True)]
-    return FromDisk(rank, "cold" if cold else "warm", *medians, max(row[-1] for row in rows[1:]))
+    worst = max(row[-1] for row in rows[1:])
+    return FromDisk(rank, "cold" if cold else "warm", "new" if new else "known", *medians, worst)
 
 
-def forget(path: Path) -> None:
+def prepare(path: Path, cold: bool, new: bool) -> None:
+    """Changes the file's last value if its content should be new, and drops it from the page cache for "cold"."""
     with path.open("rb+") as file:
+        if new:
+            file.seek(-2, os.SEEK_END)
+            file.write(bytes([next(_new_bytes) % 256]))
         os.fsync(file.fileno())  # The kernel can drop only pages that have been written to disk.
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if cold:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    time.sleep(2 * TICK_S)  # A file that was just written would be waited for.
+
+
+_new_bytes = count()
+
+
+def measure_on_cpu(folder: Path, rank: int, num_threads: int, path: Path) -> None:
+    """Prints the phases of loads without a GPU."""
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    config, lora_config = read_model_config(folder), LoRAConfig(max_loras=1, max_lora_rank=rank)
+    model = DecoderModel(config, TPGroup(), torch.bfloat16, torch.device("meta"))
+    slots = LoRAModelManager(model, lora_config, torch.bfloat16, torch.device("cpu"))
+    store, reader = AdapterStore(SourcesConfig()), ParallelReader(num_threads)
+    base = Base(BaseLayout.of(config))
+    loader = AdapterLoader(base, lora_config, slots, torch.bfloat16, torch.device("cpu"), store, reader)
+    memory = torch.zeros((path / WEIGHTS).stat().st_size * 2, dtype=torch.uint8)
+    loader._allocate = lambda size: memory[:size]  # as pinned memory is reused on a GPU
+    for cold, new in ((False, True), (False, False), (True, False)):
+        rows = []
+        for _ in range(CPU_REPEATS):
+            prepare(path / WEIGHTS, cold, new)
+            started, cpu_started = time.perf_counter(), time.process_time()
+            times = loader.submit(LoRARequest(path.name, 1, str(path))).result().times
+            load_s = time.perf_counter() - started
+            phases = (times.read_s, times.check_s, times.pack_s, times.digest_s, time.process_time() - cpu_started)
+            rows.append([1e3 * t for t in (load_s, *phases)])
+        load, read, check, pack, digest, cpu = min(rows)
+        print(
+            f"rank {rank}, {num_threads} threads, {'cold' if cold else 'warm'}, {'new' if new else 'known'}: fastest "
+            f"load of {CPU_REPEATS} {load:.1f} (read {read:.1f}, check {check:.1f}, pack {pack:.1f}, digest waited for "
+            f"{digest:.1f}), median {statistics.median(row[0] for row in rows):.1f}, processor time {cpu:.1f} ms",
+            flush=True,
+        )
+    loader.stop()
+
+
+def measure_digest(path: Path) -> None:
+    data = (path / WEIGHTS).read_bytes()
+    started = time.perf_counter()
+    hashlib.sha256(data).digest()
+    print(f"digest alone: {(time.perf_counter() - started) * 1e3:.1f} ms for {len(data) / 1e6:.0f} MB")
 
 
 def main() -> None:
@@ -262,7 +327,18 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 4, 8])
     args = parser.parse_args()
+    if args.cpu:
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in args.ranks:
+                write_adapters(Path(folder, f"rank{rank}"), CONFIG, 1, rank)
+                path = Path(folder, f"rank{rank}", "a0")
+                measure_digest(path)
+                for num_threads in args.threads:
+                    measure_on_cpu(Path(folder), rank, num_threads, path)
+        return
     results: dict[str, list[dict[str, object]]] = {"activation": [], "streams": [], "disk": []}
     with tempfile.TemporaryDirectory() as folder:
         cpu_loras = 2 * SLOTS
@@ -288,13 +364,14 @@ def main() -> None:
                         f"max {g.max_ms:6.2f} ms  p99 {g.p99_over_alone:.2f} x  ({g.events})",
                         flush=True,
                     )
-            for cold in (False, True):
-                d = measure_disk(bench, rank, paths[-1], cold)
+            for cold, new in ((False, False), (True, False), (False, True)):
+                d = measure_disk(bench, rank, paths[-1], cold, new)
                 results["disk"].append(asdict(d))
                 print(
-                    f"disk, {d.cache}: load {d.load_ms:.1f} (read {d.read_ms:.1f}, check {d.check_ms:.1f}, pack "
-                    f"{d.pack_ms:.1f}), slot {d.slot_ms:.1f}, step {d.step_ms:.1f}, in all {d.total_ms:.1f} ms "
-                    f"(worst {d.worst_ms:.1f})",
+                    f"disk, {d.cache}, {d.content}: load {d.load_ms:.1f} (read {d.read_ms:.1f}, check "
+                    f"{d.check_ms:.1f}, pack {d.pack_ms:.1f}, digest waited for {d.digest_ms:.1f}), "
+                    f"slot {d.slot_ms:.1f}, step {d.step_ms:.1f}, in all {d.total_ms:.1f} "
+                    f"ms (worst {d.worst_ms:.1f})",
                     flush=True,
                 )
             for lora in resident:

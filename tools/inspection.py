@@ -98,7 +98,7 @@ def inspect_folder(path: Path, name: str, dtype: torch.dtype = torch.bfloat16) -
         found = _with_tensors(found, path)
         read = read_forms(path, None, name)
         forms, found = read.forms, dataclasses.replace(found, digest=read.digest)
-        held = _tensor_bytes(LoRAModel.of(forms, "", dtype, name))
+        held = _tensor_bytes(LoRAModel.of(forms, read.content, dtype, name))
         found = dataclasses.replace(found, bytes_on_one_gpu=held, dtype=_name(dtype))
         return _with_forms(found, forms)
     except ConfigError as error:

@@ -141,12 +141,27 @@ class OpenFile:
                 got += count
             digest.update(chunk)
 
+    def read_at(self, target: memoryview, offset: int) -> None:
+        """Fills target with the file's bytes from this offset on. Threads may call it at the same time."""
+        got = 0
+        while got < len(target):
+            try:
+                count = os.preadv(self.stream.fileno(), [target[got:]], offset + got)
+            except OSError as error:
+                raise self._unreadable(error) from None
+            if count == 0:
+                raise AdapterMalformed(f"{self.name} is truncated.")
+            got += count
+
     def _read_some(self, target: memoryview) -> int:
         try:
             count: int | None = self.stream.readinto(target)  # type: ignore[attr-defined]  # raw: FileIO has it
             return count or 0
         except OSError as error:
-            raise AdapterMalformed(f"{self.name} cannot be read: {error.strerror}.") from None
+            raise self._unreadable(error) from None
+
+    def _unreadable(self, error: OSError) -> AdapterMalformed:
+        return AdapterMalformed(f"{self.name} cannot be read: {error.strerror}.")
 
     def check_unchanged(self) -> None:
         """Raises AdapterChanged if the file was written since it was opened.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from lorafleet.workers.adapters.content_digest import ContentDigest
 from lorafleet.workers.adapters.forms import AdapterForms, Kronecker, LinearForm, LowRank
 from lorafleet.workers.adapters.reader import ReadAdapter
 from lorafleet.workers.slots import lora_model as lora_model
@@ -163,7 +164,7 @@ def served_from(root: Path, forms: Mapping[str, AdapterForms], monkeypatch: pyte
 
     def read(path: str, **_: object) -> ReadAdapter:
         kind = Path(path).name
-        return ReadAdapter(forms[kind], f"digest of {kind}", 0.0)
+        return ReadAdapter(forms[kind], ContentDigest.known(f"digest of {kind}"), 0.0)
 
     monkeypatch.setattr(lora_model, "read_adapter", read)
     return paths

@@ -28,13 +28,15 @@ from lorafleet.protocol.adapter_formats.adapter_files import (
     read_config,
     read_language,
 )
-from lorafleet.protocol.errors import AdapterChanged, AdapterError, AdapterMalformed, RankTooLarge
+from lorafleet.protocol.errors import AdapterError, AdapterMalformed, RankTooLarge
 from lorafleet.protocol.strict_json import shown
 from lorafleet.protocol.yield_gil import yielding_gil
 from lorafleet.workers.adapters.adapter_parts import AdapterParts
 from lorafleet.workers.adapters.casting import max_magnitude
+from lorafleet.workers.adapters.content_digest import ContentDigest
 from lorafleet.workers.adapters.forms import AdapterForms, LinearForm, VocabForm
 from lorafleet.workers.adapters.kinds.kind import Base
+from lorafleet.workers.adapters.parallel_reading import ParallelReader
 from lorafleet.workers.adapters.peft_helper import PEFTHelper
 from lorafleet.workers.adapters.weight_files import LoadedTensors, read_weights
 
@@ -44,9 +46,14 @@ class ReadAdapter:
     """An adapter that was read and has passed all checks."""
 
     forms: AdapterForms
-    digest: str  # sha256 (hex) of config, weights and language
-    read_s: float  # seconds spent reading and hashing the values
+    content: ContentDigest  # sha256 of config, weights and language
+    read_s: float  # seconds spent reading the values
     language: str = ""  # language_digest of its tokenizer and chat template files
+
+    @property
+    def digest(self) -> str:
+        """The confirmed digest (hex). It may have to be waited for; AdapterChanged if another was expected."""
+        return self.content.confirm()
 
 
 def read_adapter(
@@ -57,8 +64,12 @@ def read_adapter(
     dtype: torch.dtype,
     name: str,
     expected_digest: str = "",
+    reader: ParallelReader | None = None,
 ) -> ReadAdapter:
     """Reads and checks the adapter in the folder `path`. Raises an AdapterError, and never returns half an adapter.
+
+    Without a reader, the digest is confirmed when this returns. With one, the adapter must not be used before its
+    `digest` has been taken, which confirms it.
 
     Args:
         base: the base that serves the adapter.
@@ -66,6 +77,7 @@ def read_adapter(
         dtype: the serving dtype, which must hold the adapter's values.
         name: the adapter's name, for messages.
         expected_digest: if given, files with another digest raise AdapterChanged.
+        reader: threads that read the values and compute their digest.
     """
     with _about(name):
         folder = AdapterFolder.at(path)
@@ -74,18 +86,21 @@ def read_adapter(
         with open_weights(folder) as file:
             language = read_language(folder)
             digest = new_digest(config_bytes, file, language)
-            weights = read_weights(file, digest)
+            weights = read_weights(file, digest, reader, expected_digest)
             parts = AdapterParts.of(helper, weights.infos, base, max_rank)
             _check_rank_limit(parts, name, max_rank)
             reading = time.perf_counter()
             loaded = weights.load()
             read_s = time.perf_counter() - reading
         check_same_config(folder, config_bytes)
-        _check_digest(digest.hexdigest(), expected_digest)
+    content = ContentDigest(loaded.digest, expected_digest, name)
+    if reader is None:
+        content.confirm()
+    with content.confirmed_first(), _about(name):
         _check_values(loaded, dtype)
         forms = parts.forms(loaded.by_name)
         _check_forms(forms, loaded, dtype)
-    return ReadAdapter(forms, digest.hexdigest(), read_s, language_digest(language))
+    return ReadAdapter(forms, content, read_s, language_digest(language))
 
 
 def _range_of(dtype: torch.dtype) -> torch.dtype:
@@ -115,18 +130,10 @@ def _check_rank_limit(parts: AdapterParts, name: str, limit: int) -> None:
         )
 
 
-def _check_digest(digest: str, expected: str) -> None:
-    if expected and digest != expected:
-        raise AdapterChanged(
-            f"the files have the digest {digest[:12]}…, but the adapter was registered with {expected[:12]}…. "
-            f"Load it again (load_inplace) to serve the new version."
-        )
-
-
 def _check_values(loaded: LoadedTensors, dtype: torch.dtype) -> None:
     """Checks that the values are finite in the serving dtype. The largest decides, since rounding preserves order."""
     dtype = _range_of(dtype)
-    if loaded.all_values is not None and max_magnitude(loaded.all_values).to(dtype).isfinite():
+    if loaded.largest is not None and loaded.largest.to(dtype).isfinite():
         return
     for name, tensor in loaded.by_name.items():
         if not tensor.is_floating_point() or not tensor.numel():

@@ -6,9 +6,11 @@ module adds the values. peft_names.py and adapter_parts.py interpret the names a
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,9 +21,9 @@ from lorafleet.protocol.adapter_formats.safetensors_header import TensorInfo, pa
 from lorafleet.protocol.adapter_formats.torch_archive import TorchArchive
 from lorafleet.protocol.adapter_formats.torch_index import StoredTensor
 from lorafleet.protocol.yield_gil import yielding_gil
-
-if TYPE_CHECKING:
-    from hashlib import _Hash
+from lorafleet.workers.adapters.casting import max_magnitude
+from lorafleet.workers.adapters.content_digest import done
+from lorafleet.workers.adapters.parallel_reading import ParallelReader, ReadValues
 
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX_DTYPES = {"U8": torch.uint8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
@@ -33,7 +35,7 @@ class WeightsFile(Protocol):
     infos: Mapping[str, TensorInfo]
 
     def load(self) -> LoadedTensors:
-        """Returns the values, on the CPU. By then every byte of the file has gone into the digest."""
+        """Returns the values, on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,32 +43,59 @@ class LoadedTensors:
     """The values of all tensors of a file, on the CPU."""
 
     by_name: Mapping[str, Tensor]
-    all_values: Tensor | None  # the values of all tensors as one, if they share a dtype and lie together
+    largest: Tensor | None  # the largest magnitude of all values, if they share a dtype and lie together
+    digest: Future[str]  # sha256 (hex) of the values and of all that had gone into the digest before
 
 
-def read_weights(file: OpenFile, digest: _Hash) -> WeightsFile:
-    return SafetensorsFile(file, digest) if file.name == SAFETENSORS_NAME else TorchFile(file, digest)
+def read_weights(
+    file: OpenFile, digest: hashlib._Hash, reader: ParallelReader | None = None, expected_digest: str = ""
+) -> WeightsFile:
+    """Reads the shapes of the file's tensors.
+
+    Args:
+        digest: A hash of all that comes before the file in the adapter's content.
+        reader: Threads that read the values. With them, load() returns before the digest is known.
+        expected_digest: The digest that the content should have, or "".
+    """
+    if file.name == SAFETENSORS_NAME:
+        return SafetensorsFile(file, digest, reader, expected_digest)
+    return TorchFile(file, digest)
 
 
 class SafetensorsFile:
     """Reads the bytes once, into memory, since a mapped file that shrinks under its reader kills the process."""
 
-    def __init__(self, file: OpenFile, digest: _Hash) -> None:
+    def __init__(
+        self, file: OpenFile, digest: hashlib._Hash, reader: ParallelReader | None = None, expected_digest: str = ""
+    ) -> None:
         self._file = file
         self._digest = digest
+        self._reader = reader
+        self._expected_digest = expected_digest
         header = read_header(file, digest)
         self._data_bytes = file.size - 8 - len(header)
         self.infos: Mapping[str, TensorInfo] = parse_header(header, self._data_bytes, file.name)
 
     def load(self) -> LoadedTensors:
-        memory = np.empty(self._data_bytes, np.uint8)  # numpy uses huge pages, torch does not
-        self._file.read_into(memory.data, self._digest)
+        data = torch.from_numpy(np.empty(self._data_bytes, np.uint8))  # numpy uses huge pages, torch does not
+        if self._reader is None or not self._reader.takes(self._data_bytes):
+            read = self._read(data)
+        else:
+            read = self._reader.read(self._file, data, self._dtype(), self._digest, self._expected_digest)
         self._file.check_unchanged()
-        data = torch.from_numpy(memory)
         by_name = {name: _view(data, info) for name, info in yielding_gil(self.infos.items()) if info.dtype in _DTYPES}
+        return LoadedTensors(by_name, read.largest, read.digest)
+
+    def _read(self, data: Tensor) -> ReadValues:
+        self._file.read_into(data.numpy().data, self._digest)
+        dtype = self._dtype()
+        largest = None if dtype is None or not len(data) else max_magnitude(data.view(dtype))
+        return ReadValues(largest, done(self._digest.hexdigest()))
+
+    def _dtype(self) -> torch.dtype | None:
+        """Returns the float dtype that all tensors share, or None."""
         dtypes = {FLOAT_DTYPES.get(info.dtype) for info in self.infos.values()}
-        dtype = dtypes.pop() if len(dtypes) == 1 else None
-        return LoadedTensors(by_name, None if dtype is None else data.view(dtype))
+        return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _view(data: Tensor, info: TensorInfo) -> Tensor:
@@ -80,12 +109,14 @@ def _view(data: Tensor, info: TensorInfo) -> Tensor:
 class TorchFile:
     """Reads the legacy adapter_model.bin whole, without torch.load: see torch_archive.py."""
 
-    def __init__(self, file: OpenFile, digest: _Hash) -> None:
+    def __init__(self, file: OpenFile, digest: hashlib._Hash) -> None:
         self._archive = TorchArchive(file, digest)
+        self._digest = digest
         self.infos = self._archive.infos
 
     def load(self) -> LoadedTensors:
-        return LoadedTensors({key: self._value(t) for key, t in yielding_gil(self._archive.tensors.items())}, None)
+        by_name = {key: self._value(t) for key, t in yielding_gil(self._archive.tensors.items())}
+        return LoadedTensors(by_name, None, done(self._digest.hexdigest()))
 
     def _value(self, tensor: StoredTensor) -> Tensor:
         dtype = _STORED_DTYPES[tensor.dtype]

@@ -23,9 +23,11 @@ from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.resolvers.fetch_metrics import FetchTotals
 from lorafleet.resolvers.store import AdapterStore
+from lorafleet.workers.adapters.content_digest import ContentDigest
 from lorafleet.workers.adapters.forms import AdapterForms
 from lorafleet.workers.adapters.kinds.kind import Base
 from lorafleet.workers.adapters.mixed_forms import mix
+from lorafleet.workers.adapters.parallel_reading import ParallelReader
 from lorafleet.workers.adapters.reader import read_adapter
 from lorafleet.workers.slots.lora_model import LoRAModel
 from lorafleet.workers.slots.model_manager import LoRAModelManager
@@ -57,6 +59,7 @@ class AdapterLoader:
         dtype: torch.dtype,
         device: torch.device,
         store: AdapterStore,
+        reader: ParallelReader | None = None,
     ) -> None:
         self._store = store
         self._base = base
@@ -67,6 +70,7 @@ class AdapterLoader:
         self._dtype = dtype
         self._pinned = PinnedMemory() if device.type == "cuda" else None
         self._pool = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="lora-load")
+        self._reader = reader or ParallelReader()
 
     def submit(self, lora: LoRARequest) -> Future[PackedAdapter]:
         """Starts to load an adapter.
@@ -91,6 +95,7 @@ class AdapterLoader:
         """Waits for the loads in progress to end. Fetches are abandoned."""
         self._store.stop()
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._reader.stop()
 
     def free(self) -> None:
         """Frees the pinned memory. Call it after stop(), once no copy reads a packed adapter."""
@@ -101,10 +106,7 @@ class AdapterLoader:
         """Loads one adapter; runs in a pool thread."""
         waited = _Waited()
         try:
-            if lora.parts:
-                packed = self._pack(self._mix(lora, waited))
-            else:
-                packed = self._pack(self._read_files(lora, self._read, waited))
+            packed = self._pack(self._mix(lora, waited)) if lora.parts else self._read_files(lora, self._read, waited)
             return replace(packed, times=replace(packed.times, fetch_s=waited.seconds))
         except LorafleetError:
             raise
@@ -122,8 +124,8 @@ class AdapterLoader:
 
         return self._store.read(lora.lora_path, lora.digest, use)
 
-    def _read(self, lora: LoRARequest, folder: AdapterFolder) -> LoRAModel:
-        return LoRAModel.from_local_checkpoint(
+    def _read(self, lora: LoRARequest, folder: AdapterFolder) -> PackedAdapter:
+        model = LoRAModel.from_local_checkpoint(
             folder,
             base=self._base,
             config=self._config,
@@ -131,23 +133,29 @@ class AdapterLoader:
             name=lora.lora_name,
             expected_digest=lora.digest,
             sharding=self._sharding,
+            reader=self._reader,
         )
+        return self._pack(model)  # It waits for the digest, which a damaged folder must not have.
 
     def _mix(self, lora: LoRARequest, waited: _Waited) -> LoRAModel:
         started = time.perf_counter()
         parts = [(part, self._read_files(part.lora, self._read_forms, waited)) for part in lora.parts]
         forms = mix(parts, self._config.max_lora_rank)
-        return LoRAModel.of(forms, lora.digest, self._dtype, lora.lora_name, self._sharding, started)
+        content = ContentDigest.known(lora.digest)
+        return LoRAModel.of(forms, content, self._dtype, lora.lora_name, self._sharding, started)
 
     def _read_forms(self, lora: LoRARequest, folder: AdapterFolder) -> AdapterForms:
-        return read_adapter(
+        read = read_adapter(
             folder,
             base=self._base,
             max_rank=self._config.max_lora_rank,
             dtype=self._dtype,
             name=lora.lora_name,
             expected_digest=lora.digest,
-        ).forms
+            reader=self._reader,
+        )
+        read.content.confirm()
+        return read.forms
 
     def _pack(self, model: LoRAModel) -> PackedAdapter:
         adapter = pack(
@@ -156,6 +164,7 @@ class AdapterLoader:
             self._dtype,
             self._allocate,
             lambda num_bytes: self._extra_memory.check(num_bytes, model.name),
+            self._reader.for_each,
         )
         if self._pinned is not None:
             for block in adapter.blocks:

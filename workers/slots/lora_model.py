@@ -24,6 +24,7 @@ from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.yield_gil import yielding_gil
 from lorafleet.workers.adapters.casting import cast
+from lorafleet.workers.adapters.content_digest import ContentDigest
 from lorafleet.workers.adapters.forms import (
     AdapterForms,
     ExpertsForm,
@@ -33,6 +34,7 @@ from lorafleet.workers.adapters.forms import (
     StackedLowRank,
 )
 from lorafleet.workers.adapters.kinds.kind import Base
+from lorafleet.workers.adapters.parallel_reading import ParallelReader
 from lorafleet.workers.adapters.reader import read_adapter
 from lorafleet.workers.slots.layer_weights import AffineWeights, LoRALayerWeights
 from lorafleet.workers.slots.quantizing import fp8_scales, to_fp8
@@ -61,10 +63,10 @@ class LoRAModel:
     """
 
     name: str
-    digest: str  # sha256 (hex) of config and weights
+    content: ContentDigest  # sha256 of config and weights
     modules: dict[str, LoRALayerWeights]  # A, B and scaling
     num_bytes: int  # of the whole adapter as served, on every rank
-    read_s: float = 0.0  # seconds for reading the values and computing the digest
+    read_s: float = 0.0  # seconds for reading the values
     check_s: float = 0.0  # seconds for checking the adapter and casting its tensors
     invocation_tokens: tuple[int, ...] = ()  # of an activated LoRA; otherwise empty
     affines: Mapping[str, AffineWeights] = field(default_factory=dict)
@@ -76,6 +78,11 @@ class LoRAModel:
     head: VocabWeights | None = None
     vocab_size: int | None = None  # None if it is the base's
     language: str = ""  # language_digest of the adapter's files
+
+    @property
+    def digest(self) -> str:
+        """The confirmed digest (hex). It may have to be waited for; AdapterChanged if another was expected."""
+        return self.content.confirm()
 
     @property
     def rank(self) -> int:
@@ -107,6 +114,7 @@ class LoRAModel:
         name: str,
         expected_digest: str = "",
         sharding: AdapterSharding | None = None,
+        reader: ParallelReader | None = None,
     ) -> LoRAModel:
         """Reads and checks the adapter in the folder `path`, and casts it to `dtype`, the serving dtype.
 
@@ -119,6 +127,7 @@ class LoRAModel:
             name: The adapter's name, for messages.
             expected_digest: If given, other bytes than these raise AdapterChanged.
             sharding: None for the whole adapter.
+            reader: Threads that read the values. They may still be computing the digest when this returns.
         """
         started = time.perf_counter()
         read = read_adapter(
@@ -128,17 +137,19 @@ class LoRAModel:
             dtype=dtype,
             name=name,
             expected_digest=expected_digest,
+            reader=reader,
         )
         if sharding is not None:
-            check_vocabulary(read.forms, sharding.shard.whole.vocab_size, config, name)
-        own = cls.of(read.forms, read.digest, dtype, name, sharding, started, read.read_s)
+            with read.content.confirmed_first():
+                check_vocabulary(read.forms, sharding.shard.whole.vocab_size, config, name)
+        own = cls.of(read.forms, read.content, dtype, name, sharding, started, read.read_s)
         return replace(own, language=read.language)
 
     @classmethod
     def of(
         cls,
         forms: AdapterForms,
-        digest: str,
+        content: ContentDigest,
         dtype: torch.dtype,
         name: str,
         sharding: AdapterSharding | None = None,
@@ -163,7 +174,7 @@ class LoRAModel:
         own_head = None if head is None else head_part(head, shard, tables_dtype)
         return cls(
             name,
-            digest,
+            content,
             modules,
             sum(_num_bytes(form, dtype) for form in forms.linears.values())
             + _norm_bytes(forms)

@@ -10,7 +10,7 @@ slots use them in place.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,14 +35,26 @@ from lorafleet.workers.slots.linear_extra_parts import extra_tensors
 from lorafleet.workers.slots.lora_model import LoRAModel
 from lorafleet.workers.slots.vocab_extras import vocab_tensors
 
+LINEARS_AT_ONCE = 16  # copied by one thread in turn, some megabytes
+
+Slices = list[LoRALayerWeights | None]
+LinearsWithOffsets = Sequence[tuple[list[int], Slices]]
+ForEach = Callable[[Callable[[LinearsWithOffsets], None], Iterable[LinearsWithOffsets]], None]
+
+
+def in_turn(function: Callable[[LinearsWithOffsets], None], parts: Iterable[LinearsWithOffsets]) -> None:
+    for part in parts:
+        function(part)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadTimes:
     """Durations of a load's phases in seconds."""
 
-    read_s: float  # reading the values and computing the digest
+    read_s: float  # reading the values
     check_s: float  # checking names, shapes and values, and casting
     pack_s: float  # packing into blocks
+    digest_s: float = 0.0  # waiting for the digest after that
     fetch_s: float = 0.0  # until the files were on this node; 0 if they already were
 
 
@@ -100,22 +112,28 @@ def pack(
     dtype: torch.dtype,
     allocate: Callable[[int], Tensor],
     check_extra: Callable[[int], None] | None = None,
+    for_each: ForEach = in_turn,
 ) -> PackedAdapter:
-    """Packs one rank's part of an adapter.
+    """Packs one rank's part of an adapter, whose digest is confirmed when this returns.
 
     Args:
         allocate: Returns a uint8 tensor of the given number of bytes.
         check_extra: Raises if the extras need more bytes than allowed.
+        for_each: Calls a function for each of several parts of the work, perhaps in threads.
     """
     started = time.perf_counter()
     linears = [[model.modules.get(name) for name in part.names] for part in base.linears]
     tensors = extra_tensors(model, base) | vocab_tensors(model.embedding, model.head)
     if check_extra is not None:
-        check_extra(ExtraBlock.size_of(tensors))
+        with model.content.confirmed_first():
+            check_extra(ExtraBlock.size_of(tensors))
     table, size = _lay_out(linears, dtype)
     block = allocate(size)
-    _fill(block, table, linears)
+    work = list(zip(table.offset_LA.tolist(), linears, strict=True))
+    parts = [work[start : start + LINEARS_AT_ONCE] for start in range(0, len(work), LINEARS_AT_ONCE)]
+    for_each(lambda part: _fill(block, part), parts)
     extra = ExtraBlock.of(tensors, allocate) if tensors else None
+    packed = time.perf_counter()
     info = AdapterInfo(
         model.digest,
         model.rank,
@@ -125,7 +143,7 @@ def pack(
         model.vocab_size,
         model.language,
     )
-    times = LoadTimes(model.read_s, model.check_s, time.perf_counter() - started)
+    times = LoadTimes(model.read_s, model.check_s, packed - started, time.perf_counter() - packed)
     return PackedAdapter(info, block, dtype, table, times, extra)
 
 
@@ -160,8 +178,9 @@ def _lay_out(linears: Sequence[list[LoRALayerWeights | None]], dtype: torch.dtyp
     return table, end
 
 
-def _fill(block: Tensor, table: AdapterTable, linears: Sequence[list[LoRALayerWeights | None]]) -> None:
-    for offsets, slices in zip(table.offset_LA.tolist(), linears, strict=True):
+def _fill(block: Tensor, part: LinearsWithOffsets) -> None:
+    """Copies some linears' matrices into the block, each to its row of AdapterTable.offset_LA."""
+    for offsets, slices in part:
         present = [(s, b_start) for s, b_start in zip(slices, offsets[1:], strict=False) if s is not None]
         a_end = offsets[0]
         for s, b_start in present:

@@ -292,10 +292,11 @@ class WorkerLoRAManager:
 def _log_load(adapter: PackedAdapter) -> None:
     times = adapter.times
     log.info(
-        "adapter %s loaded: %.0f MB, read %.0f ms, check %.0f ms, pack %.0f ms",
+        "adapter %s loaded: %.0f MB, read %.0f ms, check %.0f ms, pack %.0f ms, digest waited for %.0f ms",
         adapter.info.digest[:12],
         adapter.block.numel() / 1e6,
         times.read_s * 1e3,
         times.check_s * 1e3,
         times.pack_s * 1e3,
+        times.digest_s * 1e3,
     )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lorafleet.workers.adapters.content_digest import ContentDigest
 from lorafleet.workers.adapters.forms import AdapterForms, VocabForm
 from lorafleet.workers.adapters.peft_helper import PEFTHelper
 from lorafleet.workers.slots import lora_model
@@ -212,4 +213,4 @@ def test_the_time_of_checking_includes_the_casts_of_norms_and_tables(monkeypatch
     taking_a_second("head_part")
     table = VocabForm(table_VD=torch.ones(8, 4))
     forms = AdapterForms(norms={"norm": torch.ones(4)}, embedding=table, head=table)
-    assert LoRAModel.of(forms, "digest", torch.float32, "sql", read_s=0.5).check_s == 2.5
+    assert LoRAModel.of(forms, ContentDigest.known("digest"), torch.float32, "sql", read_s=0.5).check_s == 2.5

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lorafleet.kernels.lora.packed_lora import LinearPlace, LoRATables, PackedLoRA
 from lorafleet.kernels.quant.fp8 import FP8
+from lorafleet.workers.adapters.content_digest import ContentDigest
 from lorafleet.workers.slots.base_parts import BasePart, BaseParts
 from lorafleet.workers.slots.layer_weights import LoRALayerWeights
 from lorafleet.workers.slots.lora_model import LoRAModel
@@ -33,7 +34,7 @@ def layer(in_features: int, out_features: int, rank: int, dtype: torch.dtype) ->
 
 
 def packed(modules: dict[str, LoRALayerWeights], dtype: torch.dtype) -> PackedAdapter:
-    model = LoRAModel("a", "d", modules, num_bytes=1234)
+    model = LoRAModel("a", ContentDigest.known("d"), modules, num_bytes=1234)
     return pack(model, BASE, dtype, lambda size: torch.zeros(size, dtype=torch.uint8))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,19 @@ import pytest
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import AdapterChanged, AdapterError, AdapterMissing, LorafleetError
 from lorafleet.protocol.lora_config import LoRAConfig
-from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.messages import EngineRequest, TokenOutput
 from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.protocol.sources import SourcesConfig
+from lorafleet.resolvers.store import AdapterStore
+from lorafleet.workers.adapters.base_layout import BaseLayout
+from lorafleet.workers.adapters.kinds.kind import Base
+from lorafleet.workers.adapters.parallel_reading import MIN_THREADS_FOR_PIECES, ParallelReader
+from lorafleet.workers.bases.checkpoint import read_model_config
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.slots import loader
+from lorafleet.workers.slots.loader import AdapterLoader
+from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
 from lorafleet.workers.startup import build_engine
 from tiny_models import make_adapter
 
@@ -299,6 +309,34 @@ def test_other_bytes_under_a_registered_path_are_refused(engine, adapters, promp
     submit(small, "r", lora, prompt(5), 3)
     [output] = run(small)
     assert output.error.kind == AdapterChanged.__name__
+
+
+@pytest.mark.parametrize("num_threads", [1, MIN_THREADS_FOR_PIECES])
+def test_bytes_whose_digest_is_not_the_registered_one_reach_no_tier(engine, fleet, adapters, tmp_path, num_threads):
+    """Their digest is computed while they are checked and packed."""
+    slots, folder, config = engine().loras.model_manager, tmp_path / "a", LoRAConfig()
+    layout = BaseLayout.of(read_model_config(fleet("llama3").base))
+    store, reader = AdapterStore(SourcesConfig()), ParallelReader(num_threads, piece_bytes=512)
+    loader = AdapterLoader(Base(layout), config, slots, slots.dtype, slots.device, store, reader)
+    manager = WorkerLoRAManager(config, slots, loader, None)
+
+    def load(digest: str) -> Future[AdapterInfo]:
+        future = manager.load(LoRARequest("a", 1, str(folder), digest))
+        while not future.done():
+            manager.poll()
+        return future
+
+    shutil.copytree(adapters[0], folder)
+    digest = load("").result().digest
+    manager.drop(digest)
+    assert load(digest).result().digest == digest
+    manager.drop(digest)
+    with (folder / "adapter_model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\0")
+    assert isinstance(load(digest).exception(), AdapterChanged)
+    assert manager.resident_cpu() == [] and manager.slot_for(LoRARequest("a", 1, str(folder), digest)) is None
+    manager.close()
 
 
 def test_a_failed_load_leaves_nothing_behind_and_the_next_one_succeeds(engine, adapters, prompt, tmp_path):

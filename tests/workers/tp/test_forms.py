@@ -14,6 +14,7 @@ from torch import Tensor
 from adapter_forms import make_forms
 from lorafleet.kernels.lora.lora_batch import BASE_SLOT, LoRABatch
 from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.workers.adapters.content_digest import ContentDigest
 from lorafleet.workers.adapters.forms import AdapterForms
 from lorafleet.workers.bases.checkpoint import read_model_config
 from lorafleet.workers.bases.weights import load_weights
@@ -50,7 +51,7 @@ def run(
     manager = LoRAModelManager(model, lora_config, torch.float32, CPU)
     infos = []
     for (kind, form), slot in zip(forms.items(), manager.slots, strict=True):
-        part = LoRAModel.of(form, kind, torch.float32, kind, manager.sharding)
+        part = LoRAModel.of(form, ContentDigest.known(kind), torch.float32, kind, manager.sharding)
         adapter = pack(part, manager.base_parts, torch.float32, _pageable)
         manager.activate(adapter, slot)
         infos.append(adapter.info.num_bytes)

@@ -1,0 +1,139 @@
+"""Reads an adapter's values in several threads, and computes their digest beside the work that follows.
+
+The values are read into memory of our own, exactly once: the bytes that are hashed are the bytes that are served. A
+mapped file would be neither safe nor faster. It could change after it was hashed, and one that shrinks under its
+reader kills the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lorafleet.protocol.adapter_formats.adapter_files import CHUNK_BYTES, OpenFile
+from lorafleet.workers.adapters.casting import max_magnitude
+from lorafleet.workers.adapters.content_digest import KnownDigests, combined
+
+MAX_THREADS = 8
+# Hashing pieces takes as much time of the processors as the digest. With fewer threads it would delay the digest.
+MIN_THREADS_FOR_PIECES = 4
+MIN_PIECES = 3  # contents of fewer are read on the calling thread
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadValues:
+    """Values that have all been read."""
+
+    largest: Tensor | None  # largest magnitude, as max_magnitude() returns it; None if no dtype was given
+    digest: Future[str]
+
+
+class ParallelReader:
+    """Threads that all loads of a process share.
+
+    Args:
+        num_threads: Default: half of the processor's cores, at most MAX_THREADS.
+        piece_bytes: A multiple of 8.
+        known: Contents that are recognized by the hashes of their pieces.
+    """
+
+    def __init__(
+        self, num_threads: int | None = None, piece_bytes: int = CHUNK_BYTES, known: KnownDigests | None = None
+    ) -> None:
+        num_cores = len(os.sched_getaffinity(0))
+        num_threads = num_threads or max(1, min(MAX_THREADS, num_cores // 2))
+        self._piece_bytes = piece_bytes
+        self._known = known or KnownDigests()
+        self._hashes_pieces = num_threads >= MIN_THREADS_FOR_PIECES
+        # Tasks of the first pool wait only for tasks that it has started earlier. Those of the second wait for the
+        # first pool's. So neither can come to a standstill.
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="lora-read")
+        self._digests = ThreadPoolExecutor(min(MAX_THREADS, num_cores), thread_name_prefix="lora-digest")
+
+    def takes(self, num_bytes: int) -> bool:
+        """Returns whether so many bytes are worth several threads."""
+        return num_bytes > (MIN_PIECES - 1) * self._piece_bytes
+
+    def read(
+        self, file: OpenFile, target: Tensor, dtype: torch.dtype | None, before: hashlib._Hash, expected: str
+    ) -> ReadValues:
+        """Fills `target` with the file's last bytes. Returns when they are there, and before their digest is known.
+
+        Args:
+            target: uint8.
+            dtype: The dtype of all values, or None if their largest magnitude is not wanted.
+            before: The digest of everything before these bytes. It is not changed.
+            expected: The digest that the content should have, or "".
+        """
+        offset, pieces = file.size - len(target), target.split(self._piece_bytes)
+        reads = [
+            self._pool.submit(_read_piece, file, piece, offset + i * self._piece_bytes, dtype)
+            for i, piece in enumerate(pieces)
+        ]
+        hashes = [
+            self._pool.submit(_hash_piece, piece, read)
+            for piece, read in zip(pieces if self._hashes_pieces else (), reads, strict=False)
+        ]
+        digest = self._digests.submit(self._digest, before.copy(), pieces, reads, hashes, expected)
+        wait(reads)  # also after an error, since the caller then closes the file
+        largest = [found for read in reads if (found := read.result()) is not None]
+        return ReadValues(max_magnitude(torch.stack(largest)) if largest else None, digest)
+
+    def for_each(self, function: Callable[[T], object], items: Iterable[T]) -> None:
+        """Calls the function for each item, in the threads. Raises the first error once all calls have ended."""
+        calls = [self._pool.submit(function, item) for item in items]
+        wait(calls)
+        for call in calls:
+            call.result()
+
+    def stop(self) -> None:
+        """Ends the threads of this reader. Call it once nothing is read."""
+        self._digests.shutdown()
+        self._pool.shutdown()
+
+    def _digest(
+        self,
+        before: hashlib._Hash,
+        pieces: Sequence[Tensor],
+        reads: Sequence[Future[Tensor | None]],
+        hashes: Sequence[Future[bytes]],
+        expected: str,
+    ) -> str:
+        """Computes the digest in order, unless the hashes of the pieces are those of a known content."""
+        is_expected = bool(hashes) and expected in self._known
+        if is_expected and (found := self._find(before, hashes)) is not None:
+            return found
+        digest, may_be_known = before.copy(), bool(hashes) and not is_expected
+        for piece, read in zip(pieces, reads, strict=True):
+            read.result()
+            if may_be_known and hashes[-1].done():  # the others were started before it
+                if (found := self._find(before, hashes)) is not None:
+                    return found
+                may_be_known = False
+            digest.update(piece.numpy().data)
+        computed = digest.hexdigest()
+        if hashes:
+            self._known.add(combined(before, self._piece_bytes, [of_piece.result() for of_piece in hashes]), computed)
+        return computed
+
+    def _find(self, before: hashlib._Hash, hashes: Sequence[Future[bytes]]) -> str | None:
+        return self._known.find(combined(before, self._piece_bytes, [of_piece.result() for of_piece in hashes]))
+
+
+def _read_piece(file: OpenFile, piece: Tensor, offset: int, dtype: torch.dtype | None) -> Tensor | None:
+    file.read_at(piece.numpy().data, offset)
+    return None if dtype is None else max_magnitude(piece.view(dtype))
+
+
+def _hash_piece(piece: Tensor, read: Future[Tensor | None]) -> bytes:
+    read.result()
+    return hashlib.sha256(piece.numpy().data).digest()
