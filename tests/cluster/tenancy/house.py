@@ -8,7 +8,7 @@ import io
 import json
 import tarfile
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,10 @@ from lorafleet.cluster.tenancy.tenancy import Tenancy
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.messages import EngineRequest, TokenOutput
+from lorafleet.protocol.sources import SourcesConfig
 from lorafleet.protocol.transport.engine_socket import EngineClient, ipc_address
 from lorafleet.resolvers.lora_resolver import LoRAResolver
+from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.worker import GPUWorker
 
 OPERATOR = "the operator's key"
@@ -93,7 +95,7 @@ class House:
         await membership.become_ready()
         store = self.directory.catalogue.store
         carry_out = self.administration.carry_out
-        admin = AdapterAdmin(carry_out, store, ["base"], "run", lambda path: nullcontext(Path(path)))
+        admin = AdapterAdmin(carry_out, store, ["base"], "run", AdapterStore(SourcesConfig()))
         catalog = DirectoryCatalog(membership, admin, engine, ["base"], self.resolver)
         self.tenancy = tenancy = Tenancy(
             OPERATOR, self.key_file, self.folder / "usage", self.folder / "audit", "r", membership.admit

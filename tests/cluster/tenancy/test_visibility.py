@@ -14,6 +14,7 @@ import pytest
 
 from lorafleet.api.routes.build_api import ROUTES
 from lorafleet.cluster.admin.admin_api import admin_routes
+from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.resolvers.filesystem import FilesystemResolver
 from tests.cluster.tenancy.house import House, error_of, tokens_of
@@ -64,6 +65,8 @@ def asked_for(name: str) -> list[tuple[str, str, dict[str, Any] | None]]:
         ("POST", f"/v1/adapters/{name}/rollback", {}),
         ("POST", f"/v1/adapters/{name}/prefetch", {}),
         ("POST", f"/v1/adapters/{name}/verify", {}),
+        ("POST", f"/v1/adapters/{name}/download", {}),
+        ("POST", f"/v1/adapters/{name}/download", {"version": 1}),
     ]
 
 
@@ -229,6 +232,28 @@ async def test_what_takes_from_all_tenants_or_is_another_s_needs_the_operator(
         assert [(one["id"], one["tenant"]) for one in listed] == [("~acme/sql", "acme"), ("~rival/x", "rival")]
         assert (await house.ask("public", "GET", "/v1/adapters")).status_code == 403
         assert (await house.ask(None, "GET", "/v1/models")).status_code == 401
+
+
+async def test_a_tenant_downloads_its_own_adapters_only_and_the_operator_all(
+    house: House, adapters: dict[str, Path]
+) -> None:
+    async with house.open():
+        assert (await house.push("acme", "sql", adapters["qv"])).status_code == 200
+        assert (await house.push("operator", "public", adapters["all"])).status_code == 200
+        own = await house.ask("acme", "POST", "/v1/adapters/sql/download", {})
+        assert (own.status_code, own.headers["x-lorafleet-version"]) == (200, "1")
+        assert own.headers["x-lorafleet-digest"] == folder_digest(adapters["qv"])
+        assert (await house.ask("operator", "POST", "/v1/adapters/~acme/sql/download", {})).content == own.content
+        for caller, name, status in (
+            ("rival", "sql", 404),
+            ("rival", "public", 404),
+            ("rival", "~acme/sql", 400),
+            ("public", "public", 403),
+            (None, "public", 401),
+            ("operator", "public", 200),
+        ):
+            answer = await house.ask(caller, "POST", f"/v1/adapters/{name}/download", {})
+            assert answer.status_code == status, (caller, name, answer.text[:200])
 
 
 async def test_what_a_tenant_may_store_is_bounded(house: House, adapters: dict[str, Path]) -> None:
