@@ -61,12 +61,13 @@ class DownloadTarget:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def take(self, folder: Path) -> None:
-        """Moves the files of the temporary folder to the target: in one step if the target does not exist. Raises
-        OSError, as FileExistsError if the target was filled meanwhile."""
+    def take(self, folder: Path) -> int:
+        """Moves the files of the temporary folder to the target, in one step if the target does not exist. Returns
+        their number of bytes. Raises OSError, as FileExistsError if the target was filled meanwhile."""
+        num_bytes = sum(file.stat().st_size for file in folder.iterdir())
         if not self._is_there:
             folder.rename(self.path)
-            return
+            return num_bytes
         self._check_free(besides=folder)
         # The config goes first and comes last. A folder without it is no adapter, so that nobody takes one for an
         # adapter whose files are half replaced.
@@ -74,6 +75,7 @@ class DownloadTarget:
             (self.path / name).unlink(missing_ok=True)
         for file in sorted(folder.iterdir(), key=lambda file: file.name == CONFIG_NAME):
             file.replace(self.path / file.name)
+        return num_bytes
 
     def _check_free(self, besides: Path | None = None) -> None:
         if self._is_there and not self._force and any(entry != besides for entry in self.path.iterdir()):
@@ -115,8 +117,7 @@ class Download:
                 f"the files of {self._name!r} have digest {digest[:12]}…, but the server promised "
                 f"{self._digest[:12]}…. They were damaged on the way; repeat the download."
             )
-        num_bytes = sum(file.stat().st_size for file in self._folder.iterdir())
-        target.take(self._folder)
+        num_bytes = target.take(self._folder)
         return Downloaded(self._name, self._version, digest, num_bytes, str(target.path))
 
     def close(self) -> None:

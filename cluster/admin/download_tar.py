@@ -80,15 +80,20 @@ def open_packed(folder: Path, digest: str) -> PackedAdapter:
         files = [stack.enter_context(file) for file in _open_files(AdapterFolder.at(folder))]
         found = _digest(files)
         if found != digest:
-            raise AdapterChanged(
-                f"the adapter was registered with digest {digest[:12]}…, but its files now have digest {found[:12]}…. "
-                "Restore its files or push it again, and then repeat the download."
-            )
+            raise changed_files(digest, found)
         for file in files:
             file.check_unchanged()
             file.stream.seek(0)
         stack.pop_all()
         return PackedAdapter(files)
+
+
+def changed_files(digest: str, found: str) -> AdapterChanged:
+    """Returns the error for files with another digest than the one that was registered."""
+    return AdapterChanged(
+        f"the adapter was registered with digest {digest[:12]}…, but its files now have digest {found[:12]}…. "
+        "Restore its files or push it again, and then repeat the download."
+    )
 
 
 def _open_files(folder: AdapterFolder) -> Iterator[OpenFile]:

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from lorafleet.api.access.caller import Caller
 from lorafleet.api.routes.build_api import ROUTES
 from lorafleet.cluster.admin.admin_api import admin_routes
+from lorafleet.cluster.admin.download_api import MAX_DOWNLOADS
 from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.resolvers.filesystem import FilesystemResolver
@@ -254,6 +256,38 @@ async def test_a_tenant_downloads_its_own_adapters_only_and_the_operator_all(
         ):
             answer = await house.ask(caller, "POST", f"/v1/adapters/{name}/download", {})
             assert answer.status_code == status, (caller, name, answer.text[:200])
+
+
+async def test_resolvers_look_for_a_name_to_download_for_the_operator_only(
+    house: House, adapters: dict[str, Path]
+) -> None:
+    shelf = house.folder / "shelf"
+    shutil.copytree(adapters["qv"], shelf / "cold")
+    base = json.loads((adapters["qv"] / "adapter_config.json").read_text())["base_model_name_or_path"]
+    house.resolver = FilesystemResolver(shelf, [base])
+    async with house.open():
+        path = "/v1/adapters/cold/download"
+        assert (await house.ask("acme", "POST", path, {})).status_code == 404
+        got = await house.ask("operator", "POST", path, {})
+        assert got.status_code == 200 and "x-lorafleet-version" not in got.headers
+        assert got.headers["x-lorafleet-digest"] == folder_digest(adapters["qv"])
+        refused = await house.ask("operator", "POST", path, {"version": 1})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "version")
+        assert (await house.ask("acme", "POST", path, {})).status_code == 404, "found, but not its own"
+
+
+async def test_downloads_of_one_tenant_at_a_time_are_bounded(house: House, adapters: dict[str, Path]) -> None:
+    async with house.open():
+        for caller in ("acme", "rival"):
+            assert (await house.push(caller, "sql", adapters["qv"])).status_code == 200
+        acme = Caller(tenant="acme")
+        running = [house.front.work_bounds.enter("downloads", MAX_DOWNLOADS, acme) for _ in range(MAX_DOWNLOADS)]
+        refused = await house.ask("acme", "POST", "/v1/adapters/sql/download", {})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert (await house.ask("rival", "POST", "/v1/adapters/sql/download", {})).status_code == 200
+        running[0].end()
+        for _ in range(2):
+            assert (await house.ask("acme", "POST", "/v1/adapters/sql/download", {})).status_code == 200
 
 
 async def test_what_a_tenant_may_store_is_bounded(house: House, adapters: dict[str, Path]) -> None:
