@@ -54,7 +54,7 @@ class DownloadTarget:
         that exists, which may be a file system of its own."""
         parent = self.path if self._is_there else self.path.parent
         parent.mkdir(parents=True, exist_ok=True)
-        folder = parent / f".{self.path.name}.{uuid.uuid4().hex}"
+        folder = parent / f".lorafleet-{uuid.uuid4().hex}"
         folder.mkdir()
         try:
             yield folder

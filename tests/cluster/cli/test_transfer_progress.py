@@ -11,7 +11,7 @@ import pytest
 
 from lorafleet.client.admin import AdminClient
 from lorafleet.client.results import Adapter
-from lorafleet.cluster.cli.transfer_progress import UPLOAD, transfer_progress
+from lorafleet.cluster.cli.transfer_progress import DOWNLOAD, UPLOAD, transfer_progress
 from lorafleet.protocol.adapter_formats.adapter_files import CONFIG_NAME, SAFETENSORS_NAME
 
 
@@ -36,6 +36,14 @@ def test_a_terminal_sees_the_bytes_and_then_that_the_replicas_load(monkeypatch: 
         on_upload(1 << 20, 4 << 20)
         on_upload(4 << 20, 4 << 20)
     assert "the replicas load it" in terminal.getvalue()
+
+
+def test_a_terminal_sees_a_download_and_then_that_it_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_a_terminal(monkeypatch)
+    with transfer_progress("table", DOWNLOAD) as on_download:
+        assert on_download is not None
+        on_download(4 << 20, 4 << 20)
+    assert "Downloaded; its digest is checked" in terminal.getvalue()
 
 
 def test_programs_see_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
