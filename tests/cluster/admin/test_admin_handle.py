@@ -68,7 +68,7 @@ def cli(http: httpx.Client, *arguments: str) -> Any:
     options = ["--url", str(http.base_url), "--admin-key", ADMIN_KEY, "-o", "json"]
     done = CliRunner().invoke(app, ["adapters", *arguments, *options])
     assert done.exit_code == 0, done.output
-    return json.loads(done.output)
+    return json.loads(done.stdout)  # The file server writes to this process's stderr too.
 
 
 def test_without_the_key_nothing_is_told_or_done(http: httpx.Client) -> None:
