@@ -19,12 +19,22 @@ from typing import IO, Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Un
 
 import httpx
 
-from lorafleet.client.client_errors import APIError
+from lorafleet.client.client_errors import APIError, status_error
 from lorafleet.client.http_calls import HttpCall, answer_of, call_of, reaching
 from lorafleet.client.packing import pack
 from lorafleet.client.places import AdapterPlaces, ListPlaces, PlacesPage, ShowPlaces
 from lorafleet.client.quality_verbs import AcceptQuality, ListQuality, RunQuality
-from lorafleet.client.results import Adapter, AdapterPage, Prefetched, Quality, QualityList, Removed, Verified
+from lorafleet.client.receiving import Download, DownloadTarget, receiving
+from lorafleet.client.results import (
+    Adapter,
+    AdapterPage,
+    Downloaded,
+    Prefetched,
+    Quality,
+    QualityList,
+    Removed,
+    Verified,
+)
 from lorafleet.protocol import admin_verbs as verbs
 from lorafleet.protocol.admin_verbs import REMOVE_S, Verb
 
@@ -35,7 +45,7 @@ TIMEOUT_S = 600.0  # A push waits until replicas have loaded the adapter.
 PAGE = 100
 CHUNK_BYTES = 1 << 20
 
-OnUpload = Callable[[int, int], None]  # Gets the number of bytes sent, and of all bytes.
+OnTransfer = Callable[[int, int], None]  # Gets the number of bytes sent or received, and of all bytes.
 
 P = ParamSpec("P")
 AnswerT = TypeVar("AnswerT")
@@ -62,6 +72,7 @@ class AdminClient:
         key: Defaults to LORAFLEET_ADMIN_KEY.
         transport: A transport of httpx, for proxies or certificates.
         on_upload: Called while `push` uploads files.
+        on_download: Called while `download` receives files.
     """
 
     def __init__(
@@ -71,10 +82,12 @@ class AdminClient:
         *,
         timeout_s: float = TIMEOUT_S,
         transport: httpx.BaseTransport | None = None,
-        on_upload: OnUpload | None = None,
+        on_upload: OnTransfer | None = None,
+        on_download: OnTransfer | None = None,
     ) -> None:
         self._http = httpx.Client(**_settings(url, key, timeout_s), transport=transport)
         self._on_upload = on_upload
+        self._on_download = on_download
 
     def __enter__(self) -> Self:
         return self
@@ -110,6 +123,25 @@ class AdminClient:
     def push_from(self, name: str, source: str, **options: Unpack[PushOptions]) -> Adapter:
         """Adds a new adapter, or a new version of an adapter, from a path or URI that the server reads."""
         return self._send(verbs.PushAdapter(name, source, **options))
+
+    def download(
+        self,
+        name: str,
+        to: str | os.PathLike[str] | None = None,
+        *,
+        version: int | None = None,
+        force: bool = False,
+    ) -> Downloaded:
+        """Downloads an adapter to a folder, from which PEFT and `push` read the same adapter again.
+
+        Args:
+            to: The folder, which must be absent or empty. None: the last part of the name, in the current folder.
+            version: None for the one that the name stands for.
+            force: Replaces the files of an adapter that is in the folder already.
+
+        Raises FileExistsError, and DownloadError if the files that came are not complete. The folder is unchanged then.
+        """
+        return self._download(verbs.DownloadAdapter(name, version), DownloadTarget(name, to, force))
 
     def alias(self, name: str, to: int | Mapping[int, float], alias: str | None = None) -> Adapter:
         """Points an alias to a version, or to several versions with weights. `alias` defaults to the adapter's own
@@ -167,6 +199,21 @@ class AdminClient:
             call = call_of(verb).with_tar(num_bytes)
             return answer_of(verb, self._request(call, _counted(packed, num_bytes, self._on_upload)))
 
+    def _download(self, verb: verbs.DownloadAdapter, target: DownloadTarget) -> Downloaded:
+        call = call_of(verb)
+        with (
+            reaching(self._http.base_url),
+            self._http.stream(call.method, call.path, headers=call.headers, content=call.body) as response,
+        ):
+            if not response.is_success:
+                response.read()
+                raise status_error(response)
+            with target.temporary_folder() as folder, receiving(verb.name, response, folder) as download:
+                for chunk in response.iter_bytes():
+                    download.write(chunk)
+                    _report(download, self._on_download)
+                return download.finish(target)
+
     def _request(self, call: HttpCall, content: bytes | Iterator[bytes] | None) -> httpx.Response:
         with reaching(self._http.base_url):
             return self._http.request(call.method, call.path, params=call.query, headers=call.headers, content=content)
@@ -175,8 +222,8 @@ class AdminClient:
 def _awaited(
     method: Callable[Concatenate[AdminClient, P], AnswerT],
 ) -> Callable[Concatenate[AsyncAdminClient, P], Coroutine[Any, Any, AnswerT]]:
-    """Makes the asyncio version of a method of AdminClient. The method only makes a message and returns what `_send` or
-    `_upload` returns for it, and those of AsyncAdminClient return an awaitable."""
+    """Makes the asyncio version of a method of AdminClient. The method only makes a message and returns what `_send`,
+    `_upload` or `_download` returns for it, and those of AsyncAdminClient return an awaitable."""
 
     @functools.wraps(method)
     async def awaited(client: AsyncAdminClient, /, *args: P.args, **kwargs: P.kwargs) -> AnswerT:
@@ -224,6 +271,7 @@ class AsyncAdminClient:
     show = _awaited(AdminClient.show)
     push = _awaited(AdminClient.push)
     push_from = _awaited(AdminClient.push_from)
+    download = _awaited(AdminClient.download)
     alias = _awaited(AdminClient.alias)
     unalias = _awaited(AdminClient.unalias)
     rollback = _awaited(AdminClient.rollback)
@@ -247,6 +295,18 @@ class AsyncAdminClient:
             call = call_of(verb).with_tar(await asyncio.to_thread(pack, folder, packed))
             return answer_of(verb, await self._request(call, _chunks(packed)))
 
+    async def _download(self, verb: verbs.DownloadAdapter, target: DownloadTarget) -> Downloaded:
+        call = call_of(verb)
+        with reaching(self._http.base_url):
+            async with self._http.stream(call.method, call.path, headers=call.headers, content=call.body) as response:
+                if not response.is_success:
+                    await response.aread()
+                    raise status_error(response)
+                with target.temporary_folder() as folder, receiving(verb.name, response, folder) as download:
+                    async for chunk in response.aiter_bytes(CHUNK_BYTES):
+                        await asyncio.to_thread(download.write, chunk)
+                    return await asyncio.to_thread(download.finish, target)
+
     async def _request(self, call: HttpCall, content: bytes | AsyncIterator[bytes] | None) -> httpx.Response:
         with reaching(self._http.base_url):
             return await self._http.request(
@@ -265,11 +325,16 @@ def _settings(url: str | None, key: str | None, timeout_s: float) -> dict[str, A
     return {"base_url": url, "headers": headers, "timeout": timeout_s}
 
 
-def _counted(packed: IO[bytes], num_bytes: int, on_upload: OnUpload | None) -> Iterator[bytes]:
+def _counted(packed: IO[bytes], num_bytes: int, on_upload: OnTransfer | None) -> Iterator[bytes]:
     while chunk := packed.read(CHUNK_BYTES):
         yield chunk
         if on_upload is not None:
             on_upload(packed.tell(), num_bytes)
+
+
+def _report(download: Download, on_download: OnTransfer | None) -> None:
+    if on_download is not None and download.num_bytes:
+        on_download(download.num_received, download.num_bytes)
 
 
 async def _chunks(packed: IO[bytes]) -> AsyncIterator[bytes]:

@@ -2,6 +2,7 @@
 
 APIError
 ├── APIConnectionError   no answer arrived
+│   └── DownloadError    a download broke off, or its bytes are not the adapter's
 └── APIStatusError       the server rejected the call; the message is its own
 """
 
@@ -22,6 +23,10 @@ class APIError(Exception):
 class APIConnectionError(APIError):
     """An error that means that the server was not reached or its answer broke off. It is unknown whether a change was
     made."""
+
+
+class DownloadError(APIConnectionError):
+    """An error that means that a download broke off or was damaged. No file is where the adapter should be."""
 
 
 class APIStatusError(APIError):

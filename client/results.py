@@ -10,6 +10,7 @@ import msgspec
 from lorafleet.protocol.admin_answers import Adapter as Adapter
 from lorafleet.protocol.admin_answers import AdapterPage as AdapterPage
 from lorafleet.protocol.admin_answers import Alias as Alias
+from lorafleet.protocol.admin_answers import Downloaded as Downloaded
 from lorafleet.protocol.admin_answers import Move as Move
 from lorafleet.protocol.admin_answers import Prefetched as Prefetched
 from lorafleet.protocol.admin_answers import Removed as Removed

@@ -77,3 +77,13 @@ class Prefetched(msgspec.Struct, frozen=True):
 class Verified(msgspec.Struct, frozen=True):
     id: str
     verified: list[int]  # Numbers of versions.
+
+
+class Downloaded(msgspec.Struct, frozen=True):
+    """The result of a download, as the client gives it. Over HTTP come the files, and version and digest as headers."""
+
+    id: str
+    version: int | None  # None: a resolver found the adapter, so it has no versions.
+    digest: str
+    num_bytes: int  # Size of the files.
+    folder: str  # Absolute path of the folder on the client's machine.

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from lorafleet.protocol import limits
-from lorafleet.protocol.admin_answers import Adapter, AdapterPage, Prefetched, Removed, Verified
+from lorafleet.protocol.admin_answers import Adapter, AdapterPage, Downloaded, Prefetched, Removed, Verified
 from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.limits import Range
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
@@ -42,6 +42,9 @@ VersionWeights = Annotated[
 
 ADAPTERS = "/v1/adapters"
 ADAPTER = f"{ADAPTERS}/{{name}}"
+# Headers of a download.
+DIGEST_HEADER = "x-lorafleet-digest"
+VERSION_HEADER = "x-lorafleet-version"  # Absent if a resolver found the adapter, so that it has no versions.
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +210,14 @@ class UnpinAdapter(AdapterVerb[Adapter], frozen=True, omit_defaults=True):
     http = HttpRoute("POST", f"{ADAPTER}/unpin", "Let an adapter's slots go", "EmptyRequest")
 
 
+class DownloadAdapter(AdapterVerb[Downloaded], frozen=True, omit_defaults=True):
+    """Sends the files of one version as an uncompressed tar."""
+
+    http = HttpRoute("POST", f"{ADAPTER}/download", "Download an adapter's files", "DownloadRequest")
+
+    version: Annotated[int, limits.VERSION] | None = None  # None: the version that the name stands for.
+
+
 class PrefetchAdapter(AdapterVerb[Prefetched], frozen=True, omit_defaults=True):
     """Loads the adapter on some replicas."""
 
@@ -267,6 +278,21 @@ class PushFolder(AdapterVerb[Adapter], frozen=True):
     terms: PushTerms
 
 
+class Located(msgspec.Struct, frozen=True):
+    """One version of an adapter, with the place of its files."""
+
+    lora: LoRARequest
+    version: int | None = None  # None: a resolver found the adapter, so it has no versions.
+
+
+class LocateAdapter(AdapterVerb[Located], frozen=True):
+    """Finds the files of one version, by the adapter's name or by an alias."""
+
+    quick = True
+
+    version: int | None = None  # None: the version that the name stands for.
+
+
 class Seeded(msgspec.Struct, frozen=True):
     lora: LoRARequest | None  # What the name stands for; None if it was removed since the application started.
 
@@ -289,7 +315,8 @@ class TakeLease(Verb[bool], frozen=True):
     for_s: float
 
 
-# Verbs that a replica passes on to the directory as they come over HTTP. It handles the files of a push itself.
+# Verbs that a replica passes on to the directory as they come over HTTP. It handles the files of pushes and downloads
+# itself.
 PassedOnVerb = (
     ListAdapters
     | ShowAdapter
@@ -302,8 +329,10 @@ PassedOnVerb = (
     | VerifyAdapter
     | RemoveAdapter
 )
-HttpVerb = PassedOnVerb | PushAdapter | UploadAdapter
-DirectoryVerb = PassedOnVerb | ListOwned | RegisterAdapter | PushBytes | PushFolder | SeedAdapter | TakeLease
+HttpVerb = PassedOnVerb | PushAdapter | UploadAdapter | DownloadAdapter
+DirectoryVerb = (
+    PassedOnVerb | ListOwned | LocateAdapter | RegisterAdapter | PushBytes | PushFolder | SeedAdapter | TakeLease
+)
 
 
 def route_of(verb: Verb[object] | type[Verb[object]]) -> HttpRoute:

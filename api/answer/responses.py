@@ -52,7 +52,7 @@ class EventStream(Response):
         self._late_headers = {} if headers is None else headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with _while_client_stays(receive), aclosing(self._events) as events:
+        async with while_client_stays(receive), aclosing(self._events) as events:
             first = await anext(events)
             await send({"type": "http.response.start", "status": 200, "headers": self._raw_headers()})
             more = not first.endswith(DONE)
@@ -86,7 +86,7 @@ class WholeReply(Response):
         self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with _while_client_stays(receive):
+        async with while_client_stays(receive):
             response = await self._work()
             await response(scope, receive, send)
 
@@ -100,7 +100,7 @@ def _last_words(error: LorafleetError, scope: Scope) -> bytes:
 
 
 @asynccontextmanager
-async def _while_client_stays(receive: Receive) -> AsyncIterator[None]:
+async def while_client_stays(receive: Receive) -> AsyncIterator[None]:
     """Cancels the block when the client disconnects, and suppresses that cancellation."""
     task = asyncio.current_task()
     assert task is not None

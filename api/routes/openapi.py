@@ -26,6 +26,7 @@ Schema = dict[str, Any]
 _REF = "#/components/schemas/{model}"
 _PARAMETER = re.compile(r"\{(\w+)(?::path)?\}")
 _KEY: Schema = {"key": []}  # The name of the security scheme.
+_TAR: Schema = {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}
 
 
 # The headers that requests to generating routes may have.
@@ -84,7 +85,7 @@ class _Schemas:
         bodies = {route.operation.body for route in described} | {route.operation.query for route in described}
         models = [body for body in bodies if body is not None and issubclass(body, BaseModel)]
         answers = [answer for route in described for answer in (route.operation.answer, route.operation.events)]
-        types = [*models, *(kind for kind in answers if kind not in (None, PlainText)), ErrorBody]
+        types = [*models, *(kind for kind in answers if kind not in (None, PlainText, TarFile)), ErrorBody]
         self._names = {str(kind): i for i, kind in enumerate(dict.fromkeys(types))}
         inputs = [
             (i, "validation" if kind in models else "serialization", TypeAdapter(kind))
@@ -114,8 +115,7 @@ def _operation(route: _Described, schemas: _Schemas) -> Schema:
         "security": {"open": [{}], "admin": [_KEY]}.get(route.needed, [_KEY, {}]),
     }
     if route.operation.body is TarFile:
-        binary = {"type": "string", "format": "binary"}
-        made["requestBody"] = {"required": True, "content": {"application/x-tar": {"schema": binary}}}
+        made["requestBody"] = {"required": True, "content": _TAR}
     elif route.operation.body is not None:
         made["requestBody"] = {"required": True, "content": _json(schemas.of(route.operation.body))}
     return made
@@ -148,6 +148,8 @@ def _success(operation: Operation, schemas: _Schemas) -> Schema:
     content: Schema = {}
     if operation.answer is PlainText:
         content["text/plain"] = {"schema": {"type": "string"}}
+    elif operation.answer is TarFile:
+        content |= _TAR
     elif operation.answer is not None:
         content |= _json(schemas.of(operation.answer))
     if operation.events is not None:

@@ -22,7 +22,7 @@ class PlainText:
 
 
 class TarFile:
-    """Marks a body that is a tar file, not JSON."""
+    """Marks a body or an answer that is a tar file, not JSON."""
 
 
 @dataclass(frozen=True, slots=True)

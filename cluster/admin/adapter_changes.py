@@ -26,7 +26,7 @@ class AdapterChanges:
         """Returns the adapter, which may be one that is being removed. Raises ModelNotFound."""
         adapter = self._directory.catalogue.state.adapters.get(name)
         if adapter is None:
-            raise _not_found(name)
+            raise not_found(name)
         return adapter
 
     async def change(self, name: str, decide: Decide) -> AdapterRecord:
@@ -43,11 +43,11 @@ class AdapterChanges:
 
         def decide(present: AdapterRecord | None) -> AdapterRecord | None:
             if present is None or present.removing:
-                raise _not_found(name)
+                raise not_found(name)
             return edit(present)
 
         return await self.change(name, decide)
 
 
-def _not_found(name: str) -> ModelNotFound:
+def not_found(name: str) -> ModelNotFound:
     return ModelNotFound(f"There is no adapter `{name}` in the catalogue.", "name")

@@ -10,6 +10,7 @@ POST   /v1/adapters                   pushes an adapter from a folder of the ser
 PUT    /v1/adapters/NAME/files        pushes the files in the body, a tar of config, weights and tokenizer
 GET    /v1/adapters/NAME              shows versions, aliases with their history, and pins
 DELETE /v1/adapters/NAME              removes the adapter; with ?alias= it removes only that alias
+POST   /v1/adapters/NAME/download     sends the files of one version (download_api.py)
 POST   /v1/adapters/NAME/VERB         runs alias, rollback, pin, unpin, prefetch or verify
 """
 
@@ -37,6 +38,7 @@ from lorafleet.api.request.parsing import parse_json, parse_object, parse_query,
 from lorafleet.api.request.request_bodies import ModelName
 from lorafleet.api.routes.build_api import Handler, Route
 from lorafleet.api.routes.operations import TarFile, describe
+from lorafleet.cluster.admin.download_api import download_route
 from lorafleet.cluster.admin.pushing import AdapterAdmin
 from lorafleet.cluster.admin.upload_tar import unpacked
 from lorafleet.protocol import admin_verbs as verbs
@@ -75,9 +77,10 @@ def admin_routes(admin: AdapterAdmin) -> list[Route]:
         verbs.UploadAdapter: api.upload,
         verbs.RemoveAdapter: api.remove,
     }
-    routes: list[Route] = []
+    routes: list[Route] = [download_route(admin)]
     for kind in get_args(HttpVerb):
-        if kind is not verbs.RemoveAlias:  # RemoveAdapter's route is also that of RemoveAlias.
+        # RemoveAdapter's route is also that of RemoveAlias.
+        if kind not in (verbs.RemoveAlias, verbs.DownloadAdapter):
             route, handler = route_of(kind), special.get(kind) or api.handler(kind)
             routes.append((route.method, route.path.replace("{name}", "{name:path}"), "admin", _logged(handler)))
     # The first route that matches the path answers a wrong method with a 405, and `{name}` alone matches every path.

@@ -15,11 +15,15 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from safetensors.torch import save
 from torch import Tensor
 
+from lorafleet.client.receiving import DownloadTarget
+from lorafleet.cluster.admin.download_tar import changed_files
+from lorafleet.cluster.catalogue.catalogue_files import stage
 from lorafleet.cluster.directory.directory_actor import NAMESPACE
 from lorafleet.protocol import admin_verbs as verbs
-from lorafleet.protocol.admin_answers import Adapter, Version
+from lorafleet.protocol.admin_answers import Adapter, Downloaded, Version
 from lorafleet.protocol.admin_verbs import REMOVE_S, PushTerms, Verb
-from lorafleet.protocol.errors import ConfigError, DirectoryUnavailable, Overloaded
+from lorafleet.protocol.errors import ConfigError, DirectoryUnavailable, InvalidRequest, Overloaded
+from lorafleet.resolvers.source import is_uri
 
 CALL_S = 600.0
 ALIVE_S = 10.0  # Seconds in which the directory must answer a harmless call before the actual call is sent.
@@ -81,6 +85,30 @@ class DirectoryHandle:
     def push_folder(self, name: str, path: str, **options: Unpack[TermOptions]) -> Adapter:
         """Pushes an adapter from a folder that the directory's process can read, normally on the head node."""
         return self._call(verbs.PushFolder(name, path, _terms(path, options)))
+
+    def download(self, name: str, to: str, version: int | None = None, *, force: bool = False) -> Downloaded:
+        """Copies an adapter's files to a folder that is absent or empty. This process must be able to read them, which
+        is so if the catalogue is a folder that all nodes see; AdminClient downloads any adapter.
+
+        Args:
+            version: None for the one that the name stands for.
+            force: Replaces the files of an adapter that is in the folder already.
+
+        Raises FileExistsError, and AdapterChanged if the files are not those that were registered.
+        """
+        located = self._call(verbs.LocateAdapter(name, version))
+        path, digest = located.lora.lora_path, located.lora.digest
+        if is_uri(path):
+            raise InvalidRequest(
+                f"the files of adapter {name!r} are at {path}, which this process does not read. Use "
+                "AdminClient.download, which gets them over HTTP."
+            )
+        target = DownloadTarget(name, to, force)
+        with target.temporary_folder() as folder:
+            found = stage(path, folder)
+            if found != digest:
+                raise changed_files(digest, found)
+            return Downloaded(name, located.version, digest, target.take(folder), str(target.path))
 
     def list_adapters(self, after: str = "", limit: int = 100) -> list[Adapter]:
         return self._call(verbs.ListAdapters(after, limit)).data

@@ -12,6 +12,7 @@ from typing import TypeVar, assert_never
 import msgspec
 
 from lorafleet.cluster.admin.adapter_changes import AdapterChanges
+from lorafleet.cluster.admin.located_files import located
 from lorafleet.cluster.admin.pins import AdapterPins
 from lorafleet.cluster.admin.registration import Registration, moved_unless_there
 from lorafleet.cluster.admin.removals import Removals
@@ -73,6 +74,8 @@ class Administration:
                 return shown_page(await self.list_adapters(after, limit, tenant), limit)
             case verbs.ShowAdapter(name):
                 return shown(await self.show(name))
+            case verbs.LocateAdapter(name, version):
+                return located(self._directory, name, version)
             case RegisterAdapter():
                 return shown(await self.push(verb))
             case verbs.PushBytes(name, weights, config, terms):

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from lorafleet.api.access.fair_threads import FairThreads
+from lorafleet.cluster.admin.downloading import AdapterDownloads
 from lorafleet.cluster.catalogue.catalogue_files import stage
 from lorafleet.cluster.catalogue.catalogue_store import Store
 from lorafleet.protocol.adapter_formats.adapter_files import AdapterFolder
@@ -20,13 +21,12 @@ from lorafleet.protocol.admin_verbs import PushTerms, RegisterAdapter, SeedAdapt
 from lorafleet.protocol.errors import StoreRefused
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, turn_group
 from lorafleet.protocol.names import check_full_name, tenant_of
+from lorafleet.resolvers.store import AdapterStore
 from lorafleet.sandbox.job_turns import TurnLimits
 
 # A push copies gigabytes, and may wait for its source for minutes. `running` limits the pushes of all tenants,
 # `waiting` those of one tenant.
 PUSHES = TurnLimits(running=4, waiting=128)
-
-OpenSource = Callable[[str], AbstractContextManager[Path]]
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class AdapterAdmin:
     Args:
         administer: Sends a verb to Administration. Names in it are full names.
         application: Identifies this deployment; see SeedAdapter.
-        open_source: Opens the folder of a path or URI, which exists until the end of the block.
+        sources: Opens the folder of a path or URI.
     """
 
     def __init__(
@@ -52,14 +52,15 @@ class AdapterAdmin:
         store: Store,
         base_names: list[str],
         application: str,
-        open_source: OpenSource,
+        sources: AdapterStore,
     ) -> None:
         self.administer = administer
         self._store = store
         self._base_names = base_names
         self._application = application
-        self._open_source = open_source
+        self._sources = sources
         self._threads = FairThreads("pushes", PUSHES)
+        self.downloads = AdapterDownloads(sources)
 
     async def run_in_turn(self, name: str, work: Callable[[], T]) -> T:
         """Runs a part of a push in a thread, for which tenants take turns. `name` is the adapter's full name, which
@@ -74,6 +75,7 @@ class AdapterAdmin:
 
     def close(self) -> None:
         self._threads.close()
+        self.downloads.close()
 
     async def push_folder(self, name: str, path: str, terms: PushTerms, within: str | None = None) -> Adapter:
         """Pushes an adapter from a URI or from a folder that this process can read. If `within` is given, the folder
@@ -83,7 +85,7 @@ class AdapterAdmin:
         return await self.administer(RegisterAdapter(name, digest, terms))
 
     def _put_files(self, path: str, within: str | None) -> str:
-        with self._open_source(path) as source, tempfile.TemporaryDirectory(prefix="lorafleet-push-") as folder:
+        with self._sources.open(path) as source, tempfile.TemporaryDirectory(prefix="lorafleet-push-") as folder:
             digest = stage(AdapterFolder.at(source, within), Path(folder))
             self._store.put_files(digest, Path(folder))
             return digest

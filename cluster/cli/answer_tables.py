@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lorafleet.client.places import AdapterPlaces
-from lorafleet.client.results import Adapter, AdapterPage, Prefetched, Removed, Split, Verified
+from lorafleet.client.results import Adapter, AdapterPage, Downloaded, Prefetched, Removed, Split, Verified
 
 _TIERS = {"gpu": "GPU", "cpu": "host memory", "coming": "on its way to the GPU"}
 _AGES = ((86_400, "d"), (3_600, "h"), (60, "m"))  # Seconds in a unit, and its letter.
@@ -31,7 +31,7 @@ class LocatedPage:
     places: Mapping[str, AdapterPlaces] | None  # By name; None: unknown.
 
 
-Answer = Adapter | LocatedAdapter | LocatedPage | Prefetched | Removed | Verified
+Answer = Adapter | Downloaded | LocatedAdapter | LocatedPage | Prefetched | Removed | Verified
 
 
 def in_words(answer: Answer, now_s: float | None = None) -> str:
@@ -44,6 +44,9 @@ def in_words(answer: Answer, now_s: float | None = None) -> str:
             return _one_adapter(answer.adapter, now_s) + ("" if answer.places is None else _resident(answer.places))
         case LocatedPage():
             return _page(answer.page, answer.places, now_s)
+        case Downloaded(id=name, version=version, digest=digest, num_bytes=num_bytes, folder=folder):
+            number = "" if version is None else f"version {version}, "
+            return f"{name}: {number}digest {digest[:12]}, {_size(num_bytes)}, is in {folder}"
         case Removed():
             return f"{answer.id} is removed."
         case Prefetched():

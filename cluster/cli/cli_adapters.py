@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
 
 from lorafleet.client.admin import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE, AdminClient, PushOptions
-from lorafleet.client.client_errors import APIConnectionError, APIError, APIStatusError
+from lorafleet.client.client_errors import APIConnectionError, APIError, APIStatusError, DownloadError
 from lorafleet.client.places import AdapterPlaces
 from lorafleet.cluster.cli.answer_tables import LocatedAdapter, LocatedPage, in_words
 from lorafleet.cluster.cli.cli_tools import fail
-from lorafleet.cluster.cli.upload_progress import upload_progress
+from lorafleet.cluster.cli.transfer_progress import DOWNLOAD, UPLOAD, transfer_progress
 from lorafleet.protocol.admin_verbs import REMOVE_S
 
 adapters = typer.Typer(help="Administer the adapters of a running server.", no_args_is_help=True)
@@ -52,6 +53,22 @@ def push(
         print_answer(url, admin_key, output, lambda client: client.push_from(name, source, **options))
     else:
         print_answer(url, admin_key, output, lambda client: client.push(name, source, **options))
+
+
+@adapters.command("download")
+def download(
+    name: Name,
+    to: Annotated[
+        Path | None, typer.Option(help="Folder for the files. Default: the last part of the name, in this folder.")
+    ] = None,
+    version: Annotated[int | None, typer.Option(min=1, help="A version, if not the one that is served.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an adapter's files in a folder.")] = False,
+    url: Url = DEFAULT_URL,
+    admin_key: Key = "",
+    output: Output = "table",
+) -> None:
+    """Copies an adapter's files to a folder on this machine, which PEFT and `push` can read."""
+    print_answer(url, admin_key, output, lambda client: client.download(name, to, version=version, force=force))
 
 
 @adapters.command("list")
@@ -197,12 +214,18 @@ def print_answer(url: str, key: str, output: str, call: Callable[[AdminClient], 
     output: "table" for the text of answer_tables, "json" for all fields.
     """
     try:
-        with upload_progress(output) as on_upload, AdminClient(url, key, on_upload=on_upload) as client:
+        with (
+            transfer_progress(output, UPLOAD) as on_upload,
+            transfer_progress(output, DOWNLOAD) as on_download,
+            AdminClient(url, key, on_upload=on_upload, on_download=on_download) as client,
+        ):
             answer = call(client)
     except APIStatusError as error:
         fail(f"{error.status_code}: {error.message}")
+    except DownloadError as error:
+        fail(error.message)
     except APIConnectionError as error:
         fail(f"{error.message} Give the server's URL with --url.")
-    except (APIError, FileNotFoundError) as error:
+    except (APIError, OSError) as error:
         fail(str(error))
     typer.echo(json.dumps(msgspec.to_builtins(answer), indent=2) if output == "json" else in_words(answer))

@@ -100,8 +100,8 @@ class ReplicaParts:
         tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.from_folder, self._args.model))
         engine = self.engine = await self._start_engine()
         store = await asyncio.to_thread(open_store, self.link.place.uri)
-        base_names, open_source = self._args.base_names, self._adapter_store.open
-        admin = self._admin = AdapterAdmin(self.link.administer, store, base_names, self._deployment, open_source)
+        base_names, sources = self._args.base_names, self._adapter_store
+        admin = self._admin = AdapterAdmin(self.link.administer, store, base_names, self._deployment, sources)
         resolver = make_resolver(self._args, self._adapter_store)
         languages = AdapterLanguages(await tokenizer, engine, self._adapter_store.open)
         checking = self._checking = CheckingEngine(engine, languages)

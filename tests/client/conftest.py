@@ -19,6 +19,7 @@ class Served:
     url: str
     one: Path
     other: Path
+    seed: Callable[[str, Path], None]  # Registers an adapter as `--lora-modules` does.
 
 
 @pytest.fixture(scope="module")
@@ -27,4 +28,4 @@ def served(fleet: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("client")
     config: dict[str, Any] = {"allow_runtime_lora_updating": False}
     with real_server.running(folder, made.base, {}, config, max_model_len=48, kv_cache_tokens=1024) as server:
-        yield Served(server.url, made.adapters["all"], made.adapters["qv"])
+        yield Served(server.url, made.adapters["all"], made.adapters["qv"], server.seed)

@@ -14,6 +14,7 @@ import pytest
 
 from lorafleet.client.admin import AdminClient, AsyncAdminClient
 from lorafleet.client.client_errors import APIConnectionError, APIError, APIStatusError
+from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
 from real_server import ADMIN_KEY
 from tests.client.conftest import Served
 
@@ -48,7 +49,7 @@ def test_an_adapter_is_pushed_moved_split_pinned_checked_and_removed(served: Ser
         assert (refused.value.status_code, refused.value.code) == (404, "model_not_found")
 
 
-async def test_the_awaited_client_does_the_same(served: Served) -> None:
+async def test_the_awaited_client_does_the_same(served: Served, tmp_path: Path) -> None:
     async with AsyncAdminClient(served.url, ADMIN_KEY) as client:
         await client.push("awaited", served.one)
         pushed = await client.push_from("awaited", str(served.other))
@@ -60,10 +61,51 @@ async def test_the_awaited_client_does_the_same(served: Served) -> None:
         assert (await client.unpin("awaited")).pinned_replicas == 0
         assert (await client.prefetch("awaited")).replicas == ["r0"]
         assert (await client.verify("awaited")).verified == [1, 2]
+        got = await client.download("awaited", tmp_path / "got")
+        assert got.digest == pushed.versions[0].digest == folder_digest(tmp_path / "got")
         assert "awaited" in [one.id async for one in client.list()]
         assert (await client.remove("awaited")).removed
         with pytest.raises(APIStatusError, match="no adapter `awaited`"):
             await client.show("awaited")
+
+
+def test_a_pushed_adapter_is_downloaded_with_the_same_digest(served: Served, tmp_path: Path) -> None:
+    steps: list[tuple[int, int]] = []
+    with AdminClient(served.url, ADMIN_KEY, on_download=lambda *step: steps.append(step)) as client:
+        client.push("org/back", served.one)
+        second = client.push("org/back", served.other).versions[1]
+        got = client.download("org/back", tmp_path / "new" / "back")
+        assert (got.id, got.version, got.digest) == ("org/back", 2, second.digest)
+        assert got.folder == str(tmp_path / "new" / "back") and folder_digest(Path(got.folder)) == second.digest
+        assert steps == sorted(steps) and steps[-1][0] == steps[-1][1] > got.num_bytes
+        client.alias("org/back", {1: 1, 2: 1})
+        with pytest.raises(APIStatusError, match=r"stands for version 1 \(50%\), version 2") as refused:
+            client.download("org/back", tmp_path / "split")
+        assert (refused.value.status_code, refused.value.param) == (400, "version")
+        with pytest.raises(APIStatusError, match="no version 7; it has 1, 2"):
+            client.download("org/back", tmp_path / "split", version=7)
+        assert client.download("org/back", tmp_path / "split", version=1).digest == folder_digest(served.one)
+        client.alias("org/back", 1, "back-alias")
+        assert client.download("back-alias", tmp_path / "alias").version == 1
+        client.remove("org/back")
+        with pytest.raises(APIStatusError) as refused:
+            client.download("org/back", tmp_path / "gone")
+        assert (refused.value.status_code, refused.value.code) == (404, "model_not_found")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alias", "new", "split"]
+
+
+def test_an_adapter_whose_folder_was_overwritten_is_not_downloaded(served: Served, tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    shutil.copytree(served.one, folder)
+    served.seed("overwritten", folder)
+    with AdminClient(served.url, ADMIN_KEY) as client:
+        assert client.download("overwritten", tmp_path / "copy").digest == folder_digest(served.one)
+        shutil.copytree(served.other, folder, dirs_exist_ok=True)
+        with pytest.raises(APIStatusError, match="its files now have digest") as refused:
+            client.download("overwritten", tmp_path / "second")
+        assert (refused.value.status_code, refused.value.code) == (409, "adapter_changed")
+        client.remove("overwritten")
+    assert not (tmp_path / "second").exists()
 
 
 def test_the_list_goes_on_over_pages(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,9 @@ from lorafleet.api.text import (
     tokenizers,
     tokenizing,
 )
-from lorafleet.cluster.admin import removals, replica_orders
+from lorafleet.cluster.admin import download_api, removals, replica_orders
 from lorafleet.cluster.admin.admin_api import admin_routes
+from lorafleet.cluster.admin.downloading import DOWNLOADS
 from lorafleet.cluster.admin.pushing import PUSHES
 from lorafleet.cluster.admin.upload_tar import MAX_TAR_HEADERS, MAX_UPLOAD_BYTES
 from lorafleet.cluster.admin.verification import VERIFICATIONS
@@ -389,6 +390,9 @@ SERVER = [
     Limit("concurrent searches of the console", directory_view.SEARCHES.running, "", "further ones wait"),
     Limit("waiting console searches of one tenant", directory_view.SEARCHES.waiting, "", BUSY),
     Limit("uploads of one tenant at a time", request_admission.MAX_UPLOADS, "", BUSY),
+    Limit("downloads of one tenant at a time", download_api.MAX_DOWNLOADS, "", BUSY),
+    Limit("downloads that a replica fetches or checks at a time", DOWNLOADS.running, "", "further ones wait"),
+    Limit("downloads of one tenant that wait", DOWNLOADS.waiting, "", BUSY),
     Limit("pushes that a replica copies at a time", PUSHES.running, "", "further ones wait"),
     Limit("pushes of one tenant that wait", PUSHES.waiting, "", BUSY),
     Limit("versions that are verified at a time", VERIFICATIONS.running, "", "further ones wait"),

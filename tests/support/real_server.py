@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,9 @@ from lorafleet.cluster.serve.reporting import keep_reporting
 from lorafleet.cluster.tenancy.tenancy import Tenancy
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.protocol.sources import SourcesConfig
 from lorafleet.protocol.transport.engine_socket import EngineClient, ipc_address
+from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.worker import GPUWorker
 
 ADMIN_KEY = "admin-key-of-tests"
@@ -156,7 +158,7 @@ async def _catalogue(
     await membership.start()
     await membership.become_ready()
     store = directory.catalogue.store
-    admin = AdapterAdmin(administration.carry_out, store, [BASE], "tests", lambda path: nullcontext(Path(path)))
+    admin = AdapterAdmin(administration.carry_out, store, [BASE], "tests", AdapterStore(SourcesConfig()))
     try:
         yield directory, membership, admin
     finally:

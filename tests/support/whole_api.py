@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,8 @@ from lorafleet.cluster.quality.book import QualityBook
 from lorafleet.cluster.quality.monitor import QualityMonitor
 from lorafleet.cluster.quality.probes import QualityProbes
 from lorafleet.cluster.quality.routes import QualityApi
+from lorafleet.protocol.sources import SourcesConfig
+from lorafleet.resolvers.store import AdapterStore
 
 OPERATOR = "the operator's key"
 HEADERS = {"authorization": f"Bearer {OPERATOR}", "content-type": "application/json"}
@@ -45,7 +47,7 @@ async def serving(front: AppState, folder: Path) -> AsyncIterator[WholeApi]:
         return False
 
     store = directory.catalogue.store
-    admin = AdapterAdmin(administration.carry_out, store, ["llama"], "run", lambda path: nullcontext(Path(path)))
+    admin = AdapterAdmin(administration.carry_out, store, ["llama"], "run", AdapterStore(SourcesConfig()))
     quality = QualityMonitor(front, QualityProbes(100.0, ()), QualityBook(store), take_turn)
     front.access = Access(Gate(OPERATOR))
     api = build_api(lambda: front, [*admin_routes(admin), *QualityApi(quality).routes()])

@@ -47,6 +47,7 @@ def test_a_verb_that_is_not_passed_on_is_not_reachable_over_http(kind: type[Verb
         (verbs.ListAdapters("a", 5), "GET", "/v1/adapters?after=a&limit=5", None),
         (verbs.ShowAdapter("org/sql 1"), "GET", "/v1/adapters/org/sql%201", None),
         (verbs.RollBackAlias("sql"), "POST", "/v1/adapters/sql/rollback", b"{}"),
+        (verbs.DownloadAdapter("org/sql", 2), "POST", "/v1/adapters/org/sql/download", b'{"version":2}'),
         (verbs.PinAdapter("sql", 2), "POST", "/v1/adapters/sql/pin", b'{"replicas":2}'),
         (
             verbs.MoveAlias.to("sql", {1: 9.0}, "b"),

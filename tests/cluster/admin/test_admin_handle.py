@@ -14,9 +14,12 @@ from typing import Any
 import httpx
 import pytest
 from openai import AsyncOpenAI
+from peft import PeftConfig
+from peft.utils import load_peft_weights
 from typer.testing import CliRunner
 
 from lorafleet.cluster.cli.cli import app
+from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
 from tests.cluster.harness import ADMIN_KEY, SharedServer
 
 pytestmark = pytest.mark.xdist_group("shared_server")
@@ -65,7 +68,7 @@ def cli(http: httpx.Client, *arguments: str) -> Any:
     options = ["--url", str(http.base_url), "--admin-key", ADMIN_KEY, "-o", "json"]
     done = CliRunner().invoke(app, ["adapters", *arguments, *options])
     assert done.exit_code == 0, done.output
-    return json.loads(done.output)
+    return json.loads(done.stdout)  # The file server writes to this process's stderr too.
 
 
 def test_without_the_key_nothing_is_told_or_done(http: httpx.Client) -> None:
@@ -84,7 +87,7 @@ def test_without_the_key_nothing_is_told_or_done(http: httpx.Client) -> None:
 
 
 def test_the_command_line_pushes_a_folder_moves_rolls_back_and_removes(
-    http: httpx.Client, tiny_model: Path, answers: list[list[int]], shared_server: SharedServer
+    http: httpx.Client, tiny_model: Path, answers: list[list[int]], shared_server: SharedServer, tmp_path: Path
 ) -> None:
     for number in (0, 1):
         shown = cli(http, "push", "org/tool", str(tiny_model.parent / f"a{number}"), "--replicas", "2")
@@ -100,6 +103,11 @@ def test_the_command_line_pushes_a_folder_moves_rolls_back_and_removes(
     assert len(cli(http, "prefetch", "org/tool", "--replicas", "2")["replicas"]) == 2
     assert "org/tool" in [one["id"] for one in cli(http, "list")["data"]]
     digests = {one["digest"] for one in cli(http, "show", "org/tool")["versions"]}
+    got = cli(http, "download", "org/tool", "--to", str(tmp_path / "tool"))
+    assert got["version"] == 1 and folder_digest(tmp_path / "tool") == got["digest"]
+    assert PeftConfig.from_pretrained(tmp_path / "tool").peft_type and load_peft_weights(str(tmp_path / "tool"), "cpu")
+    again = cli(http, "push", "org/tool", str(tmp_path / "tool"))
+    assert {one["digest"] for one in again["versions"]} == digests, "the same bytes are no new version"
     [stored] = (shared_server.state_dir / "catalogues").glob("*/adapters")
     assert digests <= set(os.listdir(stored))
     assert cli(http, "remove", "org/tool")["removed"]
@@ -107,6 +115,20 @@ def test_the_command_line_pushes_a_folder_moves_rolls_back_and_removes(
     for name in ("org/tool", "tool-next"):
         assert http.post("/v1/completions", json=body(name)).status_code == 404
     assert http.get("/v1/adapters/org/tool").status_code == 404
+
+
+@pytest.mark.parametrize(("name", "adapter"), [("cold", "a2"), ("distant", "a1"), ("ref0", "a0")])
+def test_an_adapter_that_the_catalogue_has_no_files_of_is_downloaded_from_where_it_is(
+    http: httpx.Client, tiny_model: Path, tmp_path: Path, name: str, adapter: str
+) -> None:
+    got = cli(http, "download", name, "--to", str(tmp_path / name))
+    assert got["digest"] == folder_digest(tmp_path / name) == folder_digest(tiny_model.parent / adapter)
+
+
+def test_an_unknown_adapter_is_not_downloaded(http: httpx.Client, tmp_path: Path) -> None:
+    options = ["--to", str(tmp_path / "x"), "--url", str(http.base_url), "--admin-key", ADMIN_KEY]
+    done = CliRunner().invoke(app, ["adapters", "download", "nobody", *options])
+    assert done.exit_code == 1 and "404: " in done.output and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -21,19 +21,23 @@ from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
 from lorafleet.protocol.admin_verbs import PushTerms, RegisterAdapter, Verb
 from lorafleet.protocol.errors import QueueFull, StoreRefused
 from lorafleet.protocol.names import full_name
+from lorafleet.protocol.sources import SourcesConfig
+from lorafleet.resolvers.store import AdapterStore
 
 
-class SlowSource:
+class SlowSource(AdapterStore):
     """What is pushed from "/slow" does not arrive before release(). All else is opened at once."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__(SourcesConfig())
         self._folder = folder
         self._released = threading.Event()
         self.release = self._released.set
 
     @contextmanager
-    def open(self, path: str) -> Iterator[Path]:
-        if path == "/slow":
+    def open(self, uri: str, digest: str = "") -> Iterator[Path]:
+        assert not digest, "a push reads what is there now"
+        if uri == "/slow":
             self._released.wait()
         yield self._folder
 
@@ -56,7 +60,7 @@ def source(tmp_path: Path) -> Iterator[SlowSource]:
 
 @pytest.fixture
 def admin(source: SlowSource, tmp_path: Path) -> Iterator[AdapterAdmin]:
-    made = AdapterAdmin(administered, FolderStore(tmp_path / "store"), ["base"], "run", source.open)
+    made = AdapterAdmin(administered, FolderStore(tmp_path / "store"), ["base"], "run", source)
     yield made
     made.close()
 

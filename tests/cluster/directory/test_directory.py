@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
@@ -42,6 +42,8 @@ from lorafleet.protocol.errors import (
 )
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.names import PAST_ALL, full_name, tenant_of
+from lorafleet.protocol.sources import SourcesConfig
+from lorafleet.resolvers.store import AdapterStore
 
 Make = Callable[[str], str]
 # Leases end soon, but no replica seems to be silent where the machine is slow.
@@ -140,7 +142,7 @@ async def replica(
     membership = Membership(directory, name, lambda order: obey(engine, order, settle_s=0.01), timing=directory.timing)
     await membership.start()
     await membership.become_ready()
-    admin = AdapterAdmin(administer, directory.catalogue.store, ["base"], "run", lambda path: nullcontext(Path(path)))
+    admin = AdapterAdmin(administer, directory.catalogue.store, ["base"], "run", AdapterStore(SourcesConfig()))
     try:
         yield DirectoryCatalog(membership, admin, engine, ["base"], folder)
     finally:

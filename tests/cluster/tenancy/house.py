@@ -9,7 +9,7 @@ import json
 import tarfile
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,10 @@ from lorafleet.cluster.tenancy.tenancy import Tenancy
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.messages import EngineRequest, TokenOutput
+from lorafleet.protocol.sources import SourcesConfig
 from lorafleet.protocol.transport.engine_socket import EngineClient, ipc_address
 from lorafleet.resolvers.lora_resolver import LoRAResolver
+from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.worker import GPUWorker
 
 OPERATOR = "the operator's key"
@@ -97,7 +99,7 @@ class House:
         await membership.become_ready()
         store = self.directory.catalogue.store
         carry_out = self.administration.carry_out
-        admin = AdapterAdmin(carry_out, store, ["base"], "run", lambda path: nullcontext(Path(path)))
+        admin = AdapterAdmin(carry_out, store, ["base"], "run", AdapterStore(SourcesConfig()))
         catalog = DirectoryCatalog(membership, admin, engine, ["base"], self.resolver)
         self.admit = membership.admit
         self.tenancy = tenancy = Tenancy(

@@ -70,7 +70,7 @@ async def test_every_route_that_changes_something_writes_it_down_before_and_afte
 ) -> None:
     """Whatever its outcome; the route's handler has said by audit.begin() what it is about to do."""
     unused: Any = None
-    verbs = ("alias", "rollback", "pin", "unpin", "prefetch", "verify")
+    verbs = ("alias", "rollback", "pin", "unpin", "prefetch", "verify", "download")
     bodies: dict[tuple[str, str], Any] = {
         ("POST", "/v1/adapters"): {"name": "x", "source": "/nowhere"},
         ("POST", "/v1/load_lora_adapter"): {"lora_name": "x", "lora_path": "/nowhere"},

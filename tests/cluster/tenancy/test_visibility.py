@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
+from lorafleet.api.access.caller import Caller
 from lorafleet.api.routes.build_api import ROUTES
 from lorafleet.cluster.admin.admin_api import admin_routes
+from lorafleet.cluster.admin.download_api import MAX_DOWNLOADS
+from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.resolvers.filesystem import FilesystemResolver
 from tests.cluster.tenancy.house import House, error_of, tokens_of
@@ -64,6 +67,8 @@ def asked_for(name: str) -> list[tuple[str, str, dict[str, Any] | None]]:
         ("POST", f"/v1/adapters/{name}/rollback", {}),
         ("POST", f"/v1/adapters/{name}/prefetch", {}),
         ("POST", f"/v1/adapters/{name}/verify", {}),
+        ("POST", f"/v1/adapters/{name}/download", {}),
+        ("POST", f"/v1/adapters/{name}/download", {"version": 1}),
     ]
 
 
@@ -229,6 +234,60 @@ async def test_what_takes_from_all_tenants_or_is_another_s_needs_the_operator(
         assert [(one["id"], one["tenant"]) for one in listed] == [("~acme/sql", "acme"), ("~rival/x", "rival")]
         assert (await house.ask("public", "GET", "/v1/adapters")).status_code == 403
         assert (await house.ask(None, "GET", "/v1/models")).status_code == 401
+
+
+async def test_a_tenant_downloads_its_own_adapters_only_and_the_operator_all(
+    house: House, adapters: dict[str, Path]
+) -> None:
+    async with house.open():
+        assert (await house.push("acme", "sql", adapters["qv"])).status_code == 200
+        assert (await house.push("operator", "public", adapters["all"])).status_code == 200
+        own = await house.ask("acme", "POST", "/v1/adapters/sql/download", {})
+        assert (own.status_code, own.headers["x-lorafleet-version"]) == (200, "1")
+        assert own.headers["x-lorafleet-digest"] == folder_digest(adapters["qv"])
+        assert (await house.ask("operator", "POST", "/v1/adapters/~acme/sql/download", {})).content == own.content
+        for caller, name, status in (
+            ("rival", "sql", 404),
+            ("rival", "public", 404),
+            ("rival", "~acme/sql", 400),
+            ("public", "public", 403),
+            (None, "public", 401),
+            ("operator", "public", 200),
+        ):
+            answer = await house.ask(caller, "POST", f"/v1/adapters/{name}/download", {})
+            assert answer.status_code == status, (caller, name, answer.text[:200])
+
+
+async def test_resolvers_look_for_a_name_to_download_for_the_operator_only(
+    house: House, adapters: dict[str, Path]
+) -> None:
+    shelf = house.folder / "shelf"
+    shutil.copytree(adapters["qv"], shelf / "cold")
+    base = json.loads((adapters["qv"] / "adapter_config.json").read_text())["base_model_name_or_path"]
+    house.resolver = FilesystemResolver(shelf, [base])
+    async with house.open():
+        path = "/v1/adapters/cold/download"
+        assert (await house.ask("acme", "POST", path, {})).status_code == 404
+        got = await house.ask("operator", "POST", path, {})
+        assert got.status_code == 200 and "x-lorafleet-version" not in got.headers
+        assert got.headers["x-lorafleet-digest"] == folder_digest(adapters["qv"])
+        refused = await house.ask("operator", "POST", path, {"version": 1})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "version")
+        assert (await house.ask("acme", "POST", path, {})).status_code == 404, "found, but not its own"
+
+
+async def test_downloads_of_one_tenant_at_a_time_are_bounded(house: House, adapters: dict[str, Path]) -> None:
+    async with house.open():
+        for caller in ("acme", "rival"):
+            assert (await house.push(caller, "sql", adapters["qv"])).status_code == 200
+        acme = Caller(tenant="acme")
+        running = [house.front.work_bounds.enter("downloads", MAX_DOWNLOADS, acme) for _ in range(MAX_DOWNLOADS)]
+        refused = await house.ask("acme", "POST", "/v1/adapters/sql/download", {})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert (await house.ask("rival", "POST", "/v1/adapters/sql/download", {})).status_code == 200
+        running[0].end()
+        for _ in range(2):
+            assert (await house.ask("acme", "POST", "/v1/adapters/sql/download", {})).status_code == 200
 
 
 async def test_what_a_tenant_may_store_is_bounded(house: House, adapters: dict[str, Path]) -> None:

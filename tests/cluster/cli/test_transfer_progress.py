@@ -1,4 +1,4 @@
-"""The bar of an upload: for people at a terminal, and nobody else."""
+"""The bar of an upload or a download: for people at a terminal, and nobody else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from lorafleet.client.admin import AdminClient
 from lorafleet.client.results import Adapter
-from lorafleet.cluster.cli.upload_progress import upload_progress
+from lorafleet.cluster.cli.transfer_progress import DOWNLOAD, UPLOAD, transfer_progress
 from lorafleet.protocol.adapter_formats.adapter_files import CONFIG_NAME, SAFETENSORS_NAME
 
 
@@ -30,7 +30,7 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 def test_a_terminal_sees_the_bytes_and_then_that_the_replicas_load(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_a_terminal(monkeypatch)
-    with upload_progress("table") as on_upload:
+    with transfer_progress("table", UPLOAD) as on_upload:
         assert on_upload is not None
         assert terminal.getvalue() == "", "nothing is shown before an upload begins"
         on_upload(1 << 20, 4 << 20)
@@ -38,12 +38,20 @@ def test_a_terminal_sees_the_bytes_and_then_that_the_replicas_load(monkeypatch: 
     assert "the replicas load it" in terminal.getvalue()
 
 
+def test_a_terminal_sees_a_download_and_then_that_it_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_a_terminal(monkeypatch)
+    with transfer_progress("table", DOWNLOAD) as on_download:
+        assert on_download is not None
+        on_download(4 << 20, 4 << 20)
+    assert "Downloaded; its digest is checked" in terminal.getvalue()
+
+
 def test_programs_see_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_terminal(monkeypatch)
-    with upload_progress("json") as on_upload:
+    with transfer_progress("json", UPLOAD) as on_upload:
         assert on_upload is None
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with upload_progress("table") as on_upload:
+    with transfer_progress("table", UPLOAD) as on_upload:
         assert on_upload is None
 
 
