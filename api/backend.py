@@ -5,12 +5,20 @@ protocol/transport/engine_socket.py implements the engine client, and cluster/se
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.messages import AdapterMove, EngineHello, EngineRequest, EngineStats, TokenOutput
+
+
+class Outputs(Protocol):
+    """An iterator over the outputs of one sequence."""
+
+    def __aiter__(self) -> AsyncIterator[TokenOutput]: ...
+
+    async def aclose(self) -> None: ...
 
 
 class EngineBackend(Protocol):
@@ -31,8 +39,8 @@ class EngineBackend(Protocol):
         """Calls the listener for every move of an adapter between tiers, including moves before this call."""
         ...
 
-    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
-        """Yields the outputs of one sequence. Closing or canceling the generator aborts the sequence.
+    def generate(self, request: EngineRequest) -> Outputs:
+        """Returns the outputs of one sequence. Closing or canceling the iterator aborts the sequence.
 
         The engine's errors are raised as LorafleetError.
         """

@@ -112,8 +112,8 @@ class Sample:
     def fallback_reason(self) -> str | None:
         return self._observer.record.fallback_reason
 
-    async def run(self) -> AsyncGenerator[Delta, None]:
-        """Yields the deltas of the answer. The last one has a finish_reason."""
+    async def run(self) -> AsyncGenerator[tuple[Sample, Delta], None]:
+        """Yields the deltas of the answer, each with this sample. The last one has a finish_reason."""
         request, observer, push, scoring = self._request(), self._observer, self._processor.push, self._task.scoring
         observer.sent()
         try:
@@ -124,7 +124,7 @@ class Sample:
                     if delta.finish_reason is not None:
                         # Before the client gets the end, so that every answer is metered.
                         observer.ended(delta.finish_reason, self.num_tokens)
-                    yield _score_alone(delta) if scoring else delta
+                    yield self, _score_alone(delta) if scoring else delta
                     if delta.finish_reason is not None:
                         return
             raise EngineDead(f"the engine ended request {request.request_id} without an answer")
@@ -156,14 +156,12 @@ class Sample:
         )
 
 
-async def merged(samples: Sequence[Sample]) -> AsyncGenerator[tuple[Sample, Delta], None]:
+def merged(samples: Sequence[Sample]) -> AsyncGenerator[tuple[Sample, Delta], None]:
     """Yields the deltas of all samples as they come. The first error ends all samples."""
-    if len(samples) == 1:
-        sample = samples[0]
-        async with aclosing(sample.run()) as deltas:
-            async for delta in deltas:
-                yield sample, delta
-        return
+    return samples[0].run() if len(samples) == 1 else _merged(samples)
+
+
+async def _merged(samples: Sequence[Sample]) -> AsyncGenerator[tuple[Sample, Delta], None]:
     queue: asyncio.Queue[tuple[Sample, Delta | Exception]] = asyncio.Queue()
     tasks: list[asyncio.Task[None]] = []
     try:
@@ -185,8 +183,8 @@ async def merged(samples: Sequence[Sample]) -> AsyncGenerator[tuple[Sample, Delt
 async def _pump(sample: Sample, queue: asyncio.Queue[tuple[Sample, Delta | Exception]]) -> None:
     try:
         async with aclosing(sample.run()) as deltas:
-            async for delta in deltas:
-                queue.put_nowait((sample, delta))
+            async for item in deltas:
+                queue.put_nowait(item)
     except Exception as error:
         queue.put_nowait((sample, error))
 

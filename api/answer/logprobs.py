@@ -17,6 +17,8 @@ LOWEST = -9999.0  # JSON has no infinity; OpenAI and vLLM write this instead.
 
 def count_logprobs(delta: Delta) -> int:
     """Returns the number of logprobs in the delta, including those of the prompt."""
+    if delta.logprobs is None and delta.prompt_logprobs is None:
+        return 0
     lists: tuple[Sequence[TokenLogprobs | None] | None, ...] = (delta.logprobs, delta.prompt_logprobs)
     return sum(len(entries) * (1 + _width(entries[-1])) for entries in lists if entries)
 

@@ -1,8 +1,8 @@
 """The two ASGI responses of generation: a stream of server-sent events, and a whole body.
 
 Both stop their work as soon as the client disconnects. An error before the first event becomes an HTTP status, because
-headers are sent with the first event. A later error becomes an event. One task per request watches the client, and no
-task runs per token.
+headers are sent with the first event. A later error becomes an event. One task per request watches the client, and
+another sends the events of a stream. No task is made per token.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from lorafleet.protocol.errors import LorafleetError
 
 DONE = b"data: [DONE]\n\n"
 
+_BODY_SENDER = "lorafleet.body_sender"  # Key in the ASGI scope.
+
 logger = logging.getLogger("lorafleet.http")
 
 
@@ -38,6 +40,11 @@ def event(value: object) -> bytes:
     return b"data: " + encode_json(value) + b"\n\n"
 
 
+def set_body_sender(scope: Scope, send: Send) -> None:
+    """Makes streams send their events by `send`, past the layers around the route, which look at the start alone."""
+    scope[_BODY_SENDER] = send
+
+
 class EventStream(Response):
     """A response of server-sent events.
 
@@ -52,9 +59,15 @@ class EventStream(Response):
         self._late_headers = {} if headers is None else headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with while_client_stays(receive), aclosing(self._events) as events:
+        async with while_client_stays(receive):
+            # In a task of its own, so that an event does not resume the coroutines of all layers around this one.
+            await asyncio.create_task(self._send_events(scope, send))
+
+    async def _send_events(self, scope: Scope, send: Send) -> None:
+        async with aclosing(self._events) as events:
             first = await anext(events)
             await send({"type": "http.response.start", "status": 200, "headers": self._raw_headers()})
+            send = scope.get(_BODY_SENDER, send)
             more = not first.endswith(DONE)
             await send({"type": "http.response.body", "body": first, "more_body": more})
             try:

@@ -103,7 +103,11 @@ async def _events(
             if writer is None:
                 writer = writers[sample.index] = open_choice(sample)
                 headers.update(fallback_headers(samples))
-            body = await run_by_count(threads, sample.model, writer.count_values(delta), partial(writer.write, delta))
+            num_values = writer.count_values(delta)
+            if num_values:
+                body = await run_by_count(threads, sample.model, num_values, partial(writer.write, delta))
+            else:
+                body = writer.write(delta)
             if delta.finish_reason is not None:
                 running -= 1
                 if not running:

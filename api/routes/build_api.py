@@ -29,6 +29,7 @@ from lorafleet.api.access.caller_admission import (
 )
 from lorafleet.api.answer.elsewhere import RETRY_STATUS, meant_status, retry_id
 from lorafleet.api.answer.error_responses import internal_error_response, on_http_exception, on_lorafleet_error
+from lorafleet.api.answer.responses import set_body_sender
 from lorafleet.api.app_state import AppState
 from lorafleet.api.routes.chat import chat
 from lorafleet.api.routes.completions import completions
@@ -155,6 +156,7 @@ class CountRequests:
             await self._app(scope, receive, send)
             return
         status = CLIENT_LEFT
+        set_body_sender(scope, send)
 
         async def record_status(message: Message) -> None:
             nonlocal status

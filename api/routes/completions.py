@@ -122,9 +122,10 @@ class _Choice:
         return self.sample.prompt.written(self.sample.model.tokenizer) if echo else ""
 
     def count_values(self, delta: Delta, *, first: bool) -> int:
-        body = self.answer.body
-        shows_prompt = first and bool(body.echo or body.return_token_ids)
-        return count_logprobs(delta) + shows_prompt * len(self.sample.prompt.token_ids)
+        num_values, body = count_logprobs(delta), self.answer.body
+        if first and (body.echo or body.return_token_ids):
+            num_values += len(self.sample.prompt.token_ids)
+        return num_values
 
     def choice(self, delta: Delta, *, first: bool) -> dict[str, object]:
         """Returns the JSON of one choice or of one of its chunks. The first chunk has the fields about the prompt."""

@@ -193,7 +193,7 @@ class _Answer:
         reader = self.started.tools.reader(eager=eager) if self.started.tools.calls else None
         text = ""
         async with aclosing(self.sample.run()) as deltas:
-            async for delta in deltas:
+            async for _, delta in deltas:
                 text += delta.text
                 if delta.logprobs:
                     self.items.add_logprobs(logprob_entries(self.sample.model.tokenizer, delta.logprobs, as_ids=False))

@@ -16,7 +16,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -36,11 +36,11 @@ from lorafleet.protocol.messages import (
     LoadAdapter,
     PinAdapter,
     StepBatch,
-    TokenOutput,
     UnpinAdapter,
 )
 from lorafleet.protocol.sealing import seal
 from lorafleet.protocol.transport.batch_sender import BatchSender
+from lorafleet.protocol.transport.output_stream import OutputStream, SequenceOutputs
 from lorafleet.protocol.transport.requests_in_flight import RequestsInFlight
 
 HELLO = b""
@@ -175,27 +175,21 @@ class EngineClient:
         await self._stats_came.wait()
         return self.stats
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
-        """Yields outputs up to the one with a finish_reason. Closing it earlier aborts the sequence within a step.
+    def generate(self, request: EngineRequest) -> SequenceOutputs:
+        """Returns an iterator over the outputs of the sequence. Closing it early aborts the sequence."""
+        return SequenceOutputs(request, self._start, self._end)
 
-        Raises the LorafleetError with which the engine rejected the request, or EngineDead.
-        """
+    def _start(self, request: EngineRequest) -> OutputStream:
         self._check_alive()
         sealed = seal(request.request_id, request)
         stream = self._in_flight.open(request)
-        num_tokens = len(request.prompt_token_ids)
         self._sender.add_request(sealed)
-        finished = False
-        try:
-            while not finished:
-                output = await stream.get()
-                finished = output.finish_reason is not None
-                num_tokens += len(output.token_ids)
-                yield output
-        finally:
-            self._in_flight.close(request, num_tokens)
-            if not finished and not stream.has_failed:
-                self._sender.abort(request.request_id)
+        return stream
+
+    def _end(self, request: EngineRequest, num_tokens: int, aborts: bool) -> None:
+        self._in_flight.close(request, num_tokens)
+        if aborts:
+            self._sender.abort(request.request_id)
 
     async def load_adapter(self, lora: LoRARequest) -> AdapterInfo:
         """Reads and checks the adapter into the worker's CPU tier. Raises AdapterError with the cause."""

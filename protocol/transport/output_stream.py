@@ -7,18 +7,22 @@ sequence does not grow with the number of steps that it is behind.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from lorafleet.protocol.errors import LorafleetError, from_wire
-from lorafleet.protocol.messages import TokenOutput
+from lorafleet.protocol.messages import EngineRequest, TokenOutput
 
 
 class OutputStream:
     """The outputs of one sequence, for one consumer in the same event loop."""
 
+    __slots__ = ("_failure", "_loop", "_waiter", "_waiting")
+
     def __init__(self) -> None:
         self._waiting: TokenOutput | None = None
         self._failure: LorafleetError | None = None
-        self._came = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None  # The future that the consumer awaits, if it waits.
 
     @property
     def has_failed(self) -> bool:
@@ -30,23 +34,82 @@ class OutputStream:
             self.fail(from_wire(output.error))
             return
         self._waiting = output if self._waiting is None else join(self._waiting, output)
-        self._came.set()
+        self._wake()
 
     def fail(self, error: LorafleetError) -> None:
         """Makes get() raise this error once every earlier output has been taken."""
         self._failure = self._failure or error
-        self._came.set()
+        self._wake()
 
     async def get(self) -> TokenOutput:
         """Waits for the next output. Raises the error that ended the sequence."""
-        await self._came.wait()
+        if self._waiting is None and self._failure is None:
+            self._waiter = self._loop.create_future()
+            await self._waiter
         output, self._waiting = self._waiting, None
         if output is None:
-            assert self._failure is not None, "an event without an output or an error"
+            assert self._failure is not None, "woken without an output or an error"
             raise self._failure
-        if self._failure is None:
-            self._came.clear()
         return output
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():  # It is done if the consumer was canceled.
+            waiter.set_result(None)
+
+
+class SequenceOutputs:
+    """Iterates over the outputs of one sequence, up to the one with a finish_reason.
+
+    The request is sent when the first output is awaited. Closing the iterator before the last output aborts the
+    sequence within a step. It raises the LorafleetError with which the engine rejected the request, or EngineDead.
+
+    Args:
+        start: Sends the request.
+        end: Ends the request, and gets the number of tokens of its prompt and answer, and whether to abort it.
+    """
+
+    __slots__ = ("_end", "_is_over", "_num_tokens", "_request", "_start", "_stream")
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        start: Callable[[EngineRequest], OutputStream],
+        end: Callable[[EngineRequest, int, bool], None],
+    ) -> None:
+        self._request = request
+        self._start = start
+        self._end = end
+        self._stream: OutputStream | None = None
+        self._num_tokens = len(request.prompt_token_ids)
+        self._is_over = False
+
+    def __aiter__(self) -> SequenceOutputs:
+        return self
+
+    async def __anext__(self) -> TokenOutput:
+        if self._is_over:
+            raise StopAsyncIteration
+        try:
+            if self._stream is None:
+                self._stream = self._start(self._request)
+            output = await self._stream.get()
+        except BaseException:
+            self._close()
+            raise
+        self._num_tokens += len(output.token_ids)
+        if output.finish_reason is not None:
+            self._close(finished=True)
+        return output
+
+    async def aclose(self) -> None:
+        self._close()
+
+    def _close(self, *, finished: bool = False) -> None:
+        stream, self._stream = self._stream, None
+        self._is_over = True
+        if stream is not None:
+            self._end(self._request, self._num_tokens, not finished and not stream.has_failed)
 
 
 def join(first: TokenOutput, later: TokenOutput) -> TokenOutput:

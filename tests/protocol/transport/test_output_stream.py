@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 
 import msgspec
 import pytest
 
 from lorafleet.protocol.errors import EngineDead, InvalidRequest, to_wire
-from lorafleet.protocol.messages import TokenLogprobs, TokenOutput
-from lorafleet.protocol.transport.output_stream import OutputStream
+from lorafleet.protocol.messages import EngineRequest, TokenLogprobs, TokenOutput
+from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.protocol.transport.output_stream import OutputStream, SequenceOutputs
 
 
 def logprobs_of(token_id: int) -> TokenLogprobs:
@@ -75,3 +77,77 @@ async def test_a_consumer_waits_for_the_next_output() -> None:
     assert not waiting.done()
     stream.put(msgspec.convert(msgspec.to_builtins(LAST), TokenOutput))
     assert (await waiting).finish_reason == "stop"
+
+
+@dataclass
+class Connection:
+    """Starts a sequence whose outputs the test puts, and records how it ended."""
+
+    streams: list[OutputStream] = field(default_factory=list)
+    ended: list[tuple[int, bool]] = field(default_factory=list)  # Number of tokens, and whether it was aborted.
+    dead: bool = False
+
+    def outputs(self) -> SequenceOutputs:
+        request = EngineRequest(request_id="r", prompt_token_ids=[1, 2, 3], params=SamplingParams())
+        return SequenceOutputs(
+            request, self._start, lambda _, num_tokens, aborts: self.ended.append((num_tokens, aborts))
+        )
+
+    def _start(self, _: EngineRequest) -> OutputStream:
+        if self.dead:
+            raise EngineDead("gone")
+        self.streams.append(OutputStream())
+        return self.streams[0]
+
+
+async def test_a_sequence_starts_when_its_first_output_is_awaited_and_ends_with_the_last() -> None:
+    connection = Connection()
+    outputs = connection.outputs()
+    assert not connection.streams
+    first = asyncio.ensure_future(anext(outputs))
+    await asyncio.sleep(0)
+    for output, got in ((SECOND, first), (LAST, None)):
+        connection.streams[0].put(msgspec.convert(msgspec.to_builtins(output), TokenOutput))
+        assert await (got or anext(outputs)) == output
+    assert connection.ended == [(5, False)]
+    assert [output async for output in outputs] == []
+    await outputs.aclose()
+    assert connection.ended == [(5, False)]
+
+
+@pytest.mark.parametrize("canceled", [True, False])
+async def test_a_sequence_that_is_not_read_to_its_end_is_aborted_once(canceled: bool) -> None:
+    connection = Connection()
+    outputs = connection.outputs()
+    waiting = asyncio.ensure_future(anext(outputs))
+    await asyncio.sleep(0)
+    if canceled:
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        connection.streams[0].put(SECOND)  # Comes too late, and disturbs nothing.
+    else:
+        connection.streams[0].put(SECOND)
+        await waiting
+    await outputs.aclose()
+    assert connection.ended == [(3 if canceled else 4, True)]
+
+
+async def test_a_sequence_that_failed_is_not_aborted() -> None:
+    connection = Connection()
+    outputs = connection.outputs()
+    waiting = asyncio.ensure_future(anext(outputs))
+    await asyncio.sleep(0)
+    connection.streams[0].fail(EngineDead("gone"))
+    with pytest.raises(EngineDead):
+        await waiting
+    assert connection.ended == [(3, False)]
+
+
+async def test_a_sequence_that_cannot_start_raises_the_reason_and_has_nothing_to_end() -> None:
+    connection = Connection(dead=True)
+    outputs = connection.outputs()
+    with pytest.raises(EngineDead):
+        await anext(outputs)
+    assert [output async for output in outputs] == []
+    assert connection.ended == []
