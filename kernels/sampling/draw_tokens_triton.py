@@ -53,6 +53,13 @@ def _penalized(
 
 
 @jit()
+def _load(row_ptr: tl.tensor, tokens: tl.tensor, num_tokens: tl.tensor) -> tl.tensor:
+    """Returns the logits of these tokens. Each pass loads a block ahead of the one that it computes with, since nothing
+    else hides the latency of few programs."""
+    return tl.load(row_ptr + tokens, mask=tokens < num_tokens, other=float("-inf"))
+
+
+@jit()
 def _find_best(
     row_ptr: tl.tensor,
     num_tokens: tl.tensor,
@@ -69,11 +76,16 @@ def _find_best(
     lane_V = tl.arange(0, block_v)
     best_V = tl.full([block_v], float("-inf"), tl.float32)
     first_V = lane_V
+    ahead_V = _load(row_ptr, lane_V, num_tokens)
+    if penalizes:
+        count_ahead_V = tl.load(counts_ptr + lane_V, mask=lane_V < num_counted, other=0)
     for start in range(0, num_tokens, block_v):
         token_V = start + lane_V
-        logit_V = tl.load(row_ptr + token_V, mask=token_V < num_tokens, other=float("-inf")).to(tl.float32)
+        logit_V = ahead_V.to(tl.float32)
+        ahead_V = _load(row_ptr, token_V + block_v, num_tokens)
         if penalizes:
-            count_V = tl.load(counts_ptr + token_V, mask=token_V < num_counted, other=0)
+            count_V = count_ahead_V
+            count_ahead_V = tl.load(counts_ptr + token_V + block_v, mask=token_V + block_v < num_counted, other=0)
             logit_V = _penalized(logit_V, count_V, repetition, presence, frequency)
             tl.store(edited_ptr + token_V, logit_V, mask=token_V < num_tokens)
         is_better_V = logit_V > best_V
@@ -86,17 +98,9 @@ def _find_best(
 
 
 @jit()
-def _distances(
-    row_ptr: tl.tensor,
-    tokens: tl.tensor,
-    num_tokens: tl.tensor,
-    coldness: tl.tensor,
-    best: tl.tensor,
-    farthest: tl.tensor,
-) -> tl.tensor:
-    """Returns the distances of these tokens. It is infinite for those that min_p drops, and for NaN."""
-    logits = tl.load(row_ptr + tokens, mask=tokens < num_tokens, other=float("-inf")).to(tl.float32)
-    distances = (best - logits) * coldness
+def _distances(logits: tl.tensor, coldness: tl.tensor, best: tl.tensor, farthest: tl.tensor) -> tl.tensor:
+    """Returns the distances of tokens with these logits. It is infinite for those that min_p drops, and for NaN."""
+    distances = (best - logits.to(tl.float32)) * coldness
     return tl.where((distances >= 0) & (distances <= farthest), distances, float("inf"))
 
 
@@ -132,8 +136,10 @@ def _sum_up_to(
     count_3, count_4 = tl.zeros([block_v], tl.int32), tl.zeros([block_v], tl.int32)
     mass_1, mass_2 = tl.zeros([block_v], tl.float32), tl.zeros([block_v], tl.float32)
     mass_3, mass_4 = tl.zeros([block_v], tl.float32), tl.zeros([block_v], tl.float32)
+    ahead_V = _load(row_ptr, lane_V, num_tokens)
     for start in range(0, num_tokens, block_v):
-        distance_V = _distances(row_ptr, start + lane_V, num_tokens, coldness, best, farthest)
+        distance_V = _distances(ahead_V, coldness, best, farthest)
+        ahead_V = _load(row_ptr, start + block_v + lane_V, num_tokens)
         key_V = distance_V.to(tl.int32, bitcast=True)
         weight_V = tl.exp(-distance_V)
         count_1 += (key_V <= key_1).to(tl.int32)
@@ -221,7 +227,6 @@ def _choose_keys(
 @jit()
 def _gather_near(
     near_ptr: tl.tensor,
-    groups_ptr: tl.tensor,
     row_ptr: tl.tensor,
     num_tokens: tl.tensor,
     coldness: tl.tensor,
@@ -229,38 +234,31 @@ def _gather_near(
     farthest: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
-    row_groups: tl.constexpr,
-    num_groups: tl.constexpr,
     block_v: tl.constexpr,
 ) -> tl.tensor:
-    """Stores the distances above low, up to high, in the order of the vocabulary, and returns them. The rest of the
-    MAX_NEAR places is infinite."""
-    width: tl.constexpr = block_v // num_groups
-    group_R = tl.arange(0, num_groups)
-    lane_RW = group_R[:, None] * width + tl.arange(0, width)[None, :]
+    """Stores the distances above low, up to high, in any order, and returns them. The rest of the MAX_NEAR places is
+    infinite."""
+    lane_V = tl.arange(0, block_v)
     lane_N = tl.arange(0, MAX_NEAR)
     tl.debug_barrier()  # what an earlier call has stored may still be read
     tl.store(near_ptr + lane_N, tl.full([MAX_NEAR], float("inf"), tl.float32))
+    # Each lane counts its own tokens, so that their places need one sum over lanes and not one in each block.
+    count_V = tl.zeros([block_v], tl.int32)
+    ahead_V = _load(row_ptr, lane_V, num_tokens)
     for start in range(0, num_tokens, block_v):
-        distance_RW = _distances(row_ptr, start + lane_RW, num_tokens, coldness, best, farthest)
-        key_RW = distance_RW.to(tl.int32, bitcast=True)
-        num_near_R = tl.sum(((key_RW > low) & (key_RW <= high)).to(tl.int32), axis=1)
-        tl.store(groups_ptr + start // width + group_R, num_near_R)
+        key_V = _distances(ahead_V, coldness, best, farthest).to(tl.int32, bitcast=True)
+        ahead_V = _load(row_ptr, start + block_v + lane_V, num_tokens)
+        count_V += ((key_V > low) & (key_V <= high)).to(tl.int32)
+    place_V = tl.cumsum(count_V, axis=0) - count_V
     tl.debug_barrier()
-    group_G = tl.arange(0, row_groups)
-    is_group_G = group_G < tl.cdiv(num_tokens, block_v) * num_groups
-    num_near_G = tl.load(groups_ptr + group_G, mask=is_group_G, other=0)
-    first_G = tl.cumsum(num_near_G, axis=0) - num_near_G
-    tl.debug_barrier()
-    tl.store(groups_ptr + group_G, first_G, mask=is_group_G)
-    tl.debug_barrier()
+    ahead_V = _load(row_ptr, lane_V, num_tokens)
     for start in range(0, num_tokens, block_v):
-        distance_RW = _distances(row_ptr, start + lane_RW, num_tokens, coldness, best, farthest)
-        key_RW = distance_RW.to(tl.int32, bitcast=True)
-        is_near_RW = ((key_RW > low) & (key_RW <= high)).to(tl.int32)
-        first_R = tl.load(groups_ptr + start // width + group_R)
-        place_RW = first_R[:, None] + tl.cumsum(is_near_RW, axis=1) - 1
-        tl.store(near_ptr + place_RW, distance_RW, mask=is_near_RW > 0)
+        distance_V = _distances(ahead_V, coldness, best, farthest)
+        ahead_V = _load(row_ptr, start + block_v + lane_V, num_tokens)
+        key_V = distance_V.to(tl.int32, bitcast=True)
+        is_near_V = (key_V > low) & (key_V <= high)
+        tl.store(near_ptr + place_V, distance_V, mask=is_near_V)
+        place_V += is_near_V.to(tl.int32)
     tl.debug_barrier()
     return tl.load(near_ptr + lane_N)
 
@@ -268,7 +266,6 @@ def _gather_near(
 @jit()
 def _find_cut(
     near_ptr: tl.tensor,
-    groups_ptr: tl.tensor,
     row_ptr: tl.tensor,
     num_tokens: tl.tensor,
     coldness: tl.tensor,
@@ -282,8 +279,6 @@ def _find_cut(
     high_mass: tl.tensor,
     target: tl.tensor,
     by_mass: tl.tensor,
-    row_groups: tl.constexpr,
-    num_groups: tl.constexpr,
     block_v: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
     """Returns the smallest key up to which tokens reach the target, with the number and weight of the tokens below
@@ -308,20 +303,7 @@ def _find_cut(
             low, low_count, low_mass, high, high_count, high_mass, key_4, count_4, mass_4, target, by_mass
         )
     if high - low > 1:
-        distance_N = _gather_near(
-            near_ptr,
-            groups_ptr,
-            row_ptr,
-            num_tokens,
-            coldness,
-            best,
-            farthest,
-            low,
-            high,
-            row_groups,
-            num_groups,
-            block_v,
-        )
+        distance_N = _gather_near(near_ptr, row_ptr, num_tokens, coldness, best, farthest, low, high, block_v)
         key_N = distance_N.to(tl.int32, bitcast=True)
         weight_N = tl.exp(-distance_N)
         sum_N = tl.zeros([MAX_NEAR], tl.float32) + tl.where(by_mass, low_mass, low_count.to(tl.float32))
@@ -349,7 +331,7 @@ def _find_cut(
 @jit()
 def _draw_kept(
     sums_ptr: tl.tensor,
-    groups_ptr: tl.tensor,
+    num_tied_ptr: tl.tensor,
     row_ptr: tl.tensor,
     num_tokens: tl.tensor,
     coldness: tl.tensor,
@@ -367,18 +349,20 @@ def _draw_kept(
     width: tl.constexpr = block_v // num_groups
     group_R = tl.arange(0, num_groups)
     lane_RW = group_R[:, None] * width + tl.arange(0, width)[None, :]
+    ahead_RW = _load(row_ptr, lane_RW, num_tokens)
     for start in range(0, num_tokens, block_v):
-        distance_RW = _distances(row_ptr, start + lane_RW, num_tokens, coldness, best, farthest)
+        distance_RW = _distances(ahead_RW, coldness, best, farthest)
+        ahead_RW = _load(row_ptr, start + block_v + lane_RW, num_tokens)
         key_RW = distance_RW.to(tl.int32, bitcast=True)
         sum_R = tl.sum(tl.where(key_RW < cut, tl.exp(-distance_RW), 0.0), axis=1)
         tl.store(sums_ptr + start // width + group_R, sum_R)
-        tl.store(groups_ptr + start // width + group_R, tl.sum((key_RW == cut).to(tl.int32), axis=1))
+        tl.store(num_tied_ptr + start // width + group_R, tl.sum((key_RW == cut).to(tl.int32), axis=1))
     tl.debug_barrier()
     # Tokens at the cut have one weight. Infinite distances have none.
     weight_at_cut = tl.exp(-cut.to(tl.float32, bitcast=True)).to(tl.float64)
     group_G = tl.arange(0, row_groups)
     is_group_G = group_G < tl.cdiv(num_tokens, block_v) * num_groups
-    num_tied_G = tl.load(groups_ptr + group_G, mask=is_group_G, other=0)
+    num_tied_G = tl.load(num_tied_ptr + group_G, mask=is_group_G, other=0)
     left_G = tl.maximum(num_left - (tl.cumsum(num_tied_G, axis=0) - num_tied_G), 0)
     sum_G = tl.load(sums_ptr + group_G, mask=is_group_G, other=0.0).to(tl.float64)
     sum_G += tl.minimum(num_tied_G, left_G).to(tl.float64) * weight_at_cut
@@ -390,7 +374,7 @@ def _draw_kept(
     before = tl.max(tl.where(group_G < group, end_G, 0.0), axis=0)
     num_left = tl.sum(tl.where(group_G == group, left_G, 0), axis=0)
     token_W = group * width + tl.arange(0, width)
-    distance_W = _distances(row_ptr, token_W, num_tokens, coldness, best, farthest)
+    distance_W = _distances(_load(row_ptr, token_W, num_tokens), coldness, best, farthest)
     key_W = distance_W.to(tl.int32, bitcast=True)
     is_tied_W = (key_W == cut).to(tl.int32)
     is_kept_W = (key_W < cut) | ((is_tied_W > 0) & (tl.cumsum(is_tied_W, axis=0) <= num_left))
@@ -413,7 +397,7 @@ def _draw_tokens_kernel(
     edited_stride: tl.tensor,
     near_ptr: tl.tensor,
     sums_ptr: tl.tensor,
-    groups_ptr: tl.tensor,
+    num_tied_ptr: tl.tensor,
     penalizes: tl.constexpr,
     num_fields: tl.constexpr,
     row_groups: tl.constexpr,
@@ -435,7 +419,7 @@ def _draw_tokens_kernel(
     row_ptr = logits_ptr + b * stride
     near_ptr += b * MAX_NEAR
     sums_ptr += b * row_groups
-    groups_ptr += b * row_groups
+    num_tied_ptr += b * row_groups
     best, token = _find_best(
         row_ptr,
         num_tokens,
@@ -477,9 +461,8 @@ def _draw_tokens_kernel(
                         cut * 0 + KEY_14, count_3, mass_3, target, by_mass,
                     )  # fmt: skip
                     high, num_below, mass_below, num_up_to_cut, mass_up_to_cut = _find_cut(
-                        near_ptr, groups_ptr, row_ptr, num_tokens, coldness, best, farthest,
-                        low, low_count, low_mass, high, high_count, high_mass, target, by_mass,
-                        row_groups, num_groups, block_v,
+                        near_ptr, row_ptr, num_tokens, coldness, best, farthest,
+                        low, low_count, low_mass, high, high_count, high_mass, target, by_mass, block_v,
                     )  # fmt: skip
                     weight = tl.exp(-high.to(tl.float32, bitcast=True))
                     missing = tl.where(by_mass, tl.ceil((target - mass_below) / weight), target - num_below)
@@ -488,7 +471,7 @@ def _draw_tokens_kernel(
                     cut = high
                     kept_mass = tl.where(by_mass, kept_mass, mass_below + wanted.to(tl.float32) * weight)
         token = _draw_kept(
-            sums_ptr, groups_ptr, row_ptr, num_tokens, coldness, best, farthest,
+            sums_ptr, num_tied_ptr, row_ptr, num_tokens, coldness, best, farthest,
             cut, num_left, draw, row_groups, num_groups, block_v,
         )  # fmt: skip
         token = tl.where(token < 0, last_token, token)
