@@ -64,6 +64,10 @@ class KVCacheManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def num_missing(self, blocks: SequenceBlocks, num_tokens: int) -> int:
+        """Returns the number of blocks that a sequence needs besides its own to hold this many tokens."""
+        return max(0, self.blocks_for(num_tokens) - len(blocks.table))
+
     def open(self, salt: Hashable, shared_salt: Hashable = None, num_shared_tokens: int = 0) -> SequenceBlocks:
         """Starts the block table of a sequence. Return it with release().
 
@@ -115,7 +119,7 @@ class KVCacheManager:
 
     def grow(self, blocks: SequenceBlocks, num_tokens: int) -> bool:
         """Adds blocks until num_tokens fit. Returns False and changes nothing if too few are free."""
-        wanted = self.blocks_for(num_tokens) - len(blocks.table)
+        wanted = self.num_missing(blocks, num_tokens)
         if wanted > len(self._free):
             return False
         for _ in range(wanted):

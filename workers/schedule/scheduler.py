@@ -91,7 +91,7 @@ class Scheduler:
     def may_preempt(self) -> bool:
         """Whether the next step might run out of blocks, or restart a sequence, and so must know every token of the
         last step."""
-        if self._must_yield or self.kv.num_free < len(self.running):
+        if self._must_yield or self._might_run_out():
             return True
         return self._rope.depends_on_length and any(self._must_restart(sequence) for sequence in self.running)
 
@@ -255,8 +255,22 @@ class Scheduler:
         blocks would be left for those that run."""
         if not {chunk.sequence for chunk in in_flight}.isdisjoint(favor.victims):
             return True
-        num_taken = 0 if favor.head is None else self.kv.blocks_for(len(favor.head.tokens))
-        return self.kv.num_free - num_taken < len(self.running)
+        return self._might_run_out(0 if favor.head is None else self.kv.blocks_for(len(favor.head.tokens)))
+
+    def _might_run_out(self, num_taken: int = 0) -> bool:
+        """Returns whether the running sequences may need more blocks in the next step than are free beside num_taken.
+
+        A sequence starts with blocks for all of its tokens. So it needs a block, and no more than one, only if its
+        newest token is the first of a block.
+        """
+        num_left = self.kv.num_free - num_taken
+        if num_left >= len(self.running):
+            return False
+        return num_left < sum(
+            self.kv.num_missing(sequence.blocks, len(sequence.tokens))
+            for sequence in self.running
+            if sequence.blocks is not None and sequence.num_generated < sequence.max_tokens
+        )
 
     def _has_room(self, sequence: Sequence) -> bool:
         return self.kv.blocks_for(len(sequence.tokens)) <= self.kv.num_free and len(self.running) < self.max_num_seqs

@@ -3,9 +3,12 @@ test_matches_transformers.py."""
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence as Many
 from typing import Any
+
+import pytest
 
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.sampling_params import SamplingParams
@@ -14,6 +17,7 @@ from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.slots.slot_policy import Slot
+from tests.workers.schedule.stepped_scheduler import SteppedScheduler
 
 
 def sequence(name: str, num_prompt: int, max_tokens: int = 1000, lora: LoRARequest | None = None) -> Sequence:
@@ -397,3 +401,33 @@ def test_a_tenant_may_wait_with_a_preempted_sequence_alone():
     answered(s)
     s.preempt(poor)
     assert "poor only" in step(s)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_step_in_flight_is_never_preempted(seed):
+    rng = random.Random(seed)
+    s = scheduler(num_blocks=60, max_num_seqs=20, most=64, mixed=48, caching=seed % 2 == 0)
+    driven = SteppedScheduler(s, stops=lambda _: rng.random() < 0.02)
+    tenants = ["one"] if seed < 4 else ["one", "one", "one", "two", "three"]
+    for number in range(2000):
+        if len(s.waiting) < 4:
+            name = str(rng.randrange(3)) * rng.randrange(1, 9)  # its length is its token
+            added = of_tenant(rng.choice(tenants), name, rng.randrange(1, 90), max_tokens=rng.randrange(1, 80))
+            added.request_id += f" {number}"
+            s.add(added)
+        driven.step()
+    assert len(driven.finished) > 300
+    assert s.num_preemptions > 20, "the cache was full"
+
+
+def test_steps_overlap_though_fewer_blocks_are_free_than_sequences_run():
+    s = scheduler(num_blocks=66)
+    for i in range(16):
+        s.add(sequence(f"stream {i}", 33 + i))  # their blocks are full one after the other
+    driven = SteppedScheduler(s)
+    while s.kv.num_free > 8:
+        driven.step()
+    driven.num_waits = 0
+    for _ in range(6):
+        driven.step()
+    assert (driven.num_waits, s.num_preemptions) == (0, 0)

@@ -1,0 +1,52 @@
+"""Drives a scheduler as the engine does if steps overlap, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lorafleet.workers.schedule.scheduler import Scheduler
+from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
+
+
+class SteppedScheduler:
+    """Launches each step before the tokens of the step before are known, unless the scheduler may preempt.
+
+    Args:
+        stops: Returns whether a sequence ends with the token that it has just got.
+    """
+
+    def __init__(self, scheduler: Scheduler, stops: Callable[[Sequence], bool] = lambda _: False) -> None:
+        self.scheduler = scheduler
+        self.finished: list[Sequence] = []
+        self.num_waits = 0  # steps whose tokens had to be known before the next
+        self._stops = stops
+        self._in_flight: list[tuple[Chunk, int]] = []  # with the number of tokens computed after the step
+
+    def step(self) -> list[Chunk]:
+        """Returns the chunks of the step that it launches."""
+        if self._in_flight and self.scheduler.may_preempt:
+            self.num_waits += 1
+            self._collect()
+        chunks = self.scheduler.schedule([chunk for chunk, _ in self._in_flight])
+        for chunk, _ in self._in_flight:
+            assert chunk.sequence.blocks is not None or chunk.sequence.ended, "a step in flight was preempted"
+        self.scheduler.launched(chunks)
+        launched = [(chunk, chunk.sequence.num_computed) for chunk in chunks]
+        self._collect()
+        self._in_flight = launched
+        return chunks
+
+    def _collect(self) -> None:
+        for chunk, end in self._in_flight:
+            sequence = chunk.sequence
+            if sequence.ended:
+                continue
+            self.scheduler.commit(sequence, end)
+            if end == len(sequence.tokens) or sequence.tokens[end] != UNKNOWN:
+                continue
+            sequence.tokens[end] = end
+            if end + 1 - sequence.num_prompt >= sequence.max_tokens or self._stops(sequence):
+                sequence.ended = True
+                self.scheduler.finish(sequence)
+                self.finished.append(sequence)
+        self._in_flight = []
