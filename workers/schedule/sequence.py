@@ -11,7 +11,7 @@ from torch import Tensor
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.messages import Pooling, SequenceTimes, Tier, TokenLogprobs
 from lorafleet.protocol.sampling_params import SamplingParams
-from lorafleet.workers.schedule.kv_cache import SequenceBlocks
+from lorafleet.workers.schedule.kv_cache import PrefixMatch, SequenceBlocks
 
 if TYPE_CHECKING:
     from lorafleet.workers.structured.decoding import Grammar
@@ -84,6 +84,7 @@ class Sequence:
     # Its place in the queue
     flow: Flow = field(init=False)  # The adapter's flow, set by FairQueue.add().
     deadline_number: int | None = None  # Number of its entry among QueueAdmission's deadlines.
+    prefix: PrefixMatch | None = None  # Its cached blocks as of its last attempt to start, if that found too few free.
     # For its outputs
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # Filled chunk by chunk; sent with the first token.
     fallback_reason: str | None = None  # The error of its adapter, if the base answers in the adapter's place.

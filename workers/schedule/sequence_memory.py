@@ -32,10 +32,19 @@ class SequenceMemory:
         blocks = self._kv.open(
             self._cache_salt(sequence, digest), self._cache_salt(sequence, BASE_SALT), sequence.first_adapted
         )
-        num_cached = self._kv.reuse_prefix(blocks, sequence.tokens) if sequence.reuses_prefixes else 0
-        if not self._kv.grow(blocks, len(sequence.tokens)):
+        prefix, num_tokens = None, len(sequence.tokens)
+        if sequence.reuses_prefixes:
+            prefix = self._kv.find_prefix(blocks, sequence.tokens, sequence.prefix)
+        if not self._kv.has_room(num_tokens, prefix):
+            if prefix is not None:
+                self._kv.refresh(prefix)
             self._kv.release(blocks)
+            sequence.prefix = prefix  # so that the next attempt need not look it up again
             return False
+        num_cached = 0 if prefix is None else self._kv.reuse_prefix(blocks, sequence.tokens, prefix)
+        has_grown = self._kv.grow(blocks, num_tokens)
+        assert has_grown
+        sequence.prefix = None
         sequence.blocks = blocks
         sequence.num_computed = num_cached
         if sequence.num_generated == 0:
