@@ -142,12 +142,15 @@ class KVCacheManager:
             found.table.append(known[1])
         return found
 
-    def has_room(self, num_tokens: int, prefix: PrefixMatch | None = None) -> bool:
-        """Returns whether enough blocks are free for a sequence that begins with this prefix."""
+    def num_left(self, num_tokens: int, prefix: PrefixMatch | None = None) -> int:
+        """Returns the number of blocks that would be free beside one more sequence, which begins with this prefix.
+
+        It is negative if too few are free for the sequence.
+        """
         if prefix is None or not prefix.table:
-            return self.blocks_for(num_tokens) <= self.num_free
+            return self.num_free - self.blocks_for(num_tokens)
         num_unused = int(np.count_nonzero(self._users_view[prefix.table] == 0))
-        return self.blocks_for(num_tokens) - len(prefix.table) <= self.num_free - num_unused
+        return self.num_free - num_unused - (self.blocks_for(num_tokens) - len(prefix.table))
 
     def refresh(self, prefix: PrefixMatch) -> None:
         """Makes the blocks that a sequence waits to reuse the last ones that are taken for others, if it is due."""

@@ -204,7 +204,7 @@ class Scheduler:
             slot = claims.slot_for(sequence)
             if sequence.lora is not None and slot is None:
                 continue
-            if not self._start(sequence, slot):
+            if not self._start(sequence, slot, beside=self.running):
                 break  # no blocks: later sequences must not overtake
             chunks.append(self._chunk(sequence, min(sequence.num_uncomputed, budget)))
             budget -= chunks[-1].num_tokens
@@ -275,9 +275,9 @@ class Scheduler:
     def _has_room(self, sequence: Sequence) -> bool:
         return self.kv.blocks_for(len(sequence.tokens)) <= self.kv.num_free and len(self.running) < self.max_num_seqs
 
-    def _start(self, sequence: Sequence, slot: SlotView | None) -> bool:
-        """Starts a waiting sequence if there is memory for all of its tokens."""
-        if not self._memory.take(sequence, slot):
+    def _start(self, sequence: Sequence, slot: SlotView | None, beside: Many[Sequence] = ()) -> bool:
+        """Starts a waiting sequence if there is memory for all of its tokens, and for the growth of those `beside`."""
+        if not self._memory.take(sequence, slot, beside):
             return False
         if sequence.times is not None and sequence.tier not in ("", "gpu"):
             sequence.times.adapter_s = sequence.times.adapter_s or time.monotonic()

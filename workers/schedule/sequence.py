@@ -105,6 +105,11 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def num_remaining(self) -> int:
+        """Number of answer tokens that it may still get."""
+        return self.max_tokens - self.num_generated
+
+    @property
     def reuses_prefixes(self) -> bool:
         """Whether cached keys and values of its first tokens can be used instead of computing them."""
         return not self.wants_prompt_logprobs and self.pooling != "mean"

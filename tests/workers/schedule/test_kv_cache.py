@@ -170,7 +170,7 @@ def test_what_a_waiting_sequence_has_found_is_what_it_would_find_now():
         assert (found[i].table, found[i].nodes) == (fresh.table, fresh.nodes)
         trial = kv.open(prompts[i][0])
         kv.reuse_prefix(trial, tokens)
-        assert kv.has_room(len(tokens), found[i]) == kv.grow(trial, len(tokens))
+        assert (kv.num_left(len(tokens), found[i]) >= 0) == kv.grow(trial, len(tokens))
         kv.release(trial)
 
 

@@ -431,3 +431,33 @@ def test_steps_overlap_though_fewer_blocks_are_free_than_sequences_run():
     for _ in range(6):
         driven.step()
     assert (driven.num_waits, s.num_preemptions) == (0, 0)
+
+
+def test_a_start_leaves_blocks_for_the_sequences_that_run():
+    s = scheduler(num_blocks=640, most=16384)
+    for i in range(16):
+        s.add(sequence(f"stream {i}", 600))
+    step(s)
+    s.add(sequence("new", 200))  # 13 blocks of the 32 that are free
+    step(s)
+    assert len(s.running) == 16
+    finish(s, "stream 0")
+    assert "new" in step(s)
+    for _ in range(40):
+        step(s)
+    assert s.num_preemptions == 0
+
+
+def test_a_start_leaves_no_more_than_those_that_run_may_still_need():
+    s = scheduler(num_blocks=640, most=16384)
+    for i in range(16):
+        s.add(sequence(f"stream {i}", 600, max_tokens=8))
+    step(s)
+    s.add(sequence("new", 32 * 16))
+    assert "new" in step(s)
+
+
+def test_a_sequence_alone_may_take_the_whole_cache():
+    s = scheduler(num_blocks=64)
+    s.add(sequence("large", 1024))
+    assert step(s) == {"large": 1024}
