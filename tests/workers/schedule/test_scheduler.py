@@ -16,8 +16,9 @@ from lorafleet.workers.bases.rope_config import RopeConfig
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
+from lorafleet.workers.schedule.step_budget import StepBudget, StepLimits
 from lorafleet.workers.slots.slot_policy import Slot
-from tests.workers.schedule.stepped_scheduler import SteppedScheduler
+from tests.workers.schedule.stepped_scheduler import Events, SteppedScheduler
 
 
 def sequence(name: str, num_prompt: int, max_tokens: int = 1000, lora: LoRARequest | None = None) -> Sequence:
@@ -27,7 +28,8 @@ def sequence(name: str, num_prompt: int, max_tokens: int = 1000, lora: LoRAReque
 
 def scheduler(*, max_num_seqs=256, most=8192, mixed=512, caching=False, loras=None, num_blocks=4096) -> Scheduler:
     rope = RopeConfig(rotary_dim=8, theta=10000.0, max_position_embeddings=16384)
-    return Scheduler(KVCacheManager(num_blocks, 16, caching), loras, rope, max_num_seqs, most, mixed)
+    budget = StepBudget(StepLimits(most, mixed))
+    return Scheduler(KVCacheManager(num_blocks, 16, caching), loras, rope, max_num_seqs, budget)
 
 
 def step(scheduled: Scheduler, in_flight: Many[Chunk] = ()) -> dict[str, int]:
@@ -407,7 +409,7 @@ def test_a_tenant_may_wait_with_a_preempted_sequence_alone():
 def test_a_step_in_flight_is_never_preempted(seed):
     rng = random.Random(seed)
     s = scheduler(num_blocks=60, max_num_seqs=20, most=64, mixed=48, caching=seed % 2 == 0)
-    driven = SteppedScheduler(s, stops=lambda _: rng.random() < 0.02)
+    driven = SteppedScheduler(s, Events(stops=lambda _: rng.random() < 0.02))
     tenants = ["one"] if seed < 4 else ["one", "one", "one", "two", "three"]
     for number in range(2000):
         if len(s.waiting) < 4:
