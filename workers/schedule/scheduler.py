@@ -23,7 +23,6 @@ import time
 from collections.abc import Sequence as Many
 
 from lorafleet.protocol.lora_request import LoRARequest
-from lorafleet.protocol.step_metrics import StepShape
 from lorafleet.workers.bases.rope_config import RopeConfig
 from lorafleet.workers.schedule.adapter_slots import AdapterSlots, SlotView
 from lorafleet.workers.schedule.fair_queue import FairQueue
@@ -31,7 +30,7 @@ from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.schedule.sequence_memory import SequenceMemory
 from lorafleet.workers.schedule.slot_claims import SlotClaims
-from lorafleet.workers.schedule.step_budget import Backlog, PromptAllowance, StepBudget
+from lorafleet.workers.schedule.step_budget import PromptAllowance, StepBudget
 from lorafleet.workers.schedule.tenant_balance import Favor, find_favor, poorest_first
 
 PREFETCH_SCAN = 1024  # heads of the queue that are examined for adapters to load ahead
@@ -52,11 +51,11 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order of their start
         self.num_preemptions = 0
         self.max_num_seqs = max_num_seqs
+        self.budget = budget
         self._aside: set[Sequence] = set()  # neither in steps nor waiting for one, see set_aside()
         self._must_yield = False  # a tenant waits for room that could not be made while a step was in flight
         self._rope = rope
         self._memory = SequenceMemory(kv, loras, rope)
-        self._budget = budget
 
     @property
     def has_work(self) -> bool:
@@ -107,10 +106,6 @@ class Scheduler:
             if sequence.num_computed == len(sequence.tokens):
                 sequence.tokens.append(UNKNOWN)
                 self.waiting.count_output(sequence)
-
-    def observe(self, shape: StepShape, seconds: float) -> None:
-        """Takes in the duration of a step, from which that of later ones is predicted."""
-        self._budget.observe(shape, seconds)
 
     def commit(self, sequence: Sequence, num_known: int) -> None:
         """Publishes the full blocks of the first num_known tokens, which have been computed and are known."""
@@ -166,7 +161,7 @@ class Scheduler:
         prompts: list[Chunk] = []
         # The last token of the others is already in flight.
         unfinished = [s for s in poorest_first(self.running) if s.num_generated < s.max_tokens]
-        allowance = self._allowance(unfinished)
+        allowance = self.budget.allowance(unfinished, self.waiting)
         may_restart = self._rope.depends_on_length
         for sequence in unfinished:
             is_decode = sequence.num_uncomputed == 1
@@ -184,23 +179,12 @@ class Scheduler:
                 allowance.spend(sequence, num_tokens)
         return decodes + prompts, allowance
 
-    def _allowance(self, unfinished: list[Sequence]) -> PromptAllowance:
-        """Returns the prompt tokens that the next step may compute beside the decodes of these sequences."""
-        decodes = [sequence for sequence in unfinished if sequence.num_uncomputed == 1]
-        prompts = [sequence for sequence in unfinished if sequence.num_uncomputed > 1]
-        waiting = self.waiting
-        return self._budget.allowance(
-            decodes, Backlog(prompts, waiting.heads() if waiting else (), len(waiting), waiting.num_tokens)
-        )
-
     def _schedule_waiting(self, allowance: PromptAllowance, favored: str | None) -> list[Chunk]:
         """Returns chunks of waiting sequences. `favored` is the tenant for whose adapter a slot was freed."""
         chunks: list[Chunk] = []
         claims = SlotClaims(self.loras)
-        candidates = self.waiting.in_start_order(favored)
-        while not allowance.is_spent and len(self.running) < self.max_num_seqs:
-            sequence = next(candidates, None)
-            if sequence is None:
+        for sequence in self.waiting.in_start_order(favored):
+            if allowance.is_spent or len(self.running) >= self.max_num_seqs:
                 break
             slot = claims.slot_for(sequence)
             if sequence.lora is not None and slot is None:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from lorafleet.protocol.lora_request import LoRARequest
-from lorafleet.protocol.messages import Pooling, SequenceTimes, Tier, TokenLogprobs
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.schedule.kv_cache import PrefixMatch, SequenceBlocks
 
 if TYPE_CHECKING:
+    from lorafleet.protocol.messages import Pooling, SequenceTimes, Tier, TokenLogprobs
     from lorafleet.workers.structured.decoding import Grammar
 
 UNKNOWN = -1  # a token that the device has sampled or will sample, and that the host has not read yet

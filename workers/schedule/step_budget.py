@@ -1,12 +1,12 @@
 """Decides how many prompt tokens a step computes beside decodes, for which every stream waits.
 
 A step should take no longer than max_gap_s. Within that, prompts get what they need to have their first tokens by
-ttft_target_s: if they are behind, all of max_gap_s, otherwise less. The seconds come from a fitted cost (step_cost.py).
+ttft_target_s: the more they are behind, the longer the step. The seconds come from a fitted cost (step_cost.py).
 So a long prompt gets smaller chunks as its context grows. Where decodes alone take nearly max_gap_s or more, prompts
 still get a part of the step.
 
-Prompts are given at most LARGEST_SHARE of the time beyond short steps: twice as long a step would delay every stream
-twice as much, and speed the prompts up by a few percent only.
+Longer steps give prompts a larger share of the time, up to LARGEST_SHARE. Beyond that, a step of twice the time would
+delay every stream twice as much, and speed the prompts up by a few percent only.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from bisect import bisect_right
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from lorafleet.protocol.step_metrics import StepShape
+from lorafleet.workers.schedule.fair_queue import FairQueue
 from lorafleet.workers.schedule.sequence import Sequence
 from lorafleet.workers.schedule.step_cost import StepCost, StepCostFit
+
+if TYPE_CHECKING:
+    from lorafleet.protocol.step_metrics import StepShape
 
 RELAXED = 0.3  # share of max_gap_s that a step with prompts may take though no prompt is behind
 LARGEST_SHARE = 0.85  # share of the time beyond which prompts get no longer steps, since they would gain little
@@ -31,7 +35,7 @@ LEAST_CHUNK = 64  # tokens of a step's first prompt that it computes in any case
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What a user sets."""
+    """The limits and aims that a user sets."""
 
     max_tokens: int  # In any step.
     max_mixed_tokens: int | None = None  # In a step with decodes, beside which prompts may still have half of this.
@@ -41,38 +45,33 @@ class StepLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Backlog:
-    """The prompts that have no token yet."""
+class _Backlog:
+    """The prompts that have no token yet: those of running sequences, and those that wait."""
 
-    started: Many[Sequence] = ()
-    heads: Many[Sequence] = ()  # Those of the waiting ones that may start next.
-    num_waiting: int = 0
-    waiting_tokens: int = 0
+    running: Many[Sequence]
+    waiting: FairQueue
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.started and not self.num_waiting
-
-    def age_s(self, now: float) -> float:
-        """Returns the time that the oldest one has waited, as far as it was recorded."""
-        recorded = (s.queued_s for s in (*self.started, *self.heads) if s.num_generated == 0 and s.queued_s)
-        return max(0.0, now - min(recorded, default=now))
+    def __bool__(self) -> bool:
+        return bool(self.running or self.waiting)
 
     @property
     def first_context(self) -> int:
         """Number of cached tokens that the first prompt's next tokens attend to."""
-        return self.started[0].num_computed if self.started else 0
+        return self.running[0].num_computed if self.running else 0
+
+    def age_s(self, now: float) -> float:
+        """Returns the time that the oldest one has waited, as far as it was recorded."""
+        oldest = (*self.running, *self.waiting.heads())
+        return now - min((s.queued_s for s in oldest if s.num_generated == 0 and s.queued_s), default=now)
 
     def seconds(self, cost: StepCost) -> float:
-        """Returns the seconds that computing them takes."""
-        started = sum(
+        """Returns the seconds that computing them takes. Those that wait are taken as equally long."""
+        running = sum(
             cost.chunk(sequence.num_uncomputed, sequence.num_computed, adapted=sequence.lora is not None)
-            for sequence in self.started
+            for sequence in self.running
         )
-        if not self.num_waiting:
-            return started
-        each = self.waiting_tokens // self.num_waiting
-        return started + self.num_waiting * cost.chunk(each, 0, adapted=False)
+        count = len(self.waiting)
+        return running + count * cost.chunk(self.waiting.num_tokens // max(count, 1), 0, adapted=False)
 
 
 class PromptAllowance:
@@ -136,10 +135,12 @@ class StepBudget:
         """Takes in the duration of a step."""
         self._fit.observe(shape, seconds)
 
-    def allowance(self, decodes: Many[Sequence], backlog: Backlog) -> PromptAllowance:
-        """Returns the prompt tokens that the next step may compute beside these decodes."""
+    def allowance(self, unfinished: Many[Sequence], waiting: FairQueue) -> PromptAllowance:
+        """Returns the prompt tokens that the next step may compute beside the decodes of the unfinished sequences."""
+        decodes = [sequence for sequence in unfinished if sequence.num_uncomputed == 1]
+        backlog = _Backlog([sequence for sequence in unfinished if sequence.num_uncomputed > 1], waiting)
         num_tokens, seconds, cost = self.limits.max_tokens - len(decodes), math.inf, self._fit.cost
-        if decodes and not backlog.is_empty:
+        if decodes and backlog:
             num_tokens = min(num_tokens, self._most_beside(len(decodes)))
             seconds = self._seconds_beside(decodes, backlog, cost)
         return PromptAllowance(num_tokens, seconds, cost, len(decodes), self.limits.graph_sizes)
@@ -151,7 +152,7 @@ class StepBudget:
             most = self.limits.max_tokens if math.isinf(self.limits.max_gap_s) else self._fit.trusted_tokens
         return max(most - num_decodes, -(-most // 2))
 
-    def _seconds_beside(self, decodes: Many[Sequence], backlog: Backlog, cost: StepCost) -> float:
+    def _seconds_beside(self, decodes: Many[Sequence], backlog: _Backlog, cost: StepCost) -> float:
         """Returns the time that the step may take beyond its decodes."""
         limits = self.limits
         if math.isinf(limits.max_gap_s):

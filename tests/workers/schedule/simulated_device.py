@@ -91,7 +91,7 @@ class Simulation:
         shape, seconds = self._launched.popleft()
         self.now += seconds
         self.steps.append((shape, seconds))
-        self.scheduler.observe(shape, seconds)
+        self.scheduler.budget.observe(shape, seconds)
 
     def _sample(self, sequence: Sequence) -> None:
         self.times[sequence].token_s.append(self.now)
