@@ -178,6 +178,7 @@ def start(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=PREFILL_TOKENS,
         max_num_mixed_tokens=mixed_tokens,
+        max_gap_ms=10_000,
         enable_prefix_caching=False,
         lora=LoRAConfig(max_loras=most, max_lora_rank=RANK, max_cpu_loras=most, lora_dtype=args.lora_dtype)
         if most

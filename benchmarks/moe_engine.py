@@ -94,6 +94,7 @@ def main() -> None:
                 max_num_seqs=max(arguments.batches),
                 max_num_batched_tokens=8192,
                 max_num_mixed_tokens=8192,
+                max_gap_ms=10_000,
                 max_model_len=1024,
                 kv_cache_tokens=max(arguments.batches) * (PROMPT + GENERATED + 32),
                 enable_prefix_caching=False,

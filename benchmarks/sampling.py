@@ -108,6 +108,7 @@ def main() -> None:
                 max_num_seqs=max(args.batches),
                 max_num_batched_tokens=8192,
                 max_num_mixed_tokens=8192,
+                max_gap_ms=10_000,
                 enable_prefix_caching=False,
                 kv_cache_tokens=room if args.device == "cpu" else None,
                 async_scheduling=True,

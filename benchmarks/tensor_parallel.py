@@ -96,6 +96,7 @@ class Replica:
             max_num_seqs=max(args.batches),
             max_num_batched_tokens=PREFILL_TOKENS,
             max_num_mixed_tokens=PREFILL_TOKENS,
+            max_gap_ms=10_000,
             enable_prefix_caching=False,
             tensor_parallel_size=size,
             lora=LoRAConfig(max_loras=most, max_lora_rank=RANK, max_cpu_loras=most, fully_sharded_loras=layout == "on")

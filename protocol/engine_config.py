@@ -91,15 +91,31 @@ class EngineOptions:
     max_num_batched_tokens: Annotated[
         int, Option("Most tokens in one step. Raise it for throughput; it costs memory.", at_least(1))
     ] = 2048
-    # At least half of them are left for prompts.
-    max_num_mixed_tokens: Annotated[
-        int,
+    max_gap_ms: Annotated[
+        float,
         Option(
-            "Most tokens in a step that processes prompts beside decoding sequences. Lower it for steadier streams; "
-            "raise it to start new requests sooner.",
+            "Milliseconds between two tokens of a stream that a step with prompts should not exceed. Lower it for "
+            "steadier streams; raise it to start new requests sooner.",
             at_least(1),
         ),
-    ] = 512
+    ] = 50.0
+    ttft_target_ms: Annotated[
+        float,
+        Option(
+            "Milliseconds in which a request should have its first token. While prompts are behind, steps take as long "
+            "as max_gap_ms allows; otherwise they are shorter.",
+            at_least(1),
+        ),
+    ] = 500.0
+    # At least half of them are left for prompts.
+    max_num_mixed_tokens: Annotated[
+        int | None,
+        Option(
+            "Most tokens in a step that processes prompts beside decoding sequences, within max_gap_ms. Default: as "
+            "many as max_gap_ms allows.",
+            at_least(1),
+        ),
+    ] = None
     enable_prefix_caching: Annotated[bool, Option("Reuse the KV blocks of prompts that share a prefix.")] = True
     attention_backend: Annotated[AttentionName, Option("auto: the fastest one installed.")] = "auto"
     enforce_eager: Annotated[bool, Option("Do not use CUDA graphs. Slower; for debugging.")] = False

@@ -33,6 +33,10 @@ class StepShape:
     num_sequences: int
     num_tokens: int
     num_adapter_tokens: int  # Those of num_tokens that used an adapter.
+    # The work of attention, which is not counted for a step of decodes alone.
+    decode_positions: int = 0  # Sum of the decodes' contexts.
+    prompt_positions: int = 0  # Sum of the prompts' contexts.
+    prompt_pairs: int = 0  # Pairs of a prompt's token and a position that it attends to.
 
 
 class StepMetrics:
@@ -46,13 +50,15 @@ class StepMetrics:
         self._adapter_steps = 0
         self._ended_s = 0.0
 
-    def ended(self, shape: StepShape, began_s: float) -> None:
-        """Records a step that has just ended. `began_s` is its start by time.perf_counter.
+    def ended(self, shape: StepShape, began_s: float) -> float:
+        """Records a step that has just ended, and returns its duration in seconds. `began_s` is its start by
+        time.perf_counter.
 
         If the previous step was still running at that time, the duration counts from the end of that step.
         """
         now = time.perf_counter()
-        self._seconds[shape.kind].observe(now - max(began_s, self._ended_s))
+        seconds = now - max(began_s, self._ended_s)
+        self._seconds[shape.kind].observe(seconds)
         self._ended_s = now
         self._tokens.observe(shape.num_tokens)
         self._sequences.observe(shape.num_sequences)
@@ -60,6 +66,7 @@ class StepMetrics:
         self._base_tokens += shape.num_tokens - shape.num_adapter_tokens
         self._adapter_tokens += shape.num_adapter_tokens
         self._adapter_steps += shape.num_adapter_tokens > 0
+        return seconds
 
     def stats(self, on_gpu: list[GPUSteps]) -> StepStats:
         return StepStats(

@@ -165,7 +165,7 @@ class Engine:
         for sequence in step.late:
             if not sequence.ended:
                 self.scheduler.set_aside(sequence)  # until its mask has arrived, see PendingGrammars.poll()
-        self.statistics.steps.ended(step.shape, step.began_s)
+        self.scheduler.budget.observe(step.shape, self.statistics.steps.ended(step.shape, step.began_s))
         return outputs
 
     def _fail_unprepared(self, faults: list[tuple[Sequence, Exception]]) -> list[TokenOutput]:

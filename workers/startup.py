@@ -31,6 +31,7 @@ from lorafleet.workers.kv_cache_sizing import allocate_caches, size_cache
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.scheduler import Scheduler
+from lorafleet.workers.schedule.step_budget import StepBudget, StepLimits
 from lorafleet.workers.slots.base_weights import FileWeights, ModelWeights, MovedWeights
 from lorafleet.workers.slots.extra_memory import ExtraMemory
 from lorafleet.workers.slots.loader import AdapterLoader
@@ -203,8 +204,7 @@ def build_engine(
         loras,
         model_config.rope,
         config.max_num_seqs,
-        config.max_num_batched_tokens,
-        config.max_num_mixed_tokens,
+        StepBudget(_step_limits(config, steps.device)),
     )
     if steps.device.type == "cuda":
         warm_up_sampling(model_config.vocab_size, steps.model.embed_tokens.weight.dtype, steps.device)
@@ -228,6 +228,17 @@ def build_engine(
         overlap,
         config.max_queued_requests,
         config.max_queued_tokens,
+    )
+
+
+def _step_limits(config: EngineConfig, device: torch.device) -> StepLimits:
+    has_graphs = device.type == "cuda" and not config.enforce_eager
+    return StepLimits(
+        config.max_num_batched_tokens,
+        config.max_num_mixed_tokens,
+        config.max_gap_ms / 1e3,
+        config.ttft_target_ms / 1e3,
+        graph_token_counts(config.max_num_batched_tokens) if has_graphs else (),
     )
 
 

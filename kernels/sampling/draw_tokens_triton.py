@@ -29,6 +29,7 @@ from lorafleet.kernels.sampling.draw_tokens import NUM_FIELDS
 
 # The twin in penalties.py says why.
 _IN_PROMPT = tl.constexpr(1 << 30)
+BLOCK_V, NUM_WARPS = 4096, 16  # the fastest of those tried on an H200, for few rows and for many
 LAST_KEY = tl.constexpr(0x7F7FFFFF)  # bits of the largest finite float32; infinity's are one more
 MAX_NEAR = tl.constexpr(512)  # tokens near the cut, which are compared with each other
 UNROLLED = tl.constexpr(8)
@@ -478,11 +479,6 @@ def _draw_tokens_kernel(
     tl.store(token_ptr + b, tl.minimum(token, last_token).to(tl.int64))
 
 
-def block_of(num_rows: int) -> tuple[int, int]:
-    """Returns the tokens of a block, and the warps of a program."""
-    return (4096, 32) if num_rows > 0 else (4096, 16)
-
-
 def draw_tokens_triton(logits_BV: Tensor, table_BF: Tensor, counts_SV: Tensor, *, penalizes: bool) -> Tensor:
     """Returns the tokens, int64 [B], see draw_tokens(). `penalizes` is whether a row has penalties."""
     num_rows, num_tokens = logits_BV.shape
@@ -492,8 +488,7 @@ def draw_tokens_triton(logits_BV: Tensor, table_BF: Tensor, counts_SV: Tensor, *
     edited_BV = logits_BV  # in place, unless penalties would be rounded
     if penalizes and logits_BV.dtype != torch.float32:
         edited_BV = torch.empty(logits_BV.shape, dtype=torch.float32, device=device)
-    block_v, num_warps = block_of(num_rows)
-    row_groups = triton.next_power_of_2(triton.cdiv(num_tokens, block_v) * num_warps)
+    row_groups = triton.next_power_of_2(triton.cdiv(num_tokens, BLOCK_V) * NUM_WARPS)
     token_B = torch.empty(num_rows, dtype=torch.int64, device=device)
     _draw_tokens_kernel[(num_rows,)](
         token_B,
@@ -511,8 +506,8 @@ def draw_tokens_triton(logits_BV: Tensor, table_BF: Tensor, counts_SV: Tensor, *
         penalizes=penalizes,
         num_fields=NUM_FIELDS,
         row_groups=row_groups,
-        num_groups=num_warps,
-        block_v=block_v,
-        num_warps=num_warps,
+        num_groups=NUM_WARPS,
+        block_v=BLOCK_V,
+        num_warps=NUM_WARPS,
     )
     return token_B

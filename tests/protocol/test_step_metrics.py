@@ -25,14 +25,20 @@ def test_a_steps_shape_tells_prompts_from_decodes_and_whose_tokens_use_an_adapte
     assert decode.shape == StepShape("decode", 3, 3, 2)
     # Of the second prompt's five tokens an activated LoRA begins to work at the third.
     prefill = plan([1, 5, 4], [0, 1, BASE_SLOT], [0, 2, 4], [0, 5])
-    assert prefill.shape == StepShape("prefill", 3, 10, 4)
+    assert prefill.shape == StepShape("prefill", 3, 10, 4, 1, 5 + 4, 15 + 10)
+
+
+def test_the_pairs_of_a_prompt_s_later_tokens_are_counted_with_the_whole_context() -> None:
+    attention = AttentionBatch([1, 3], [20, 13], [[0], [0]])
+    late = StepPlan(np.zeros((FIELDS, 4), np.int64), attention, [0, 0], [0, 0], [0], True, [], [8])
+    assert late.shape == StepShape("prefill", 2, 4, 4, 20, 13, 11 + 12 + 13)
 
 
 def test_a_step_that_was_begun_under_another_counts_from_that_ones_end() -> None:
     metrics = StepMetrics()
     began = time.perf_counter() - 10.0
-    metrics.ended(StepShape("prefill", 2, 40, 40), began)
-    metrics.ended(StepShape("decode", 2, 2, 0), began)
+    assert metrics.ended(StepShape("prefill", 2, 40, 40), began) >= 10.0
+    assert metrics.ended(StepShape("decode", 2, 2, 0), began) < 9.0
     stats = metrics.stats([])
     assert stats.seconds["prefill"].total >= 10.0
     assert stats.seconds["decode"].total < 9.0, "not the first step's time again"

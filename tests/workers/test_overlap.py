@@ -10,7 +10,9 @@ import pytest
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.messages import EngineRequest
+from lorafleet.protocol.step_metrics import StepShape
 from lorafleet.workers.schedule.sequence import Sequence
+from lorafleet.workers.schedule.step_budget import StepBudget, StepLimits
 from lorafleet.workers.startup import build_engine
 
 
@@ -152,3 +154,39 @@ def test_a_long_prompt_that_is_preempted_for_another_tenant_is_answered_all_the_
     assert engine.stats().preemptions_total == 1
     assert [o.error for o in outputs if o.error is not None] == []
     assert {o.request_id: o.finish_reason for o in outputs} == dict.fromkeys(("short", "long", "quiet"), "length")
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_budget_of_steps_learns_how_long_each_step_took(fleet, prompt, overlap):
+    class RecordingBudget(StepBudget):
+        def __init__(self, limits: StepLimits) -> None:
+            super().__init__(limits)
+            self.observed: list[tuple[StepShape, float]] = []
+
+        def observe(self, shape: StepShape, seconds: float) -> None:
+            self.observed.append((shape, seconds))
+            super().observe(shape, seconds)
+
+    config = EngineConfig(
+        str(fleet("llama3").base),
+        kv_cache_tokens=1024,
+        max_num_batched_tokens=16,
+        max_num_seqs=4,
+        async_scheduling=overlap,
+    )
+    engine = build_engine(config)
+    assert (engine.scheduler.budget.limits.max_gap_s, engine.scheduler.budget.limits.ttft_target_s) == (0.05, 0.5)
+    engine.scheduler.budget = budget = RecordingBudget(engine.scheduler.budget.limits)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    engine.add(EngineRequest(request_id="only", prompt_token_ids=prompt(20), params=params))
+    while engine.has_work:
+        engine.step()
+    shapes, seconds = zip(*budget.observed, strict=True)
+    assert [(shape.kind, shape.num_tokens) for shape in shapes] == [
+        ("prefill", 16),
+        ("prefill", 4),
+        ("decode", 1),
+        ("decode", 1),
+    ]
+    assert shapes[1].prompt_pairs == 17 + 18 + 19 + 20
+    assert all(0 < one < 60 for one in seconds)

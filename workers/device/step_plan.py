@@ -50,7 +50,16 @@ class StepPlan:
             return StepShape("decode", len(self.slots), self.num_tokens, adapted)
         spans = zip(self.slots, self.base_lens, self.attention.query_lens, strict=True)
         adapted = sum(count - num_base for slot, num_base, count in spans if slot != BASE_SLOT)
-        return StepShape("prefill", len(self.slots), self.num_tokens, adapted)
+        chunks = list(zip(self.attention.query_lens, self.attention.context_lens, strict=True))
+        return StepShape(
+            "prefill",
+            len(self.slots),
+            self.num_tokens,
+            adapted,
+            decode_positions=sum(end for count, end in chunks if count == 1),
+            prompt_positions=sum(end for count, end in chunks if count > 1),
+            prompt_pairs=sum(count * end - count * (count - 1) // 2 for count, end in chunks if count > 1),
+        )
 
     @property
     def lora_slots(self) -> list[int]:

@@ -16,6 +16,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+import numpy as np
+
+# A waiting sequence's cached blocks become the most recently used again after at least this many others were taken.
+REFRESH_BLOCKS = 64
+NO_NODE = -1  # of a block whose content is not known
+
 _Key = tuple[int, int, tuple[int, ...]]  # node before, owner's root, tokens
 
 
@@ -31,14 +37,23 @@ class SequenceBlocks:
 
     def key(self, block: int, tokens: Sequence[int]) -> _Key:
         """Returns the key of a block by its index. The blocks before it must be in nodes."""
+        return self.key_behind(self.nodes, block, tokens)
+
+    def key_behind(self, nodes: Sequence[int], block: int, tokens: Sequence[int]) -> _Key:
+        """Returns the key of the block behind these nodes."""
         owner = self.shared_root if block < self.num_shared else self.root
-        return self.nodes[-1] if self.nodes else owner, owner, tuple(tokens)
+        return nodes[-1] if nodes else owner, owner, tuple(tokens)
 
 
 @dataclass(slots=True)
-class _Block:
-    users: int = 0
-    key: _Key | None = None
+class PrefixMatch:
+    """The known blocks at the start of a sequence that waits. It holds none of them, so any may be reused meanwhile."""
+
+    owners: tuple[int, int, int]  # Roots and number of shared blocks, as in SequenceBlocks.
+    table: array[int] = field(default_factory=lambda: array("i"))
+    nodes: array[int] = field(default_factory=lambda: array("q"))  # Node of each block.
+    num_forgotten: int = 0  # The manager's counter when all of them were known.
+    refresh_due: int = 0  # The manager's count of taken blocks at which they should become recently used again.
 
 
 class KVCacheManager:
@@ -49,7 +64,13 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.query_tokens = 0  # prompt tokens looked up in the prefix cache
         self.hit_tokens = 0
-        self._blocks = [_Block() for _ in range(num_blocks)]
+        self._users = array("i", [0]) * num_blocks  # of each block
+        self._nodes = array("q", [NO_NODE]) * num_blocks  # of each block, if its content is known
+        self._keys: list[_Key | None] = [None] * num_blocks  # likewise
+        self._users_view = np.frombuffer(self._users, np.int32)
+        self._nodes_view = np.frombuffer(self._nodes, np.int64)
+        self._num_taken = 0  # blocks that were taken so far
+        self._num_forgotten = 0  # known blocks that were forgotten so far
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._known: dict[_Key, tuple[int, int]] = {}  # node and block of each key
         self._roots: dict[Hashable, int] = {}
@@ -63,6 +84,10 @@ class KVCacheManager:
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def num_missing(self, blocks: SequenceBlocks, num_tokens: int) -> int:
+        """Returns the number of blocks that a sequence needs besides its own to hold this many tokens."""
+        return max(0, self.blocks_for(num_tokens) - len(blocks.table))
 
     def open(self, salt: Hashable, shared_salt: Hashable = None, num_shared_tokens: int = 0) -> SequenceBlocks:
         """Starts the block table of a sequence. Return it with release().
@@ -91,31 +116,72 @@ class KVCacheManager:
             del self._root_users[root]
             del self._roots[self._salts.pop(root)]
 
-    def reuse_prefix(self, blocks: SequenceBlocks, tokens: Sequence[int]) -> int:
-        """Takes over the known blocks at the start of `tokens`, and returns the number of tokens that they hold.
+    def find_prefix(
+        self, blocks: SequenceBlocks, tokens: Sequence[int], found: PrefixMatch | None = None
+    ) -> PrefixMatch:
+        """Finds the known blocks at the start of `tokens`, and takes none of them.
 
         The last token is always left to compute, since its logits are needed.
+
+        Args:
+            found: The result of the last call for the same sequence. It is updated, so that a sequence that waits
+                looks up only what is new.
+        """
+        owners = blocks.root, blocks.shared_root, blocks.num_shared
+        if found is None or found.owners != owners:
+            found = PrefixMatch(owners)
+        elif found.num_forgotten != self._num_forgotten:
+            self._drop_forgotten(found)
+        found.num_forgotten = self._num_forgotten
+        size = self.block_size
+        for start in range(len(found.table) * size, len(tokens) - size if self.enable_prefix_caching else 0, size):
+            known = self._known.get(blocks.key_behind(found.nodes, start // size, tokens[start : start + size]))
+            if known is None:
+                break
+            found.nodes.append(known[0])
+            found.table.append(known[1])
+        return found
+
+    def num_left(self, num_tokens: int, prefix: PrefixMatch | None = None) -> int:
+        """Returns the number of blocks that would be free beside one more sequence, which begins with this prefix.
+
+        It is negative if too few are free for the sequence.
+        """
+        if prefix is None or not prefix.table:
+            return self.num_free - self.blocks_for(num_tokens)
+        num_unused = int(np.count_nonzero(self._users_view[prefix.table] == 0))
+        return self.num_free - num_unused - (self.blocks_for(num_tokens) - len(prefix.table))
+
+    def refresh(self, prefix: PrefixMatch) -> None:
+        """Makes the blocks that a sequence waits to reuse the last ones that are taken for others, if it is due."""
+        if self._num_taken < prefix.refresh_due:
+            return
+        unused = [block for block in prefix.table if block in self._free]
+        for block in reversed(unused):
+            self._free.move_to_end(block)
+        prefix.refresh_due = self._num_taken + max(REFRESH_BLOCKS, (self.num_free - len(unused)) // 2)
+
+    def reuse_prefix(self, blocks: SequenceBlocks, tokens: Sequence[int], found: PrefixMatch | None = None) -> int:
+        """Takes over the known blocks at the start of `tokens`, and returns the number of tokens that they hold.
+
+        `found` is as in find_prefix.
         """
         assert not blocks.table
         if not self.enable_prefix_caching:
             return 0
-        size = self.block_size
-        for start in range(0, len(tokens) - size, size):
-            found = self._known.get(blocks.key(start // size, tokens[start : start + size]))
-            if found is None:
-                break
-            node, block = found
+        found = self.find_prefix(blocks, tokens, found)
+        for block in found.table:
             self._take(block)
-            blocks.table.append(block)
-            blocks.nodes.append(node)
-        hit = len(blocks.table) * size
+        blocks.table.extend(found.table)
+        blocks.nodes.extend(found.nodes)
+        hit = len(blocks.table) * self.block_size
         self.query_tokens += len(tokens)
         self.hit_tokens += hit
         return hit
 
     def grow(self, blocks: SequenceBlocks, num_tokens: int) -> bool:
         """Adds blocks until num_tokens fit. Returns False and changes nothing if too few are free."""
-        wanted = self.blocks_for(num_tokens) - len(blocks.table)
+        wanted = self.num_missing(blocks, num_tokens)
         if wanted > len(self._free):
             return False
         for _ in range(wanted):
@@ -139,16 +205,16 @@ class KVCacheManager:
                 found = (next(self._next_node), blocks.table[i])
                 self._known[key] = found
                 self._root_users[key[1]] += 1
-                self._blocks[blocks.table[i]].key = key
+                self._nodes[blocks.table[i]], self._keys[blocks.table[i]] = found[0], key
             blocks.nodes.append(found[0])
 
     def release(self, blocks: SequenceBlocks) -> None:
         """Frees the blocks, the last one first, so that an old prefix is forgotten from its end."""
         for block in reversed(blocks.table):
-            self._blocks[block].users -= 1
-            if self._blocks[block].users == 0:
+            self._users[block] -= 1
+            if self._users[block] == 0:
                 self._free[block] = None
-                if self._blocks[block].key is None:
+                if self._keys[block] is None:
                     self._free.move_to_end(block, last=False)
         del blocks.table[:]
         blocks.nodes.clear()
@@ -156,12 +222,21 @@ class KVCacheManager:
         self._leave_root(blocks.shared_root)
 
     def _take(self, block: int) -> None:
-        self._blocks[block].users += 1
+        self._users[block] += 1
+        self._num_taken += 1
         self._free.pop(block, None)
 
     def _forget(self, block: int) -> None:
-        key = self._blocks[block].key
+        key = self._keys[block]
         if key is not None:
             del self._known[key]
-            self._blocks[block].key = None
+            self._nodes[block], self._keys[block] = NO_NODE, None
+            self._num_forgotten += 1
             self._leave_root(key[1])
+
+    def _drop_forgotten(self, found: PrefixMatch) -> None:
+        """Shortens a match to the blocks before the first one that was forgotten. A node is never used again."""
+        wrong = np.flatnonzero(self._nodes_view[found.table] != found.nodes)
+        if len(wrong):
+            del found.table[wrong[0] :]
+            del found.nodes[wrong[0] :]

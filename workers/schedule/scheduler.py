@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.workers.bases.rope_config import RopeConfig
@@ -31,24 +30,10 @@ from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.schedule.sequence_memory import SequenceMemory
 from lorafleet.workers.schedule.slot_claims import SlotClaims
+from lorafleet.workers.schedule.step_budget import PromptAllowance, StepBudget
 from lorafleet.workers.schedule.tenant_balance import Favor, find_favor, poorest_first
 
 PREFETCH_SCAN = 1024  # heads of the queue that are examined for adapters to load ahead
-
-
-@dataclass(frozen=True, slots=True)
-class StepBudget:
-    """The limits of a step's tokens, which bound its time."""
-
-    max_tokens: int  # In any step.
-    max_mixed_tokens: int  # In a step with decodes, beside which prompts may still have half of this.
-
-    def for_prompts(self, num_decodes: int) -> int:
-        """Returns the number of prompt tokens that a step may have beside this many decodes."""
-        room = self.max_tokens - num_decodes
-        if num_decodes == 0:
-            return room
-        return min(room, max(self.max_mixed_tokens - num_decodes, -(-self.max_mixed_tokens // 2)))
 
 
 class Scheduler:
@@ -58,20 +43,19 @@ class Scheduler:
         loras: AdapterSlots | None,
         rope: RopeConfig,
         max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_num_mixed_tokens: int,
+        budget: StepBudget,
     ) -> None:
         self.kv = kv
         self.loras = loras
-        self.waiting = FairQueue(slot_credit=max_num_batched_tokens)
+        self.waiting = FairQueue(slot_credit=budget.limits.max_tokens)
         self.running: list[Sequence] = []  # in the order of their start
         self.num_preemptions = 0
         self.max_num_seqs = max_num_seqs
+        self.budget = budget
         self._aside: set[Sequence] = set()  # neither in steps nor waiting for one, see set_aside()
         self._must_yield = False  # a tenant waits for room that could not be made while a step was in flight
         self._rope = rope
         self._memory = SequenceMemory(kv, loras, rope)
-        self._budget = StepBudget(max_num_batched_tokens, max_num_mixed_tokens)
 
     @property
     def has_work(self) -> bool:
@@ -91,7 +75,7 @@ class Scheduler:
     def may_preempt(self) -> bool:
         """Whether the next step might run out of blocks, or restart a sequence, and so must know every token of the
         last step."""
-        if self._must_yield or self.kv.num_free < len(self.running):
+        if self._must_yield or self._might_run_out():
             return True
         return self._rope.depends_on_length and any(self._must_restart(sequence) for sequence in self.running)
 
@@ -106,12 +90,12 @@ class Scheduler:
         an adapter.
         """
         favored = self._favor_a_tenant(in_flight) if self.waiting else None
-        chunks, budget = self._schedule_running()
+        chunks, allowance = self._schedule_running()
         self.waiting.sort(self.loras.slots.digests if self.loras is not None else ())
         if self.loras is not None:
             self.loras.prefetch(*self.waiting_adapters())
         if self.waiting:
-            chunks += self._schedule_waiting(budget, favored)
+            chunks += self._schedule_waiting(allowance, favored)
         return chunks
 
     def launched(self, chunks: list[Chunk]) -> None:
@@ -171,18 +155,17 @@ class Scheduler:
                 tenants.setdefault(sequence.lora.digest, sequence.tenant)
         return list(adapters.values()), tenants
 
-    def _schedule_running(self) -> tuple[list[Chunk], int]:
-        """Returns the chunks, and the number of prompt tokens for which the step still has room."""
+    def _schedule_running(self) -> tuple[list[Chunk], PromptAllowance]:
+        """Returns the chunks, and the prompt tokens for which the step still has room."""
         decodes: list[Chunk] = []
         prompts: list[Chunk] = []
         # The last token of the others is already in flight.
         unfinished = [s for s in poorest_first(self.running) if s.num_generated < s.max_tokens]
-        budget = self._budget.for_prompts(sum(s.num_uncomputed == 1 for s in unfinished))
+        allowance = self.budget.allowance(unfinished, self.waiting)
         may_restart = self._rope.depends_on_length
         for sequence in unfinished:
-            num_uncomputed = sequence.num_uncomputed
-            is_decode = num_uncomputed == 1
-            num_tokens = 1 if is_decode else min(num_uncomputed, budget)
+            is_decode = sequence.num_uncomputed == 1
+            num_tokens = 1 if is_decode else allowance.tokens_for(sequence)
             if num_tokens == 0 or sequence.blocks is None:
                 continue  # no room, or preempted for an earlier one
             if may_restart and self._must_restart(sequence):
@@ -192,22 +175,27 @@ class Scheduler:
             if not self._grow_or_preempt(sequence, num_tokens, unfinished):
                 break  # the sequence itself was the last one
             (decodes if is_decode else prompts).append(self._chunk(sequence, num_tokens))
-            budget -= 0 if is_decode else num_tokens
-        return decodes + prompts, budget
+            if not is_decode:
+                allowance.spend(sequence, num_tokens)
+        return decodes + prompts, allowance
 
-    def _schedule_waiting(self, budget: int, favored: str | None) -> list[Chunk]:
+    def _schedule_waiting(self, allowance: PromptAllowance, favored: str | None) -> list[Chunk]:
         """Returns chunks of waiting sequences. `favored` is the tenant for whose adapter a slot was freed."""
         chunks: list[Chunk] = []
         claims = SlotClaims(self.loras)
-        candidates = self.waiting.in_start_order(favored)
-        while budget > 0 and len(self.running) < self.max_num_seqs and (sequence := next(candidates, None)) is not None:
+        for sequence in self.waiting.in_start_order(favored):
+            if allowance.is_spent or len(self.running) >= self.max_num_seqs:
+                break
             slot = claims.slot_for(sequence)
             if sequence.lora is not None and slot is None:
                 continue
-            if not self._start(sequence, slot):
+            if not self._start(sequence, slot, beside=self.running):
                 break  # no blocks: later sequences must not overtake
-            chunks.append(self._chunk(sequence, min(sequence.num_uncomputed, budget)))
-            budget -= chunks[-1].num_tokens
+            num_tokens = allowance.tokens_for(sequence)
+            if num_tokens == 0:
+                break  # its context is long, and a later step has more time
+            chunks.append(self._chunk(sequence, num_tokens))
+            allowance.spend(sequence, num_tokens)
         return chunks
 
     def _chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:
@@ -255,15 +243,29 @@ class Scheduler:
         blocks would be left for those that run."""
         if not {chunk.sequence for chunk in in_flight}.isdisjoint(favor.victims):
             return True
-        num_taken = 0 if favor.head is None else self.kv.blocks_for(len(favor.head.tokens))
-        return self.kv.num_free - num_taken < len(self.running)
+        return self._might_run_out(0 if favor.head is None else self.kv.blocks_for(len(favor.head.tokens)))
+
+    def _might_run_out(self, num_taken: int = 0) -> bool:
+        """Returns whether the running sequences may need more blocks in the next step than are free beside num_taken.
+
+        A sequence starts with blocks for all of its tokens. So it needs a block, and no more than one, only if its
+        newest token is the first of a block.
+        """
+        num_left = self.kv.num_free - num_taken
+        if num_left >= len(self.running):
+            return False
+        return num_left < sum(
+            self.kv.num_missing(sequence.blocks, len(sequence.tokens))
+            for sequence in self.running
+            if sequence.blocks is not None and sequence.num_generated < sequence.max_tokens
+        )
 
     def _has_room(self, sequence: Sequence) -> bool:
         return self.kv.blocks_for(len(sequence.tokens)) <= self.kv.num_free and len(self.running) < self.max_num_seqs
 
-    def _start(self, sequence: Sequence, slot: SlotView | None) -> bool:
-        """Starts a waiting sequence if there is memory for all of its tokens."""
-        if not self._memory.take(sequence, slot):
+    def _start(self, sequence: Sequence, slot: SlotView | None, beside: Many[Sequence] = ()) -> bool:
+        """Starts a waiting sequence if there is memory for all of its tokens, and for the growth of those `beside`."""
+        if not self._memory.take(sequence, slot, beside):
             return False
         if sequence.times is not None and sequence.tier not in ("", "gpu"):
             sequence.times.adapter_s = sequence.times.adapter_s or time.monotonic()

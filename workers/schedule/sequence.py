@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from lorafleet.protocol.lora_request import LoRARequest
-from lorafleet.protocol.messages import Pooling, SequenceTimes, Tier, TokenLogprobs
 from lorafleet.protocol.sampling_params import SamplingParams
-from lorafleet.workers.schedule.kv_cache import SequenceBlocks
+from lorafleet.workers.schedule.kv_cache import PrefixMatch, SequenceBlocks
 
 if TYPE_CHECKING:
+    from lorafleet.protocol.messages import Pooling, SequenceTimes, Tier, TokenLogprobs
     from lorafleet.workers.structured.decoding import Grammar
 
 UNKNOWN = -1  # a token that the device has sampled or will sample, and that the host has not read yet
@@ -84,6 +84,7 @@ class Sequence:
     # Its place in the queue
     flow: Flow = field(init=False)  # The adapter's flow, set by FairQueue.add().
     deadline_number: int | None = None  # Number of its entry among QueueAdmission's deadlines.
+    prefix: PrefixMatch | None = None  # Its cached blocks as of its last attempt to start, if that found too few free.
     # For its outputs
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # Filled chunk by chunk; sent with the first token.
     fallback_reason: str | None = None  # The error of its adapter, if the base answers in the adapter's place.
@@ -102,6 +103,11 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_remaining(self) -> int:
+        """Number of answer tokens that it may still get."""
+        return self.max_tokens - self.num_generated
 
     @property
     def reuses_prefixes(self) -> bool:

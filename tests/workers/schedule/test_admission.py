@@ -14,6 +14,7 @@ from lorafleet.workers.schedule.admission import MAX_RETRY_S, SPARE_DEADLINES, Q
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.schedule.sequence import Sequence
+from lorafleet.workers.schedule.step_budget import StepBudget, StepLimits
 
 
 class Queue:
@@ -22,7 +23,8 @@ class Queue:
     def __init__(self, max_queued: int | None, max_tokens: int | None = None) -> None:
         self.now = 1000.0
         rope = RopeConfig(rotary_dim=8, theta=10000.0, max_position_embeddings=16384)
-        self.scheduler = Scheduler(KVCacheManager(4096, 16, False), None, rope, 2, 8192, 512)
+        budget = StepBudget(StepLimits(8192, 512))
+        self.scheduler = Scheduler(KVCacheManager(4096, 16, False), None, rope, 2, budget)
         self.admission = QueueAdmission(self.scheduler, max_queued, max_tokens, lambda: self.now)
 
     def add(

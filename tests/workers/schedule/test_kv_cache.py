@@ -115,3 +115,72 @@ def test_a_salt_that_nothing_is_known_of_takes_no_memory():
     last = kv.open("salt 99")
     assert kv.reuse_prefix(last, TOKENS[:9]) == 8
     kv.release(last)
+
+
+class CountingTokens(list[int]):
+    """Tokens that count how many of them were looked up."""
+
+    num_read = 0
+
+    def __getitem__(self, index):
+        found = super().__getitem__(index)
+        self.num_read += len(found) if isinstance(index, slice) else 1
+        return found
+
+
+def test_a_prefix_that_was_found_is_not_looked_up_again_but_where_it_was_forgotten_or_has_grown():
+    kv = KVCacheManager(num_blocks=12, block_size=4, enable_prefix_caching=True)
+    kv.release(filled(kv, "a", TOKENS[:32]))
+    tokens, waiting = CountingTokens(TOKENS), kv.open("a")
+    found = kv.find_prefix(waiting, tokens)
+    assert (len(found.table), tokens.num_read) == (8, 36)
+    for _ in range(5):
+        assert kv.find_prefix(waiting, tokens, found) is found
+    assert (len(found.table), tokens.num_read) == (8, 36 + 5 * 4)
+    kv.release(filled(kv, "b", TOKENS[:24]))  # takes the last two blocks of the prefix
+    assert len(kv.find_prefix(waiting, tokens, found).table) == 6
+    kv.release(filled(kv, "a", TOKENS[:28]))
+    assert len(kv.find_prefix(waiting, tokens, found).table) == 7
+    assert kv.reuse_prefix(waiting, tokens, found) == 28
+
+
+def test_what_a_waiting_sequence_has_found_is_what_it_would_find_now():
+    rng = random.Random(4)
+    kv = KVCacheManager(num_blocks=24, block_size=4, enable_prefix_caching=True)
+    prompts = [(rng.choice("ab"), [rng.choice((1, 2)) for _ in range(rng.randrange(4, 40))]) for _ in range(12)]
+    waiting = [(kv.open(salt), tokens) for salt, tokens in prompts]
+    found = [kv.find_prefix(blocks, tokens) for blocks, tokens in waiting]
+    live = []
+    for _ in range(3000):
+        if live and (rng.random() < 0.45 or kv.num_free < 6):
+            kv.release(live.pop(rng.randrange(len(live))))
+        else:
+            salt, tokens = rng.choice(prompts)
+            blocks = kv.open(salt)
+            kv.reuse_prefix(blocks, tokens)
+            if kv.grow(blocks, len(tokens)):
+                kv.commit(blocks, tokens, len(tokens))
+                live.append(blocks)
+            else:
+                kv.release(blocks)
+        i = rng.randrange(len(waiting))
+        blocks, tokens = waiting[i]
+        found[i] = kv.find_prefix(blocks, tokens, found[i])
+        fresh = kv.find_prefix(blocks, tokens)
+        assert (found[i].table, found[i].nodes) == (fresh.table, fresh.nodes)
+        trial = kv.open(prompts[i][0])
+        kv.reuse_prefix(trial, tokens)
+        assert (kv.num_left(len(tokens), found[i]) >= 0) == kv.grow(trial, len(tokens))
+        kv.release(trial)
+
+
+def test_the_prefix_of_a_sequence_that_waits_is_taken_for_others_last():
+    kv = KVCacheManager(num_blocks=300, block_size=4, enable_prefix_caching=True)
+    kv.release(filled(kv, "a", TOKENS))
+    waiting = kv.open("a")
+    found = kv.find_prefix(waiting, TOKENS)
+    for i in range(200):  # other prefixes, which are more than the cache holds
+        kv.release(filled(kv, f"other {i}", TOKENS))
+        kv.refresh(found)
+    assert len(kv.find_prefix(waiting, TOKENS, found).table) == 9
+    assert kv.reuse_prefix(waiting, TOKENS, found) == 36

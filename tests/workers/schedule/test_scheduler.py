@@ -3,9 +3,12 @@ test_matches_transformers.py."""
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence as Many
 from typing import Any
+
+import pytest
 
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.sampling_params import SamplingParams
@@ -13,7 +16,9 @@ from lorafleet.workers.bases.rope_config import RopeConfig
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
+from lorafleet.workers.schedule.step_budget import StepBudget, StepLimits
 from lorafleet.workers.slots.slot_policy import Slot
+from tests.workers.schedule.stepped_scheduler import Events, SteppedScheduler
 
 
 def sequence(name: str, num_prompt: int, max_tokens: int = 1000, lora: LoRARequest | None = None) -> Sequence:
@@ -23,7 +28,8 @@ def sequence(name: str, num_prompt: int, max_tokens: int = 1000, lora: LoRAReque
 
 def scheduler(*, max_num_seqs=256, most=8192, mixed=512, caching=False, loras=None, num_blocks=4096) -> Scheduler:
     rope = RopeConfig(rotary_dim=8, theta=10000.0, max_position_embeddings=16384)
-    return Scheduler(KVCacheManager(num_blocks, 16, caching), loras, rope, max_num_seqs, most, mixed)
+    budget = StepBudget(StepLimits(most, mixed))
+    return Scheduler(KVCacheManager(num_blocks, 16, caching), loras, rope, max_num_seqs, budget)
 
 
 def step(scheduled: Scheduler, in_flight: Many[Chunk] = ()) -> dict[str, int]:
@@ -397,3 +403,63 @@ def test_a_tenant_may_wait_with_a_preempted_sequence_alone():
     answered(s)
     s.preempt(poor)
     assert "poor only" in step(s)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_step_in_flight_is_never_preempted(seed):
+    rng = random.Random(seed)
+    s = scheduler(num_blocks=60, max_num_seqs=20, most=64, mixed=48, caching=seed % 2 == 0)
+    driven = SteppedScheduler(s, Events(stops=lambda _: rng.random() < 0.02))
+    tenants = ["one"] if seed < 4 else ["one", "one", "one", "two", "three"]
+    for number in range(2000):
+        if len(s.waiting) < 4:
+            name = str(rng.randrange(3)) * rng.randrange(1, 9)  # its length is its token
+            added = of_tenant(rng.choice(tenants), name, rng.randrange(1, 90), max_tokens=rng.randrange(1, 80))
+            added.request_id += f" {number}"
+            s.add(added)
+        driven.step()
+    assert len(driven.finished) > 300
+    assert s.num_preemptions > 20, "the cache was full"
+
+
+def test_steps_overlap_though_fewer_blocks_are_free_than_sequences_run():
+    s = scheduler(num_blocks=66)
+    for i in range(16):
+        s.add(sequence(f"stream {i}", 33 + i))  # their blocks are full one after the other
+    driven = SteppedScheduler(s)
+    while s.kv.num_free > 8:
+        driven.step()
+    driven.num_waits = 0
+    for _ in range(6):
+        driven.step()
+    assert (driven.num_waits, s.num_preemptions) == (0, 0)
+
+
+def test_a_start_leaves_blocks_for_the_sequences_that_run():
+    s = scheduler(num_blocks=640, most=16384)
+    for i in range(16):
+        s.add(sequence(f"stream {i}", 600))
+    step(s)
+    s.add(sequence("new", 200))  # 13 blocks of the 32 that are free
+    step(s)
+    assert len(s.running) == 16
+    finish(s, "stream 0")
+    assert "new" in step(s)
+    for _ in range(40):
+        step(s)
+    assert s.num_preemptions == 0
+
+
+def test_a_start_leaves_no_more_than_those_that_run_may_still_need():
+    s = scheduler(num_blocks=640, most=16384)
+    for i in range(16):
+        s.add(sequence(f"stream {i}", 600, max_tokens=8))
+    step(s)
+    s.add(sequence("new", 32 * 16))
+    assert "new" in step(s)
+
+
+def test_a_sequence_alone_may_take_the_whole_cache():
+    s = scheduler(num_blocks=64)
+    s.add(sequence("large", 1024))
+    assert step(s) == {"large": 1024}

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lorafleet.protocol.step_metrics import StepShape
+from lorafleet.workers.schedule.step_cost import FIRST_TOKENS, READ_TOKENS, StepCost, StepCostFit
+
+TRUE = StepCost(step=1e-3, token=20e-6, adapter_token=4e-6, position=30e-9, pair=2e-9)
+
+
+def random_step(rng: random.Random) -> StepShape:
+    """Decodes beside a chunk of a prompt."""
+    num_decodes, count, context = rng.randrange(0, 200), rng.randrange(16, 2000), rng.randrange(0, 30_000)
+    num_tokens = num_decodes + count
+    pairs = count * context + count * (count + 1) // 2
+    decoded = num_decodes * rng.randrange(100, 2000)
+    return StepShape("prefill", num_decodes + 1, num_tokens, rng.randrange(num_tokens), decoded, context + count, pairs)
+
+
+def seconds(cost: StepCost, shape: StepShape) -> float:
+    return (
+        cost.step
+        + cost.token * shape.num_tokens
+        + cost.adapter_token * shape.num_adapter_tokens
+        + cost.position * shape.decode_positions
+        + cost.pair * (shape.prompt_pairs + READ_TOKENS * shape.prompt_positions)
+    )
+
+
+def fitted(rng: random.Random, slowness: float = 1.0, num_steps: int = 200) -> StepCostFit:
+    fit = StepCostFit()
+    for _ in range(num_steps):
+        shape = random_step(rng)
+        fit.observe(shape, slowness * seconds(TRUE, shape) * rng.gauss(1, 0.02))
+    return fit
+
+
+@pytest.mark.parametrize("slowness", [0.1, 1.0, 30.0, 1000.0])
+def test_the_time_of_a_step_is_learned_on_fast_machines_and_slow_ones(slowness):
+    rng = random.Random(1)
+    fit = fitted(rng, slowness)
+    for _ in range(50):
+        shape = random_step(rng)
+        assert seconds(fit.cost, shape) == pytest.approx(slowness * seconds(TRUE, shape), rel=0.15, abs=1e-3)
+
+
+def test_a_few_steps_suffice_to_predict_steps_that_are_alike():
+    fit, alike = StepCostFit(), StepShape("prefill", 33, 512, 0, 20_000, 480, 115_000)
+    for _ in range(4):
+        fit.observe(alike, 9e-3)
+    assert seconds(fit.cost, alike) == pytest.approx(9e-3, rel=0.05)
+
+
+def test_a_step_during_which_the_host_was_busy_changes_little():
+    rng = random.Random(2)
+    fit = fitted(rng)
+    shape = random_step(rng)
+    expected = seconds(fit.cost, shape)
+    fit.observe(shape, 100 * expected)
+    assert seconds(fit.cost, shape) == pytest.approx(expected, rel=0.3)
+
+
+def test_a_lasting_change_is_believed_after_a_few_steps():
+    rng = random.Random(3)
+    fit = fitted(rng)
+    for _ in range(10):
+        shape = random_step(rng)
+        fit.observe(shape, 5 * seconds(TRUE, shape))
+    for _ in range(20):
+        shape = random_step(rng)
+        assert seconds(fit.cost, shape) == pytest.approx(5 * seconds(TRUE, shape), rel=0.3)
+
+
+def test_nothing_makes_a_coefficient_negative_or_unbounded():
+    rng = random.Random(4)
+    fit = StepCostFit()
+    for _ in range(500):
+        fit.observe(random_step(rng), rng.choice((0.0, 1e-6, 1e-3, 1.0, 1000.0)))
+        cost = fit.cost
+        for value in (cost.step, cost.token, cost.adapter_token, cost.position, cost.pair):
+            assert 0 < value < 1e6
+
+
+@pytest.mark.parametrize("context", [0, 1000, 100_000])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_as_many_tokens_fit_into_a_time_as_take_it(context, adapted):
+    for milliseconds in (10, 20, 100):
+        count = TRUE.tokens_within(milliseconds / 1e3, context, adapted=adapted)
+        assert TRUE.chunk(count, context, adapted=adapted) <= milliseconds / 1e3
+        assert TRUE.chunk(count + 1, context, adapted=adapted) > milliseconds / 1e3
+    assert TRUE.tokens_within(5e-3, 100_000, adapted=adapted) == 0, "reading the context takes longer"
+
+
+def test_a_step_is_trusted_to_have_twice_the_tokens_of_those_before():
+    fit = StepCostFit()
+    assert fit.trusted_tokens == FIRST_TOKENS
+    fit.observe(StepShape("prefill", 1, 700, 0, 0, 700, 245_350), 15e-3)
+    assert fit.trusted_tokens == 1400
+
+
+def test_steps_of_decodes_alone_are_not_learned_from():
+    fit = StepCostFit()
+    fit.observe(StepShape("decode", 64, 64, 0), 1.0)
+    assert fit.cost == StepCostFit().cost
