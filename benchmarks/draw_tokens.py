@@ -10,13 +10,13 @@ medians in microseconds, timed by events, with the launches of one call queued b
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
 import triton.testing
 from torch import Tensor
 
+from benchmark_results import Case, write_results
 from lorafleet.kernels.sampling import draw_tokens_triton
 from lorafleet.kernels.sampling.draw_tokens import NEVER, NUM_FIELDS, DrawFields
 
@@ -75,16 +75,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, us a call", flush=True)
-    rows: list[dict[str, float | str]] = []
+    results: list[Case] = []
     for spread in args.spreads:
         for case in CASES:
             found = {batch: measure(batch, args.vocabulary, spread, case) for batch in args.batches}
-            rows += [{"spread": spread, "case": case, "batch": batch, "us": us} for batch, us in found.items()]
+            for batch, us in found.items():
+                settings = {"case": case, "batch": batch, "spread": spread, "vocabulary": args.vocabulary}
+                results.append(Case(settings, {"us": us}))
             print(f"spread {spread:<4g} {case:<22}", *(f"{us:8.1f}" for us in found.values()), flush=True)
     floors = [measure_floor(batch, args.vocabulary) for batch in args.batches]
     print(f"{'one read of the logits':<34}", *(f"{us:8.1f}" for us in floors))
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
+    write_results(args.json, {"us": "microseconds, median"}, results)
 
 
 if __name__ == "__main__":

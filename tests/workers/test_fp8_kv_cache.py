@@ -23,7 +23,7 @@ from tiny_models import Reference, make_model
 GPU_SHAPE = {
     "hidden_size": 512,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_key_value_heads": 1,
     "head_dim": 128,
     "initializer_range": 0.05,
     "num_hidden_layers": 3,

@@ -1,11 +1,10 @@
 """Computes paged attention with FlashInfer, the fastest backend on data-center GPUs.
 
-It serves only half precision and the usual head sizes. Decodes at the front of a step use FlashInfer's XQA where
-xqa_attention.py has found it better, else its tensor-core decode. The other sequences use its paged prefill. On Hopper
+It serves only half precision and the usual head sizes. Decodes at the front of a step use FlashInfer's XQA if the cache
+is FP8 (xqa_attention.py), else its tensor-core decode. The other sequences use its paged prefill. On Hopper
 that is FA3, which gives each decode a tile of 128 queries: 120 decodes would take 0.4 ms per layer there. Each distinct
 sliding window has its own wrappers, since a window is compiled in and planned for. FlashInfer compiles its kernels on
-first use, which takes a minute or two with nvcc. The constructor does that, so that no request waits for it. XQA for
-graphs over another cache than FP8 is compiled when the first of them is captured.
+first use, which takes a minute or two with nvcc. The constructor does that, so that no request waits for it.
 FlashInfer plans on the host, except for XQA. A plan takes lengths and blocks there and copies them to the device from
 pinned memory, so that it never waits for the steps before it.
 Measured on an H200 (D=128, 32 heads, 8 KV heads, block 16, bf16): decode takes 16 us for 1 x 8192 tokens of context
@@ -27,14 +26,7 @@ from torch import Tensor
 from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache
 from lorafleet.workers.attention.kv_pages import BlockTables, KVPages, pinned_copy, running_sums
-from lorafleet.workers.attention.xqa_attention import (
-    HALF_MOST_CONTEXT,
-    HALF_MOST_SEQS,
-    SEMAPHORE_BYTES,
-    XQAAttention,
-    xqa_is_faster,
-    xqa_refusal,
-)
+from lorafleet.workers.attention.xqa_attention import SEMAPHORE_BYTES, XQAAttention, xqa_refusal
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +53,7 @@ class FlashInferAttention:
         self._semaphores = self._choose_xqa()
         self._xqa: XQAAttention | None = None
         self._decode: dict[int | None, Any] = {}
-        if self._semaphores is not None and spec.kv_dtype == FP8:
+        if self._semaphores is not None:
             self._xqa = XQAAttention(spec, caches, workspace, self._semaphores)
         else:
             self._decode = {
@@ -81,15 +73,7 @@ class FlashInferAttention:
         if refusal is not None:
             log.info("attention of decodes: FlashInfer's wrapper, and not XQA, since %s", refusal)
             return None
-        if spec.kv_dtype == FP8:
-            log.info("attention of decodes: FlashInfer's XQA")
-        else:
-            log.info(
-                "attention of decodes: FlashInfer's wrapper, or XQA in graphs of up to %d sequences if contexts have "
-                "up to %d tokens",
-                HALF_MOST_SEQS,
-                HALF_MOST_CONTEXT,
-            )
+        log.info("attention of decodes: FlashInfer's XQA")
         return torch.zeros(SEMAPHORE_BYTES // 4, dtype=torch.int32, device=spec.device)
 
     def for_graph(self, num_seqs: int, max_context: int) -> FlashInferGraphAttention | XQAAttention:
@@ -99,7 +83,7 @@ class FlashInferAttention:
         size = KVPages.size(num_seqs, num_seqs * most_blocks)
         if len(self._graph_memory) < size:
             self._graph_memory = torch.zeros(size, dtype=torch.int32, device=spec.device)
-        if self._semaphores is not None and xqa_is_faster(spec, num_seqs, max_context):
+        if self._semaphores is not None:
             fixed = BlockTables.within(self._graph_memory, num_seqs, most_blocks)
             return XQAAttention(spec, self._caches, self._workspace, self._semaphores, fixed)
         return FlashInferGraphAttention(spec, self._caches, self._workspace, self._graph_memory, num_seqs)
