@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -56,6 +56,41 @@ class PrefixMatch:
     refresh_due: int = 0  # The manager's count of taken blocks at which they should become recently used again.
 
 
+class _Roots:
+    """The numbers of the owners of blocks, by salt. Clients may choose salts, so a root without uses takes no memory.
+
+    Args:
+        numbers: Yields numbers that no node has.
+    """
+
+    def __init__(self, numbers: Iterator[int]) -> None:
+        self._numbers = numbers
+        self._roots: dict[Hashable, int] = {}
+        self._salts: dict[int, Hashable] = {}
+        self._users: Counter[int] = Counter()  # open sequences and known blocks, by root
+
+    def __len__(self) -> int:
+        return len(self._roots)
+
+    def use(self, salt: Hashable) -> int:
+        """Returns the salt's root, which leave() releases."""
+        if salt not in self._roots:
+            self._roots[salt] = next(self._numbers)
+            self._salts[self._roots[salt]] = salt
+        root = self._roots[salt]
+        self.use_again(root)
+        return root
+
+    def use_again(self, root: int) -> None:
+        self._users[root] += 1
+
+    def leave(self, root: int) -> None:
+        self._users[root] -= 1
+        if not self._users[root]:
+            del self._users[root]
+            del self._roots[self._salts.pop(root)]
+
+
 class KVCacheManager:
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
         assert num_blocks > 0
@@ -73,10 +108,8 @@ class KVCacheManager:
         self._num_forgotten = 0  # known blocks that were forgotten so far
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._known: dict[_Key, tuple[int, int]] = {}  # node and block of each key
-        self._roots: dict[Hashable, int] = {}
-        self._salts: dict[int, Hashable] = {}
-        self._root_users: Counter[int] = Counter()  # open sequences and known blocks, by root
         self._next_node = count()
+        self._roots = _Roots(self._next_node)
 
     @property
     def num_free(self) -> int:
@@ -97,24 +130,9 @@ class KVCacheManager:
                 the tenant.
             shared_salt: The same for the first num_shared_tokens.
         """
-        root = self._use_root(salt)
+        root = self._roots.use(salt)
         num_shared = num_shared_tokens // self.block_size
-        return SequenceBlocks(root, self._use_root(shared_salt if num_shared else salt), num_shared)
-
-    def _use_root(self, salt: Hashable) -> int:
-        if salt not in self._roots:
-            self._roots[salt] = next(self._next_node)
-            self._salts[self._roots[salt]] = salt
-        root = self._roots[salt]
-        self._root_users[root] += 1
-        return root
-
-    def _leave_root(self, root: int) -> None:
-        """Releases one use of a root. Clients may choose salts, so a root without uses takes no memory."""
-        self._root_users[root] -= 1
-        if not self._root_users[root]:
-            del self._root_users[root]
-            del self._roots[self._salts.pop(root)]
+        return SequenceBlocks(root, self._roots.use(shared_salt if num_shared else salt), num_shared)
 
     def find_prefix(
         self, blocks: SequenceBlocks, tokens: Sequence[int], found: PrefixMatch | None = None
@@ -204,7 +222,7 @@ class KVCacheManager:
                 # stays private.
                 found = (next(self._next_node), blocks.table[i])
                 self._known[key] = found
-                self._root_users[key[1]] += 1
+                self._roots.use_again(key[1])
                 self._nodes[blocks.table[i]], self._keys[blocks.table[i]] = found[0], key
             blocks.nodes.append(found[0])
 
@@ -218,8 +236,8 @@ class KVCacheManager:
                     self._free.move_to_end(block, last=False)
         del blocks.table[:]
         blocks.nodes.clear()
-        self._leave_root(blocks.root)
-        self._leave_root(blocks.shared_root)
+        self._roots.leave(blocks.root)
+        self._roots.leave(blocks.shared_root)
 
     def _take(self, block: int) -> None:
         self._users[block] += 1
@@ -232,7 +250,7 @@ class KVCacheManager:
             del self._known[key]
             self._nodes[block], self._keys[block] = NO_NODE, None
             self._num_forgotten += 1
-            self._leave_root(key[1])
+            self._roots.leave(key[1])
 
     def _drop_forgotten(self, found: PrefixMatch) -> None:
         """Shortens a match to the blocks before the first one that was forgotten. A node is never used again."""

