@@ -102,8 +102,6 @@ class KVCacheManager:
         self._users = array("i", [0]) * num_blocks  # of each block
         self._nodes = array("q", [NO_NODE]) * num_blocks  # of each block, if its content is known
         self._keys: list[_Key | None] = [None] * num_blocks  # likewise
-        self._users_view = np.frombuffer(self._users, np.int32)
-        self._nodes_view = np.frombuffer(self._nodes, np.int64)
         self._num_taken = 0  # blocks that were taken so far
         self._num_forgotten = 0  # known blocks that were forgotten so far
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -167,7 +165,7 @@ class KVCacheManager:
         """
         if prefix is None or not prefix.table:
             return self.num_free - self.blocks_for(num_tokens)
-        num_unused = int(np.count_nonzero(self._users_view[prefix.table] == 0))
+        num_unused = int(np.count_nonzero(np.frombuffer(self._users, np.int32)[prefix.table] == 0))
         return self.num_free - num_unused - (self.blocks_for(num_tokens) - len(prefix.table))
 
     def refresh(self, prefix: PrefixMatch) -> None:
@@ -254,7 +252,7 @@ class KVCacheManager:
 
     def _drop_forgotten(self, found: PrefixMatch) -> None:
         """Shortens a match to the blocks before the first one that was forgotten. A node is never used again."""
-        wrong = np.flatnonzero(self._nodes_view[found.table] != found.nodes)
+        wrong = np.flatnonzero(np.frombuffer(self._nodes, np.int64)[found.table] != found.nodes)
         if len(wrong):
             del found.table[wrong[0] :]
             del found.nodes[wrong[0] :]
