@@ -60,5 +60,5 @@ def shared_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
         serving(arguments, folder / "serve.log") as running,
         httpx.Client(base_url=running.url, timeout=120, headers={"authorization": f"Bearer {ADMIN_KEY}"}) as http,
     ):
-        yield SharedServer(running, http, folder / "state", resolver_dir)
+        yield SharedServer(running, http, folder / "state", resolver_dir, web)
     web.close()

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 
+from file_server import FileServer
 from living import command, family, is_alive, kill
 from tests.cluster.rays_turn import rays_turn
 
@@ -50,6 +51,7 @@ class SharedServer:
     http: httpx.Client  # with the admin key
     state_dir: Path
     resolver_dir: Path
+    web: FileServer
 
 
 @contextlib.contextmanager

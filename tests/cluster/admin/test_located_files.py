@@ -18,7 +18,7 @@ from tests.cluster.admin import test_administration
 from tests.cluster.admin.test_administration import Cluster
 from tests.cluster.directory.test_directory import Engine
 
-_quick, make, cluster = test_administration._quick, test_administration.make, test_administration.cluster
+make, cluster = test_administration.make, test_administration.cluster
 
 AnswerT = TypeVar("AnswerT")
 

@@ -29,8 +29,7 @@ from memory_s3 import MemoryS3, lost_answer
 from tests.cluster.directory import test_directory
 from tests.cluster.directory.test_directory import QUICK, Engine, Make, loaded, replica
 
-pytestmark = pytest.mark.usefixtures("_quick")
-_quick, make = test_directory._quick, test_directory.make
+make = test_directory.make
 
 MakeStore = Callable[["Faults"], Store]
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import pytest
@@ -43,15 +44,17 @@ def answer(http: httpx.Client, model: str) -> int:
 
 def ask_for_everything(server: SharedServer) -> None:
     """Adapters of every tier and source, a name that nobody knows, one that is loaded and dropped again, and one that
-    cannot be loaded."""
-    http, source = server.http, str(server.resolver_dir / "cold")
+    cannot be loaded. The one on the web server is new each time, since the nodes keep those that they have fetched."""
+    http, source = server.http, server.resolver_dir / "cold"
+    distant = f"distant-{uuid4().hex[:8]}"
+    server.web.put(f"/{distant}", {path.name: path.read_bytes() for path in source.iterdir()})
 
-    def loaded(name: str, path: str) -> int:
-        body = {"lora_name": name, "lora_path": path, "load_inplace": True}
+    def loaded(name: str, path: str | Path) -> int:
+        body = {"lora_name": name, "lora_path": str(path), "load_inplace": True}
         return http.post("/v1/load_lora_adapter", json=body).status_code
 
     # A replica that an earlier test has ended may still be on its way back.
-    for model in ("base", "ref0", "ref1", "ref2", "cold", "distant"):
+    for model in ("base", "ref0", "ref1", "ref2", "cold", distant):
         until(lambda model=model: answer(http, model) == 200, f"{model} does not answer")
     assert answer(http, "no-adapter-has-this-name") == 404
     until(lambda: loaded("passing-through", source) == 200, "it cannot be loaded")
