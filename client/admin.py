@@ -24,7 +24,7 @@ from lorafleet.client.http_calls import HttpCall, answer_of, call_of, reaching
 from lorafleet.client.packing import pack
 from lorafleet.client.places import AdapterPlaces, ListPlaces, PlacesPage, ShowPlaces
 from lorafleet.client.quality_verbs import AcceptQuality, ListQuality, RunQuality
-from lorafleet.client.receiving import Download, DownloadTarget, receiving
+from lorafleet.client.receiving import AdapterReceiver, DownloadTarget, receiving
 from lorafleet.client.results import (
     Adapter,
     AdapterPage,
@@ -51,7 +51,7 @@ P = ParamSpec("P")
 AnswerT = TypeVar("AnswerT")
 
 
-class PushOptions(TypedDict, total=False):
+class PushArguments(TypedDict, total=False):
     """Options for adding an adapter or a version."""
 
     replicas: int  # Number of replicas that must load the adapter before the call returns. Default: 1.
@@ -115,12 +115,12 @@ class AdminClient:
     def show(self, name: str) -> Adapter:
         return self._send(verbs.ShowAdapter(name))
 
-    def push(self, name: str, folder: str | os.PathLike[str], **options: Unpack[PushOptions]) -> Adapter:
+    def push(self, name: str, folder: str | os.PathLike[str], **options: Unpack[PushArguments]) -> Adapter:
         """Uploads a new adapter, or a new version of an adapter, from a folder of this machine."""
         message = verbs.UploadAdapter(name, str(Path(folder).absolute()), verbs.PushOptions(**options))
         return self._upload(message, Path(folder))
 
-    def push_from(self, name: str, source: str, **options: Unpack[PushOptions]) -> Adapter:
+    def push_from(self, name: str, source: str, **options: Unpack[PushArguments]) -> Adapter:
         """Adds a new adapter, or a new version of an adapter, from a path or URI that the server reads."""
         return self._send(verbs.PushAdapter(name, source, **options))
 
@@ -332,7 +332,7 @@ def _counted(packed: IO[bytes], num_bytes: int, on_upload: OnTransfer | None) ->
             on_upload(packed.tell(), num_bytes)
 
 
-def _report(download: Download, on_download: OnTransfer | None) -> None:
+def _report(download: AdapterReceiver, on_download: OnTransfer | None) -> None:
     if on_download is not None and download.num_bytes:
         on_download(download.num_received, download.num_bytes)
 

@@ -85,7 +85,7 @@ class DownloadTarget:
             )
 
 
-class Download:
+class AdapterReceiver:
     """The answer to one download. `folder` is where its files are written."""
 
     def __init__(self, name: str, response: httpx.Response, folder: Path) -> None:
@@ -125,9 +125,9 @@ class Download:
 
 
 @contextmanager
-def receiving(name: str, response: httpx.Response, folder: Path) -> Iterator[Download]:
+def receiving(name: str, response: httpx.Response, folder: Path) -> Iterator[AdapterReceiver]:
     """Yields a download, whose errors say that nothing was written to the target."""
-    download = Download(name, response, folder)
+    download = AdapterReceiver(name, response, folder)
     try:
         yield download
     except httpx.TransportError as error:

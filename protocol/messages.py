@@ -119,21 +119,21 @@ class DropAdapter(msgspec.Struct, tag=True):
     digest: str
 
 
-class PinAdapter(msgspec.Struct, tag=True):
+class PinInSlot(msgspec.Struct, tag=True):
     """Command to load the adapter and to pin it in a slot; it is answered when the adapter is loaded."""
 
     call_id: int
     lora: LoRARequest
 
 
-class UnpinAdapter(msgspec.Struct, tag=True):
+class UnpinFromSlot(msgspec.Struct, tag=True):
     """Command to make the slot available to other adapters again."""
 
     call_id: int
     digest: str
 
 
-AdapterCall = LoadAdapter | DropAdapter | PinAdapter | UnpinAdapter
+AdapterCall = LoadAdapter | DropAdapter | PinInSlot | UnpinFromSlot
 
 
 class AdapterReply(msgspec.Struct):

@@ -113,6 +113,16 @@ def test_classes_are_small():
     assert {name: size for name, size in sizes.items() if size > MAX_CLASS_LINES} == {}
 
 
+def test_no_two_public_classes_have_the_same_name() -> None:
+    names = Counter(
+        node.name
+        for path in code_files()
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, number in names.items() if number > 1] == []
+
+
 def test_classes_have_few_attributes():
     numbers = {
         f"{path.relative_to(ROOT)}: {node.name}": len(declared(node) | assigned(node))

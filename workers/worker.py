@@ -22,11 +22,11 @@ from lorafleet.protocol.messages import (
     DropAdapter,
     EngineHello,
     Id,
-    PinAdapter,
+    PinInSlot,
     Sealed,
     StepBatch,
     TokenOutput,
-    UnpinAdapter,
+    UnpinFromSlot,
 )
 from lorafleet.protocol.sealing import CALL, REQUEST, unseal
 from lorafleet.protocol.transport.addresses import RankAddresses
@@ -150,7 +150,7 @@ class EngineLoop(threading.Thread):
 
     def _handle_call(self, sealed: Sealed[int]) -> None:
         call = unseal(sealed, CALL)
-        if isinstance(call, DropAdapter | UnpinAdapter):
+        if isinstance(call, DropAdapter | UnpinFromSlot):
             if self._engine.loras is not None:
                 change = self._engine.loras.drop if isinstance(call, DropAdapter) else self._engine.loras.unpin
                 change(call.digest)
@@ -165,7 +165,7 @@ class EngineLoop(threading.Thread):
                 known = error if isinstance(error, LorafleetError) else LorafleetError(repr(error))
                 self._replies.append(AdapterReply(call.call_id, error=to_wire(known)))
 
-        load = self._engine.pin_adapter if isinstance(call, PinAdapter) else self._engine.load_adapter
+        load = self._engine.pin_adapter if isinstance(call, PinInSlot) else self._engine.load_adapter
         load(call.lora).add_done_callback(answer)
 
     def _send(self, outputs: list[TokenOutput], received: bool) -> None:

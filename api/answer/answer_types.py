@@ -180,7 +180,7 @@ class CompletionChoice(Choice):
     logprobs: CompletionLogprobs | None
 
 
-class Envelope(TypedDict):
+class CommonFields(TypedDict):
     id: str
     created: int
     model: str
@@ -188,7 +188,7 @@ class Envelope(TypedDict):
 
 
 @_exactly
-class Completion(Envelope):
+class Completion(CommonFields):
     """The answer of /v1/completions. A stream has it as chunks, with `usage` if the request asked for it."""
 
     object: Literal["text_completion"]
@@ -258,7 +258,7 @@ class ChatChunkChoice(Choice):
 
 
 @_exactly
-class ChatCompletion(Envelope):
+class ChatCompletion(CommonFields):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
@@ -267,7 +267,7 @@ class ChatCompletion(Envelope):
 
 
 @_exactly
-class ChatCompletionChunk(Envelope):
+class ChatCompletionChunk(CommonFields):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage | None]
@@ -332,5 +332,5 @@ class Detokenized(TypedDict):
 
 
 @_exactly
-class Version(TypedDict):
+class ServerVersion(TypedDict):
     version: str

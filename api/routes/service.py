@@ -25,7 +25,7 @@ async def health(state: AppState, _: Request) -> Response:
     return Response()
 
 
-@describe("Show the server's version", answer=answer_types.Version)
+@describe("Show the server's version", answer=answer_types.ServerVersion)
 async def version(_: AppState, __: Request) -> Response:
     return json_response({"version": __version__})
 

@@ -22,7 +22,7 @@ from lorafleet.api.request.message_models import request_model
 from lorafleet.api.request.parsing import read_body
 from lorafleet.api.routes.build_api import Route
 from lorafleet.api.routes.operations import TarFile, describe
-from lorafleet.cluster.admin.download_tar import PackedAdapter
+from lorafleet.cluster.admin.download_tar import AdapterTar
 from lorafleet.cluster.admin.pushing import AdapterAdmin
 from lorafleet.protocol.admin_verbs import (
     DIGEST_HEADER,
@@ -89,7 +89,7 @@ class TarStream(Response):
 
     media_type = "application/x-tar"
 
-    def __init__(self, packed: PackedAdapter, read: Callable[[], Awaitable[bytes]], headers: dict[str, str]) -> None:
+    def __init__(self, packed: AdapterTar, read: Callable[[], Awaitable[bytes]], headers: dict[str, str]) -> None:
         super().__init__(headers=headers | {"content-length": str(packed.num_bytes)})
         self._packed = packed
         self._read = read

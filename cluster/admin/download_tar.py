@@ -28,7 +28,7 @@ CHUNK_BYTES = 1 << 20  # Bytes of a download that are in memory at a time.
 _END = bytes(2 * tarfile.BLOCKSIZE)
 
 
-class PackedAdapter:
+class AdapterTar:
     """The tar of an adapter's open files. One thread at a time reads it; any thread may close it."""
 
     def __init__(self, files: Sequence[OpenFile]) -> None:
@@ -73,7 +73,7 @@ class PackedAdapter:
         yield _END
 
 
-def open_packed(folder: Path, digest: str) -> PackedAdapter:
+def open_packed(folder: Path, digest: str) -> AdapterTar:
     """Opens the files of an adapter and reads them once. Raises AdapterChanged if they do not have the digest, and
     another AdapterError if they are not an adapter's."""
     with ExitStack() as stack:
@@ -85,7 +85,7 @@ def open_packed(folder: Path, digest: str) -> PackedAdapter:
             file.check_unchanged()
             file.stream.seek(0)
         stack.pop_all()
-        return PackedAdapter(files)
+        return AdapterTar(files)
 
 
 def changed_files(digest: str, found: str) -> AdapterChanged:

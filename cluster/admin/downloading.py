@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from lorafleet.api.access.fair_threads import FairThreads
-from lorafleet.cluster.admin.download_tar import PackedAdapter, open_packed
+from lorafleet.cluster.admin.download_tar import AdapterTar, open_packed
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.sandbox.job_turns import TurnLimits
@@ -24,13 +24,13 @@ class AdapterDownloads:
         self._opening = FairThreads("downloads", DOWNLOADS)
         self._reading = FairThreads("chunks of downloads", CHUNKS)
 
-    async def open(self, lora: LoRARequest, group: str) -> PackedAdapter:
+    async def open(self, lora: LoRARequest, group: str) -> AdapterTar:
         """Opens the adapter's files, which the caller must close. Raises QueueFull, AdapterChanged if they do not have
         the adapter's digest, and another AdapterError if they cannot be read."""
         use = functools.partial(open_packed, digest=lora.digest)
         return await self._opening.run(group, functools.partial(self._sources.read, lora.lora_path, lora.digest, use))
 
-    async def read(self, packed: PackedAdapter, group: str) -> bytes:
+    async def read(self, packed: AdapterTar, group: str) -> bytes:
         """Returns the next bytes of a download, or b"" at its end."""
         return await self._reading.run(group, packed.read)
 

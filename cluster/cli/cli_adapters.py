@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import typer
 
-from lorafleet.client.admin import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE, AdminClient, PushOptions
+from lorafleet.client.admin import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE, AdminClient, PushArguments
 from lorafleet.client.client_errors import APIConnectionError, APIError, APIStatusError, DownloadError
 from lorafleet.client.places import AdapterPlaces
 from lorafleet.cluster.cli.answer_tables import LocatedAdapter, LocatedPage, in_words
@@ -48,7 +48,7 @@ def push(
     output: Output = "table",
 ) -> None:
     """Registers a new adapter, or a new version of one."""
-    options = PushOptions(replicas=replicas, activate=activate, pin=pin, tenant=tenant, metadata=_pairs(metadata))
+    options = PushArguments(replicas=replicas, activate=activate, pin=pin, tenant=tenant, metadata=_pairs(metadata))
     if "://" in source:
         print_answer(url, admin_key, output, lambda client: client.push_from(name, source, **options))
     else:

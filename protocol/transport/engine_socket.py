@@ -34,9 +34,9 @@ from lorafleet.protocol.messages import (
     EngineRequest,
     EngineStats,
     LoadAdapter,
-    PinAdapter,
+    PinInSlot,
     StepBatch,
-    UnpinAdapter,
+    UnpinFromSlot,
 )
 from lorafleet.protocol.sealing import seal
 from lorafleet.protocol.transport.batch_sender import BatchSender
@@ -203,12 +203,12 @@ class EngineClient:
 
     async def pin_adapter(self, lora: LoRARequest) -> AdapterInfo:
         """Loads the adapter and pins it in a slot. Raises AdapterError."""
-        info = await self._call(PinAdapter(self._call_id(), lora))
+        info = await self._call(PinInSlot(self._call_id(), lora))
         assert info is not None
         return info
 
     async def unpin_adapter(self, digest: str) -> None:
-        await self._call(UnpinAdapter(self._call_id(), digest))
+        await self._call(UnpinFromSlot(self._call_id(), digest))
 
     async def drained(self, digest: str) -> None:
         """Waits until no request for the adapter is in flight."""

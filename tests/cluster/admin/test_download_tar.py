@@ -13,7 +13,7 @@ import pytest
 from starlette.types import Message
 
 from lorafleet.cluster.admin.download_api import TarStream
-from lorafleet.cluster.admin.download_tar import CHUNK_BYTES, PackedAdapter, open_packed
+from lorafleet.cluster.admin.download_tar import CHUNK_BYTES, AdapterTar, open_packed
 from lorafleet.protocol.adapter_formats.adapter_files import OpenFile, folder_digest
 from lorafleet.protocol.errors import AdapterChanged, AdapterMalformed, AdapterMissing
 
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def read_all(packed: PackedAdapter) -> list[bytes]:
+def read_all(packed: AdapterTar) -> list[bytes]:
     parts = []
     while part := packed.read():
         parts.append(part)
@@ -76,7 +76,7 @@ def test_a_file_over_8_gib_fits_in_one_header(tmp_path: Path) -> None:
     path.touch()
     os.truncate(path, size)
     with path.open("rb", buffering=0) as stream:
-        packed = PackedAdapter([OpenFile(path.name, stream, os.fstat(stream.fileno()))])
+        packed = AdapterTar([OpenFile(path.name, stream, os.fstat(stream.fileno()))])
         assert tarfile.TarInfo.frombuf(packed.read(), "utf-8", "strict").size == size
         assert packed.num_bytes == 512 + size + 1024
         packed.close()
