@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import sys
 from pathlib import Path
@@ -79,7 +80,10 @@ def make_engine(
         enable_prefix_caching=False,
         lora=lora,
     )
+    gc.unfreeze()  # so that an earlier engine can be collected
     engine = build_engine(_with_options(config, args.engine_option))
+    gc.collect()
+    gc.freeze()  # as the server's worker does: a full collection would stop the steps for 0.1 s
     paths = write_alike_adapters(folder / "adapters", model, num_adapters, RANK) if num_adapters else []
     return engine, load(engine, paths)
 
