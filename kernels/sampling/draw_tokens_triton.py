@@ -26,9 +26,9 @@ from torch import Tensor
 
 from lorafleet.kernels.jit import jit
 from lorafleet.kernels.sampling.draw_tokens import NUM_FIELDS
+from lorafleet.kernels.sampling.penalties import IN_PROMPT
 
-# The twin in penalties.py says why.
-_IN_PROMPT = tl.constexpr(1 << 30)
+IN_PROMPT_BIT = tl.constexpr(IN_PROMPT)
 BLOCK_V, NUM_WARPS = 4096, 16  # the fastest of those tried on an H200, for few rows and for many
 LAST_KEY = tl.constexpr(0x7F7FFFFF)  # bits of the largest finite float32; infinity's are one more
 MAX_NEAR = tl.constexpr(512)  # tokens near the cut, which are compared with each other
@@ -48,7 +48,7 @@ def _penalized(
     frequency: tl.tensor,
 ) -> tl.tensor:
     repeated_V = tl.where(logit_V > 0, tl.div_rn(logit_V, repetition), logit_V * repetition)
-    generated_V = count_V & (_IN_PROMPT - 1)
+    generated_V = count_V & (IN_PROMPT_BIT - 1)
     before_V = tl.where(count_V > 0, repeated_V, logit_V)
     return tl.where(generated_V > 0, before_V - (generated_V.to(tl.float32) * frequency + presence), before_V)
 
@@ -195,6 +195,33 @@ def _narrow(
 
 
 @jit()
+def _narrow_by_four(
+    low: tl.tensor, low_count: tl.tensor, low_mass: tl.tensor,
+    high: tl.tensor, high_count: tl.tensor, high_mass: tl.tensor,
+    key_1: tl.tensor, key_2: tl.tensor, key_3: tl.tensor, key_4: tl.tensor,
+    count_1: tl.tensor, count_2: tl.tensor, count_3: tl.tensor, count_4: tl.tensor,
+    mass_1: tl.tensor, mass_2: tl.tensor, mass_3: tl.tensor, mass_4: tl.tensor,
+    target: tl.tensor,
+    by_mass: tl.tensor,
+) -> tuple[tl.tensor, ...]:  # fmt: skip
+    """Returns the bounds of the cut, with what _sum_up_to has found of four keys. Keys that are not between the bounds
+    change nothing."""
+    low, low_count, low_mass, high, high_count, high_mass = _narrow(
+        low, low_count, low_mass, high, high_count, high_mass, key_1, count_1, mass_1, target, by_mass
+    )
+    low, low_count, low_mass, high, high_count, high_mass = _narrow(
+        low, low_count, low_mass, high, high_count, high_mass, key_2, count_2, mass_2, target, by_mass
+    )
+    low, low_count, low_mass, high, high_count, high_mass = _narrow(
+        low, low_count, low_mass, high, high_count, high_mass, key_3, count_3, mass_3, target, by_mass
+    )
+    low, low_count, low_mass, high, high_count, high_mass = _narrow(
+        low, low_count, low_mass, high, high_count, high_mass, key_4, count_4, mass_4, target, by_mass
+    )
+    return low, low_count, low_mass, high, high_count, high_mass
+
+
+@jit()
 def _choose_keys(
     low: tl.tensor,
     low_sum: tl.tensor,
@@ -291,18 +318,10 @@ def _find_cut(
         count_1, count_2, count_3, count_4, mass_1, mass_2, mass_3, mass_4 = _sum_up_to(
             row_ptr, num_tokens, coldness, best, farthest, key_1, key_2, key_3, key_4, block_v
         )
-        low, low_count, low_mass, high, high_count, high_mass = _narrow(
-            low, low_count, low_mass, high, high_count, high_mass, key_1, count_1, mass_1, target, by_mass
-        )
-        low, low_count, low_mass, high, high_count, high_mass = _narrow(
-            low, low_count, low_mass, high, high_count, high_mass, key_2, count_2, mass_2, target, by_mass
-        )
-        low, low_count, low_mass, high, high_count, high_mass = _narrow(
-            low, low_count, low_mass, high, high_count, high_mass, key_3, count_3, mass_3, target, by_mass
-        )
-        low, low_count, low_mass, high, high_count, high_mass = _narrow(
-            low, low_count, low_mass, high, high_count, high_mass, key_4, count_4, mass_4, target, by_mass
-        )
+        low, low_count, low_mass, high, high_count, high_mass = _narrow_by_four(
+            low, low_count, low_mass, high, high_count, high_mass, key_1, key_2, key_3, key_4,
+            count_1, count_2, count_3, count_4, mass_1, mass_2, mass_3, mass_4, target, by_mass,
+        )  # fmt: skip
     if high - low > 1:
         distance_N = _gather_near(near_ptr, row_ptr, num_tokens, coldness, best, farthest, low, high, block_v)
         key_N = distance_N.to(tl.int32, bitcast=True)
@@ -441,25 +460,19 @@ def _draw_tokens_kernel(
         cut = num_tokens * 0 + LAST_KEY
         num_left = num_tokens  # of the tokens at the cut
         if (top_k < num_tokens) | (top_p < 1):
-            count_1, count_2, count_3, num_up_to_cut, mass_1, mass_2, mass_3, kept_mass = _sum_up_to(
-                row_ptr, num_tokens, coldness, best, farthest, KEY_2, KEY_6, KEY_14, cut, block_v
+            key_1, key_2, key_3, key_4 = cut * 0 + KEY_2, cut * 0 + KEY_6, cut * 0 + KEY_14, cut
+            count_1, count_2, count_3, count_4, mass_1, mass_2, mass_3, mass_4 = _sum_up_to(
+                row_ptr, num_tokens, coldness, best, farthest, key_1, key_2, key_3, key_4, block_v
             )
-            mass_up_to_cut = kept_mass
+            num_up_to_cut, mass_up_to_cut, kept_mass = count_4, mass_4, mass_4
             for stage in range(2):
                 by_mass = stage == 1
                 target = tl.where(by_mass, top_p * kept_mass, top_k.to(tl.float32))
                 if tl.where(by_mass, top_p < 1, top_k < num_up_to_cut):
-                    low, low_count, low_mass, high, high_count, high_mass = _narrow(
+                    low, low_count, low_mass, high, high_count, high_mass = _narrow_by_four(
                         cut * 0 - 1, cut * 0, kept_mass * 0, cut, num_up_to_cut, mass_up_to_cut,
-                        cut * 0 + KEY_2, count_1, mass_1, target, by_mass,
-                    )  # fmt: skip
-                    low, low_count, low_mass, high, high_count, high_mass = _narrow(
-                        low, low_count, low_mass, high, high_count, high_mass,
-                        cut * 0 + KEY_6, count_2, mass_2, target, by_mass,
-                    )  # fmt: skip
-                    low, low_count, low_mass, high, high_count, high_mass = _narrow(
-                        low, low_count, low_mass, high, high_count, high_mass,
-                        cut * 0 + KEY_14, count_3, mass_3, target, by_mass,
+                        key_1, key_2, key_3, key_4, count_1, count_2, count_3, count_4,
+                        mass_1, mass_2, mass_3, mass_4, target, by_mass,
                     )  # fmt: skip
                     high, num_below, mass_below, num_up_to_cut, mass_up_to_cut = _find_cut(
                         near_ptr, row_ptr, num_tokens, coldness, best, farthest,
