@@ -48,6 +48,14 @@ class Traffic(msgspec.Struct):
     generated_tokens: int = 0
     first_token: dict[int, int] = {}  # Number of sequences per latency bin; see bin_of().
 
+    def count_sequence(self, prompt_tokens: int, *, failed: bool) -> None:
+        self.requests += 1
+        self.failed += failed
+        self.prompt_tokens += prompt_tokens
+
+    def count_first_token(self, latency_bin: int) -> None:
+        self.first_token[latency_bin] = self.first_token.get(latency_bin, 0) + 1
+
     def add(self, other: Traffic) -> None:
         self.requests += other.requests
         self.failed += other.failed
@@ -122,13 +130,10 @@ class RecentTraffic:
     ) -> None:
         """Counts a sequence that has ended."""
         for traffic in self._now().of(tenant, name):
-            traffic.requests += 1
-            traffic.failed += failed
-            traffic.prompt_tokens += prompt_tokens
+            traffic.count_sequence(prompt_tokens, failed=failed)
             traffic.generated_tokens += generated_tokens
             if first_token_s is not None:
-                number = bin_of(first_token_s)
-                traffic.first_token[number] = traffic.first_token.get(number, 0) + 1
+                traffic.count_first_token(bin_of(first_token_s))
 
     def of_names(self, names: Iterable[str], tenant: str | None, *, of_all: bool) -> dict[str, Traffic]:
         """Returns the traffic of these names, for one tenant or for all together. Names without traffic are

@@ -146,9 +146,7 @@ class TrafficHistory:
         bucket = self._bucket(newest)
         bucket.count_name(tenant, name, generated_tokens)
         for traffic in bucket.series(tenant):
-            traffic.requests += 1
-            traffic.failed += failed
-            traffic.prompt_tokens += prompt_tokens
+            traffic.count_sequence(prompt_tokens, failed=failed)
         if first_token_s is not None:
             generating_s = max(0.0, duration_s - first_token_s)
             first = max(int((now_s - generating_s) // BUCKET_S), newest - NUM_BUCKETS + 1)
@@ -156,7 +154,7 @@ class TrafficHistory:
 
     def _count_tokens(self, tenant: str | None, first: int, last: int, num_tokens: int, latency_bin: int) -> None:
         for traffic in self._bucket(first).series(tenant):
-            traffic.first_token[latency_bin] = traffic.first_token.get(latency_bin, 0) + 1
+            traffic.count_first_token(latency_bin)
         share, rest = divmod(num_tokens, last - first + 1)
         for number in range(first, last + 1):
             for traffic in self._bucket(number).series(tenant):
