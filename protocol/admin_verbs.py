@@ -294,7 +294,9 @@ class LocateAdapter(AdapterVerb[Located], frozen=True):
 
 
 class Seeded(msgspec.Struct, frozen=True):
-    lora: LoRARequest | None  # What the name stands for; None if it was removed since the application started.
+    lora: (
+        LoRARequest | None
+    )  # The adapter that the name stands for; None if the name was removed after the application had started.
 
 
 class SeedAdapter(Verb[Seeded], frozen=True):

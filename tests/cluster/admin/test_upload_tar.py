@@ -1,4 +1,5 @@
-"""What an upload may hold: an uncompressed tar of an adapter's two files; nothing in it costs more than its bytes."""
+"""Tests that an upload must be an uncompressed tar of an adapter's files, and that reading it costs no more than its
+bytes."""
 
 from __future__ import annotations
 

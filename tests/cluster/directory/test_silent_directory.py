@@ -49,7 +49,9 @@ class Stoppable(AdapterDirectory):
         self.slow: Callable[[DirectoryCall[Any]], float] = lambda _: 0.0  # Seconds until a call is answered.
 
     async def ask(self, call: DirectoryCall[Answer]) -> Answer:
-        limit_s = 0.2 if isinstance(call, WatchCall | JoinCall) else None  # As directory_calls.ANSWER_S.
+        limit_s = (
+            0.2 if isinstance(call, WatchCall | JoinCall) else None
+        )  # The other calls wait for ANSWER_S of directory_calls.py.
         async with asyncio.timeout(limit_s):
             await asyncio.sleep(self.slow(call))
             await self.goes.wait()

@@ -1,4 +1,4 @@
-"""What a consumer gets of a sequence's outputs, be it quick or slow."""
+"""Tests which outputs of a sequence reach a consumer that reads quickly, and one that reads slowly."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Load:
-    """What clients see of a load."""
+    """The speed and the latencies that the clients of a load measure."""
 
     tokens_per_s: float
     ttft_ms: list[float]
