@@ -14,6 +14,9 @@ from lorafleet.api.front_config import FrontConfig
 from lorafleet.api.languages import AdapterLanguages
 from lorafleet.api.model_lookup import FetchedSince, ModelLookup
 from lorafleet.api.routes.model_pages import ModelPages
+from lorafleet.api.stored.response_query import AskReplicas
+from lorafleet.api.stored.response_store import ResponseStore
+from lorafleet.api.stored.stored_responses import StoredResponses
 from lorafleet.api.telemetry.telemetry import Telemetry
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.api.text_service import TextService
@@ -35,6 +38,7 @@ class AppState:
     texts: TextService  # Tokenizers, chat templates and the context's length.
     telemetry: Telemetry  # Counts what happens.
     body_budget: BodyBudget  # Bounds the bytes of all bodies in memory.
+    stored: StoredResponses  # Answers of /v1/responses, here and at other replicas.
     work_bounds: WorkBounds = field(default_factory=WorkBounds)  # Bounds each caller's expensive requests.
     long_work: FairThreads = field(default_factory=_long_work)  # Runs what would delay the event loop.
     model_pages: ModelPages = field(default_factory=ModelPages)  # Pages of /v1/models.
@@ -54,12 +58,14 @@ def make_state(
     languages: AdapterLanguages | None = None,
     scrape: Callable[[], Awaitable[bytes]] | None = None,
     fetched_since: FetchedSince = lambda _digest, _since_s: False,
+    ask_replicas: AskReplicas | None = None,
 ) -> AppState:
     """Builds the services of one replica.
 
     Args:
         languages: Reads adapters' tokenizers and templates; None reads them from their own paths.
         scrape: Returns the metrics of all replicas; None if there is only this one. Concurrent calls share one run.
+        ask_replicas: Asks all replicas for a stored response; None if there is only this one.
     """
     access = access or Access()
     languages = languages or AdapterLanguages(tokenizer, engine)
@@ -74,4 +80,5 @@ def make_state(
         TextService(config, tokenizer, engine, languages),
         telemetry,
         BodyBudget(max(MAX_BODIES_BYTES, 2 * config.max_body_bytes)),
+        StoredResponses(ResponseStore(config.response_store_bytes), ask_replicas),
     )

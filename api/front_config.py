@@ -12,9 +12,9 @@ from types import MappingProxyType
 from lorafleet.api.access.origins import Origins
 from lorafleet.protocol import limits
 from lorafleet.protocol.errors import ConfigError, InvalidRequest
-from lorafleet.protocol.limits import MAX_BODY_BYTES
+from lorafleet.protocol.limits import MAX_BODY_BYTES, RESPONSE_STORE_BYTES
 from lorafleet.protocol.messages import Pooling
-from lorafleet.protocol.tool_call_formats import ToolCallFormat
+from lorafleet.protocol.tool_call_formats import ReasoningFormat, ToolCallFormat
 
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -26,10 +26,12 @@ class FrontConfig:
     allow_runtime_lora_updating: bool = False  # Opens /v1/load_lora_adapter and /v1/unload_lora_adapter.
     chat_template: str | None = None  # Jinja source; None uses the tokenizer's template.
     tool_call_parser: ToolCallFormat = "auto"  # How models write calls; auto detects it from the template.
+    reasoning_parser: ReasoningFormat = "auto"  # How models mark reasoning; auto detects it from the template.
     pooling: Pooling = "last"  # Default for embeddings.
     queue_timeout_s: float | None = None  # Default time that a request may wait to start; None: no limit.
     origins: Origins = field(default_factory=Origins)  # Web pages that may use a server without API keys.
     max_body_bytes: int = MAX_BODY_BYTES  # Larger requests are rejected with 413.
+    response_store_bytes: int = RESPONSE_STORE_BYTES  # Bytes of stored responses in memory; 0 stores none.
     # Default sampling parameters, see read_generation_defaults().
     generation_defaults: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     replica_id: str = ""  # Label of this replica in metrics.

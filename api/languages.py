@@ -43,7 +43,14 @@ class AdapterLanguages:
     def __init__(self, tokenizer: Tokenizer, engine: EngineBackend, open_files: OpenFiles = open_local) -> None:
         hello = engine.hello
         self.templates, self._encoders = TemplateSandbox(), Encoders()
-        self._reader = LanguageReader(tokenizer, hello.vocab_size, hello.eos_token_ids, self.templates, self._encoders)
+        self._reader = LanguageReader(
+            tokenizer,
+            hello.vocab_size,
+            hello.eos_token_ids,
+            self.templates,
+            self._encoders,
+            rope_positions=hello.rope_positions,
+        )
         self.base = self._reader.base
         self._engine = engine
         self._open_files = open_files
@@ -77,12 +84,17 @@ class AdapterLanguages:
                 task.add_done_callback(lambda _: self._under_way.pop(lora.digest))
         return await asyncio.shield(task)
 
+    def known_context(self, digest: str) -> int | None:
+        """Returns Language.context_length of the adapter with this digest, or None if it was not read lately."""
+        known = self._cache.peek(digest)
+        return None if known is None else known.context_length
+
     async def check(self, lora: LoRARequest, info: AdapterInfo) -> None:
         """Reads the language of an adapter that was just loaded, so that a faulty one is rejected at loading.
 
         Raises the same errors as of().
         """
-        if info.language:
+        if info.language or info.context_length is not None or info.head_task:
             tenant = tenant_of(lora.lora_name)
             await self.of(msgspec.structs.replace(lora, digest=info.digest), turn_group(tenant, lora))
 
@@ -97,7 +109,7 @@ class AdapterLanguages:
         except AdapterError:
             # The engine may still have the adapter in memory and knows whether it has a language of its own.
             info = await self._engine.load_adapter(lora)
-            if info.language or info.vocab_size is not None:
+            if info.language or info.vocab_size is not None or info.context_length is not None or info.head_task:
                 raise
             language = self.base
         if lora.digest:

@@ -36,6 +36,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from engine_driver import settle
 from engine_e2e import CONFIG
 from lorafleet.protocol.adapter_formats.adapter_files import TICK_S
 from lorafleet.protocol.engine_config import EngineConfig
@@ -88,6 +89,7 @@ class Bench:
             ),
             wake=self._awake.set,
         )
+        settle(self.engine)
         assert self.engine.loras is not None
         self.loras = self.engine.loras
         self._ids = iter(range(1 << 30))

@@ -25,7 +25,13 @@ from pathlib import Path
 
 import torch
 
-from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch, AttentionSpec, KVCache
+from lorafleet.workers.attention.attention_backend import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    KVCache,
+    LayerAttention,
+)
 from lorafleet.workers.attention.flashinfer_backend import FlashInferAttention
 
 STEPS, WARM_UP, BLOCK, MAX_CONTEXT, CHUNK = 200, 20, 16, 8192, 512
@@ -63,17 +69,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     spec = AttentionSpec(
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        scale=128**-0.5,
-        sliding_windows=(None,),
+        layers=(LayerAttention(num_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5),),
         block_size=BLOCK,
         dtype=torch.bfloat16,
         kv_dtype=torch.bfloat16,
         device=torch.device("cuda", torch.cuda.current_device()),
     )
-    shape = (2, 1, BLOCK, spec.num_kv_heads, spec.head_dim)  # Plans never read the cache.
+    shape = (2, 1, BLOCK, 8, 128)  # Plans never read the cache.
     cache = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
     eager = FlashInferAttention(spec, [KVCache(cache[0], cache[1])])
     rows = []

@@ -13,20 +13,47 @@ import msgspec
 import torch
 
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
-from lorafleet.protocol.messages import EngineRequest
+from lorafleet.protocol.messages import EngineRequest, TokenOutput
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.engine import Engine
 
 MARGIN = 256  # Token ids at the end of the vocabulary that are not drawn.
 
 
+def settle(engine: Engine) -> None:
+    """Steps an engine until its start has left nothing for later: the attention is its last one, and all graphs are
+    captured."""
+    while engine.stats().attention_waits:
+        engine.step()
+        time.sleep(0.1)
+    while engine.fills_idle_time:
+        engine.step()
+
+
 def load(engine: Engine, paths: Sequence[Path]) -> list[LoRARequest]:
+    """Loads adapters into an engine, whose start has left nothing for later afterwards."""
+    settle(engine)
     asked = [LoRARequest(path.name, i + 1, str(path)) for i, path in enumerate(paths)]
     futures: list[Future[AdapterInfo]] = [engine.load_adapter(lora) for lora in asked]
     while not all(future.done() for future in futures):
         engine.step()
         time.sleep(0.001)
     return [msgspec.structs.replace(lora, digest=f.result().digest) for lora, f in zip(asked, futures, strict=True)]
+
+
+def answer_alone(
+    engine: Engine, name: str, prompt: list[int], num_tokens: int, salt: str = ""
+) -> tuple[float, list[TokenOutput]]:
+    """Answers one greedy request. Returns the seconds to its first token, and all outputs."""
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    started, first_s = time.perf_counter(), 0.0
+    engine.add(EngineRequest(request_id=name, prompt_token_ids=prompt, params=params, cache_salt=salt))
+    outputs: list[TokenOutput] = []
+    while engine.has_work:
+        outputs += engine.step()
+        if outputs and not first_s:
+            first_s = time.perf_counter() - started
+    return first_s, outputs
 
 
 def submit(

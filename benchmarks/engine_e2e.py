@@ -1,7 +1,7 @@
 """Measures the whole engine at 8B shape with random weights: milliseconds per decode step, prefill tokens per second.
 
     python benchmarks/engine_e2e.py [--batches 1 8 64 256] [--adapters 0 8 64] [--mixed-tokens 512]
-        [--quantization none nf4 fp8] [--kv-cache-dtype auto|fp8] [--lora-dtype auto|fp8] [--json FILE]
+        [--quantization none nf4 int4 fp8] [--kv-cache-dtype auto|fp8] [--lora-dtype auto|fp8] [--json FILE]
 
 Prompts have 512 random tokens and answers 128 tokens. The model runs in bf16 and samples greedily, with adapters of
 rank 16 on all seven projections; request i uses adapter i modulo their number. A step is timed on the host from the
@@ -39,6 +39,7 @@ from engine_driver import (
     decode_step_ms,
     load,
     prefill_tokens_per_s,
+    settle,
     submit,
     until_all_answer,
 )
@@ -186,6 +187,7 @@ def start(
     )
     engine = build_engine(config)
     if not most:
+        settle(engine)
         return engine, []
     folder = checkpoint.parent / "adapters"
     paths = sorted(folder.iterdir()) if folder.exists() else write_alike_adapters(folder, CONFIG, most, RANK)
@@ -239,7 +241,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 64, 256])
     parser.add_argument("--adapters", type=int, nargs="+", default=[0, 8, 64])
-    parser.add_argument("--quantization", nargs="+", choices=["none", "nf4", "fp8"], default=["none"])
+    parser.add_argument("--quantization", nargs="+", choices=["none", "nf4", "int4", "fp8"], default=["none"])
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--lora-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--mixed-tokens", type=int, nargs="+", default=[])

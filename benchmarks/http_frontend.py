@@ -145,6 +145,12 @@ def serve_with_ray(model: str, run_dir: str, *, direct: bool) -> None:
 
     ray.init(address="local", include_dashboard=False, num_cpus=8, log_to_driver=False, logging_level="ERROR")
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
+    directory = {
+        "model": model,
+        "catalog_uri": f"{run_dir}/catalogue",
+        "base_names": ("base",),
+        "fill_cpu_loras": False,
+    }
     replicas = serve.deployment(
         name="InstantReplica",
         max_ongoing_requests=1024,
@@ -152,7 +158,7 @@ def serve_with_ray(model: str, run_dir: str, *, direct: bool) -> None:
         logging_config=app.QUIET,
         request_router_config=RequestRouterConfig(
             request_router_class=AffinityRouter,  # type: ignore[arg-type]  # cluster/serve/app.py does the same.
-            request_router_kwargs={"model": model},
+            request_router_kwargs={"directory": directory, "routing": "affinity"},
         ),
     )(serve.ingress()(InstantReplica)).bind(model)
     serve.run(ingress.with_ingress_router(replicas, app.router().bind(replicas)) if direct else replicas)

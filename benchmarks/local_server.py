@@ -40,6 +40,12 @@ class LocalServer(NamedTuple):
                 sums[name] += float(value)
         return dict(sums)
 
+    def settle(self) -> None:
+        """Waits until no engine compiles a faster attention beside its steps."""
+        deadline = time.monotonic() + START_S
+        while self.engine_counters().get("attention_waits") and time.monotonic() < deadline:
+            time.sleep(1.0)
+
 
 ENGINE_PREFIXES = ("lorafleet_engine_", "vllm:")
 

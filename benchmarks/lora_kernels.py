@@ -88,7 +88,7 @@ def check(stack: Stack, case: Case, x_of_size: dict[int, Tensor], batch: LoRABat
     rows = sorted({0, case.num_tokens // 2, case.num_tokens - 1})
     for weight, packed in list(zip(stack.weights, stack.packed, strict=True))[: len(LINEARS)]:
         x = x_of_size[packed.in_features]
-        out, delta, _ = linear_with_lora(x, weight, None, packed, batch)
+        out, delta, *_ = linear_with_lora(x, weight, None, packed, batch)
         y = out if delta is None else out.float() + delta.float()
         for t in rows:
             w = packed.slots[case.slot_of_token[t]]

@@ -1,13 +1,14 @@
 """Measures the experts of a mixture on one GPU, layer after layer, against the bytes that they must read.
 
-    python benchmarks/moe_kernels.py [--layers 4] [--rank 16] [--shapes]
+    python benchmarks/moe_kernels.py [--layers 4] [--rank 16] [--tokens 64 8192] [--kernels] [--tiles] [--shapes]
 
 Layers have Qwen3-30B-A3B's shape (128 experts, 8 per token, hidden 2048, intermediate 768) in bf16. Each layer has its
 own weights, so that none is in the cache. One CUDA graph runs router, choice, experts and sum. Tokens choose at random.
 The floor is the bytes of the chosen experts and of the router divided by the copy bandwidth of the same run; for
 prompts it is the FLOP at 800 TFLOP/s if that takes longer. The same is measured with 8 adapters on all experts, with
-the bytes of their chosen experts' A and B. Their tokens alternate (decode) or follow one another (prompts). --shapes
-also tries other tile shapes for each number of tokens.
+the bytes of their chosen experts' A and B. Their tokens alternate (decode) or follow one another (prompts). --kernels
+also prints each kernel's time without a graph. --tiles also tries other tiles of the adapters, and B of down read by
+the weighted sum (folded) or before it (written). --shapes also tries other tile shapes of the base.
 """
 
 # T tokens · E experts · D hidden size · I intermediate size
@@ -17,7 +18,8 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -27,9 +29,11 @@ from torch import Tensor
 from engine_driver import copy_bandwidth
 from lorafleet.kernels.moe import moe_triton
 from lorafleet.kernels.moe.expert_lora import RECORD_FIELDS, StepExperts
-from lorafleet.kernels.moe.moe import experts_mlp, route
+from lorafleet.kernels.moe.moe import ExpertMatrices, experts_mlp, route
+from lorafleet.kernels.moe.routing_rule import RoutingRule
 
 EXPERTS, PER_TOKEN, HIDDEN, INNER = 128, 8, 2048, 768
+RULE = RoutingRule(PER_TOKEN, sums_to_one=True)
 DTYPE = torch.bfloat16
 TOKENS = (1, 8, 64, 256, 2048, 8192)
 FLOPS = 800e12
@@ -61,6 +65,7 @@ class Layers:
         self.adapters = [[self._blocks(random, rank) for _ in range(ADAPTERS if rank else 0)] for _ in range(count)]
         self.rank = rank
         self.side = torch.cuda.Stream()
+        self.order_T = torch.empty(0, dtype=torch.int32, device="cuda")
 
     @staticmethod
     def _blocks(random: Callable[..., Tensor], rank: int) -> tuple[Tensor, Tensor]:
@@ -76,23 +81,28 @@ class Layers:
             blocks.append(block)
         return blocks[0], blocks[1]
 
+    def sort(self, slot_T: Tensor) -> None:
+        """Sorts the tokens by slot for the runs that follow."""
+        self.order_T = slot_T.argsort(stable=True).to(torch.int32)
+
     def run(self, x_TD: Tensor, slot_T: Tensor | None = None) -> Tensor:
         for (gate_ED, gate_up_E2ID, down_EDI), records in zip(self.weights, self.record_LKS, strict=True):
-            routing = route(F.linear(x_TD, gate_ED), PER_TOKEN, sums_to_one=True)
+            routing = route(F.linear(x_TD, gate_ED), RULE)
             own = None
             if slot_T is not None:
+                # The tokens' order costs nothing here, since a step's is computed on the host.
                 to_gate_up, to_down = (
-                    StepExperts(slot_T, (), record_S, self.rank, DTYPE, self.side) for record_S in records
+                    StepExperts(slot_T, self.order_T, (), record_S, self.rank, DTYPE, self.side) for record_S in records
                 )
                 own = to_gate_up, to_down
-            out_TD = experts_mlp(x_TD, routing, gate_up_E2ID, down_EDI, own)
+            out_TD = experts_mlp(x_TD, routing, ExpertMatrices(gate_up_E2ID, down_EDI), own)
         return out_TD
 
     def floor_ms(self, x_TD: Tensor, slot_T: Tensor | None, bandwidth: float) -> float:
         """Returns the floor of all layers together."""
         read = 0.0
         for gate_ED, gate_up_E2ID, down_EDI in self.weights:
-            expert_TK = route(F.linear(x_TD, gate_ED), PER_TOKEN, sums_to_one=True).expert_TK
+            expert_TK = route(F.linear(x_TD, gate_ED), RULE).expert_TK
             chosen = len(expert_TK.unique())
             read += gate_ED.nbytes + chosen * (gate_up_E2ID[0].nbytes + down_EDI[0].nbytes)
             if slot_T is not None:
@@ -125,25 +135,63 @@ def graph_ms(run: Callable[[], object], repeats: int) -> float:
     return statistics.median(times[2:])
 
 
+def other_tiles(num_tokens: int) -> Iterator[str]:
+    """Sets other tiles of the adapters and yields their names, then sets the served ones again."""
+    shapes, most_folded = moe_triton._SHAPES, moe_triton.MOST_FOLDED_PAIRS
+    served = moe_triton._shape_for(num_tokens * PER_TOKEN, EXPERTS).adapter_pairs
+    folds = num_tokens * PER_TOKEN <= most_folded
+    for pairs, folded in product((16, 32, 64), (True, False)):
+        if (pairs != served and folded != folds) or (pairs, folded) == (served, folds) or (folded and num_tokens > 512):
+            continue
+        moe_triton._SHAPES = tuple((most, replace(shape, adapter_pairs=pairs)) for most, shape in shapes)
+        moe_triton.MOST_FOLDED_PAIRS = 1 << 30 if folded else 0
+        yield f"tiles of {pairs} pairs, {'folded' if folded else 'written'}"
+    moe_triton._SHAPES, moe_triton.MOST_FOLDED_PAIRS = shapes, most_folded
+
+
+def print_kernels(run: Callable[[], object], num_layers: int) -> None:
+    """Prints the microseconds a layer of each kernel, launched without a graph."""
+    run()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    for event in sorted(profile.key_averages(), key=lambda event: -event.device_time_total):
+        print(f"        {event.device_time_total / num_layers:8.1f} us, {event.count:3} x {event.key[:60]}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--shapes", action="store_true")
     arguments = parser.parse_args()
     layers, bandwidth = Layers(arguments.layers, arguments.rank), copy_bandwidth()
     own = moe_triton._SHAPES
+    torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, copies {bandwidth / 1e12:.2f} TB/s, {arguments.layers} layers", flush=True)
-    for num_tokens in TOKENS:
+    for num_tokens in arguments.tokens:
         x_TD = torch.randn(num_tokens, HIDDEN, dtype=DTYPE, device="cuda")
         moe_triton._SHAPES = own
         turns = torch.arange(num_tokens, device="cuda", dtype=torch.int32)
         own_T = turns % ADAPTERS if num_tokens <= 256 else turns * ADAPTERS // num_tokens
         nobody_T = torch.full_like(own_T, -1)
+        base = 0.0
         for name, slot_T in (("base", None), ("all base, launched with", nobody_T), ("8 adapters", own_T)):
+            if slot_T is not None:
+                layers.sort(slot_T)
             floor = layers.floor_ms(x_TD, slot_T, bandwidth) / arguments.layers
             found = graph_ms(lambda x=x_TD, slots=slot_T: layers.run(x, slots), 12) / arguments.layers
-            print(f"{num_tokens:5} tokens, {name}: {found:7.3f} ms per layer, floor {floor:7.3f}", flush=True)
+            base = base or found
+            ms = f"{found:7.3f} ms per layer, {found / base:.2f} x base, floor {floor:7.3f}"
+            print(f"{num_tokens:5} tokens, {name}: {ms}", flush=True)
+            if arguments.kernels:
+                print_kernels(lambda x=x_TD, slots=slot_T: layers.run(x, slots), arguments.layers)
+        for name in other_tiles(num_tokens) if arguments.tiles else ():
+            found = graph_ms(lambda x=x_TD, slots=own_T: layers.run(x, slots), 12) / arguments.layers
+            print(f"{num_tokens:5} tokens, 8 adapters, {name}: {found:7.3f} ms per layer", flush=True)
         tried: list[tuple[float, moe_triton._Shape]] = []
         for values in TRIED[num_tokens] if arguments.shapes else ():
             shape = moe_triton._Shape(*values)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from lorafleet.cluster.directory import residency
@@ -17,8 +17,10 @@ from lorafleet.cluster.directory.filling import Filler
 from lorafleet.cluster.directory.placer import Placer
 from lorafleet.cluster.directory.residency import Residency, RouteView
 from lorafleet.cluster.routing.rendezvous import Rendezvous, key_of
-from lorafleet.cluster.routing.routing import ReplicaChooser, ReplicaLoad, Tier
-from simulated_replica import FILL_BYTES_S, MAX_RUNNING, READ_BASE_S, READ_BYTES_S, Replica, Request
+from lorafleet.cluster.routing.routing import ReplicaLoad, Tier
+from lorafleet.cluster.routing.rule_names import RoutingRule
+from lorafleet.cluster.routing.simple_rules import make_chooser
+from simulated_replica import FILL_BYTES_S, READ_BASE_S, READ_BYTES_S, Replica, Request
 
 Report = tuple[str, ReplicaLoad, list[int], list[tuple[int, Tier | None]]]
 
@@ -49,14 +51,6 @@ class Random(_Blind):
         return self.random.choice(self.names)
 
 
-class RoundRobin(_Blind):
-    index = -1
-
-    def choose(self, request: Request, now: float) -> str:
-        self.index = (self.index + 1) % len(self.names)
-        return self.names[self.index]
-
-
 class RendezvousOnly(_Blind):
     def __init__(self, replicas: Sequence[Replica], seed: int) -> None:
         super().__init__(replicas, seed)
@@ -66,62 +60,18 @@ class RendezvousOnly(_Blind):
         return self.rendezvous.replicas[self.rendezvous.home(key_of(str(request.adapter)))]
 
 
-class PowerOfTwo(_Blind):
-    """Compares queue lengths as reported, plus the requests that were sent since."""
-
-    def __init__(self, replicas: Sequence[Replica], seed: int) -> None:
-        super().__init__(replicas, seed)
-        self.queue = Counter[str]()
-
-    def choose(self, request: Request, now: float) -> str:
-        return self.pick(self.names)
-
-    def pick(self, names: Sequence[str]) -> str:
-        two = self.random.sample(names, min(2, len(names)))
-        chosen = min(two, key=self.queue.__getitem__)
-        self.queue[chosen] += 1
-        return chosen
-
-    def observe(self, reports: Sequence[Report], now: float) -> None:
-        for name, load, _, _ in reports:
-            self.queue[name] = load.num_running + load.num_waiting
-
-
-class MultiplexSticky(PowerOfTwo):
-    """Follows Ray Serve's apply_multiplex_routing: free holders, else those with the fewest models, else any."""
-
-    def __init__(self, replicas: Sequence[Replica], seed: int) -> None:
-        super().__init__(replicas, seed)
-        self.holders: dict[int, set[str]] = {}
-        self.num_models = Counter[str]()
-
-    def choose(self, request: Request, now: float) -> str:
-        accepting = [n for n in self.names if self.queue[n] < MAX_RUNNING] or self.names
-        holders = self.holders.get(request.adapter, set())
-        names = [n for n in accepting if n in holders]
-        if not names:
-            fewest = min(self.num_models[n] for n in accepting)
-            names = [n for n in accepting if self.num_models[n] == fewest]
-        chosen = self.pick(names)
-        if not holders:  # This is generous: Ray's routers do not know what they have just sent.
-            self.holders[request.adapter] = {chosen}
-            self.num_models[chosen] += 1
-        return chosen
-
-    def observe(self, reports: Sequence[Report], now: float) -> None:
-        super().observe(reports, now)
-        for name, _, _, changes in reports:
-            for adapter, tier in changes:
-                holders = self.holders.setdefault(adapter, set())
-                self.num_models[name] += (tier is not None) - (name in holders)
-                (holders.add if tier is not None else holders.discard)(name)
-
-
-class Ours(_Blind):
-    """Runs the product's own code: reports go through Residency and Placer to a router's view."""
+class Product(_Blind):
+    """Runs the product's own code, by one of its rules: reports go through Residency and Placer to a router's view."""
 
     def __init__(
-        self, replicas: Sequence[Replica], seed: int, sizes: Sequence[int], ranks: Sequence[int], fill: bool
+        self,
+        replicas: Sequence[Replica],
+        seed: int,
+        sizes: Sequence[int],
+        ranks: Sequence[int],
+        rule: RoutingRule,
+        *,
+        fill: bool,
     ) -> None:
         super().__init__(replicas, seed)
         self.by_name = {replica.name: replica for replica in replicas}
@@ -135,8 +85,9 @@ class Ours(_Blind):
             dict,
             self.prefetch,
             Filler(self.residency, lambda: by_hash, self.prefetch) if fill else None,
+            places_by_demand=rule == "affinity",
         )
-        self.view = RouteView(ReplicaChooser(seed=seed))
+        self.view = RouteView(make_chooser(rule, seed))
         self.view.chooser.set_replicas(self.names)
         self.sequence = Counter[str]()
         self.tokens: dict[str, Counter[str]] = {name: Counter() for name in self.names}
@@ -205,28 +156,24 @@ class Clairvoyant(_Blind):
         return wait
 
 
+RULES: dict[str, RoutingRule] = {
+    "round-robin": "round-robin",
+    "power of two": "power-of-two",
+    "Ray multiplex sticky": "sticky",
+    "ours": "affinity",
+    "ours, filled": "affinity",
+}
+
+
 def make(name: str, replicas: Sequence[Replica], seed: int, sizes: Sequence[int], ranks: Sequence[int]) -> Arm:
-    simple: dict[str, Callable[[Sequence[Replica], int], Arm]] = {
-        "random": Random,
-        "round-robin": RoundRobin,
-        "power of two": PowerOfTwo,
-        "Ray multiplex sticky": MultiplexSticky,
-        "rendezvous only": RendezvousOnly,
-    }
-    if name in simple:
-        return simple[name](replicas, seed)
-    if name == "clairvoyant":
-        return Clairvoyant(replicas, seed, sizes)
-    return Ours(replicas, seed, sizes, ranks, fill=name == "ours, filled")
+    match name:
+        case "random":
+            return Random(replicas, seed)
+        case "rendezvous only":
+            return RendezvousOnly(replicas, seed)
+        case "clairvoyant":
+            return Clairvoyant(replicas, seed, sizes)
+    return Product(replicas, seed, sizes, ranks, RULES[name], fill=name == "ours, filled")
 
 
-ARMS = (
-    "random",
-    "round-robin",
-    "power of two",
-    "Ray multiplex sticky",
-    "rendezvous only",
-    "ours",
-    "ours, filled",
-    "clairvoyant",
-)
+ARMS = ("random", "rendezvous only", "clairvoyant", *RULES)

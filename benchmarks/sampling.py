@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from benchmark_results import Case, write_results
+from engine_driver import settle
 from engine_setup import add_shape_arguments, llama_config
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.messages import EngineRequest
@@ -114,6 +115,7 @@ def main() -> None:
                 async_scheduling=True,
             )
         )
+        settle(engine)
         print(torch.cuda.get_device_name() if args.device == "cuda" else "CPU")
         print("batch  step ms  slowest ms  overlapped  case")
         for batch in args.batches:

@@ -39,7 +39,6 @@ from random_llama import write_adapters, write_model
 from slora_workload import Workload, draw
 
 ROOT = Path(__file__).resolve().parents[1]
-CLIENT = Path(__file__).with_name("http_load.py")
 DEMO = ROOT / "demo" / "model"
 WARM_UP_S = 4.0
 PRIME_S = 0.05  # The time between the first requests to each adapter.
@@ -188,9 +187,7 @@ class Bench:
         return prompt
 
     def _run(self, calls: list[Call]) -> Report:
-        job = msgspec.json.encode(Job(self.url, calls))
-        done = subprocess.run([sys.executable, str(CLIENT)], input=job, stdout=subprocess.PIPE, check=True)
-        return msgspec.json.decode(done.stdout, type=Report)
+        return run_apart(Job(self.url, calls))
 
     def _costs(self) -> tuple[dict[str, float], dict[str, float]]:
         return ({}, {}) if self.server is None else (dict(self.server.cpu_s()), self.server.engine_counters())
@@ -281,6 +278,7 @@ def serve_and_measure(args: argparse.Namespace, scale: Scale, table: Table, *, o
                     continue
                 command = [*model, "--served-model-name", "base", *arguments, *shlex.split(args.server_args)]
                 with running(command, args.server_log or folder / "serve.log") as server:
+                    server.settle()
                     bench = make_bench(args, scale, server.url, server)
                     measure_cases(bench, wanted, [case for case in bursts if case in wanted], table)
 

@@ -39,7 +39,6 @@ from http_load import NO_BOUND_S, Call, Job, Report
 from latency import Percentiles, Summary, summarize
 from slora_workload import Workload, draw
 
-CLIENT = Path(__file__).with_name("http_load.py")
 WARM_UP_TOKENS = 16
 WARM_UP_STREAMS = 32
 BUSY_CLIENT_CORES = 0.8
@@ -167,9 +166,7 @@ class Bench:
         return prompts
 
     def _run(self, server: Server, calls: list[Call], streams: int, seconds: float = NO_BOUND_S) -> Report:
-        job = msgspec.json.encode(Job(server.url, calls, streams, seconds, self._fields, self._args.header))
-        done = subprocess.run([sys.executable, str(CLIENT)], input=job, stdout=subprocess.PIPE, check=True)
-        return msgspec.json.decode(done.stdout, type=Report)
+        return run_apart(Job(server.url, calls, streams, seconds, self._fields, self._args.header))
 
 
 def _figures(summary: Summary, report: Report) -> dict[str, float | None]:
@@ -281,6 +278,7 @@ def served(args: argparse.Namespace) -> Iterator[Server]:
         else:
             command.append("--no-enable-lora")
         with running(command, args.server_log or folder / "serve.log") as server:
+            server.settle()
             yield find_server("lorafleet", server.url, "base", "a{}", count)
 
 

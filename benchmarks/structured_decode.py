@@ -20,6 +20,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from engine_driver import settle
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.api.text.tokenizer_files import TokenizerFiles
 from lorafleet.protocol import structured_spec
@@ -131,6 +132,7 @@ def main() -> None:
             async_scheduling=True,
         )
         engine, files, tokenizer = build_engine(config), TokenizerFiles(), Tokenizer.from_folder(folder)
+        settle(engine)
         for bound in (False, True, False, True):
             measure(engine, tokenizer, files, args, bound)
         engine.close()

@@ -12,7 +12,7 @@ import asyncio
 import functools
 import os
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast
@@ -30,13 +30,17 @@ from lorafleet.client.results import (
     AdapterPage,
     Downloaded,
     Prefetched,
+    PushedVersion,
     Quality,
     QualityList,
     Removed,
     Verified,
 )
+from lorafleet.client.sleep_verbs import ShowSleep, SleepAll, SleepState, SleepStatus, WakeUpAll
+from lorafleet.client.tensor_packing import pack_tensors
 from lorafleet.protocol import admin_verbs as verbs
 from lorafleet.protocol.admin_verbs import REMOVE_S, Verb
+from lorafleet.protocol.engine_control import ALL_MEMORY, InFlight, MemoryTag, PauseMode, SleepLevel
 
 URL_VARIABLE = "LORAFLEET_URL"
 KEY_VARIABLE = "LORAFLEET_ADMIN_KEY"
@@ -44,6 +48,8 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 600.0  # A push waits until replicas have loaded the adapter.
 PAGE = 100
 CHUNK_BYTES = 1 << 20
+TAR_TYPE = "application/x-tar"
+TENSORS_TYPE = "application/octet-stream"
 
 OnTransfer = Callable[[int, int], None]  # Gets the number of bytes sent or received, and of all bytes.
 
@@ -54,12 +60,16 @@ AnswerT = TypeVar("AnswerT")
 class PushArguments(TypedDict, total=False):
     """Options for adding an adapter or a version."""
 
-    replicas: int  # Number of replicas that must load the adapter before the call returns. Default: 1.
+    # Number of replicas that must load the adapter before the call returns; None: all. Default: 1, and all for tensors.
+    replicas: int | None
     activate: bool  # Whether the name's requests use this version from now on. Default: True.
     pin: int | None  # Number of replicas that pin the adapter in a slot.
     tenant: str | None  # Tenant that will own the adapter, if the operator pushes it.
     base_model_name: str | None
     metadata: dict[str, str]  # Stored with the version.
+    # What becomes of requests that the former version is answering: finish leaves them alone (the default), switch lets
+    # them go on with this version from their next token on, and abort ends them.
+    in_flight: InFlight
 
 
 class AdminClient:
@@ -119,6 +129,25 @@ class AdminClient:
         """Uploads a new adapter, or a new version of an adapter, from a folder of this machine."""
         message = verbs.UploadAdapter(name, str(Path(folder).absolute()), verbs.PushOptions(**options))
         return self._upload(message, Path(folder))
+
+    def push_tensors(
+        self,
+        name: str,
+        tensors: Mapping[str, Any] | bytes,
+        config: Mapping[str, Any],
+        **options: Unpack[PushArguments],
+    ) -> PushedVersion:
+        """Pushes a new adapter, or a new version of an adapter, from memory: neither side writes a file on the way.
+
+        By default all replicas have loaded the version when the call returns.
+
+        Args:
+            tensors: torch tensors or numpy arrays by PEFT's names, or the content of a safetensors file.
+            config: Content of adapter_config.json, as LoraConfig.to_dict() returns it.
+        """
+        options.setdefault("replicas", None)
+        message = verbs.UploadTensors(name, options=verbs.PushOptions(**options))
+        return self._upload_tensors(message, tensors, config)
 
     def push_from(self, name: str, source: str, **options: Unpack[PushArguments]) -> Adapter:
         """Adds a new adapter, or a new version of an adapter, from a path or URI that the server reads."""
@@ -189,6 +218,21 @@ class AdminClient:
         """Runs a model's quality probes now and makes the result the new baseline."""
         return self._send(AcceptQuality(model))
 
+    def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> SleepStatus:
+        """Gives the GPU memory of all replicas back to a trainer on the same GPUs. docs/trainers.md has the modes.
+
+        Args:
+            level: 1 copies the weights to host memory, 2 reads them from the checkpoint at the wake-up.
+        """
+        return self._send(SleepAll(level, mode))
+
+    def wake_up(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> SleepStatus:
+        """Takes these parts of the memory again. Generation goes on when no part is asleep."""
+        return self._send(WakeUpAll(tuple(tags)))
+
+    def is_sleeping(self) -> SleepState:
+        return self._send(ShowSleep())
+
     def _send(self, verb: Verb[AnswerT]) -> AnswerT:
         call = call_of(verb)
         return answer_of(verb, self._request(call, call.body))
@@ -196,8 +240,16 @@ class AdminClient:
     def _upload(self, verb: verbs.UploadAdapter, folder: Path) -> Adapter:
         with tempfile.TemporaryFile() as packed:
             num_bytes = pack(folder, packed)
-            call = call_of(verb).with_tar(num_bytes)
+            call = call_of(verb).with_body(TAR_TYPE, num_bytes)
             return answer_of(verb, self._request(call, _counted(packed, num_bytes, self._on_upload)))
+
+    def _upload_tensors(
+        self, verb: verbs.UploadTensors, tensors: Mapping[str, Any] | bytes, config: Mapping[str, Any]
+    ) -> PushedVersion:
+        parts = pack_tensors(tensors, config)
+        num_bytes = sum(map(len, parts))
+        call = call_of(verb).with_body(TENSORS_TYPE, num_bytes)
+        return answer_of(verb, self._request(call, _sliced(parts, num_bytes, self._on_upload)))
 
     def _download(self, verb: verbs.DownloadAdapter, target: DownloadTarget) -> Downloaded:
         call = call_of(verb)
@@ -270,6 +322,7 @@ class AsyncAdminClient:
     page = _awaited(AdminClient.page)
     show = _awaited(AdminClient.show)
     push = _awaited(AdminClient.push)
+    push_tensors = _awaited(AdminClient.push_tensors)
     push_from = _awaited(AdminClient.push_from)
     download = _awaited(AdminClient.download)
     alias = _awaited(AdminClient.alias)
@@ -285,6 +338,9 @@ class AsyncAdminClient:
     quality = _awaited(AdminClient.quality)
     run_quality = _awaited(AdminClient.run_quality)
     accept_quality = _awaited(AdminClient.accept_quality)
+    sleep = _awaited(AdminClient.sleep)
+    wake_up = _awaited(AdminClient.wake_up)
+    is_sleeping = _awaited(AdminClient.is_sleeping)
 
     async def _send(self, verb: Verb[AnswerT]) -> AnswerT:
         call = call_of(verb)
@@ -292,8 +348,16 @@ class AsyncAdminClient:
 
     async def _upload(self, verb: verbs.UploadAdapter, folder: Path) -> Adapter:
         with tempfile.TemporaryFile() as packed:
-            call = call_of(verb).with_tar(await asyncio.to_thread(pack, folder, packed))
+            call = call_of(verb).with_body(TAR_TYPE, await asyncio.to_thread(pack, folder, packed))
             return answer_of(verb, await self._request(call, _chunks(packed)))
+
+    async def _upload_tensors(
+        self, verb: verbs.UploadTensors, tensors: Mapping[str, Any] | bytes, config: Mapping[str, Any]
+    ) -> PushedVersion:
+        parts = await asyncio.to_thread(pack_tensors, tensors, config)
+        num_bytes = sum(map(len, parts))
+        call = call_of(verb).with_body(TENSORS_TYPE, num_bytes)
+        return answer_of(verb, await self._request(call, _later(_sliced(parts, num_bytes, None))))
 
     async def _download(self, verb: verbs.DownloadAdapter, target: DownloadTarget) -> Downloaded:
         call = call_of(verb)
@@ -330,6 +394,23 @@ def _counted(packed: IO[bytes], num_bytes: int, on_upload: OnTransfer | None) ->
         yield chunk
         if on_upload is not None:
             on_upload(packed.tell(), num_bytes)
+
+
+def _sliced(parts: Sequence[bytes], num_bytes: int, on_upload: OnTransfer | None) -> Iterator[bytes]:
+    num_sent = 0
+    for packed in parts:
+        part = memoryview(packed)
+        for start in range(0, len(part), CHUNK_BYTES):
+            chunk = part[start : start + CHUNK_BYTES]
+            yield bytes(chunk)
+            num_sent += len(chunk)
+            if on_upload is not None:
+                on_upload(num_sent, num_bytes)
+
+
+async def _later(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
+    for chunk in chunks:
+        yield chunk
 
 
 def _report(download: AdapterReceiver, on_download: OnTransfer | None) -> None:

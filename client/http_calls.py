@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from lorafleet.client.client_errors import APIConnectionError, status_error
-from lorafleet.protocol.admin_verbs import UploadAdapter, Verb, route_of
+from lorafleet.protocol.admin_verbs import UploadAdapter, UploadTensors, Verb, route_of
 
 AnswerT = TypeVar("AnswerT")
 
@@ -21,13 +21,13 @@ AnswerT = TypeVar("AnswerT")
 class HttpCall:
     method: str
     path: str
-    query: Mapping[str, str] = field(default_factory=dict)
+    query: Mapping[str, str | list[str]] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes | None = None  # JSON.
 
-    def with_tar(self, num_bytes: int) -> HttpCall:
-        """Returns the call with the headers of a tar, which the caller sends as its body."""
-        return replace(self, headers={"content-type": "application/x-tar", "content-length": str(num_bytes)})
+    def with_body(self, content_type: str, num_bytes: int) -> HttpCall:
+        """Returns the call with the headers of a body, which the caller sends."""
+        return replace(self, headers={"content-type": content_type, "content-length": str(num_bytes)})
 
 
 def call_of(verb: Verb[object]) -> HttpCall:
@@ -35,12 +35,16 @@ def call_of(verb: Verb[object]) -> HttpCall:
     route = route_of(verb)
     fields: dict[str, Any] = msgspec.to_builtins(verb)
     path = route.path.format(**{name: quote(fields.pop(name)) for name in route.in_path})
-    if isinstance(verb, UploadAdapter):
+    if isinstance(verb, UploadAdapter | UploadTensors):
         fields["options"] = msgspec.json.encode(verb.options).decode()
-    if route.method == "POST":
+    if route.method == "POST" and not route.in_query:
         headers = {"content-type": "application/json"}
         return HttpCall(route.method, path, headers=headers, body=msgspec.json.encode(fields))
-    return HttpCall(route.method, path, {name: str(value) for name, value in fields.items()})
+    return HttpCall(route.method, path, {name: _in_query(value) for name, value in fields.items()})
+
+
+def _in_query(value: Any) -> str | list[str]:
+    return list(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def answer_of(verb: Verb[AnswerT], response: httpx.Response) -> AnswerT:

@@ -13,6 +13,7 @@ from lorafleet.protocol.admin_answers import Alias as Alias
 from lorafleet.protocol.admin_answers import Downloaded as Downloaded
 from lorafleet.protocol.admin_answers import Move as Move
 from lorafleet.protocol.admin_answers import Prefetched as Prefetched
+from lorafleet.protocol.admin_answers import PushedVersion as PushedVersion
 from lorafleet.protocol.admin_answers import Removed as Removed
 from lorafleet.protocol.admin_answers import Split as Split
 from lorafleet.protocol.admin_answers import Verified as Verified

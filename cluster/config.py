@@ -6,7 +6,6 @@ command line (cluster/cli/cli.py) is generated from the fields of AppArgs, so th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -23,21 +22,23 @@ from pydantic import (
     model_validator,
 )
 
+from lorafleet.cluster.batches.batch_options import BatchOptions
+from lorafleet.cluster.external_router_options import ExternalRouterOptions
+from lorafleet.cluster.json_text import is_json, parse_json
+from lorafleet.cluster.replica_options import ReplicaOptions
+from lorafleet.cluster.store_uri import StoreUri
 from lorafleet.cluster.tenancy.key_source import is_key_text
 from lorafleet.cluster.wording import in_words, nearest
 from lorafleet.protocol.engine_config import (
     EngineConfig,
     EngineOptions,
-    QueuedRequests,
-    QueuedTokens,
     TensorParallelSize,
 )
 from lorafleet.protocol.errors import ConfigError
-from lorafleet.protocol.limits import MAX_BODY_BYTES
 from lorafleet.protocol.lora_config import LoRAConfig, LoRAOptions
 from lorafleet.protocol.options import values_of
 from lorafleet.protocol.sources import CACHE_BYTES, HTTPConfig, HubConfig, S3Config, SourcesConfig
-from lorafleet.protocol.tool_call_formats import ToolCallFormat
+from lorafleet.protocol.tool_call_formats import ReasoningFormat, ToolCallFormat
 
 ALIASES = {  # SGLang's name: our name
     "lora_paths": "lora_modules",
@@ -57,23 +58,12 @@ class LoRAModule(BaseModel):
     base_model_name: str | None = None
 
 
-def _is_json(text: str) -> bool:
-    return text.lstrip().startswith("{")
-
-
-def _parse_json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{text!r} is not valid JSON: {error}") from None
-
-
 def _parse_module(value: Any) -> Any:
     """Parses `name=path` or JSON text into a dict. Returns a value that is not text unchanged."""
     if not isinstance(value, str):
         return value
-    if _is_json(value):
-        return _parse_json(value)
+    if is_json(value):
+        return parse_json(value)
     name, equals, path = value.partition("=")
     if not equals or not name or not path:
         raise ValueError(
@@ -88,8 +78,8 @@ def _parse_source(shorthand: str) -> BeforeValidator:
     def parse(value: Any) -> Any:
         if not isinstance(value, str):
             return value
-        if _is_json(value):
-            return _parse_json(value)
+        if is_json(value):
+            return parse_json(value)
         return {shorthand: [value] if shorthand == "allow" else value}
 
     return BeforeValidator(parse)
@@ -136,7 +126,9 @@ Origin = Annotated[str, AfterValidator(_check_origin)]
 Module = Annotated[LoRAModule, BeforeValidator(_parse_module)]
 
 
-class AppArgs(BaseModel, EngineOptions, LoRAOptions, extra="forbid", frozen=True):
+class AppArgs(
+    BatchOptions, ReplicaOptions, ExternalRouterOptions, EngineOptions, LoRAOptions, extra="forbid", frozen=True
+):
     """The arguments of lorafleet.cluster.serve.app:build. They have vLLM's names where vLLM has the same option."""
 
     served_model_name: Annotated[list[str], BeforeValidator(_as_list)] = Field(
@@ -147,16 +139,17 @@ class AppArgs(BaseModel, EngineOptions, LoRAOptions, extra="forbid", frozen=True
     )
     chat_template: str | None = Field(None, description="File with a Jinja chat template. Default: the tokenizer's.")
 
-    pooling: Literal["auto", "last", "mean"] = Field(
+    pooling: Literal["auto", "last", "mean", "cls"] = Field(
         "auto",
-        description="Embeddings are the last token's hidden state, or the mean of all tokens'. auto: as the "
-        "model's 1_Pooling/config.json says, else last.",
+        description="Embeddings are the last token's hidden state, the mean of all, or the first token's (cls). "
+        "auto: as the model's 1_Pooling/config.json says, else last.",
     )
     tool_call_parser: ToolCallFormat = Field(
         "auto",
         description="Format in which models write tool calls. auto: recognized from each model's chat template. "
         "none: calls are not parsed.",
     )
+    reasoning_parser: ReasoningFormat = Field("auto", description="As --tool-call-parser, for reasoning between tags.")
 
     enable_lora: bool = Field(True, description="Serve adapters beside the base model.")
     fill_cpu_loras: bool = Field(
@@ -201,7 +194,7 @@ class AppArgs(BaseModel, EngineOptions, LoRAOptions, extra="forbid", frozen=True
         description="Maximum size of that folder in bytes. The least recently used adapters are evicted.",
     )
 
-    catalog_uri: str | None = Field(
+    catalog_uri: StoreUri | None = Field(
         None,
         description="Where the catalogue of adapters is stored: a folder that all nodes see, or "
         "s3://bucket/prefix. Default: a folder below LORAFLEET_STATE_DIR or ~/.local/state/lorafleet "
@@ -240,9 +233,7 @@ class AppArgs(BaseModel, EngineOptions, LoRAOptions, extra="forbid", frozen=True
         "for all. Without keys, requests from pages of other sites are rejected, and so are requests whose "
         "Host is neither an address nor localhost.",
     )
-    insecure_without_keys: bool = Field(
-        False, description="Start without API keys even if the address is open to the network."
-    )
+    insecure_without_keys: bool = Field(False, description="Start without API keys even if open to the network.")
     insecure_without_ray_token: bool = Field(
         False, description="Start even if the address is open to the network and Ray requires no token."
     )
@@ -266,39 +257,7 @@ class AppArgs(BaseModel, EngineOptions, LoRAOptions, extra="forbid", frozen=True
         "schedule and are compared with their stored baselines (docs/quality.md). Default: no probes.",
     )
 
-    num_replicas: int = Field(1, ge=1, description="Number of replicas. Each holds the whole base model.")
-    max_replicas: int | None = Field(
-        None, ge=1, description="Largest number of replicas under load. Default: num_replicas, without autoscaling."
-    )
-    target_load: float = Field(
-        0.7,
-        gt=0,
-        le=1,
-        description="With max_replicas: target share of each replica's sequences and KV tokens in use, 0 to 1.",
-    )
-    upscale_delay_s: float = Field(
-        30.0, ge=0, description="With max_replicas: seconds of sustained overload before a replica is added."
-    )
-    downscale_delay_s: float = Field(
-        600.0, ge=0, description="With max_replicas: seconds of low load before a replica is removed."
-    )
     tensor_parallel_size: TensorParallelSize = Field(1, ge=1)  # Rejected while parsing, as num_replicas is.
-    num_cpus: float = Field(0.1, gt=0, description="CPUs that Ray reserves for each worker. Fractions are allowed.")
-    max_ongoing_requests: int = Field(
-        1024, ge=1, description="Maximum number of requests that Ray Serve sends to one replica at a time."
-    )
-    # An engine has no such bounds by default.
-    max_queued_requests: QueuedRequests = 512
-    max_queued_tokens: QueuedTokens = 2_000_000
-    queue_timeout: float | None = Field(
-        None,
-        ge=0,
-        description="Seconds that a request may wait to start before it is rejected with 429 and Retry-After. Its "
-        "X-Queue-Timeout-Seconds header overrides this. Default: no limit.",
-    )
-    max_body_bytes: int = Field(
-        MAX_BODY_BYTES, ge=1, description="Largest request body in bytes; a larger one is rejected with 413."
-    )
 
     @model_validator(mode="before")
     @classmethod
@@ -319,19 +278,17 @@ class AppArgs(BaseModel, EngineOptions, LoRAOptions, extra="forbid", frozen=True
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         _check_modules(self.lora_modules, self.base_names)
-        if self.max_replicas is not None and self.max_replicas < self.num_replicas:
-            raise ValueError(
-                f"max_replicas={self.max_replicas} is below num_replicas={self.num_replicas}, the minimum. Raise "
-                "max_replicas or lower num_replicas."
-            )
         if self.lora_modules and not self.enable_lora:
             raise ValueError("lora_modules requires enable_lora; enable it, or remove lora_modules.")
+        if self.fill_cpu_loras and self.routing != "affinity":
+            raise ValueError(
+                f"routing={self.routing} places no adapters, so fill_cpu_loras has no effect; remove it, or use "
+                "routing=affinity."
+            )
+        if self.metrics_lora_info and not self.enable_lora:
+            raise ValueError("metrics_lora_info has no effect without enable_lora; leave one of them out.")
         _check_resolvers(self.lora_resolvers, self._configured_resolvers)
         return self
-
-    @property
-    def most_replicas(self) -> int:
-        return self.num_replicas if self.max_replicas is None else self.max_replicas
 
     @property
     def base_names(self) -> list[str]:
@@ -344,6 +301,7 @@ class AppArgs(BaseModel, EngineOptions, LoRAOptions, extra="forbid", frozen=True
             "catalog_uri": self.catalog_uri,
             "base_names": tuple(self.base_names),
             "fill_cpu_loras": self.fill_cpu_loras,
+            "places_by_demand": self.routing == "affinity",
         }
 
     @property
@@ -384,6 +342,8 @@ class AppArgs(BaseModel, EngineOptions, LoRAOptions, extra="forbid", frozen=True
             max_queued_tokens=self.max_queued_tokens,
             lora=LoRAConfig(**values_of(LoRAOptions, self)) if self.enable_lora else None,
             sources=self.sources,
+            kv_events=self.kv_events_config,
+            most_replicas=self.most_replicas,
         )
 
 

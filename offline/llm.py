@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Any, Concatenate, ParamSpec, TypedDict
 
 import msgspec
 
+from lorafleet.api.answer.routed_answer import RoutedAnswer, Rows
 from lorafleet.api.text.adapter_language import Language, LanguageReader
+from lorafleet.api.text.bad_words import spellings, token_sequences
 from lorafleet.api.text.output import OutputProcessor
 from lorafleet.api.text.templates import TemplateSandbox
 from lorafleet.api.text.tokenizer import Tokenizer
@@ -22,9 +25,10 @@ from lorafleet.api.text.tokenizer_files import TokenizerFiles
 from lorafleet.api.text.tokenizers import Encoders
 from lorafleet.protocol.adapter_mix import mixed
 from lorafleet.protocol.engine_config import AsyncScheduling, EngineConfig, EngineOptions
+from lorafleet.protocol.engine_control import ALL_MEMORY, MemoryTag, PauseMode, SleepEngine, SleepLevel, WakeEngine
 from lorafleet.protocol.errors import ConfigError, InvalidRequest, from_wire
 from lorafleet.protocol.lora_config import LoRAConfig, LoRAOptions
-from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.protocol.lora_request import LoRARequest, check_generates
 from lorafleet.protocol.messages import EngineRequest, FinishReason, TokenLogprobs, TokenOutput, Vocabulary
 from lorafleet.protocol.options import options_of, values_of
 from lorafleet.protocol.sampling_params import SamplingParams
@@ -33,6 +37,9 @@ from lorafleet.workers.rank_processes import RankProcesses
 from lorafleet.workers.startup import build_engine
 
 __all__ = ["LLM", "CompletionOutput", "LoRARequest", "RequestOutput", "SamplingParams"]
+
+
+STALLED_WAIT_S = 0.001  # After a step that could do nothing, as every request waits for its adapter.
 
 
 class TokensPrompt(TypedDict):
@@ -53,6 +60,9 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # Stop string or stop token id; None for eos and length.
+    # With enable_return_routed_experts, uint8 or uint16 [tokens, layers, experts a token] of prompt and answer but for
+    # the last token.
+    routed_experts: Rows | None = None
 
 
 @dataclass(slots=True)
@@ -78,6 +88,7 @@ class _Pending:
     result: RequestOutput
     completion: CompletionOutput
     processor: OutputProcessor
+    routed: RoutedAnswer | None  # None if experts are not recorded.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +177,7 @@ class LLM:
         ]
         try:
             while pending:
-                for output in self._engine.step():
+                for output in self._step():
                     self._deliver(output, pending)
         finally:
             for request_id in pending:
@@ -197,8 +208,17 @@ class LLM:
             if number == lora_int_id and self._engine.loras is not None:
                 loaded = self._engine.loras.pin(lora)
                 while not loaded.done():
-                    self._engine.step()
+                    self._step()
                 loaded.result()
+
+    def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> None:
+        """Gives the GPU memory back, to a trainer in another process. At level 1 the weights go to host memory; at
+        level 2 they are read from the checkpoint at the wake-up."""
+        self._order(SleepEngine(level, mode))
+
+    def wake_up(self, tags: Sequence[MemoryTag] | None = None) -> None:
+        """Takes these parts of the GPU memory again, all by default."""
+        self._order(WakeEngine(ALL_MEMORY if tags is None else tuple(tags)))
 
     def close(self) -> None:
         self._engine.close()
@@ -208,25 +228,49 @@ class LLM:
         if self._ranks is not None:
             self._ranks.close()
 
+    def _order(self, control: SleepEngine | WakeEngine) -> None:
+        done = self._engine.control(control)
+        while not done.done():
+            self._step()
+        done.result()
+
+    def _step(self) -> list[TokenOutput]:
+        """Runs one step of the engine. After a stalled one it waits, since a loop without a pause would hold Python's
+        lock, which the threads that read adapters need."""
+        outputs = self._engine.step()
+        if self._engine.stalled:
+            time.sleep(STALLED_WAIT_S)
+        return outputs
+
     def _resolve(self, lora: LoRARequest) -> LoRARequest:
         """Returns the request with its digest. Its files are read at the first call only."""
         key = (lora.lora_int_id, lora.lora_path)
         if key not in self._adapters:
             loading = self._engine.load_adapter(lora)
             while not loading.done():
-                self._engine.step()
+                self._step()
             info = loading.result()
+            check_generates(lora.lora_name, info.head_task)
             self._adapters[key] = msgspec.structs.replace(lora, digest=info.digest)
             if info.language:
                 self._languages[info.digest] = self._read_language(self._adapters[key])
-            elif info.vocab_size is not None:
-                vocabulary = Vocabulary(info.vocab_size, self._engine.hello.eos_token_ids)
-                self._languages[info.digest] = Language(self.tokenizer, vocabulary)
+            elif info.vocab_size is not None or info.context_length is not None:
+                vocabulary = None
+                if info.vocab_size is not None:
+                    vocabulary = Vocabulary(info.vocab_size, self._engine.hello.eos_token_ids)
+                self._languages[info.digest] = Language(self.tokenizer, vocabulary, context_length=info.context_length)
         return self._adapters[key]
 
     def _read_language(self, lora: LoRARequest) -> Language:
         hello = self._engine.hello
-        reader = LanguageReader(self.tokenizer, hello.vocab_size, hello.eos_token_ids, self._templates, self._encoders)
+        reader = LanguageReader(
+            self.tokenizer,
+            hello.vocab_size,
+            hello.eos_token_ids,
+            self._templates,
+            self._encoders,
+            rope_positions=hello.rope_positions,
+        )
         store = AdapterStore(self._sources)
         try:
             return store.read(lora.lora_path, lora.digest, reader.read)
@@ -243,6 +287,10 @@ class LLM:
         number = next(self._ids)
         result = RequestOutput(str(number), text, ids, [], lora_request=lora)
         vocabulary = None if language is None else language.vocabulary
+        if params.bad_words:
+            encoded = [tokenizer.encode(text, add_special_tokens=False) for text in spellings(params.bad_words)]
+            params = msgspec.structs.replace(params, bad_words_token_ids=token_sequences(encoded))
+        shape = self._engine.hello.routed
         for i in range(params.n):
             sample_params = params.of_sample(i)
             request_id = f"{number}-{i}"
@@ -254,11 +302,16 @@ class LLM:
                     lora=lora,
                     vocabulary=vocabulary,
                     language="" if language is None else language.digest,
+                    context_length=None if language is None else language.context_length,
+                    returns_experts=shape is not None,
                     tokenizer=None if sample_params.structured_outputs is None else self._tokenizer_files.of(tokenizer),
                 )
             )
             result.outputs.append(CompletionOutput(i))
-            pending[request_id] = _Pending(result, result.outputs[-1], OutputProcessor(tokenizer, ids, sample_params))
+            processor = OutputProcessor(tokenizer, ids, sample_params)
+            pending[request_id] = _Pending(
+                result, result.outputs[-1], processor, None if shape is None else RoutedAnswer(shape)
+            )
         return result
 
     def _deliver(self, output: TokenOutput, pending: dict[str, _Pending]) -> None:
@@ -266,6 +319,8 @@ class LLM:
         if output.error is not None:
             raise from_wire(output.error)
         delta = entry.processor.push(output)
+        if entry.routed is not None:
+            entry.routed.received += output.routed_experts
         result, completion = entry.result, entry.completion
         completion.text += delta.text
         completion.token_ids += delta.token_ids
@@ -277,6 +332,10 @@ class LLM:
         result.fallback_reason = delta.fallback_reason or result.fallback_reason
         if delta.finish_reason is not None:
             completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
+            if entry.routed is not None:
+                completion.routed_experts = entry.routed.rows(
+                    len(result.prompt_token_ids) + entry.processor.num_tokens - 1
+                )
             del pending[output.request_id]
             if output.finish_reason is None:
                 self._engine.abort(output.request_id)

@@ -54,6 +54,15 @@ class Adapter(msgspec.Struct, frozen=True):
         return self.id
 
 
+class PushedVersion(msgspec.Struct, frozen=True):
+    """The version that a push from memory has made, or found to be there already."""
+
+    id: str  # The adapter's name, in the words of the caller.
+    object: Literal["adapter.version"]
+    version: int
+    digest: str
+
+
 class AdapterPage(msgspec.Struct, frozen=True):
     object: Literal["list"]
     data: list[Adapter]

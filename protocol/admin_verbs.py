@@ -10,16 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Generic, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Generic, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
 
 from lorafleet.protocol import limits
-from lorafleet.protocol.admin_answers import Adapter, AdapterPage, Downloaded, Prefetched, Removed, Verified
+from lorafleet.protocol.admin_answers import (
+    Adapter,
+    AdapterPage,
+    Downloaded,
+    Prefetched,
+    PushedVersion,
+    Removed,
+    Verified,
+)
+from lorafleet.protocol.engine_control import EngineControl, InFlight
 from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.limits import Range
-from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
+from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, SealedAdapter
 
 REMOVE_S = 60.0  # Seconds that a removal waits for in-flight requests before it continues without the caller.
 
@@ -57,6 +66,7 @@ class HttpRoute:
     summary: str  # For the OpenAPI document.
     schema: str = ""  # Name of the schema of the query or body there; "" if all fields are in the path.
     about: str | None = None  # Description of that schema.
+    in_query: bool = False  # Whether a POST has its fields in the query, as routes of other servers have them.
 
     @property
     def in_path(self) -> tuple[str, ...]:
@@ -117,12 +127,15 @@ class PushOptions(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     """The options of a push over HTTP."""
 
     activate: bool = True  # Directs the name's requests to this version.
-    replicas: Replicas = 1  # Number of replicas that must load the version before the call returns.
+    replicas: Replicas | None = 1  # Number of replicas that must load the version before the call returns; None: all.
     pin: Replicas | None = None  # Number of replicas to pin the adapter on; None changes no pins.
     base_model_name: Name | None = None
     # The tenant that will own the adapter. Only the operator may name another tenant than the caller's own.
     tenant: Annotated[str, Meta(max_length=limits.MAX_TENANT_CHARS)] | None = None
     metadata: Metadata = {}
+    # What becomes of requests that the former version is answering, see protocol/engine_control.py. Other values than
+    # finish require `activate`.
+    in_flight: InFlight = "finish"
 
 
 class PushAdapter(PushOptions, Verb[Adapter], frozen=True, omit_defaults=True):
@@ -140,6 +153,16 @@ class UploadAdapter(AdapterVerb[Adapter], frozen=True, omit_defaults=True):
     http = HttpRoute("PUT", f"{ADAPTER}/files", "Push an adapter's files", "UploadQuery")
 
     source: Place = "upload"
+    options: PushOptions = PushOptions()
+
+
+class UploadTensors(AdapterVerb[PushedVersion], frozen=True, omit_defaults=True):
+    """Pushes an adapter from memory. The body is described in adapter_formats/tensor_push.py, and the options are JSON
+    text in the query."""
+
+    http = HttpRoute("PUT", f"{ADAPTER}/tensors", "Push an adapter's tensors", "TensorsQuery")
+
+    source: Place = "memory"
     options: PushOptions = PushOptions()
 
 
@@ -249,11 +272,12 @@ class PushTerms(msgspec.Struct, frozen=True, omit_defaults=True):
     source: str  # Origin of the version, for people.
     replace: bool = True  # Gives an existing name a new version; if False, an existing name raises AdapterExists.
     activate: bool = True  # Moves the name's alias to the new version.
-    num_replicas: int = 1  # Number of replicas that must load the version before the call returns.
+    num_replicas: int | None = 1  # Number of replicas that must load the version before the call returns; None: all.
     base_model_name: str | None = None
     metadata: dict[str, str] = {}
     max_adapters: int | None = None  # Number of adapters that the owning tenant may have; None: no limit.
     max_bytes: int | None = None  # Bytes of adapters that the owning tenant may have; None: no limit.
+    in_flight: InFlight = "finish"  # What becomes of requests that the former version is answering.
 
 
 class RegisterAdapter(AdapterVerb[Adapter], frozen=True):
@@ -263,11 +287,18 @@ class RegisterAdapter(AdapterVerb[Adapter], frozen=True):
     terms: PushTerms
 
 
-class PushBytes(AdapterVerb[Adapter], frozen=True):
-    """Pushes an adapter from memory."""
+class PushMemory(AdapterVerb[Adapter], frozen=True):
+    """Pushes an adapter from sealed memory, if that is on the directory's node."""
 
-    weights: bytes  # Content of a safetensors file.
-    config: str  # Content of adapter_config.json.
+    memory: SealedAdapter
+    terms: PushTerms
+
+
+class PushBytes(AdapterVerb[Adapter], frozen=True):
+    """Pushes an adapter from the memory of another node."""
+
+    config: bytes  # Content of adapter_config.json.
+    weights: Any  # Content of a safetensors file: a numpy array of uint8, which Ray passes without a copy of its own.
     terms: PushTerms
 
 
@@ -275,6 +306,15 @@ class PushFolder(AdapterVerb[Adapter], frozen=True):
     """Pushes an adapter from a folder that the directory's process can read."""
 
     path: str
+    terms: PushTerms
+
+
+class PreloadAdapter(AdapterVerb[None], frozen=True):
+    """Loads content in sealed memory on the replicas of its node, before it is registered. It is an attempt: replicas
+    that do not have it afterwards load it when it is registered."""
+
+    digest: str
+    memory: SealedAdapter
     terms: PushTerms
 
 
@@ -317,6 +357,16 @@ class TakeLease(Verb[bool], frozen=True):
     for_s: float
 
 
+class Controlled(msgspec.Struct, frozen=True):
+    replicas: list[str]  # The replicas that have carried out the order.
+
+
+class ControlEngines(Verb[Controlled], frozen=True):
+    """Has all replicas carry out an order that concerns all their requests."""
+
+    control: EngineControl
+
+
 # Verbs that a replica passes on to the directory as they come over HTTP. It handles the files of pushes and downloads
 # itself.
 PassedOnVerb = (
@@ -331,9 +381,19 @@ PassedOnVerb = (
     | VerifyAdapter
     | RemoveAdapter
 )
-HttpVerb = PassedOnVerb | PushAdapter | UploadAdapter | DownloadAdapter
+HttpVerb = PassedOnVerb | PushAdapter | UploadAdapter | UploadTensors | DownloadAdapter
 DirectoryVerb = (
-    PassedOnVerb | ListOwned | LocateAdapter | RegisterAdapter | PushBytes | PushFolder | SeedAdapter | TakeLease
+    PassedOnVerb
+    | ListOwned
+    | LocateAdapter
+    | RegisterAdapter
+    | PreloadAdapter
+    | PushMemory
+    | PushBytes
+    | PushFolder
+    | SeedAdapter
+    | TakeLease
+    | ControlEngines
 )
 
 

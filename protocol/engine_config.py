@@ -10,7 +10,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Annotated, Literal
 
 from lorafleet.protocol.errors import ConfigError
-from lorafleet.protocol.limits import Range
+from lorafleet.protocol.kv_events_config import KVEventsConfig
+from lorafleet.protocol.limits import LogprobsMode, Range
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.options import Option, at_least, bounded_values
 from lorafleet.protocol.quantization_methods import Method
@@ -21,6 +22,7 @@ LoadFormat = Literal["safetensors", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "torch", "triton", "flashinfer"]
 KVCacheDType = Literal["auto", "fp8"]
+ModelImpl = Literal["auto", "lorafleet", "transformers"]
 OnLoadFailure = Literal["error", "base"]
 
 # Options that servers or LLM declare again, with a default or a check of their own (AppArgs, LLMOptions).
@@ -59,14 +61,22 @@ class EngineOptions:
     _: KW_ONLY
     device: Annotated[Device, Option("auto: a GPU if the cluster has one.")] = "auto"
     dtype: Annotated[DType, Option("auto: the checkpoint's own dtype.")] = "auto"
+    model_impl: Annotated[
+        ModelImpl,
+        Option(
+            "lorafleet: its own decoders. transformers: transformers' module of the architecture with lorafleet's "
+            "attention and adapters; slower. auto: the first that has the architecture."
+        ),
+    ] = "auto"
     load_format: Annotated[
         LoadFormat, Option("dummy: random weights in the shape of config.json, for measurements of speed.")
     ] = "safetensors"
     quantization: Annotated[
         Method | None,
         Option(
-            "Quantize the linear layers while they are loaded: nf4 (4 bits, as bitsandbytes; smallest) or fp8 (e4m3 "
-            "with one scale per output channel; fastest). Default: as the checkpoint stores them."
+            "Quantize the linear layers while they are loaded: nf4 (4 bits, as bitsandbytes), int4 (integers of 4 bits "
+            "with a scale per 128 inputs; smallest) or fp8 (e4m3 with one scale per output channel; fastest). Default: "
+            "as the checkpoint stores them."
         ),
     ] = None
     # The size of the KV cache limits it too.
@@ -117,13 +127,59 @@ class EngineOptions:
         ),
     ] = None
     enable_prefix_caching: Annotated[bool, Option("Reuse the KV blocks of prompts that share a prefix.")] = True
+    state_snapshots: Annotated[
+        int | None,
+        Option(
+            "Snapshots of states in the prefix cache of a model with recurrent layers. Each takes as much memory as "
+            "the state of a sequence. 0: such a model has no prefix cache. Default: a quarter of max_num_seqs, and at "
+            "least 16.",
+            at_least(0),
+        ),
+    ] = None
+    # All ranks have as many blocks, each its own part of them.
+    kv_host_gib: Annotated[
+        float,
+        Option(
+            "Host memory in GiB, for each GPU, for KV blocks that leave the prefix cache on the GPU. It is locked at "
+            "the start. Half of it is for snapshots of states if the model has recurrent layers. 0: they are computed "
+            "again."
+        ),
+    ] = 0.0
+    kv_disk_dir: Annotated[
+        str | None, Option("Folder on a fast local disk for KV blocks that leave kv_host_gib. Default: none.")
+    ] = None
+    kv_disk_gib: Annotated[
+        float, Option("Space in GiB, for each GPU, for KV blocks in kv_disk_dir. It is freed when the server ends.")
+    ] = 0.0
     attention_backend: Annotated[AttentionName, Option("auto: the fastest one installed.")] = "auto"
+    batch_invariant: Annotated[
+        bool,
+        Option(
+            "Compute the same bits of logprobs for a request whatever else is in the batch. Slower, above all the "
+            "prompts on a CPU. What cannot be computed so is refused at the start."
+        ),
+    ] = False
     enforce_eager: Annotated[bool, Option("Do not use CUDA graphs. Slower; for debugging.")] = False
     cpu_threads: Annotated[
         int | None,
         Option("torch threads of a CPU worker. Default: cores / (replicas x tensor_parallel_size).", at_least(1)),
     ] = None
     seed: Annotated[int, Option("Seed for requests that set none. Each replica mixes it with its own id.")] = 0
+    logprobs_mode: Annotated[
+        LogprobsMode,
+        Option(
+            "raw_logprobs: logprobs are of the model's own probabilities. processed_logprobs: of those with which the "
+            "tokens were drawn, after penalties, biases, masks, temperature, min_p, top_k and top_p. A request may "
+            "choose by its field of the same name."
+        ),
+    ] = "raw_logprobs"
+    enable_return_routed_experts: Annotated[
+        bool,
+        Option(
+            "Record the experts of each token, for requests with return_routed_experts. For bases with experts. The "
+            "prompts of such requests are computed whole, without the prefix cache."
+        ),
+    ] = False
     on_lora_load_failure: Annotated[
         OnLoadFailure, Option("base: if an adapter fails to load, answer from the base model and mark the answer.")
     ] = "error"
@@ -138,15 +194,53 @@ class EngineConfig(EngineOptions):
     async_scheduling: AsyncScheduling = None
     lora: LoRAConfig | None = None  # None: adapters are disabled.
     sources: SourcesConfig = field(default_factory=SourcesConfig)  # Sources of adapters besides local folders.
+    kv_events: KVEventsConfig | None = None  # None: none are published.
+    most_replicas: int = 1  # Replicas that may run on one machine, each with its own ports for KV events.
 
     def __post_init__(self) -> None:
         for name, value, bounds, is_optional in bounded_values(self):
             if value not in bounds:
                 wanted = f"at least {bounds.low}" if bounds.high == math.inf else f"in {bounds}"
                 raise ConfigError(f"{name}={value} must be {wanted}{', or left out' if is_optional else ''}.", name)
+        if self.state_snapshots and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"state_snapshots={self.state_snapshots} has no use with enable_prefix_caching=False. Leave one of "
+                "them out.",
+                "state_snapshots",
+            )
+        if self.kv_events is not None and self.kv_events.is_on:
+            self.kv_events.check_ports(self.most_replicas)
+            if not self.enable_prefix_caching:
+                raise ConfigError(
+                    "kv_events_config has no use with enable_prefix_caching=False, since no block can be found again. "
+                    "Leave one of them out.",
+                    "kv_events_config",
+                )
+        self._check_tiers()
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
                 f"max_num_seqs={self.max_num_seqs} exceeds max_num_batched_tokens={self.max_num_batched_tokens}: a "
                 "step could not hold one token of each sequence. Lower the first or raise the second.",
                 "max_num_seqs",
+            )
+
+    def _check_tiers(self) -> None:
+        for name, value in (("kv_host_gib", self.kv_host_gib), ("kv_disk_gib", self.kv_disk_gib)):
+            if type(value) not in (int, float) or not 0 <= value < math.inf:
+                raise ConfigError(f"{name}={value!r} must be a number of GiB >= 0.", name)
+        if self.kv_host_gib and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"kv_host_gib={self.kv_host_gib} has no use with enable_prefix_caching=False. Leave one of them out.",
+                "kv_host_gib",
+            )
+        if (self.kv_disk_dir is None) != (self.kv_disk_gib == 0):
+            given, other = (
+                ("kv_disk_gib", "kv_disk_dir") if self.kv_disk_dir is None else ("kv_disk_dir", "kv_disk_gib")
+            )
+            raise ConfigError(f"{given} has no use without {other}. Set both, or neither.", given)
+        if self.kv_disk_dir is not None and not self.kv_host_gib:
+            raise ConfigError(
+                "kv_disk_dir has no use without kv_host_gib, since KV blocks go through host memory. Set kv_host_gib "
+                "too.",
+                "kv_disk_dir",
             )

@@ -7,8 +7,13 @@
     │   ├── ContextOverflow      prompt and max_tokens do not fit the context or the KV cache
     │   ├── BodyTooLarge         the HTTP body is larger than the server accepts
     │   ├── BodyTimeout          the HTTP body did not arrive in time
-    │   └── UnsupportedMediaType the HTTP body is not declared as JSON
+    │   ├── UnsupportedMediaType the HTTP body is not declared as JSON
+    │   └── UnsupportedRoute     the route belongs to a feature of another server that this one does not have
     ├── ModelNotFound            there is no such base model or adapter
+    ├── WeightVersionMismatch    the adapter is at another version than the request demands
+    ├── ResponseNotFound         no replica stores such a response
+    ├── BatchFileNotFound        the caller has no such file of a batch
+    ├── BatchNotFound            the caller has no such batch
     ├── Forbidden                the server was not started with this feature
     ├── Unauthorized             the API key is missing or wrong
     ├── AdapterError             one adapter cannot be used
@@ -87,7 +92,34 @@ class UnsupportedMediaType(InvalidRequest):
     pass
 
 
+class UnsupportedRoute(InvalidRequest):
+    pass
+
+
 class ModelNotFound(LorafleetError):
+    pass
+
+
+class WeightVersionMismatch(LorafleetError):
+    """An error with the version that the adapter is at."""
+
+    def __init__(self, message: str, param: str | None = None, present: int = 0) -> None:
+        super().__init__(message, param)
+        self.present = present
+
+    def __reduce__(self) -> tuple[type[LorafleetError], tuple[str, str | None, int]]:  # type: ignore[override]  # wider
+        return type(self), (self.message, self.param, self.present)
+
+
+class ResponseNotFound(LorafleetError):
+    pass
+
+
+class BatchFileNotFound(LorafleetError):
+    pass
+
+
+class BatchNotFound(LorafleetError):
     pass
 
 

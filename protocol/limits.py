@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from lorafleet.protocol.errors import InvalidRequest
 
@@ -51,12 +52,19 @@ INT32 = 2**31 - 1
 
 # -- the body ---------------------------------------------------------------------------------------------------------
 
+# The body of SGLang's /load_lora_adapter_from_tensors.
+MAX_TENSOR_COPIES = 64  # Copies of an adapter, one for each tensor-parallel rank.
+MAX_TENSOR_TEXT_CHARS = 1 << 30  # base64 of one copy; --max-body-bytes is lower by default.
+MAX_CHECKSUMS = 20_000  # As many as a safetensors file may have tensors.
+MAX_TENSOR_NAME_CHARS = 1024
+CHECKSUM_CHARS = 64
 MAX_BODY_BYTES = 16 << 20  # Default of --max-body-bytes.
 MAX_BODY_COMMAS = 1 << 20  # Commas are counted before the body is parsed; parsing a million values takes about 30 ms.
 MAX_BODY_BRACKETS = 1 << 17  # Opening brackets; an object takes twenty times its text in memory.
 MAX_BODY_COLONS = 1 << 17  # A million object keys take half a second to parse.
 # Bytes of all bodies in progress on a replica; two bodies of the largest size are always allowed.
 MAX_BODIES_BYTES = 256 << 20
+RESPONSE_STORE_BYTES = 256 << 20  # Default of --response-store-bytes.
 MAX_BODY_READ_S = 60.0  # Time from the request's head to the last byte of its body.
 MAX_OBJECT_FIELDS = 256  # Fields of an object with a fixed set of names; the largest one has about 70.
 
@@ -74,6 +82,9 @@ MAX_PROMPTS = 2048  # Prompts of one request.
 MAX_SAMPLES = 2048  # Prompts x n.
 # Tokens of all prompts, each counted n times; the engine holds this many ids in about 80 MB.
 MAX_PROMPT_TOKENS = 1 << 21
+MAX_PAIR_CHARS = 16 << 20  # Texts of all prompts of a /score or /rerank request, a repeated text counted each time.
+MAX_ROUTED_BYTES = 64 << 20  # Numbers of the experts that one request returns.
+MAX_HEAD_VALUES = 1 << 22  # Numbers that the heads of adapters compute for one request.
 MAX_MODEL_CHARS = 4096  # Eight full names joined by "+", after a base's name.
 MAX_MIXED = 8  # Adapters that one request mixes.
 MIX_WEIGHT = Range(-1e4, 1e4)
@@ -87,13 +98,22 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_ALLOWED_TOKEN_IDS = 16_384
+MAX_BAD_WORDS = 512
+MAX_BAD_WORD_CHARS = 128
+MAX_LISTED_IDS = 1 << 21  # Allowed and banned token ids of one request, counted once for each prompt x n.
 MAX_LOGPROBS = 20
+# Which probabilities logprobs are of: the model's own, or those with which the token was drawn. vLLM's names.
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 MAX_N = 128
 TOKEN_ID = Range(0, INT32)
 MAX_TOKENS = Range(0, INT32)  # 0 asks for the prompt's logprobs alone, on routes that support it.
+MAX_THINKING = Range(0, INT32)  # Tokens of reasoning.
 LOGIT_BIAS = Range(-100.0, 100.0)
 TRUNCATE = Range(-1, INT32)
 PRIORITY = Range(-INT32, INT32)
+BACKGROUND = INT32  # The priority of requests that start after those of all tenants and adapters, such as batches.
+TOP_N = Range(0, INT32)  # 0 asks for all documents.
 DIMENSIONS = Range(1, 1 << 20)  # No model's hidden size is larger; the served model's own size is a further bound.
 # Bounds of the numeric fields of SamplingParams.
 SAMPLING = {
@@ -124,7 +144,10 @@ MAX_CALL_CHARS = 1 << 20  # Arguments of one call.
 MAX_METADATA = 64  # OpenAI accepts 16 entries of 64 and 512 characters.
 MAX_METADATA_KEY_CHARS = 256
 MAX_METADATA_CHARS = 4096
+BUDGET_TOKENS = Range(1024, INT32)  # `budget_tokens` in /v1/messages; Anthropic's minimum.
 MAX_INCLUDED = 64  # Entries of `include` in /v1/responses.
+ITEMS_LISTED = Range(1, 100)  # Input items of a response on a page, as in OpenAI.
+SEQUENCE_NUMBER = Range(0, INT32)  # Number of an event in a stream.
 MAX_LABEL_CHARS = 1024  # Texts without effect: `user`, an item's `id`, a format's `name`.
 
 # -- values of any shape: schemas, template arguments, fields without effect ------------------------------------------
@@ -156,6 +179,11 @@ SPLIT_WEIGHT = Range(0.0, 1e6, open_low=True)
 VERSION = Range(1, INT32)
 REPLICAS = Range(1, 65_536)
 REMOVE_WAIT_S = Range(0.0, 86_400.0)
+
+# -- files and batches ------------------------------------------------------------------------------------------------
+
+FILE_LIVES_S = Range(3600, 30 * 86_400)  # Seconds after which an uploaded file expires; OpenAI's bounds.
+BATCH_STORE_BYTES = 64 << 30  # Default of --batch-store-bytes.
 
 # -- answers ----------------------------------------------------------------------------------------------------------
 

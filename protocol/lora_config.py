@@ -20,14 +20,13 @@ LoRADType = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
 
 MAX_LORAS_BOUND = 4096  # Even an empty slot has a row in the device tables of every linear.
 MAX_EXTRA_VOCAB_BOUND = 1 << 24
+MAX_SCALING_FACTORS = 64
+MAX_SCALING_FACTOR = 1024
 MAX_RANK_BOUND = 4096  # A rank beyond the hidden size is of no use; the kernels' tiles are sized by the rank.
 
 # The alternative to each option that has no effect. It is rejected when it is set, so that nobody relies on it.
 _WITHOUT_EFFECT = {
     "bias_enabled": "adapters with biases are served without it. Leave it false.",
-    "long_lora_scaling_factors": "the context length and the rotary angles of all keys are the base's, not each "
-    "adapter's, as in vLLM since it removed this field. Leave it unset, and serve adapters that were trained with "
-    "another rope scaling from a server of their own, with that scaling in the base's config.json.",
 }
 
 
@@ -73,8 +72,13 @@ class LoRAOptions:
             Range(0, MAX_EXTRA_VOCAB_BOUND),
         ),
     ] = None
+    # CUDA graphs are captured for the longest context that it allows.
     long_lora_scaling_factors: Annotated[
-        tuple[float, ...] | None, Option("Not supported in this version: rejected if set.")
+        tuple[float, ...] | None,
+        Option(
+            "Factors of linear rope scaling that adapters may have of their own (LongLoRA); others are then rejected. "
+            "max_model_len may then exceed the base's context by the largest. Default: any scaling is served."
+        ),
     ] = None
 
 
@@ -102,12 +106,18 @@ class LoRAConfig(LoRAOptions):
             value = getattr(self, name)
             if value not in (None, False, 0):
                 raise ConfigError(f"lora.{name}={value!r} has no effect in this version: {remedy}", name)
+        self._check_scaling_factors()
         if type(self.extra_memory_gib) not in (int, float) or not 0 <= self.extra_memory_gib < math.inf:
             raise ConfigError(
                 f"lora.extra_memory_gib is {self.extra_memory_gib!r}; it must be a number of GiB >= 0. Set such a "
                 "number.",
                 "extra_memory_gib",
             )
+
+    @property
+    def largest_scaling_factor(self) -> float:
+        """The largest declared factor by which an adapter may exceed the base's context."""
+        return max(self.long_lora_scaling_factors or (), default=1.0)
 
     @property
     def extra_memory_bytes(self) -> int:
@@ -132,6 +142,18 @@ class LoRAConfig(LoRAOptions):
             "float16": torch.float16,
             "fp8": torch.float8_e4m3fn,
         }[self.lora_dtype]
+
+    def _check_scaling_factors(self) -> None:
+        factors = self.long_lora_scaling_factors
+        if factors is not None and (
+            not 1 <= len(factors) <= MAX_SCALING_FACTORS
+            or not all(type(factor) in (int, float) and 1 <= factor <= MAX_SCALING_FACTOR for factor in factors)
+        ):
+            raise ConfigError(
+                f"lora.long_lora_scaling_factors is {factors!r}; it must have 1 to {MAX_SCALING_FACTORS} numbers "
+                f"from 1 to {MAX_SCALING_FACTOR}. Set such numbers, or leave it unset to serve any scaling.",
+                "long_lora_scaling_factors",
+            )
 
     def _check_max_cpu_loras(self, value: int) -> None:
         if type(value) is not int or value < self.max_loras:

@@ -7,6 +7,21 @@ import zlib
 
 import msgspec
 
+from lorafleet.protocol.errors import InvalidRequest
+
+
+class SealedAdapter(msgspec.Struct, frozen=True):
+    """Says where an adapter's content is in sealed memory (adapter_formats/sealed_memory.py).
+
+    It is valid as long as the process that filled the memory keeps it open.
+    """
+
+    pid: int  # The process that filled it.
+    descriptor: int  # Its file descriptor there.
+    token: str  # Random part of the memory's name, since another process may get the same pid.
+    weights_bytes: int  # Size of the safetensors file at the beginning.
+    config_bytes: int  # Size of adapter_config.json after it.
+
 
 class LoRARequest(msgspec.Struct, frozen=True):
     """One version of one adapter."""
@@ -27,6 +42,10 @@ class LoRARequest(msgspec.Struct, frozen=True):
     # Real path of the folder in which a local lora_path must lie when it is read; None: anywhere. It is checked again
     # at that time, because a symlink may have been swapped since access was granted.
     within: str | None = None
+    # Sealed memory of this node with the same content, from which it is read if it can be. Only set to load an adapter
+    # that was just pushed.
+    memory: SealedAdapter | None = None
+    version: int = 0  # Number of the version in the catalogue. 0: it has none, as for a mix, or none yet.
 
 
 class LoRAPart(msgspec.Struct, frozen=True):
@@ -52,6 +71,17 @@ def turn_group(tenant: str | None, lora: LoRARequest | None) -> str:
     return "" if lora is None else f"adapter {lora.digest or lora.lora_name}"
 
 
+def check_generates(lora_name: str, head_task: str) -> None:
+    """Raises InvalidRequest if an adapter with this AdapterInfo.head_task is not for generation."""
+    if head_task:
+        route = "/classify" if head_task == "classify" else "/pooling"
+        raise InvalidRequest(
+            f"adapter {lora_name!r} has a classification head and was not trained to generate. Use {route} with it, "
+            "or /v1/embeddings.",
+            "model",
+        )
+
+
 class AdapterInfo(msgspec.Struct, frozen=True):
     """The properties of an adapter that a worker determines when it reads and checks the adapter."""
 
@@ -62,3 +92,7 @@ class AdapterInfo(msgspec.Struct, frozen=True):
     invocation_tokens: tuple[int, ...] = ()  # Token ids that activate an activated LoRA (workers/slots/activation.py).
     vocab_size: int | None = None  # Size of its own vocabulary. None: it uses the base's.
     language: str = ""  # language_digest of its tokenizer and chat template files.
+    # Most tokens of a prompt and its answer together, if its files state it or a rope scaling. None: as the base.
+    context_length: int | None = None
+    # "classify" or "token_classify" if it has a classification head of its own, which it is for. "": it generates.
+    head_task: str = ""

@@ -11,16 +11,24 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
+from lorafleet.protocol.engine_control import EngineControl, PauseMode
 from lorafleet.protocol.errors import WireError
 from lorafleet.protocol.histogram import Distribution
+from lorafleet.protocol.limits import LogprobsMode
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.sampling_params import SamplingParams
 
-# The embedding of a prompt: the hidden state of its last token, or the mean over all tokens.
-Pooling = Literal["last", "mean"]
+# The embedding of a prompt: the hidden state of its last token, the mean over all tokens, or that of its first token.
+Pooling = Literal["last", "mean", "cls"]
+# The outputs of an adapter's own head: for the last token, or for every token.
+HeadTask = Literal["classify", "token_classify"]
+HEADS: tuple[HeadTask, ...] = ("classify", "token_classify")
 FinishReason = Literal["stop", "length", "abort", "error"]
 # The nearest place of an adapter: a slot, host memory, files of this node, or elsewhere, from where it must be fetched.
 Tier = Literal["gpu", "cpu", "disk", "remote"]
+
+# any: the client takes any version. least: it has named the least. exact: it has named the version.
+VersionDemand = Literal["any", "least", "exact"]
 
 Id = TypeVar("Id", str, int)
 
@@ -50,17 +58,24 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     # The adapter's own, from AdapterInfo and its tokenizer's files. None: the base's.
     vocabulary: Vocabulary | None = None
     language: str = ""  # AdapterInfo.language of the files that the prompt was tokenized with.
+    context_length: int | None = None  # AdapterInfo.context_length, by the same files. None: the base's context.
     group: str = ""  # Shared by all sequences of one client request; "" for a single sequence.
     group_sequences: int = 1  # Number of sequences in the group.
     group_tokens: int = 0  # Tokens in all prompts of the group together.
     tokenizer: TokenizerFile | None = None  # Set if params.structured_outputs is.
     queue_timeout_s: float | None = None  # Longest time that it may wait to start. None: no limit.
-    priority: int = 0  # Among requests that wait for one adapter, lower values start sooner.
-    # If set, an embedding is returned instead of an answer; params.max_tokens is 1 then.
-    pooling: Pooling | None = None
+    # Among requests that wait for one adapter, lower values start sooner. BACKGROUND starts after all other requests.
+    priority: int = 0
+    # If set, an embedding or the outputs of the adapter's head are returned instead of an answer; params.max_tokens is
+    # 1 then.
+    pooling: Pooling | HeadTask | None = None
     cache_salt: str = ""  # Only requests with the same salt share keys and values.
     tenant: str = ""  # Tenants are scheduled in turns; all callers without a tenant count as "".
     traced: bool = False  # If set, the outputs include SequenceTimes.
+    returns_experts: bool = False  # If set, the outputs include the experts of all tokens.
+    # What the client demands: a push switches no request that is for one exact version, and none to an earlier version
+    # that is for the least one. The base answers neither.
+    version_demand: VersionDemand = "any"
 
 
 class SequenceTimes(msgspec.Struct, array_like=True):
@@ -83,13 +98,23 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     top_logprobs: list[float]
 
 
+class WeightSwitch(msgspec.Struct, frozen=True, array_like=True):
+    """A change of the adapter's version within an answer."""
+
+    start: int  # Index, among all generated tokens, of the first that the new version has sampled.
+    lora: LoRARequest
+
+
 class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The output of one step for one sequence. The last one has a finish_reason."""
 
     request_id: str
     token_ids: list[int] = []
-    embedding: bytes = b""  # float32; only for a request with pooling, which has no tokens.
+    # float32; only for a request with pooling, which has no tokens. Outputs of a head: [labels] or [tokens, labels].
+    embedding: bytes = b""
     logprobs: list[TokenLogprobs] | None = None
+    # Of the tokens computed since the last output, see RoutedShape; b"" unless the request wants them.
+    routed_experts: bytes = b""
     # Sent once, with the first token. The first prompt token has None, because it has no predecessor.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0  # Tokens of the prompt that were in the cache; sent once, with the first token.
@@ -102,6 +127,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     # Tier of the adapter when the sequence was queued, "" for the base; sent once, with the first token.
     tier: Tier | Literal[""] = ""
     lora_rank: int = 0  # Rank of the adapter, 0 for the base; sent once, with the first token.
+    switches: list[WeightSwitch] = []  # Switches to versions that were pushed meanwhile.
     times: SequenceTimes | None = None  # Sent with the first and the last token if the request is traced.
 
 
@@ -133,7 +159,15 @@ class UnpinFromSlot(msgspec.Struct, tag=True):
     digest: str
 
 
+class ControlCall(msgspec.Struct, tag=True):
+    """Command that concerns all requests; it is answered when it has been carried out."""
+
+    call_id: int
+    control: EngineControl
+
+
 AdapterCall = LoadAdapter | DropAdapter | PinInSlot | UnpinFromSlot
+EngineCall = AdapterCall | ControlCall
 
 
 class AdapterReply(msgspec.Struct):
@@ -179,9 +213,30 @@ class StepStats(msgspec.Struct, frozen=True):
     on_gpu: list[GPUSteps] = []  # The steps that were timed on the GPU.
 
 
+class KVEventStats(msgspec.Struct, frozen=True, array_like=True):
+    """The publisher of KV events."""
+
+    port: int = 0  # Where subscribers connect; 0 if no events are published.
+    batches: int = 0  # Batches so far, with those that were dropped.
+    dropped: int = 0
+
+
+class KVTierStats(msgspec.Struct, frozen=True):
+    """The tiers below the GPU, host and disk, of KV blocks and snapshots of states. All is empty without tiers."""
+
+    num_bytes: dict[str, int] = {}  # Bytes of the blocks and snapshots in a tier, by tier; of all GPUs of the replica.
+    hit_tokens_total: dict[str, int] = {}  # Tokens whose keys and values came back, by tier.
+    moved_bytes_total: dict[str, int] = {}  # By direction, as in tier_counts.py; of all GPUs of the replica.
+    evictions_total: dict[str, int] = {}  # Blocks and snapshots, by tier.
+    lost_blocks_total: dict[str, int] = {}  # By reason, as in tier_counts.py.
+    disk_takes_blocks: int = 0  # 1 while blocks are written to disk, 0 without a disk tier or after a failed write.
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges and running totals of one GPUWorker, for /metrics and the router."""
 
+    paused: PauseMode | Literal[""] = ""  # Mode of the present pause; "" if there is none. keep: also while asleep.
+    sleeping: int = 0  # 1 while GPU memory is given back, else 0.
     num_running: int = 0  # Sequences in steps.
     num_waiting: int = 0  # Sequences in the queue, or outside of it for a grammar.
     running_tokens: int = 0  # Tokens of the running sequences: prompts and answers so far.
@@ -192,10 +247,20 @@ class EngineStats(msgspec.Struct, frozen=True):
     generation_tokens_total: int = 0
     prefix_cache_queries_total: int = 0  # Prompt tokens that were looked up.
     prefix_cache_hits_total: int = 0  # Prompt tokens that were found.
+    # The time, by time.monotonic() of this node, since which every prompt that was in use is still in the prefix cache:
+    # 0 if none has left it, and infinity if there is no prefix cache.
+    prefixes_kept_since_s: float = 0.0
+    state_snapshots_total: int = 0  # Slots for snapshots of recurrent states.
+    state_snapshots_used: int = 0
+    kv_events: KVEventStats = KVEventStats()
+    kv_tiers: KVTierStats = KVTierStats()
     preemptions_total: int = 0
     refused_total: dict[str, int] = {}  # By the bound that was hit: requests, tokens, deadline.
     steps_total: int = 0
     steps: StepStats = StepStats()
+    attention_waits: int = 0  # 1 while a faster attention is compiled beside the steps, else 0.
+    attention_switched_s: float = 0.0  # Unix time of the change to it; 0 if there was none.
+    decode_graphs: int = 0  # CUDA graphs for decode steps that are captured.
     memory_bytes: dict[str, int] = {}  # By kind, see engine_statistics.py; summed over all GPUs of the replica.
     lora_slots_total: int = 0
     lora_slots_used: int = 0
@@ -216,11 +281,12 @@ class EngineStats(msgspec.Struct, frozen=True):
     lora_cpu_bytes: int = 0  # Adapters in host memory.
     waiting_adapters: list[str] = []  # Digests that waiting requests need, in scheduling order.
     resident_slots: list[str] = []  # Digests in GPU slots, by slot; "" for an empty slot.
+    pinned_slots: list[int] = []  # Indices of the slots whose adapters are pinned.
     resident_cpu: list[str] = []  # Digests in CPU memory.
 
 
 class Sealed(msgspec.Struct, Generic[Id], frozen=True, array_like=True):
-    """An EngineRequest or an AdapterCall that is encoded separately from its batch; see sealing.py."""
+    """An EngineRequest or an EngineCall that is encoded separately from its batch; see sealing.py."""
 
     id: Id  # Its request_id or call_id.
     body: msgspec.Raw
@@ -247,12 +313,41 @@ class StepBatch(msgspec.Struct):
     sent_s: float = 0.0  # Monotonic time.
 
 
+class RoutedShape(msgspec.Struct, frozen=True):
+    """The numbers of one token's experts in TokenOutput.routed_experts: [layers, experts a token], of layers without
+    experts too."""
+
+    num_layers: int
+    per_token: int
+    itemsize: int  # Bytes of a number: 1, or 2 if there are more than 256 experts.
+
+
+class LoRALimits(msgspec.Struct, frozen=True):
+    """The limits of an engine for adapters, which options of the same names set."""
+
+    max_lora_rank: int
+    max_loras: int
+    max_cpu_loras: int
+    lora_dtype: str
+
+
 class EngineHello(msgspec.Struct, frozen=True):
     """The properties of a worker that its replica receives at the start."""
 
     vocab_size: int  # The base's.
-    max_model_len: int  # Largest number of tokens of a prompt and its answer together.
+    max_model_len: int  # Largest number of tokens of a prompt and its answer together, for the base.
     kv_cache_tokens: int  # Number of tokens that the KV cache holds.
     eos_token_ids: list[int]  # The base's tokens that end an answer.
     hidden_size: int = 0  # Dimensions of an embedding.
     falls_back_to_base: bool = False  # Whether the base answers if an adapter fails to load.
+    rope_positions: int = 0  # Number of tokens that the base's rope would be for without scaling.
+    max_adapter_len: int = 0  # Longest sequence of adapters that have a context of their own. 0 without adapters.
+    tensor_parallel_size: int = 1
+    dtype: str = ""  # The base's, with torch's name: "bfloat16".
+    lora: LoRALimits | None = None  # None: the server runs without adapters.
+    routed: RoutedShape | None = None  # None: the experts of tokens are not recorded.
+    logprobs_mode: LogprobsMode = "raw_logprobs"  # The mode of requests that do not name one.
+
+    def context_limit(self, context_length: int | None) -> int:
+        """Returns max_model_len for an adapter whose own context length is given; None if it has the base's."""
+        return self.max_model_len if context_length is None else min(context_length, self.max_adapter_len)

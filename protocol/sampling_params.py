@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sized
+from typing import get_args
 
 import msgspec
 
 from lorafleet.protocol import limits
 from lorafleet.protocol.errors import InvalidRequest
-from lorafleet.protocol.limits import shown_number
+from lorafleet.protocol.limits import LogprobsMode, shown_number
 from lorafleet.protocol.random_numbers import child_seed
 from lorafleet.protocol.structured_spec import StructuredOutputs
 
@@ -25,6 +26,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None  # No other token can be chosen, not even one that ends the answer.
+    # Words that the answer does not contain: the last token of each of their spellings has no chance.
+    bad_words: list[str] | None = None
+    # bad_words in token ids (api/text/bad_words.py). Set by the HTTP front and by LLM, which have the tokenizer.
+    bad_words_token_ids: list[list[int]] | None = None
     seed: int | None = None  # The same seed, prompt and adapter give the same tokens, whatever else is in the batch.
     stop: str | list[str] | None = None  # The text ends before the first of them.
     stop_token_ids: list[int] | None = None
@@ -32,10 +38,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None: up to the end of the context.
     min_tokens: int = 0
-    # k returns the logprob of the sampled token and of the k best. They are taken from the raw model distribution,
-    # before penalties and temperature, as in vLLM and transformers.
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None  # The same for each prompt token but the first.
+    logprobs: int | None = None  # k returns the logprob of the sampled token and of the k best.
+    logprobs_mode: LogprobsMode | None = None  # None: the server's.
+    # The same for each prompt token but the first, always of the model's own probabilities.
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     # Format that the whole answer must match (protocol/structured_spec.py).
     structured_outputs: StructuredOutputs | None = None
@@ -53,7 +59,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if self.structured_outputs is not None and self.min_tokens:
             # A grammar may allow nothing but the end of the answer.
             raise InvalidRequest("`min_tokens` is not supported with structured output; leave it out.", "min_tokens")
+        if self.logprobs_mode not in (None, *get_args(LogprobsMode)):
+            raise InvalidRequest(
+                f"logprobs_mode={limits.cut(repr(self.logprobs_mode))} is unknown; use one of "
+                f"{', '.join(get_args(LogprobsMode))}.",
+                "logprobs_mode",
+            )
         self._check_stops()
+        self._check_lists()
         _check_count("logit_bias", self.logit_bias, limits.MAX_LOGIT_BIAS)
         for token, bias in (self.logit_bias or {}).items():
             limits.LOGIT_BIAS.check(f"logit_bias[{shown_number(token)}]", bias, param="logit_bias")
@@ -73,6 +86,32 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                     "stop",
                 )
 
+    def _check_lists(self) -> None:
+        _check_count("allowed_token_ids", self.allowed_token_ids, limits.MAX_ALLOWED_TOKEN_IDS)
+        _check_count("bad_words", self.bad_words, limits.MAX_BAD_WORDS)
+        if self.allowed_token_ids == []:
+            raise InvalidRequest(
+                "allowed_token_ids is empty, which would allow no answer; leave it out to allow every token.",
+                "allowed_token_ids",
+            )
+        for word in self.bad_words or ():
+            if not word.strip():
+                raise InvalidRequest("bad_words has a word without letters; remove it.", "bad_words")
+            if len(word) > limits.MAX_BAD_WORD_CHARS:
+                raise InvalidRequest(
+                    f"bad_words has a word of {len(word)} characters; at most {limits.MAX_BAD_WORD_CHARS} are allowed. "
+                    "Shorten it.",
+                    "bad_words",
+                )
+        for name in ("allowed_token_ids", "bad_words"):
+            if self.structured_outputs is not None and getattr(self, name):
+                # A grammar may allow nothing but the tokens that this forbids.
+                raise InvalidRequest(
+                    f"`{name}` is not supported with structured output or forced tool calls; leave it out, and exclude "
+                    "the words by the schema or grammar.",
+                    name,
+                )
+
     @property
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
@@ -83,8 +122,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def edits_logits(self) -> bool:
-        """Whether biases or penalties may change the logits."""
-        return bool(self.logit_bias or self.min_tokens or self.penalizes)
+        """Whether biases, penalties, or lists of allowed or banned tokens may change the logits."""
+        lists = self.allowed_token_ids or self.bad_words_token_ids
+        return bool(self.logit_bias or self.min_tokens or self.penalizes or lists)
+
+    @property
+    def num_listed_ids(self) -> int:
+        """Number of the token ids in the lists of allowed and of banned tokens."""
+        return len(self.allowed_token_ids or ()) + sum(map(len, self.bad_words_token_ids or ()))
 
     @property
     def penalizes(self) -> bool:
@@ -103,6 +148,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """Raises InvalidRequest if a token id in these parameters does not exist."""
         check_token_ids("logit_bias", self.logit_bias or (), vocab_size)
         check_token_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
+        check_token_ids("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
+        for tokens in self.bad_words_token_ids or ():
+            check_token_ids("bad_words", tokens, vocab_size)
+
+    def check_choice(self, stop_ids: Iterable[int], vocab_size: int) -> None:
+        """Raises InvalidRequest if the lists of tokens could leave none to choose. `stop_ids` end the answer, and have
+        no chance before min_tokens."""
+        if not self.allowed_token_ids and not self.bad_words_token_ids:
+            return
+        forbidden = {tokens[-1] for tokens in self.bad_words_token_ids or ()}
+        if self.min_tokens:
+            forbidden |= set(stop_ids)
+        num_left = vocab_size - len(forbidden)
+        if self.allowed_token_ids:
+            num_left = len(set(self.allowed_token_ids) - forbidden)
+        if num_left < 1:
+            name = "allowed_token_ids" if self.allowed_token_ids else "bad_words"
+            raise InvalidRequest(
+                f"{name} could leave no token to choose: the rest is banned by bad_words, or ends the answer before "
+                "min_tokens. Allow more tokens, or lower min_tokens.",
+                name,
+            )
 
 
 def check_token_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Encodes each request and each adapter call separately, before it joins the batch for the worker.
+"""Encodes each request and each call separately, before it joins the batch for the worker.
 
 A value that cannot be encoded or decoded therefore fails only the request that holds it. The batch around it consists
 of numbers, of ids that have been encoded once, and of bytes.
@@ -11,16 +11,16 @@ from typing import TypeVar
 import msgspec
 
 from lorafleet.protocol.errors import InvalidRequest
-from lorafleet.protocol.messages import AdapterCall, EngineRequest, Id, Sealed
+from lorafleet.protocol.messages import EngineCall, EngineRequest, Id, Sealed
 
 Message = TypeVar("Message")
 
 REQUEST = msgspec.msgpack.Decoder(EngineRequest)
-CALL: msgspec.msgpack.Decoder[AdapterCall] = msgspec.msgpack.Decoder(AdapterCall)
+CALL: msgspec.msgpack.Decoder[EngineCall] = msgspec.msgpack.Decoder(EngineCall)
 _encoder = msgspec.msgpack.Encoder()
 
 
-def seal(message_id: Id, message: EngineRequest | AdapterCall) -> Sealed[Id]:
+def seal(message_id: Id, message: EngineRequest | EngineCall) -> Sealed[Id]:
     """Encodes the message separately. Raises InvalidRequest if a value cannot be encoded, such as an integer beyond
     64 bits or a lone surrogate."""
     try:

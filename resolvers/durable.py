@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
+
+_libc = ctypes.CDLL(None)
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE of <linux/fs.h>
 
 
 def sync(path: Path) -> None:
@@ -13,3 +17,11 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def begin_to_sync(descriptor: int) -> None:
+    """Makes the system write a file's bytes to the disk soon, without waiting, so that a later sync() takes less time.
+
+    It does nothing where the file system cannot do that.
+    """
+    _libc.sync_file_range(descriptor, ctypes.c_int64(0), ctypes.c_int64(0), _WRITE)

@@ -6,6 +6,7 @@ import functools
 import os
 import random
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+# A server is a dozen processes, and each would compile all of lorafleet when it starts.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Each of some thousand clients would read every certificate authority of the machine, which takes 20 ms of CPU. No test
+# connects to a host that one of them vouches for.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = tempfile.mkdtemp(prefix="lorafleet-no-authorities-")
 os.environ["LORAFLEET_STATE_DIR"] = tempfile.mkdtemp(prefix="lorafleet-state-")  # The tests' own folder.
 
 import torch
@@ -27,6 +34,7 @@ import s3_server
 from s3_server import RadosGateway
 from tiny_models import Reference, has_experts, make_adapter, make_layered_adapter, make_model
 
+sys.dont_write_bytecode = False  # The modules that this process imports are those of the servers too.
 pytest_plugins = ["tiny_tokenizers"]
 
 # Every kind of plain LoRA that PEFT can save, by name.

@@ -40,8 +40,8 @@ IMPORT_BUDGETS = {
     "lorafleet.protocol.lora_config": (10, False),
     "lorafleet.protocol.sources": (10, False),
     "lorafleet.protocol.adapter_formats.torch_archive": (10, False),
-    "lorafleet.cluster.config": (12, False),
-    "lorafleet.workers.schedule.scheduler": (20, True),
+    "lorafleet.cluster.config": (19, False),
+    "lorafleet.workers.schedule.scheduler": (22, True),
     "lorafleet.workers.slots.slot_policy": (5, False),
 }
 

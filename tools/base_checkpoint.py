@@ -17,7 +17,8 @@ from lorafleet.protocol.errors import ConfigError
 from lorafleet.tools.safetensors_file import DTYPES, Entry
 from lorafleet.workers.adapters.base_layout import BaseLayout
 from lorafleet.workers.adapters.kinds.kind import Base
-from lorafleet.workers.bases.checkpoint import ModelConfig, read_model_config
+from lorafleet.workers.bases.checkpoint import read_model_config
+from lorafleet.workers.bases.model_config import ModelConfig
 from lorafleet.workers.bases.stored_tensors import checkpoint_files
 from lorafleet.workers.slots.base_weights import FileWeights
 
@@ -58,8 +59,13 @@ class BaseModel:
 
     def for_reader(self, dtype: torch.dtype) -> Base:
         """Returns the base in the form that the adapter reader needs, with weights of this dtype."""
-        weights = FileWeights(self.folder, dtype, self.config.tie_word_embeddings, self.config.quantization)
-        return Base(BaseLayout.of(self.config), weights, self.folder.name)
+        config = self.config
+        weights = FileWeights(self.folder, dtype, config.tie_word_embeddings, config.quantization, config.names)
+        return Base(BaseLayout.of(config), weights, self.folder.name)
+
+    def stored_name(self, name: str) -> str:
+        """Returns the checkpoint's name for a tensor that the engine calls `name`."""
+        return next((own for own in (name, *self.config.names.own_names(name)) if own in self.tensors), name)
 
     def value(self, name: str) -> Tensor:
         stored = self.tensors[name]

@@ -10,7 +10,15 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NoReturn
 
-from lorafleet.protocol.adapter_formats.adapter_files import CONFIG_NAME, AdapterFolder, open_weights, read_config
+from lorafleet.protocol.adapter_formats.adapter_classifier import find_head
+from lorafleet.protocol.adapter_formats.adapter_files import (
+    CONFIG_NAME,
+    AdapterFolder,
+    open_weights,
+    read_config,
+    read_language,
+)
+from lorafleet.protocol.adapter_formats.adapter_rope import DEFAULTS_NAME, read_adapter_rope
 from lorafleet.protocol.adapter_formats.safetensors_header import TensorInfo
 from lorafleet.protocol.errors import AdapterTooLarge, ConfigError
 from lorafleet.protocol.strict_json import read_json_object
@@ -33,7 +41,7 @@ _TENSOR = re.compile(
 )
 _ADAPTER_NAME = re.compile(r"\.default(?=\.|$)")
 
-_ALL_EXPERTS = re.compile(r".+\.experts(\.base_layer)?")
+_ALL_EXPERTS = re.compile(r".+\.experts(\.(base_layer|w[123]|(gate|up|down)_proj))?")
 
 
 class NoWeights:
@@ -57,8 +65,12 @@ def tensor_infos(folder: Path) -> Mapping[str, TensorInfo]:
 
 def inferred_base(folder: Path) -> Base:
     """Returns a base that fits the adapter in the folder. Raises ConfigError if the tensors do not determine the
-    base's shapes."""
-    return base_of(read_json_object(read_config(AdapterFolder.at(folder)), CONFIG_NAME), tensor_infos(folder))
+    base's shapes, or if the adapter has a meaning only with a base."""
+    opened = AdapterFolder.at(folder)
+    config = read_json_object(read_config(opened), CONFIG_NAME)
+    if read_adapter_rope(config, read_language(opened).get(DEFAULTS_NAME)) is not None:
+        raise ConfigError("this adapter's rope scaling replaces the base's; name the base with --model.")
+    return base_of(config, tensor_infos(folder))
 
 
 def base_of(config: Mapping[str, object], infos: Mapping[str, TensorInfo]) -> Base:
@@ -85,6 +97,9 @@ def base_of(config: Mapping[str, object], infos: Mapping[str, TensorInfo]) -> Ba
         if module not in (EMBEDDING, HEAD, *norms) and module.startswith("layers.")
     }
     vocab_size, hidden_size = _vocabulary(leaves)
+    classifier = find_head(config, infos)
+    if classifier is not None:
+        hidden_size = classifier.hidden_size
     if vocab_size > MAX_TOKENS:  # Checked before such a table is read.
         raise AdapterTooLarge(
             f"the adapter's tables have {vocab_size} tokens; without a base, at most {MAX_TOKENS} are accepted. "

@@ -178,6 +178,7 @@ def _with_forms(found: Inspection, forms: AdapterForms) -> Inspection:
             inputs, outputs = form.low_rank.a_RD.shape[1], form.low_rank.b_OR.shape[0]
             shapes.setdefault(name.rpartition(".")[2], set()).add((inputs, outputs))
     modules = [*forms.linears, *forms.experts, *forms.norms, *tables]
+    modules += [] if forms.classifier is None else ["score"]
     layers = [int(name.split(".")[1]) for name in modules if name.startswith("layers.")]
     return dataclasses.replace(
         found,

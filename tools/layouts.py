@@ -92,7 +92,7 @@ def saved_name(name: str) -> str:
     rest = _LEAF_WITHOUT_WEIGHT.sub(r".\1", rest)
     if _OF_THE_MODEL.match(rest):
         return f"base_model.model.model.{rest}"
-    return f"base_model.model.{rest}" if rest.startswith("lm_head.") else name
+    return f"base_model.model.{rest}" if rest.startswith(("lm_head.", "score.", "classifier.")) else name
 
 
 def _check_one_adapter(names: Iterable[str]) -> None:

@@ -21,7 +21,7 @@ from lorafleet.protocol.adapter_formats.adapter_files import AdapterFolder
 from lorafleet.protocol.errors import AdapterMalformed, AdapterMismatch, AdapterUnsupported
 from lorafleet.tools.base_checkpoint import BaseModel
 from lorafleet.tools.copied_tokenizer import copy_file, tokenizer_files
-from lorafleet.tools.expert_deltas import expert_delta, num_experts, stored_name
+from lorafleet.tools.expert_deltas import expert_delta, num_experts
 from lorafleet.tools.new_folder import new_folder
 from lorafleet.tools.safetensors_file import Entry, write_safetensors
 from lorafleet.workers.adapters.forms import AdapterForms, ExpertsForm, LinearForm, StackedLowRank, VocabForm
@@ -59,7 +59,7 @@ class _Plan:
             name: The engine's name for the tensor.
             what: The change, for the error message.
         """
-        name = stored_name(name, self.base.tensors)
+        name = self.base.stored_name(name)
         if name not in self.base.tensors:
             raise AdapterUnsupported(
                 f"the adapter has {what}, and {self.base.config.architecture} has no {name}, so a merged checkpoint "
@@ -68,7 +68,7 @@ class _Plan:
         self.makers[name] = make
 
     def value(self, name: str) -> Tensor:
-        name = stored_name(name, self.base.tensors)
+        name = self.base.stored_name(name)
         dtype = self.base.tensors[name].entry.dtype
         if dtype not in FLOATS:
             raise AdapterUnsupported(
@@ -91,6 +91,15 @@ def merge(
     if forms.invocation_tokens:
         raise AdapterUnsupported(
             "an activated LoRA (aLoRA) has no effect before its invocation, but merged weights would always have one."
+        )
+    if forms.classifier is not None:
+        raise AdapterUnsupported(
+            "the adapter has a classification head, which a merged checkpoint for generation cannot hold."
+        )
+    if forms.own_rope.rope is not None:
+        raise AdapterUnsupported(
+            "the adapter has a rope scaling of its own, which merged weights cannot hold. Merge it on a base whose "
+            "config.json has that scaling, and remove it from the adapter."
         )
     plan = _Plan(base)
     for module, form in forms.linears.items():
@@ -118,35 +127,42 @@ def _plan_linear(plan: _Plan, module: str, form: LinearForm) -> None:
 def _plan_experts(plan: _Plan, module: str, form: ExpertsForm) -> None:
     """Plans the experts one by one, as checkpoints on the hub store them, or as one tensor for all experts of a
     layer, as transformers 5 may save them."""
-    name, what = f"model.{module}", f"a change of {module}"
-    stacked = {f"{name}.gate_up_proj": form.gate_up, f"{name}.down_proj": form.down}
-    if stacked.keys() & plan.base.tensors.keys():
+    name, what, experts = f"model.{module}", f"a change of {module}", plan.base.config.experts
+    assert experts is not None
+    first = "gate_up_proj" if experts.is_gated else "up_proj"
+    stacked = {f"{name}.{first}": form.gate_up, f"{name}.down_proj": form.down}
+    if any(plan.base.stored_name(tensor) in plan.base.tensors for tensor in stacked):
         for tensor, stack in stacked.items():
             if stack is not None:
                 plan.replace(tensor, what, partial(_stack, plan, tensor, stack))
         return
     for expert in range(num_experts(form)):
-        for leaf, stack, rows in _projections(form):
+        for leaf, stack, rows in _projections(form, experts.is_gated):
             tensor = f"{name}.{expert}.{leaf}.weight"
             plan.replace(tensor, what, partial(_expert, plan, tensor, stack, expert, rows))
 
 
-def _projections(form: ExpertsForm) -> list[tuple[str, StackedLowRank, int | None]]:
+def _projections(form: ExpertsForm, gated: bool) -> list[tuple[str, StackedLowRank, int | None]]:
     """Returns (name, stack, half) for each projection, where half is the part of the stack's outputs that it uses: 0,
     1, or None for all of them."""
     found: list[tuple[str, StackedLowRank, int | None]] = []
     if form.gate_up is not None:
-        found += [("gate_proj", form.gate_up, 0), ("up_proj", form.gate_up, 1)]
+        halves = [("gate_proj", form.gate_up, 0), ("up_proj", form.gate_up, 1)]
+        found += halves if gated else [("up_proj", form.gate_up, None)]
     if form.down is not None:
         found.append(("down_proj", form.down, None))
     return found
 
 
 def _stack(plan: _Plan, name: str, stack: StackedLowRank) -> Tensor:
-    weight_EOD = plan.value(name)
-    for expert in range(len(weight_EOD)):
-        weight_EOD[expert] += expert_delta(stack, expert)
-    return weight_EOD
+    experts, weights = plan.base.config.experts, plan.value(name)
+    assert experts is not None
+    for expert, weight in enumerate(weights):
+        delta_OD = expert_delta(stack, expert)
+        if experts.interleaved and name.endswith(".gate_up_proj"):
+            delta_OD = delta_OD.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+        weight += delta_OD.T if experts.transposed else delta_OD
+    return weights
 
 
 def _expert(plan: _Plan, name: str, stack: StackedLowRank, expert: int, half: int | None) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from lorafleet.protocol.errors import AdapterMalformed, AdapterUnsupported
 from lorafleet.tools.low_rank import from_kronecker, no_larger_than_the_matrix
 from lorafleet.tools.peft_files import PEFTFiles
-from lorafleet.workers.adapters.forms import AdapterForms, LinearForm, LowRank, VocabForm
+from lorafleet.workers.adapters.forms import BASE_ROPE, AdapterForms, LinearForm, LowRank, VocabForm
 
 HEAD, EMBEDDING = "lm_head", "embed_tokens"
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
@@ -36,6 +36,12 @@ class PlainLoRA:
         """Converts an adapter's forms. Raises AdapterUnsupported, which names what a plain LoRA cannot hold."""
         if forms.invocation_tokens:
             raise AdapterUnsupported("an activated LoRA (aLoRA) has no effect before its invocation; a plain LoRA has.")
+        if forms.own_rope != BASE_ROPE:
+            raise AdapterUnsupported(
+                "it has a rope scaling or a context length of its own, which a plain LoRA cannot hold."
+            )
+        if forms.classifier is not None:
+            raise AdapterUnsupported("it has a classification head, which a plain LoRA cannot hold.")
         if forms.norms:
             raise AdapterUnsupported(f"it replaces the norm {min(forms.norms)}, which a plain LoRA cannot hold.")
         if forms.experts:

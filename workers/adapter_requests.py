@@ -42,7 +42,7 @@ class AdapterRequests:
 
     def _falls_back(self, sequence: Sequence, error: LorafleetError) -> bool:
         """Lets the base model answer if that is configured and possible. Returns whether it does."""
-        if self._on_load_failure != "base" or sequence.num_generated > 0 or sequence.own_vocabulary:
+        if self._on_load_failure != "base" or sequence.num_generated > 0 or sequence.needs_adapter:
             return False
         sequence.lora, sequence.fallback_reason = None, to_wire(error).message
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from lorafleet.protocol.messages import FinishReason, SequenceTimes, TokenOutput
+from lorafleet.protocol.messages import FinishReason, SequenceTimes, TokenOutput, WeightSwitch
 from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
@@ -26,6 +26,8 @@ class AnswerProgress:
         self._scheduler.commit(sequence, end)
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs += sampled.prompt
+        if sequence.routed is not None and sampled.routed_TLK is not None:
+            sequence.routed.add(end, sampled.routed_TLK)
         if sampled.token is None:
             return None
         assert sequence.tokens[end] == UNKNOWN
@@ -40,8 +42,13 @@ class AnswerProgress:
             logprobs=[sampled.logprobs] if sampled.logprobs is not None else None,
             finish_reason=_finish_reason(sequence, sampled.token, num_generated),
         )
+        if sequence.routed is not None:
+            output.routed_experts = sequence.routed.take()
         if num_generated == 1:
             self._describe_start(sequence, output)
+        if sequence.switched:
+            assert sequence.lora is not None
+            output.switches, sequence.switched = [WeightSwitch(num_generated - 1, sequence.lora)], False
         if sequence.times is not None and (num_generated == 1 or output.finish_reason is not None):
             output.times = _recorded(sequence, sequence.times, output.finish_reason)
         if output.finish_reason == "stop":

@@ -10,7 +10,8 @@ from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.lora_config import LoRAConfig
-from lorafleet.workers.bases.checkpoint import DTYPES, ModelConfig
+from lorafleet.workers.bases.families.config_fields import DTYPES
+from lorafleet.workers.bases.served_config import ServedConfig
 from lorafleet.workers.bases.stored_tensors import stored_dtype
 
 FP8_CAPABILITY = (8, 9)  # the first compute capability whose Triton kernels convert to and from e4m3
@@ -24,7 +25,7 @@ def choose_device(config: EngineConfig) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
 
 
-def base_dtype(config: EngineConfig, model: ModelConfig, folder: Path) -> torch.dtype:
+def base_dtype(config: EngineConfig, model: ServedConfig, folder: Path) -> torch.dtype:
     if config.dtype != "auto":
         return DTYPES[config.dtype]
     dtype = model.dtype or (torch.float32 if config.load_format == "dummy" else stored_dtype(folder))
@@ -51,9 +52,15 @@ def lora_dtype(config: LoRAConfig, base: torch.dtype, device: torch.device) -> t
 
 
 def _check_fp8(option: str, device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+    if device.type == "cuda":
+        check_fp8(option, torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
+
+
+def check_fp8(option: str, capability: tuple[int, int], gpu: str) -> None:
+    """Raises ConfigError if a GPU of this compute capability cannot serve fp8."""
+    if capability < FP8_CAPABILITY:
         raise ConfigError(
-            f"{option}=fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or newer; "
-            f"{torch.cuda.get_device_name(device)} is older. Use {option}=auto.",
+            f"{option}=fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or newer; {gpu} is older. Use "
+            f"{option}=auto.",
             option,
         )

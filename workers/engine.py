@@ -13,11 +13,13 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 
 from lorafleet.protocol.engine_config import OnLoadFailure
+from lorafleet.protocol.engine_control import EngineControl
 from lorafleet.protocol.errors import InvalidRequest, LorafleetError, fault_of, to_wire
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.messages import EngineHello, EngineRequest, EngineStats, TokenOutput
 from lorafleet.workers.adapter_requests import AdapterRequests
 from lorafleet.workers.answer_progress import AnswerProgress
+from lorafleet.workers.engine_controls import EngineControls
 from lorafleet.workers.engine_statistics import EngineStatistics
 from lorafleet.workers.pending_grammars import PendingGrammars
 from lorafleet.workers.request_intake import RequestIntake
@@ -48,7 +50,6 @@ class Engine:
         self.hello = hello
         self.runner = runner
         self.scheduler = scheduler
-        self.loras: WorkerLoRAManager | None = runner.loras
         self.stalled = False  # the last step could do nothing, since every waiting request waits for its adapter
         self.pipeline = StepPipeline(runner, structured, scheduler)
         self._overlap = overlap
@@ -62,10 +63,22 @@ class Engine:
         self._answers = AnswerProgress(scheduler, runner.loras)
         self.statistics = EngineStatistics(runner, scheduler, self._admission, self._answers)
         self._sequences: dict[str, Sequence] = {}  # unfinished ones, by request id
+        self._controls = EngineControls(
+            scheduler, self.pipeline, self._intake, self._pending, self._sequences, self.abort, runner
+        )
+
+    @property
+    def loras(self) -> WorkerLoRAManager | None:
+        return self.runner.loras
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self.pipeline.has_step
+        return self.scheduler.has_work or self.pipeline.has_step or self._controls.has_work
+
+    @property
+    def fills_idle_time(self) -> bool:
+        """Whether step() has something to do at once though there is no work."""
+        return self.runner.steps.late.fills_idle_time
 
     @property
     def num_unfinished(self) -> int:
@@ -113,12 +126,28 @@ class Engine:
     def pin_adapter(self, lora: LoRARequest) -> Future[AdapterInfo]:
         return self._adapters.pin(lora)
 
+    def control(self, control: EngineControl) -> Future[None]:
+        """Takes an order that concerns all requests. The future is resolved by a later step().
+
+        Raises InvalidRequest if it cannot be carried out.
+        """
+        return self._controls.take(control)
+
     def step(self) -> list[TokenOutput]:
         """Launches the next step. Returns the tokens of the step before if steps overlap, otherwise its own."""
+        outputs = self._advance()
+        self._controls.answer()
+        self.scheduler.memory.step_ended()
+        return outputs
+
+    def _advance(self) -> list[TokenOutput]:
+        self.runner.steps.late.run(is_idle=not self.has_work)
         began_s = time.perf_counter()
         outputs = self._fail_all(self._adapters.poll()) + self._fail_all(self._pending.poll())
-        if self.pipeline.has_step and self.scheduler.may_preempt:
+        if self.pipeline.has_step and (self.scheduler.may_preempt or self._controls.must_settle):
             outputs += self._choose() + self._collect()
+        ended, unswitched = self._controls.carry_out()
+        outputs += ended + self._fail_all(unswitched)
         chunks = self.scheduler.schedule(self.pipeline.chunks)
         outputs += self._fail_all(self._admission.expired())
         self.stalled = not chunks and not self.pipeline.has_step
@@ -137,6 +166,7 @@ class Engine:
         self._structured.close()
         if self.loras is not None:
             self.loras.close()
+        self.scheduler.memory.close()
         self.runner.close()
 
     def _choose(self) -> list[TokenOutput]:

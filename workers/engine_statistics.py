@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from lorafleet.protocol.messages import EngineStats
+from lorafleet.protocol.engine_control import MemoryTag
+from lorafleet.protocol.messages import EngineStats, KVEventStats, KVTierStats
 from lorafleet.protocol.step_metrics import StepMetrics
 from lorafleet.resolvers.fetch_metrics import FetchTotals
 from lorafleet.workers.answer_progress import AnswerProgress
@@ -15,6 +17,11 @@ from lorafleet.workers.schedule.sequence import Sequence
 from lorafleet.workers.slots.slot_policy import Slot
 from lorafleet.workers.slots.worker_manager import LoadCounts, WorkerLoRAManager
 from lorafleet.workers.step.runner import ModelRunner
+
+_KINDS: Mapping[MemoryTag, tuple[str, ...]] = {  # kinds of memory that leave together, see _fixed_memory()
+    "weights": ("weights", "lora_slots"),
+    "kv_cache": ("kv_cache", "states", "state_snapshots"),
+}
 
 
 @dataclass(frozen=True)
@@ -65,8 +72,10 @@ class EngineStatistics:
         scheduler, kv, adapters, slots = self._scheduler, self._scheduler.kv, self._adapters, self._adapters.slots
         resident = [slot.digest or "" for slot in slots.slots]
         cpu = adapters.resident_cpu()
-        fetched = adapters.fetched
+        fetched, late, snapshots = adapters.fetched, self._runner.steps.late, scheduler.memory.snapshots
         return EngineStats(
+            paused=scheduler.pause,
+            sleeping=int(bool(self._runner.memory.asleep)),
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + num_pending + scheduler.num_aside,
             running_tokens=sum(len(sequence.tokens) for sequence in scheduler.running),
@@ -75,12 +84,20 @@ class EngineStatistics:
             kv_blocks_free=kv.num_free,
             prompt_tokens_total=self._answers.num_prompt_tokens,
             generation_tokens_total=self._answers.num_generated_tokens,
-            prefix_cache_queries_total=kv.query_tokens,
-            prefix_cache_hits_total=kv.hit_tokens,
+            prefix_cache_queries_total=kv.counts.query_tokens,
+            prefix_cache_hits_total=kv.counts.hit_tokens,
+            prefixes_kept_since_s=kv.counts.forgotten_s if kv.enable_prefix_caching else math.inf,
+            state_snapshots_total=0 if snapshots is None else snapshots.pool.num_slots,
+            state_snapshots_used=0 if snapshots is None else snapshots.pool.num_used,
+            kv_events=KVEventStats() if scheduler.memory.events is None else scheduler.memory.events.publisher.stats(),
+            kv_tiers=KVTierStats() if scheduler.memory.tiers is None else scheduler.memory.tiers.stats(),
             preemptions_total=scheduler.num_preemptions,
             refused_total=dict(self._admission.refused),
             steps_total=self.steps.num_steps,
             steps=self.steps.stats(self._runner.steps_on_gpu()),
+            attention_waits=int(late.awaits_attention),
+            attention_switched_s=late.switched_s,
+            decode_graphs=late.num_decode_graphs,
             memory_bytes=self._memory(),
             lora_slots_total=len(slots.slots),
             lora_slots_used=sum(map(bool, resident)),
@@ -99,13 +116,18 @@ class EngineStatistics:
             lora_cpu_evictions_total=adapters.counts.cpu_evictions,
             lora_slot_bytes=slots.num_bytes,
             lora_cpu_bytes=adapters.cpu_bytes,
-            waiting_adapters=[lora.digest for lora in scheduler.waiting_adapters()[0]],
+            waiting_adapters=[lora.digest for lora in scheduler.waiting.adapters()[0]],
             resident_slots=resident,
+            pinned_slots=[slot.index for slot in slots.slots if slot.pinned],
             resident_cpu=cpu,
         )
 
     def _memory(self) -> dict[str, int]:
-        memory = self._fixed_memory | {"penalties": self._runner.counts_bytes}
+        given_back = {kind for tag in self._runner.memory.asleep for kind in _KINDS[tag]}
+        fixed = {kind: 0 if kind in given_back else num_bytes for kind, num_bytes in self._fixed_memory.items()}
+        memory = fixed | {"penalties": self._runner.counts_bytes}
+        if self._scheduler.memory.tiers is not None:
+            memory["kv_host"] = self._scheduler.memory.tiers.host_bytes
         if self._runner.loras is None:
             return memory
         extra = self._runner.loras.slots.extra_memory.num_bytes * self._runner.steps.model.group.size
@@ -113,17 +135,22 @@ class EngineStatistics:
 
 
 def _fixed_memory(runner: ModelRunner) -> dict[str, int]:
-    """Returns the bytes that the replica's GPUs (or its host memory on a CPU) hold from its start to its end, by kind.
+    """Returns the bytes that the replica's GPUs (or its host memory on a CPU) hold while it is awake, by kind.
 
     All ranks hold equally many. Activations and graphs are torch's, and not included.
 
     - weights: the base's
     - kv_cache: all its blocks, free or not
+    - states: of recurrent layers, for all sequences that may run
+    - state_snapshots: of these states, for the prefix cache
     - lora_slots: reserved for adapters' A and B
     """
     steps = runner.steps
     weights = sum(weight.nbytes for weight in steps.model.parameters())
-    cache = sum(kv.k_NPGD.nbytes + kv.v_NPGD.nbytes for kv in steps.caches)
+    cache = sum(kv.k_NPGD.nbytes + kv.v_NPGD.nbytes for kv in set(steps.caches))  # layers may share
     arena = 0 if runner.loras is None else runner.loras.model_manager.arena_bytes
     size = steps.model.group.size
-    return {"weights": weights * size, "kv_cache": cache * size, "lora_slots": arena * size}
+    snapshots = 0 if steps.states is None else steps.states.snapshot_bytes
+    states = 0 if steps.states is None else steps.states.num_bytes - snapshots
+    held = {"weights": weights, "kv_cache": cache, "states": states, "state_snapshots": snapshots, "lora_slots": arena}
+    return {kind: num_bytes * size for kind, num_bytes in held.items()}

@@ -21,15 +21,26 @@ from lorafleet.workers.slots.packed_adapter import PackedAdapter
 from lorafleet.workers.startup import build_rank
 from lorafleet.workers.tp.link import RankSocket
 from lorafleet.workers.tp.rank_messages import (
+    AwaitBlocks,
+    BlockOrder,
+    CaptureGraphs,
     EmptySlot,
     FillSlot,
     ForgetShard,
+    LoadBlocks,
     LoadShard,
+    MemoryMoved,
+    MemoryOrder,
     Order,
     RankFailed,
+    ReadBlocks,
+    ReleaseMemory,
     RunStep,
+    SaveBlocks,
     ShardLoaded,
     Stop,
+    TakeMemory,
+    WriteBlocks,
 )
 
 log = logging.getLogger(__name__)
@@ -73,7 +84,9 @@ class FollowerLoop(threading.Thread):
             self._socket.close()
             raise
         self._steps = built.steps
+        self._memory = built.memory
         self._block_size = config.block_size
+        self._tiers = built.tiers
         self._adapters = None if built.slots is None or built.loader is None else _Shards(built.slots, built.loader)
 
     def stop(self) -> None:
@@ -94,6 +107,9 @@ class FollowerLoop(threading.Thread):
         finally:
             if self._adapters is not None:
                 self._adapters.close()
+            self._memory.close()
+            for tiers in self._tiers.values():
+                tiers.close()
             self._socket.close()
             if self.failure is None:
                 self._steps.close()
@@ -105,6 +121,12 @@ class FollowerLoop(threading.Thread):
                 self._adapters.await_slots(order.generations)
             self._steps.follow(order.plan(self._block_size))
             return
+        if isinstance(order, MemoryOrder):
+            self._move_memory(order)
+            return
+        if isinstance(order, BlockOrder):
+            self._move_blocks(order)
+            return
         assert self._adapters is not None, "orders about adapters come only where LoRA is on"
         match order:
             case LoadShard():
@@ -115,6 +137,34 @@ class FollowerLoop(threading.Thread):
                 self._adapters.empty(order.slot)
             case ForgetShard():
                 self._adapters.forget(order.digest)
+
+    def _move_memory(self, order: MemoryOrder) -> None:
+        error = None
+        try:
+            match order:
+                case ReleaseMemory(tags, level):
+                    self._memory.release(tags, level)
+                case TakeMemory(tags):
+                    self._memory.take(tags)
+                case CaptureGraphs():
+                    self._memory.capture()
+        except LorafleetError as raised:
+            error = to_wire(raised)
+        self._socket.answer(MemoryMoved(error))
+
+    def _move_blocks(self, order: BlockOrder) -> None:
+        tiers = self._tiers[order.content]
+        match order:
+            case SaveBlocks(_, pairs):
+                tiers.save(pairs)
+            case LoadBlocks(_, load_id, pairs):
+                tiers.load(load_id, pairs)
+            case AwaitBlocks(_, load_id):
+                tiers.await_load(load_id)
+            case WriteBlocks(_, job_id, pairs):
+                tiers.write(job_id, pairs, self._socket.answer)
+            case ReadBlocks(_, job_id, pairs):
+                tiers.read(job_id, pairs, self._socket.answer)
 
     def _load(self, order: LoadShard) -> None:
         assert self._adapters is not None

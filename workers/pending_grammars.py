@@ -20,6 +20,9 @@ class PendingGrammars:
     def __len__(self) -> int:
         return len(self._sequences)
 
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._sequences
+
     def add(self, sequence: Sequence, request: EngineRequest, eos_token_ids: list[int]) -> None:
         """Requests the sequence's grammar. Raises LorafleetError if that is impossible now."""
         assert request.tokenizer is not None, "a request with structured output says how the model spells its answers"

@@ -1,49 +1,84 @@
-"""Builds an Engine, or another rank of its replica, from an EngineConfig: weights, slots, KV cache, CUDA graphs."""
+"""Builds an Engine, or another rank of its replica, from an EngineConfig: weights, slots, KV cache, recurrent
+states, CUDA graphs."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from lorafleet.kernels.sampling.draw_tokens import warm_up as warm_up_sampling
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.lora_config import LoRAConfig
-from lorafleet.protocol.messages import EngineHello
+from lorafleet.protocol.messages import EngineHello, LoRALimits
 from lorafleet.protocol.transport.addresses import RankAddresses
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.adapters.base_layout import BaseLayout
 from lorafleet.workers.adapters.base_source import BaseWeights
 from lorafleet.workers.adapters.kinds.kind import Base
-from lorafleet.workers.attention.attention_backend import AttentionSpec
-from lorafleet.workers.attention.select import make_attention
+from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionSpec
+from lorafleet.workers.attention.flashinfer_modules import FLASHINFER_BYTES, missing_modules
+from lorafleet.workers.attention.module_build import ModuleBuild, ModuleSource
+from lorafleet.workers.attention.select import make_attention, refusal
+from lorafleet.workers.attention.switching_attention import SwitchingAttention
+from lorafleet.workers.attention_spec import attention_spec
 from lorafleet.workers.auto_options import base_dtype, choose_device, kv_dtype, lora_dtype
-from lorafleet.workers.bases.checkpoint import ModelConfig, read_model_config
+from lorafleet.workers.bases.checkpoint import read_model_config
+from lorafleet.workers.bases.model_config import ModelConfig
+from lorafleet.workers.bases.module_names import ModuleNames
 from lorafleet.workers.bases.quantization import resolved
-from lorafleet.workers.bases.weights import Progress, fill_randomly, load_weights
+from lorafleet.workers.bases.weights import Progress, fill_randomly, held_tensors, load_weights
+from lorafleet.workers.device.routed_experts import RoutedExperts
 from lorafleet.workers.device.step_inputs import StepInputs
 from lorafleet.workers.engine import Engine
-from lorafleet.workers.kv_cache_sizing import allocate_caches, size_cache
+from lorafleet.workers.kv_cache_sizing import (
+    allocate_caches,
+    allocate_states,
+    check_tiers,
+    longest_adapted,
+    longest_captured,
+    size_cache,
+)
+from lorafleet.workers.kv_events.start_events import start_events
+from lorafleet.workers.kv_tiers.allocate_tiers import allocate_tiers
+from lorafleet.workers.kv_tiers.kv_tiers import KVTiers
+from lorafleet.workers.kv_tiers.rank_tiers import RankTiers
+from lorafleet.workers.kv_tiers.state_tiers import StateTiers
+from lorafleet.workers.kv_tiers.tier_orders import TierOrders
 from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.models.engine_model import EngineModel
+from lorafleet.workers.models.fixed_order import check_adapter, check_fixed_order, fix_order
+from lorafleet.workers.models.generic.architecture import with_implementation
+from lorafleet.workers.models.generic.generic_loading import find_shard, load_generic
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.scheduler import Scheduler
+from lorafleet.workers.schedule.state_slots import StateSlots
+from lorafleet.workers.schedule.state_snapshots import StateSnapshots
 from lorafleet.workers.schedule.step_budget import StepBudget, StepLimits
+from lorafleet.workers.sleep.rank_memory import RankMemory
+from lorafleet.workers.sleep.replica_memory import ReplicaMemory
+from lorafleet.workers.sleep.weights_gate import WeightsGate
 from lorafleet.workers.slots.base_weights import FileWeights, ModelWeights, MovedWeights
 from lorafleet.workers.slots.extra_memory import ExtraMemory
 from lorafleet.workers.slots.loader import AdapterLoader
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
-from lorafleet.workers.step.decode_graphs import DecodeGraphs, graph_sizes
+from lorafleet.workers.step.decode_capture import DecodeCapture
+from lorafleet.workers.step.decode_graphs import FIRST_SIZES, DecodeGraphs, graph_sizes
+from lorafleet.workers.step.late_work import LateWork
 from lorafleet.workers.step.prefill_graphs import PrefillGraphs, graph_token_counts
 from lorafleet.workers.step.runner import ModelRunner
 from lorafleet.workers.step.step_runner import StepRunner
 from lorafleet.workers.structured.decoding import StructuredDecoding
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.link import OtherRanks
+from lorafleet.workers.tp.rank_messages import TierContent
 from lorafleet.workers.tp.shard import Shard
 
 log = logging.getLogger(__name__)
@@ -59,6 +94,8 @@ class Rank:
     steps: StepRunner
     slots: LoRAModelManager | None  # None if there are no adapters
     loader: AdapterLoader | None  # None if there are no adapters
+    tiers: dict[TierContent, RankTiers]  # empty if KV blocks that leave the GPU are lost
+    memory: RankMemory
     num_blocks: int  # KV blocks, the same on all ranks
     max_model_len: int
 
@@ -76,26 +113,33 @@ def build_rank(
         addresses: None for a rank alone.
         check: Called while waiting for the other ranks; raises if one has failed.
     """
+    config = with_implementation(config)
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
     base = _build_model(config, rank, addresses, progress, check)
     # Slots come before the KV cache, which gets the memory that is left.
     slots, loader = (None, None) if config.lora is None else _build_adapters(config, config.lora, base)
     steps, num_blocks, max_model_len = _build_steps(config, base, slots)
+    tiers = allocate_tiers(config, steps.caches, steps.states, base.model.group, base.device)
     if slots is not None:
         _bound_extra_memory(slots.extra_memory, base.model.group, base.device)
     name = Path(config.model).name
     log.info("rank %d is ready: %s on %s in %s, context %d", rank, name, base.device, base.dtype, max_model_len)
-    return Rank(steps, slots, loader, num_blocks, max_model_len)
+    memory = RankMemory(steps, slots, list(tiers.values()), base.gate, base.reload)
+    return Rank(steps, slots, loader, tiers, memory, num_blocks, max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
 class _LoadedModel:
     """The base model's part of one rank."""
 
-    model: DecoderModel
+    model: EngineModel
+    layout: BaseLayout
+    held: Mapping[str, Callable[[], Tensor]]  # this rank's part of every tensor, by the checkpoint's name
+    reload: Callable[[], None] | None  # fills the model from the checkpoint again, if that is possible
     dtype: torch.dtype
     device: torch.device
+    gate: WeightsGate = field(default_factory=WeightsGate)
 
 
 def _build_model(
@@ -107,14 +151,25 @@ def _build_model(
 ) -> _LoadedModel:
     """Joins the other ranks and loads this rank's part of the model."""
     device = choose_device(config)
+    check_fixed_order(config, device)
     folder = Path(config.model)
+
+    def join() -> TPGroup:
+        assert (addresses is None) == (config.tensor_parallel_size == 1)
+        return TPGroup() if addresses is None else TPGroup.join(rank, addresses.size, addresses.meeting, device, check)
+
+    if config.model_impl == "transformers":
+        shard = find_shard(config, rank)  # raises before the other ranks are waited for
+        generic = load_generic(config, shard, join(), device)
+        dtype = generic.embed_tokens.weight.dtype
+        return _LoadedModel(generic, generic.config.layout(), generic.held_tensors(), None, dtype, device)
     model_config = read_model_config(folder)
     model_config = replace(model_config, quantization=resolved(model_config.quantization, config.quantization))
     dtype = base_dtype(config, model_config, folder)
     Shard.of(model_config, rank, config.tensor_parallel_size)  # raises before the other ranks are waited for
-    assert (addresses is None) == (config.tensor_parallel_size == 1)
-    group = TPGroup() if addresses is None else TPGroup.join(rank, addresses.size, addresses.meeting, device, check)
-    return _LoadedModel(_load_model(config, model_config, group, dtype, device, progress), dtype, device)
+    model = _load_model(config, model_config, join(), dtype, device, progress)
+    reload = partial(_fill_model, config, model)
+    return _LoadedModel(model, BaseLayout.of(model_config), held_tensors(model), reload, dtype, device)
 
 
 def _build_adapters(
@@ -123,9 +178,9 @@ def _build_adapters(
     """Allocates the slots, and starts the loader that reads adapters for them."""
     dtype = lora_dtype(lora, base.dtype, base.device)
     slots = LoRAModelManager(base.model, lora, dtype, base.device)
-    weights = _base_weights(config, base.model, base.dtype)
-    described = Base(BaseLayout.of(base.model.config), weights, Path(config.model).name)
-    return slots, AdapterLoader(described, lora, slots, dtype, base.device, AdapterStore(config.sources))
+    described = Base(base.layout, _base_weights(config, base), Path(config.model).name)
+    check = check_adapter if config.batch_invariant else None
+    return slots, AdapterLoader(described, lora, slots, dtype, base.device, AdapterStore(config.sources), check=check)
 
 
 def _build_steps(
@@ -133,39 +188,76 @@ def _build_steps(
 ) -> tuple[StepRunner, int, int]:
     """Allocates the KV cache and captures the graphs. Returns the runner, the number of KV blocks and the longest
     sequence served."""
-    model, device, spec = base.model, base.device, _attention_spec(config, base)
-    num_blocks, max_model_len = size_cache(config, model, spec)
+    model, device = base.model, base.device
+    check_tiers(config, model.config)
+    cached_in = kv_dtype(config, base.dtype, device)
+    spec = attention_spec(model.shard.local, config.block_size, base.dtype, cached_in, device, model.sinks())
+    states = allocate_states(config, model, base.dtype, device)
+    modules = _late_modules(config, spec, model.group.size)
+    starting = replace(config, attention_backend="triton") if modules else config
+    num_blocks, max_model_len = size_cache(starting, model, spec, states, FLASHINFER_BYTES if modules else 0)
     caches = allocate_caches(config, model.config, spec, num_blocks + 1)  # the last is for captured steps' padding
-    attention = make_attention(spec, caches, config.attention_backend)
+    attention: AttentionBackend = make_attention(
+        spec, caches, starting.attention_backend, has_fixed_order=config.batch_invariant
+    )
+    switching = None
+    if modules:
+        attention = switching = SwitchingAttention(attention, lambda: make_attention(spec, caches))
+    routed = None  # comes before the graphs, which write into it
+    if config.enable_return_routed_experts:
+        most_tokens = max(config.max_num_batched_tokens, *graph_sizes(config.max_num_seqs))
+        routed = RoutedExperts(model, most_tokens, device)
     inputs = StepInputs(config.max_num_seqs, config.max_num_batched_tokens, num_blocks * config.block_size, device)
     decode_graphs = prefill_graphs = None
     if device.type == "cuda" and not config.enforce_eager:
         sizes = graph_sizes(config.max_num_seqs)
-        decode_graphs = DecodeGraphs(model, caches, attention, inputs, sizes, num_blocks, slots, max_model_len, device)
-        counts = graph_token_counts(config.max_num_batched_tokens)
-        prefill_graphs = PrefillGraphs(model, caches, attention, spec, inputs, counts, slots)
-    steps = StepRunner(model, attention, caches, inputs, device, slots, decode_graphs, prefill_graphs)
+        longest = longest_captured(config, model.config, max_model_len, num_blocks)
+        capture = DecodeCapture(model, caches, states, attention, inputs, num_blocks, slots, longest, device)
+        first_sizes = FIRST_SIZES if model.group.size == 1 else sizes
+        decode_graphs = DecodeGraphs(capture, sizes, first_sizes, slots, longest, bool(model.mixtures()))
+        if states is None:  # what recurrent layers launch depends on the step's mix of lengths
+            counts = graph_token_counts(config.max_num_batched_tokens)
+            prefill_graphs = PrefillGraphs(
+                model, caches, attention, spec, inputs, counts, slots, has_fixed_tiles=config.batch_invariant
+            )
+    late = LateWork(switching, decode_graphs)
+    steps = StepRunner(
+        model,
+        attention,
+        caches,
+        states,
+        inputs,
+        device,
+        slots,
+        decode_graphs,
+        prefill_graphs,
+        late,
+        routed,
+        config.batch_invariant,
+    )
     if device.type == "cuda" and config.lora is not None:
         started = time.monotonic()
         steps.warm_up(config.max_num_batched_tokens, config.lora.max_lora_rank)
         log.info("warmed up the LoRA kernels of steps without CUDA graphs in %.1f s", time.monotonic() - started)
+    if switching is not None:  # at the end, so that the compilers do not delay the start
+        switching.start(ModuleBuild(modules))
     return steps, num_blocks, max_model_len
 
 
-def _attention_spec(config: EngineConfig, base: _LoadedModel) -> AttentionSpec:
-    model = base.model
-    return AttentionSpec(
-        num_heads=model.shard.local.num_heads,
-        num_kv_heads=model.shard.local.num_kv_heads,
-        head_dim=model.config.head_dim,
-        scale=model.config.attention_scale,
-        sliding_windows=model.config.sliding_windows,
-        block_size=config.block_size,
-        dtype=base.dtype,
-        kv_dtype=kv_dtype(config, base.dtype, base.device),
-        device=base.device,
-        softcap=model.config.attention_softcap,
-    )
+def _late_modules(config: EngineConfig, spec: AttentionSpec, num_ranks: int) -> list[ModuleSource]:
+    """Returns the modules that are compiled beside the first steps, which Triton's attention serves.
+
+    There are none if the attention is requested by name, if its bits must not change, or if several ranks would have to
+    change it in the same step.
+    """
+    if (
+        config.attention_backend != "auto"
+        or config.batch_invariant
+        or num_ranks > 1
+        or refusal("triton", spec) is not None
+    ):
+        return []
+    return missing_modules(spec)
 
 
 def build_engine(
@@ -182,6 +274,7 @@ def build_engine(
         wake: Called from other threads when the engine has something to do, see WorkerLoRAManager.
         check: As in build_rank, for what the caller knows of the other ranks beyond what they report themselves.
     """
+    config = with_implementation(config)
     others = None if addresses is None else OtherRanks(addresses, wake)
 
     def check_others() -> None:
@@ -199,16 +292,33 @@ def build_engine(
     loras = None
     if config.lora is not None and rank.slots is not None and rank.loader is not None:
         loras = WorkerLoRAManager(config.lora, rank.slots, rank.loader, others, wake)
+    is_recurrent, snapshots = steps.states is not None, None
+    if steps.states is not None and steps.states.snapshot_slots:
+        snapshots = StateSnapshots(steps.states.snapshot_slots)
+    if is_recurrent and config.enable_prefix_caching and snapshots is None:
+        log.info("the prefix cache is off: state_snapshots=0, and %s has recurrent layers", model_config.architecture)
+    caches_prefixes = config.enable_prefix_caching and (snapshots is not None or not is_recurrent)
+    kv = KVCacheManager(rank.num_blocks, config.block_size, caches_prefixes)
+    orders = {content: TierOrders(own, others, wake) for content, own in rank.tiers.items()}
+    tiers = state_tiers = None
+    if snapshots is not None and "states" in orders:
+        state_tiers = StateTiers(snapshots, orders["states"], *rank.tiers["states"].num_slots)
+    if "blocks" in orders:
+        tiers = KVTiers(kv, orders["blocks"], *rank.tiers["blocks"].num_slots, states=state_tiers)
     scheduler = Scheduler(
-        KVCacheManager(rank.num_blocks, config.block_size, config.enable_prefix_caching),
+        kv,
         loras,
         model_config.rope,
         config.max_num_seqs,
-        StepBudget(_step_limits(config, steps.device)),
+        StepBudget(_step_limits(config, steps.device, is_recurrent)),
+        StateSlots(config.max_num_seqs, snapshots) if is_recurrent else None,
+        tiers,
     )
+    start_events(config, scheduler)
     if steps.device.type == "cuda":
         warm_up_sampling(model_config.vocab_size, steps.model.embed_tokens.weight.dtype, steps.device)
-    runner = ModelRunner(steps, loras, config.block_size, others)
+    memory = ReplicaMemory(rank.memory, others, wake)
+    runner = ModelRunner(steps, memory, loras, config.block_size, config.logprobs_mode, others)
     overlap = steps.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
     hello = EngineHello(
         vocab_size=model_config.vocab_size,
@@ -217,6 +327,13 @@ def build_engine(
         eos_token_ids=list(model_config.eos_token_ids),
         hidden_size=model_config.hidden_size,
         falls_back_to_base=config.on_lora_load_failure == "base",
+        rope_positions=model_config.rope_positions,
+        max_adapter_len=longest_adapted(config, rank.num_blocks),
+        tensor_parallel_size=config.tensor_parallel_size,
+        dtype=str(steps.model.embed_tokens.weight.dtype).removeprefix("torch."),
+        lora=None if config.lora is None else _lora_limits(config.lora),
+        routed=None if steps.routed is None else steps.routed.shape,
+        logprobs_mode=config.logprobs_mode,
     )
     return Engine(
         runner,
@@ -231,8 +348,12 @@ def build_engine(
     )
 
 
-def _step_limits(config: EngineConfig, device: torch.device) -> StepLimits:
-    has_graphs = device.type == "cuda" and not config.enforce_eager
+def _lora_limits(config: LoRAConfig) -> LoRALimits:
+    return LoRALimits(config.max_lora_rank, config.max_loras, config.cpu_loras, config.lora_dtype)
+
+
+def _step_limits(config: EngineConfig, device: torch.device, is_recurrent: bool) -> StepLimits:
+    has_graphs = device.type == "cuda" and not config.enforce_eager and not is_recurrent  # for steps with prompts
     return StepLimits(
         config.max_num_batched_tokens,
         config.max_num_mixed_tokens,
@@ -269,23 +390,38 @@ def _load_model(
 ) -> DecoderModel:
     started = time.monotonic()
     model = DecoderModel(model_config, group, dtype, device)
-    with torch.inference_mode():
-        if config.load_format == "dummy":
-            fill_randomly(model)
-        else:
-            load_weights(model, Path(config.model), progress)
+    if config.batch_invariant and device.type == "cuda":
+        fix_order(model)
+    _fill_model(config, model, progress)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    quantization = "" if model_config.quantization is None else f", linear layers in {model_config.quantization.method}"
+    quantization = (
+        ""
+        if model_config.quantization is None
+        else f", linear layers in {' and '.join(model_config.quantization.names)}"
+    )
     log.info("loaded %.2f GiB of weights in %.1f s%s", size / 2**30, time.monotonic() - started, quantization)
     return model
 
 
-def _base_weights(config: EngineConfig, model: DecoderModel, dtype: torch.dtype) -> BaseWeights | None:
+@torch.inference_mode()
+def _fill_model(config: EngineConfig, model: DecoderModel, progress: Progress | None = None) -> None:
+    if config.load_format == "dummy":
+        fill_randomly(model)
+    else:
+        load_weights(model, Path(config.model), progress)
+
+
+def _base_weights(config: EngineConfig, base: _LoadedModel) -> BaseWeights | None:
     """Returns the base's weights, or None if no rank has them whole and there is no file either."""
+    model = base.model
     if model.group.size == 1:
-        return ModelWeights(model)
+        return ModelWeights(model, base.held, base.gate)
     if config.load_format == "dummy":
         return None
-    files = FileWeights(Path(config.model), dtype, model.config.tie_word_embeddings, model.config.quantization)
-    device = model.norm.weight.device
-    return MovedWeights(files, device) if device.type == "cuda" else files
+    tied, quantization = model.config.tie_word_embeddings, model.config.quantization
+    experts = model.config.experts
+    routers = frozenset[str]() if experts is None else experts.router_modules
+    # Engine names begin with "model." where a decoder of transformers has another name of its own too.
+    names = base.layout.names if base.layout.has_root else ModuleNames(root="")
+    files = FileWeights(Path(config.model), base.dtype, tied, quantization, names, routers)
+    return MovedWeights(files, base.device, base.gate) if base.device.type == "cuda" else files

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import EngineDead, LorafleetError, fault_of, to_wire
@@ -19,6 +20,7 @@ from lorafleet.protocol.lora_request import AdapterInfo
 from lorafleet.protocol.messages import (
     AdapterReply,
     ClientBatch,
+    ControlCall,
     DropAdapter,
     EngineHello,
     Id,
@@ -37,6 +39,7 @@ from lorafleet.workers.startup import build_engine
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_MS = 1000  # if there is nothing to do; a message or a finished load ends the wait
+LATE_WORK_WAIT_MS = 5  # if there is only the work that the start has left for idle time; a message ends the wait
 COPY_WAIT_MS = 1  # if requests wait for an adapter's copy to the GPU, whose end nobody announces
 STATS_PERIOD_S = 0.1
 
@@ -110,7 +113,9 @@ class EngineLoop(threading.Thread):
 
     def _run_step(self, idle: bool) -> bool:
         """Runs one step, with its input and output. Returns True if nothing could run though requests wait."""
-        wait_ms = IDLE_WAIT_MS if not self._engine.has_work else COPY_WAIT_MS if idle else 0
+        wait_ms = COPY_WAIT_MS if idle else 0
+        if not self._engine.has_work:
+            wait_ms = LATE_WORK_WAIT_MS if self._engine.fills_idle_time else IDLE_WAIT_MS
         batches = self._socket.receive(wait_ms)
         outputs = [output for batch in batches for output in self._accept(batch)]
         outputs += self._engine.step()
@@ -150,23 +155,26 @@ class EngineLoop(threading.Thread):
 
     def _handle_call(self, sealed: Sealed[int]) -> None:
         call = unseal(sealed, CALL)
+        if isinstance(call, ControlCall):
+            self._engine.control(call.control).add_done_callback(partial(self._reply, call.call_id))
+            return
         if isinstance(call, DropAdapter | UnpinFromSlot):
             if self._engine.loras is not None:
                 change = self._engine.loras.drop if isinstance(call, DropAdapter) else self._engine.loras.unpin
                 change(call.digest)
             self._replies.append(AdapterReply(call.call_id))
             return
-
-        def answer(done: Future[AdapterInfo]) -> None:  # runs in this thread, since poll() resolves the futures
-            error = done.exception()
-            if error is None:
-                self._replies.append(AdapterReply(call.call_id, info=done.result()))
-            else:
-                known = error if isinstance(error, LorafleetError) else LorafleetError(repr(error))
-                self._replies.append(AdapterReply(call.call_id, error=to_wire(known)))
-
         load = self._engine.pin_adapter if isinstance(call, PinInSlot) else self._engine.load_adapter
-        load(call.lora).add_done_callback(answer)
+        load(call.lora).add_done_callback(partial(self._reply, call.call_id))
+
+    def _reply(self, call_id: int, done: Future[AdapterInfo] | Future[None]) -> None:
+        """Answers a call whose future is done. It runs in this thread, since step() resolves the futures."""
+        error = done.exception()
+        if error is None:
+            self._replies.append(AdapterReply(call_id, info=done.result()))
+        else:
+            known = error if isinstance(error, LorafleetError) else LorafleetError(repr(error))
+            self._replies.append(AdapterReply(call_id, error=to_wire(known)))
 
     def _send(self, outputs: list[TokenOutput], received: bool) -> None:
         now = time.monotonic()

@@ -72,6 +72,12 @@ def set_body(scope: Scope, body: HeldBody) -> None:
     scope[_BODY] = body
 
 
+def count_with_body(scope: Scope, num_bytes: int) -> None:
+    """Counts further bytes that are read for the request, as those of its body. Raises the errors of BodyBudget."""
+    body: HeldBody = scope[_BODY]
+    body.add(num_bytes)
+
+
 def body_bytes_of(scope: Scope) -> int:
     """Returns the number of bytes of the request's body that have been read."""
     body: HeldBody | None = scope.get(_BODY)

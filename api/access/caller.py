@@ -17,7 +17,8 @@ Scope = Literal["infer", "admin", "metrics"]
 # the server has keys, and nothing otherwise: as in vLLM, a server option enables the routes for adapters.
 Needed = Literal["infer", "admin", "metrics", "loading", "open"]
 
-_CALLER = "lorafleet.caller"  # Key in the ASGI scope.
+_CALLER = "lorafleet.caller"  # Keys in the ASGI scope.
+_INNER_CALLER = "lorafleet.inner_caller"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Caller:
     tenant: str | None = None  # None with the scope admin is the operator, who sees everything.
     key_id: str = ""  # Public name of the key; "" without a key.
     scopes: frozenset[Scope] = frozenset()
+    is_batch: bool = False  # Whether the request is a line of a batch, which starts after all other requests.
 
     @property
     def is_operator(self) -> bool:
@@ -44,6 +46,17 @@ def sent_key(headers: Headers) -> str | None:
     authorization = headers.get("authorization", "")
     kind, _, key = authorization.partition(" ")
     return (key if kind.lower() == "bearer" else authorization) or headers.get("x-api-key") or None
+
+
+def set_inner_caller(scope: AsgiScope, caller: Caller) -> None:
+    """Sets the caller of a request that the server sends itself, without a key. Only code in this process can do so,
+    since clients set no values of the ASGI scope."""
+    scope[_INNER_CALLER] = caller
+
+
+def inner_caller(scope: AsgiScope) -> Caller | None:
+    """Returns the caller of a request that the server sends itself, or None if a client has sent it."""
+    return scope.get(_INNER_CALLER)
 
 
 def set_caller(scope: AsgiScope, caller: Caller) -> None:

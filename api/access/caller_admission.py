@@ -120,6 +120,13 @@ class WorkBounds:
             del self._under_way[entry]
 
 
+def detach_admissions(scope: Scope) -> list[CallerAdmission]:
+    """Returns the request's admissions, which then do not end with the request. Its answer still has their headers."""
+    taken = admissions_of(scope)
+    scope[_ADMISSIONS] = [_Entered(lambda: None, dict(admission.headers)) for admission in taken]
+    return taken
+
+
 def add_admission(scope: Scope, admission: CallerAdmission | None) -> None:
     """Adds the admission to those that end with the request. None is the admission of a caller without limits."""
     if admission is not None:

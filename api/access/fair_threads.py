@@ -27,7 +27,7 @@ class FairThreads:
     def __init__(self, name: str, limits: TurnLimits) -> None:
         self._name = name
         self._turns = JobTurns(limits)
-        self._pool = ThreadPoolExecutor(limits.running, thread_name_prefix=name, initializer=_be_modest)
+        self._pool = ThreadPoolExecutor(limits.running, thread_name_prefix=name, initializer=be_modest)
 
     async def run(self, group: str, work: Callable[[], T]) -> T:
         """Runs the work when the group is scheduled. Raises QueueFull if too many jobs of the group wait."""
@@ -55,7 +55,7 @@ class FairThreads:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _be_modest() -> None:
+def be_modest() -> None:
     """Lowers the priority of this thread. On Linux each thread has a niceness of its own."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
     sys.setswitchinterval(SWITCH_S)

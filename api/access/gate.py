@@ -66,6 +66,26 @@ class Gate:
             )
         return known.caller
 
+    def caller_of_id(self, key_id: str) -> Caller | None:
+        """Returns the caller whose key has this public name, or None if the key may no longer send inference requests:
+        it was revoked, has expired, or has lost the scope infer. "" is the caller without a key, whom only a server
+        without keys lets in."""
+        if key_id == ADMIN_KEY_ID:
+            return None if self._admin_digest is None else _ADMIN
+        if self._keys is None:
+            return None if key_id else ANONYMOUS
+        now = self._clock()
+        return next(
+            (
+                known.caller
+                for known in self._keys().values()
+                if known.caller.key_id == key_id
+                and "infer" in known.caller.scopes
+                and (known.expires_s is None or known.expires_s > now)
+            ),
+            None,
+        )
+
     def _known(self, digest: str | None) -> KnownKey:
         """Looks up a key by its digest, because the time of such a lookup reveals nothing about the key."""
         assert self._keys is not None

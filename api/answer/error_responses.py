@@ -1,4 +1,4 @@
-"""Converts each error to an HTTP status and an OpenAI error body, by one table for all routes."""
+"""Converts each error to an HTTP status and a body in OpenAI's or Anthropic's form, by one table for all routes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from lorafleet.api.access.caller import Caller, caller_in
+from lorafleet.api.answer.anthropic_errors import anthropic_error, is_from_anthropics_client
 from lorafleet.api.answer.elsewhere import MEANT_HEADER, RETRY_STATUS, may_be_elsewhere
+from lorafleet.protocol.admin_verbs import VERSION_HEADER
 from lorafleet.protocol.errors import (
     AdapterChanged,
     AdapterError,
@@ -26,6 +28,8 @@ from lorafleet.protocol.errors import (
     AdapterTooLarge,
     AdapterUnavailable,
     AdapterUnsupported,
+    BatchFileNotFound,
+    BatchNotFound,
     BodyTimeout,
     BodyTooLarge,
     CatalogueDamaged,
@@ -44,10 +48,13 @@ from lorafleet.protocol.errors import (
     QueueTimeout,
     QuotaExceeded,
     RankTooLarge,
+    ResponseNotFound,
     StoreError,
     StoreRefused,
     Unauthorized,
     UnsupportedMediaType,
+    UnsupportedRoute,
+    WeightVersionMismatch,
     encodable,
 )
 from lorafleet.protocol.limits import cut
@@ -86,8 +93,13 @@ TABLE: dict[type[LorafleetError], HttpError] = {
     BodyTooLarge: HttpError(413, _INVALID, "body_too_large"),
     BodyTimeout: HttpError(408, _INVALID, "body_timeout"),
     UnsupportedMediaType: HttpError(415, _INVALID, "unsupported_media_type"),
+    UnsupportedRoute: HttpError(400, _INVALID, "unsupported_route"),
     ContextOverflow: HttpError(400, _INVALID, "context_length_exceeded"),
+    ResponseNotFound: HttpError(404, _INVALID, "response_not_found"),
+    BatchFileNotFound: HttpError(404, _INVALID, "file_not_found"),
+    BatchNotFound: HttpError(404, _INVALID, "batch_not_found"),
     ModelNotFound: HttpError(404, _INVALID, "model_not_found"),
+    WeightVersionMismatch: HttpError(409, _INVALID, "weight_version_mismatch"),
     Forbidden: HttpError(403, "permission_error", "forbidden"),
     Unauthorized: HttpError(401, "authentication_error", "invalid_api_key"),
     AdapterError: HttpError(400, _INVALID, "adapter_error"),
@@ -123,7 +135,7 @@ def http_error(error: LorafleetError) -> HttpError:
 def error_body(error: LorafleetError, scope: Scope) -> bytes:
     """Returns the JSON body of an error, worded for the caller of the request that `scope` belongs to."""
     kind, caller = http_error(error), caller_in(scope)
-    return _body(_in_words_for(caller, error), kind.type, error.param, kind.code)
+    return _body(scope, _in_words_for(caller, error), kind, error.param)
 
 
 def _in_words_for(caller: Caller, error: LorafleetError) -> str:
@@ -143,6 +155,8 @@ def error_response(error: LorafleetError, scope: Scope) -> Response:
         headers = {} if wait_s is None else {"retry-after": str(max(1, math.ceil(wait_s)))}
         if isinstance(error, QuotaExceeded):
             headers |= error.headers
+    elif isinstance(error, WeightVersionMismatch):
+        headers = {VERSION_HEADER: str(error.present)}
     elif status == 401:
         headers = {"www-authenticate": "Bearer"}
     elif status == 503:
@@ -153,8 +167,14 @@ def error_response(error: LorafleetError, scope: Scope) -> Response:
     return Response(error_body(error, scope), status, headers, media_type="application/json")
 
 
-def internal_error_response() -> Response:
-    body = _body(SERVER_FAILED, "server_error", None, "internal_error")
+def error_event(error: LorafleetError, scope: Scope) -> bytes:
+    """Returns the last event of a stream that fails."""
+    name = b"event: error\n" if is_from_anthropics_client(scope) else b""
+    return name + b"data: " + error_body(error, scope) + b"\n\n"
+
+
+def internal_error_response(scope: Scope) -> Response:
+    body = _body(scope, SERVER_FAILED, TABLE[LorafleetError], None)
     return Response(body, 500, media_type="application/json")
 
 
@@ -174,7 +194,8 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     headers = dict(error.headers) if error.headers else {}
     if error.status_code == 405:
         headers["Allow"] = ", ".join(sorted(_methods_of(request)))
-    return Response(_body(message, _INVALID, None, code), error.status_code, headers, media_type="application/json")
+    body = _body(request.scope, message, HttpError(error.status_code, _INVALID, code), None)
+    return Response(body, error.status_code, headers, media_type="application/json")
 
 
 def _methods_of(request: Request) -> set[str]:
@@ -186,5 +207,8 @@ def _methods_of(request: Request) -> set[str]:
     return found
 
 
-def _body(message: str, kind: str, param: str | None, code: str | None) -> bytes:
-    return msgspec.json.encode({"error": {"message": encodable(message), "type": kind, "param": param, "code": code}})
+def _body(scope: Scope, message: str, kind: HttpError, param: str | None) -> bytes:
+    if is_from_anthropics_client(scope):
+        return anthropic_error(kind.status, message)
+    error = {"message": encodable(message), "type": kind.type, "param": param, "code": kind.code}
+    return msgspec.json.encode({"error": error})

@@ -19,6 +19,9 @@ from starlette.requests import Request
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.caller_admission import add_admission
 from lorafleet.api.access.pacing import in_turns
+from lorafleet.api.answer.logprobs import count_logprobs
+from lorafleet.api.answer.routed_answer import BYTES_PER_VALUE, RoutedAnswer, check_routed
+from lorafleet.api.answer.weight_versions import WeightSpans, named
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.prompts import Prompt
 from lorafleet.api.request.request_deadline import RequestDeadline
@@ -29,8 +32,9 @@ from lorafleet.api.telemetry.sequence_record import SequenceRecord
 from lorafleet.api.telemetry.traced import NO_TRACE, Trace, trace_of
 from lorafleet.api.text.output import Delta, OutputProcessor
 from lorafleet.protocol.errors import EngineDead, InvalidRequest, LorafleetError
-from lorafleet.protocol.limits import MAX_PROMPT_TOKENS, MAX_SAMPLES
-from lorafleet.protocol.messages import EngineRequest, Pooling, TokenizerFile
+from lorafleet.protocol.limits import MAX_LISTED_IDS, MAX_PROMPT_TOKENS, MAX_SAMPLES
+from lorafleet.protocol.lora_request import check_generates
+from lorafleet.protocol.messages import EngineRequest, HeadTask, Pooling, TokenizerFile, VersionDemand
 from lorafleet.protocol.sampling_params import SamplingParams
 
 _numbers = itertools.count()  # Clients may give two requests the same ID; the engine needs distinct IDs.
@@ -46,7 +50,10 @@ class Task:
     scoring: bool = False  # Only the prompt's logprobs are wanted; the engine makes one token, which is not shown.
     cache_salt: str | None = None  # The field of this name in the client's request.
     priority: int = 0
-    pooling: Pooling | None = None  # If set, an embedding is wanted instead of tokens.
+    version_demand: VersionDemand = "any"
+    names_weights: bool = False  # Whether the answer says which weights sampled it.
+    returns_experts: bool = False  # Whether the answer has the experts of its tokens.
+    pooling: Pooling | HeadTask | None = None  # If set, an embedding or a head's outputs are wanted, not tokens.
 
     @property
     def salt(self) -> str:
@@ -92,6 +99,7 @@ class Sample:
         self.model = task.model
         self.params = params
         self.counts_prompt = counts_prompt
+        self.weights = WeightSpans(task.model.lora)
         self._task = task
         self._engine = state.engine
         self._group = group
@@ -99,10 +107,43 @@ class Sample:
         record = SequenceRecord(index, len(self.prompt.token_ids), counts_prompt)
         self._observer = SequenceObserver(state.telemetry, state.access, group.trace, group.name, task.model, record)
         self._processor = OutputProcessor(task.model.tokenizer, self.prompt.token_ids, params)
+        self._routed: RoutedAnswer | None = None
+        if task.returns_experts:
+            assert state.engine.hello.routed is not None, "make_samples has checked it"
+            self._routed = RoutedAnswer(state.engine.hello.routed)
 
     @property
     def num_tokens(self) -> int:
         return 0 if self._task.scoring else self._processor.num_tokens
+
+    @property
+    def names_weights(self) -> bool:
+        return self._task.names_weights
+
+    @property
+    def weights_now(self) -> dict[str, object]:
+        """The version and digest that answer now."""
+        return named(None if self.fallback_reason is not None else self.weights.last)
+
+    def weight_versions(self) -> dict[str, object]:
+        """Returns the `weight_versions` entry of a whole answer, or nothing if the request does not want it."""
+        if not self._task.names_weights:
+            return {}
+        weights = self.weights if self.fallback_reason is None else WeightSpans(None)
+        return {"weight_versions": weights.spans(self.num_tokens)}
+
+    def routed_experts(self, *, as_sglang: bool = False) -> dict[str, object]:
+        """Returns the `routed_experts` entry of a whole answer, or nothing if the request does not want it."""
+        if self._routed is None:
+            return {}
+        num_tokens = len(self.prompt.token_ids) + max(self.num_tokens - 1, 0)
+        write = self._routed.as_sglang if as_sglang else self._routed.as_vllm
+        return {"routed_experts": write(num_tokens)}
+
+    def count_values(self, delta: Delta) -> int:
+        """Returns the size of what must be written for the delta, in logprobs (access/long_work.py)."""
+        num_bytes = 0 if self._routed is None or delta.finish_reason is None else len(self._routed.received)
+        return count_logprobs(delta) + num_bytes // BYTES_PER_VALUE
 
     @property
     def num_cached_tokens(self) -> int:
@@ -120,6 +161,10 @@ class Sample:
             async with aclosing(self._engine.generate(request)) as outputs:
                 async for output in outputs:
                     observer.received(output)
+                    if self._routed is not None:
+                        self._routed.received += output.routed_experts
+                    if output.switches:
+                        self.weights.switches += output.switches
                     delta = push(output)
                     if delta.finish_reason is not None:
                         # Before the client gets the end, so that every answer is metered.
@@ -143,6 +188,7 @@ class Sample:
             lora=self.model.lora,
             vocabulary=self.model.language.vocabulary,
             language=self.model.language.digest,
+            context_length=self.model.language.context_length,
             group=group.name,
             group_sequences=group.num_sequences,
             group_tokens=group.num_tokens,
@@ -151,7 +197,9 @@ class Sample:
             tenant=self.model.caller.tenant or "",
             traced=group.trace.is_recording,
             priority=task.priority,
+            version_demand=task.version_demand,
             pooling=task.pooling,
+            returns_experts=task.returns_experts,
             tokenizer=self._tokenizer,
         )
 
@@ -246,13 +294,31 @@ def group_of(request_id: str, tasks: Sequence[Task], deadline: RequestDeadline, 
             "prompts.",
             "n",
         )
+    num_listed = sum(task.params.n * task.params.num_listed_ids for task in tasks)
+    if num_listed > MAX_LISTED_IDS:
+        raise InvalidRequest(
+            f"allowed_token_ids and bad_words have {num_listed} token ids in total, counted once for each of the "
+            f"{total} answers; at most {MAX_LISTED_IDS} are allowed in one request. Ask for fewer answers at a time, "
+            "or shorten the lists.",
+            "n",
+        )
     return SampleGroup(f"{request_id}-{next(_numbers)}", total, num_tokens, deadline, trace)
 
 
 async def make_samples(
     state: AppState, request: Request, request_id: str, tasks: Sequence[Task], deadline: RequestDeadline
 ) -> list[Sample]:
-    """Makes the samples of a request. Raises QuotaExceeded if the caller has used up its limits."""
+    """Makes the samples of a request.
+
+    Raises QuotaExceeded if the caller has used up its limits, and InvalidRequest if tokens are wanted from an adapter
+    that has a classification head, or experts that this server does not record.
+    """
+    for task in tasks:
+        if task.pooling is None and task.model.language.classifier is not None:
+            check_generates(task.model.name, task.model.language.classifier.task)
+    if any(task.returns_experts for task in tasks):
+        lengths = [len(task.prompt.token_ids) + (task.params.max_tokens or 0) for task in tasks]
+        check_routed(state.engine.hello, [n * task.params.n for n, task in zip(lengths, tasks, strict=True)])
     trace, access = trace_of(request), state.access
     group = group_of(request_id, tasks, deadline, trace)
     access.meter.check_room()

@@ -16,7 +16,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from lorafleet.api.answer.error_responses import SERVER_FAILED, error_body
+from lorafleet.api.answer.anthropic_errors import is_from_anthropics_client
+from lorafleet.api.answer.error_responses import SERVER_FAILED, error_event
 from lorafleet.protocol.errors import LorafleetError
 
 DONE = b"data: [DONE]\n\n"
@@ -109,7 +110,7 @@ def json_response(body: object, headers: dict[str, str] | None = None) -> Respon
 
 
 def _last_words(error: LorafleetError, scope: Scope) -> bytes:
-    return b"data: " + error_body(error, scope) + b"\n\n" + DONE
+    return error_event(error, scope) + (b"" if is_from_anthropics_client(scope) else DONE)
 
 
 @asynccontextmanager

@@ -17,6 +17,7 @@ from lorafleet.api.answer.generation import Sample, fallback_of, merged, usage_o
 from lorafleet.api.answer.responses import DONE, EventStream, encode_json, event
 from lorafleet.api.request.request_bodies import GenerationRequest
 from lorafleet.api.text.output import Delta
+from lorafleet.protocol.admin_verbs import DIGEST_HEADER, VERSION_HEADER
 
 FALLBACK_HEADER = "x-lorafleet-fallback"
 
@@ -83,11 +84,12 @@ def event_stream(
     """Returns the response of completions and chat with stream=true."""
     headers: dict[str, str] = {}  # Filled at the first delta, before they are sent.
     return EventStream(
-        _events(threads, samples, open_choice, lambda: usage.closing(envelope.chunk(samples[0])), headers), headers
+        choice_events(threads, samples, open_choice, lambda: usage.closing(envelope.chunk(samples[0])), headers),
+        headers,
     )
 
 
-async def _events(
+async def choice_events(
     threads: FairThreads,
     samples: Sequence[Sample],
     open_choice: Callable[[Sample], ChunkWriter],
@@ -102,7 +104,7 @@ async def _events(
             writer = writers.get(sample.index)
             if writer is None:
                 writer = writers[sample.index] = open_choice(sample)
-                headers.update(fallback_headers(samples))
+                headers.update(answer_headers(samples))
             num_values = writer.count_values(delta)
             if num_values:
                 body = await run_by_count(threads, sample.model, num_values, partial(writer.write, delta))
@@ -116,5 +118,11 @@ async def _events(
                 yield body
 
 
-def fallback_headers(samples: Sequence[Sample]) -> dict[str, str]:
-    return {} if fallback_of(samples) is None else {FALLBACK_HEADER: "base"}
+def answer_headers(samples: Sequence[Sample]) -> dict[str, str]:
+    """Returns the headers that say which model answers, as far as that is known. A stream's headers say which weights
+    sampled its first token, those of a whole answer which sampled the last one."""
+    headers = {} if fallback_of(samples) is None else {FALLBACK_HEADER: "base"}
+    if samples[0].names_weights:
+        names = {VERSION_HEADER: samples[0].weights_now["version"], DIGEST_HEADER: samples[0].weights_now["digest"]}
+        headers |= {name: str(value) for name, value in names.items() if value is not None}
+    return headers

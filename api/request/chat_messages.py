@@ -23,7 +23,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _LISTED = ("content", "tool_calls")
 _PASSED_ON = ("role", "name", "tool_call_id")
 _NO_EFFECT = ("parsed",)  # openai-python's parsed `content`, which it sends back in addition to it.
-_ALWAYS_EMPTY = ("function_call", "refusal", "audio", "annotations", "reasoning", "reasoning_content")
+_ALWAYS_EMPTY = ("function_call", "refusal", "audio", "annotations")
+# Names of an earlier answer's reasoning in clients' messages. Templates read it by one of the other names.
+_REASONING = ("reasoning_content", "reasoning")
+_REASONING_IN_TEMPLATES = ("reasoning_content", "reasoning", "thinking")
 
 _IGNORED = json_schema(MAX_JSON_TEXT_CHARS) | {"description": "Accepted, but has no effect."}
 _LABEL = {"type": "string", "maxLength": MAX_LABEL_CHARS}
@@ -69,6 +72,7 @@ MESSAGE_SCHEMA: dict[str, Any] = {
         "name": {"anyOf": [_LABEL, _NULL]},
         "tool_call_id": {"anyOf": [_LABEL, _NULL]},
         "tool_calls": {"anyOf": [{"type": "array", "items": _CALL, "maxItems": MAX_PARTS_OF_ONE}, _NULL]},
+        **{name: {"anyOf": [_TEXT, _NULL]} for name in _REASONING},
         **{name: {"enum": [None, "", [], {}]} for name in _ALWAYS_EMPTY},
         **dict.fromkeys(_NO_EFFECT, _IGNORED),
     },
@@ -104,6 +108,12 @@ def _read_message(message: dict[str, Any], where: str) -> dict[str, Any]:
         elif name == "tool_calls":
             if value:
                 read[name] = _read_calls(value, f"{where}.{name}")
+        elif name in _REASONING:
+            if value is not None and value != "":
+                reasoning = string(value, f"{where}.{name}", MAX_TEXT_CHARS)
+                if read.setdefault(_REASONING_IN_TEMPLATES[0], reasoning) != reasoning:
+                    raise InvalidRequest(f"`{where}` has two texts of reasoning; remove one.", f"{where}.{name}")
+                read |= dict.fromkeys(_REASONING_IN_TEMPLATES, reasoning)
         elif name in _NO_EFFECT:
             check_ignored(value, f"{where}.{name}")
         elif name != "content":
@@ -115,6 +125,9 @@ def _read_message(message: dict[str, Any], where: str) -> dict[str, Any]:
         raise InvalidRequest(
             f"`{where}.tool_calls` is allowed only in messages of the assistant; remove it.", f"{where}.tool_calls"
         )
+    if _REASONING_IN_TEMPLATES[0] in read and read["role"] != "assistant":
+        field = f"{where}.{_REASONING_IN_TEMPLATES[0]}"
+        raise InvalidRequest(f"`{field}` is allowed only in messages of the assistant; remove it.", field)
     read["content"] = _read_content(message.get("content"), read["role"], f"{where}.content")
     return read
 

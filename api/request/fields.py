@@ -42,7 +42,6 @@ NO_EFFECT: dict[str, int] = {
     "prediction": MAX_TEXT_CHARS,  # Speeds up an answer without changing it.
     "max_tool_calls": MAX_LABEL_CHARS,  # Counts built-in tools, which this server does not have.
     "log_metrics": MAX_LABEL_CHARS,  # SGLang's; this server counts all requests.
-    "include_reasoning": MAX_LABEL_CHARS,  # No answer is split into reasoning and content.
 }
 
 # Fields that are rejected, with the values (in addition to null) that ask for nothing and are accepted.
@@ -53,7 +52,7 @@ NO_OP_VALUES: dict[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
-    "reasoning_effort": (),
+    "reasoning_effort": ("medium",),  # OpenAI's default.
     "verbosity": ("medium",),
     "service_tier": ("auto", "default"),
     "store": (False,),
@@ -67,13 +66,12 @@ NO_OP_VALUES: dict[str, tuple[object, ...]] = {
     "truncation": ("disabled",),
     "context_management": ([],),
     # vLLM
+    "include_reasoning": (True,),
     "echo": (False,),  # In chat; /v1/completions supports it.
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
     "early_stopping": (False,),
     "spaces_between_special_tokens": (True,),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "prompt_embeds": (),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
@@ -134,15 +132,28 @@ def _same(value: object, allowed: object) -> bool:
 
 
 # Supported fields that replace rejected ones.
-INSTEAD = {"functions": "tools", "function_call": "tool_choice", "reasoning_effort": "chat_template_kwargs"}
+INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
+
+
+# Fields whose rejection has a reason that clients should know.
+REASONS = {
+    "suffix": "no model here can fill in the middle of a text. Send the text before the gap as `prompt`.",
+    "use_beam_search": (
+        "the engine samples each answer by itself and does not fork answers between tokens. Set `n` and `logprobs`, "
+        "and take the answer with the highest sum of logprobs."
+    ),
+    "length_penalty": "it ranks the answers of a beam search, which this server does not have. Leave it out.",
+    "early_stopping": "it ends a beam search, which this server does not have. Leave it out.",
+    "prompt_embeds": (
+        "prompts are cached, counted and checked by their token ids, which vectors do not have, and a pickled tensor "
+        "is not safe to read. Send text or token ids, or an adapter that trains the tokens (`modules_to_save`)."
+    ),
+}
 
 
 def _refusal(name: str, allowed: tuple[object, ...]) -> str:
-    if name == "suffix":
-        return (
-            "`suffix` is not supported: no model here can fill in the middle of a text. Send the text before the gap "
-            "as `prompt`."
-        )
+    if name in REASONS:
+        return f"`{name}` is not supported: {REASONS[name]}"
     remedy = f"leave it out or set it to {allowed[0]!r}" if allowed else "leave it out"
     if name in INSTEAD:
         remedy = f"use `{INSTEAD[name]}`"

@@ -24,6 +24,18 @@ def marker(letters: str, special: Mapping[str, int]) -> str:
     return f"<[{special[letters]}]>" if letters in special else text(letters)
 
 
+def spelled(letters: str, special: Mapping[str, int]) -> str:
+    """Returns the letters as a sequence of texts and of the special tokens among them."""
+    parts, rest = list[str](), letters
+    while rest:
+        found = [(rest.find(name), -len(name), name) for name in special if name and name in rest]
+        begin, _, name = min(found, default=(len(rest), 0, ""))
+        parts += [text(rest[:begin])] if begin else []
+        parts += [marker(name, special)] if name else []
+        rest = rest[begin + len(name) :]
+    return " ".join(parts)
+
+
 def free(markers: Collection[str], *, but: str = "") -> str:
     """Returns a terminal for any text that contains none of the markers and does not match the terminal `but`."""
     refused = [f"(ANY {text(letters)} ANY)" for letters in markers] + ([f"({but})"] if but else [])

@@ -1,15 +1,16 @@
-"""Reads a request's tools: which functions the model is shown, whether it must call one, how its calls are parsed.
+"""Reads a request's tools: which functions the model is shown, whether it must call one, how its answers are parsed.
 
 A required call is forced by a schema, whatever the model's own format is. An optional call is parsed by the format of
 the model's template (tool_calls/known.py). A grammar constrains it from its beginning if a function is strict, or if
-answers that are not calls also have a format.
+answers that are not calls also have a format. Reasoning is separated by the parser of the calls if the format marks it,
+else by tags such as <think>.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -17,17 +18,31 @@ import msgspec
 from lorafleet.api.request.request_bodies import (
     AllowedToolChoice,
     ChatRequest,
+    ConvertedChat,
     FunctionDefinition,
     NamedToolChoice,
     Tool,
 )
 from lorafleet.api.served_model import ServedModel
+from lorafleet.api.text.token_table import TokenTable
 from lorafleet.api.text_service import TextService
 from lorafleet.api.tool_calls.call_grammar import Offer
 from lorafleet.api.tool_calls.forced import NamedCallParser, RequiredCallsParser, calls_schema
 from lorafleet.api.tool_calls.formatted import FormattedParser, may_open_like
 from lorafleet.api.tool_calls.known import KnownFormat
-from lorafleet.api.tool_calls.parser import CallArguments, Calls, CallStart, Event, Text, ToolCallParser
+from lorafleet.api.tool_calls.parser import (
+    CallArguments,
+    Calls,
+    CallStart,
+    Event,
+    NewId,
+    Reasoning,
+    Text,
+    ToolCallParser,
+    openai_id,
+)
+from lorafleet.api.tool_calls.reasoning_grammar import BUDGET, beginning_of, may_reason, with_reasoning
+from lorafleet.api.tool_calls.thinking import Tags, ThinkingParser
 from lorafleet.protocol import structured_spec
 from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.sampling_params import SamplingParams
@@ -45,30 +60,46 @@ class ToolUse:
     shown: list[dict[str, Any]] | None = None  # The tools that the template gets; None: no tools.
     # Makes a parser of an answer's calls from `eager` (see parser.Calls); None if no calls are parsed.
     parser: Callable[[bool], ToolCallParser] | None = None
+    tags: Tags | None = None  # The tags around reasoning; None: none is separated by tags.
     parallel: bool = True  # An answer may have more than one call.
-    shows_special: bool = False  # A special token marks calls.
+    shows_special: bool = False  # A special token marks calls or reasoning.
+    parses_channels: bool = False  # The parser separates reasoning too.
+    budget: int | None = None  # Most tokens of reasoning; None: no bound.
 
     @property
-    def calls(self) -> bool:
-        """Whether the answer may contain calls."""
-        return self.parser is not None
+    def parses(self) -> bool:
+        """Whether the answer may contain calls or reasoning."""
+        return self.parser is not None or self.tags is not None
 
-    def params(self, params: SamplingParams) -> SamplingParams:
-        skips = params.skip_special_tokens and not self.shows_special  # Else the marker would be removed.
-        return msgspec.structs.replace(params, structured_outputs=self.answer, skip_special_tokens=skips)
+    def params(self, params: SamplingParams, prompt_end: str, tokenizer: TokenTable) -> SamplingParams:
+        """Returns the parameters of an answer to a prompt with this end. Raises InvalidRequest."""
+        skips = params.skip_special_tokens and not self.shows_special  # Else the markers would be removed.
+        answer = self.answer
+        if self.tags is not None:
+            beginning = beginning_of(self.tags, prompt_end)
+            answer = with_reasoning(answer, self.tags, beginning, tokenizer, self.budget)
+        return msgspec.structs.replace(params, structured_outputs=answer, skip_special_tokens=skips)
 
-    def reader(self, *, eager: bool) -> AnswerReader:
-        assert self.parser is not None
-        return AnswerReader(self.parser(eager), parallel=self.parallel)
+    def reader(self, prompt_end: str, *, eager: bool) -> AnswerReader:
+        """Returns the reader of one answer to a prompt with this end."""
+        parser = None if self.parser is None else self.parser(eager)
+        if self.tags is not None:
+            parser = ThinkingParser(self.tags, parser, is_open=beginning_of(self.tags, prompt_end) == "open")
+        assert parser is not None
+        return AnswerReader(parser, parallel=self.parallel)
 
 
 class AnswerReader:
-    """Reads the text and the calls of one answer. If not `parallel`, calls after the first are dropped."""
+    """Reads the text, the reasoning and the calls of one answer.
+
+    If not `parallel`, calls after the first are dropped.
+    """
 
     def __init__(self, parser: ToolCallParser, *, parallel: bool) -> None:
         self.has_called = False
         self._parser = parser
         self._parallel = parallel
+        self.is_reasoning = False  # The text that came last is reasoning.
 
     def push(self, text: str) -> list[Event]:
         return self._kept(self._parser.push(text))
@@ -77,8 +108,10 @@ class AnswerReader:
         return self._kept(self._parser.finish())
 
     def _kept(self, events: list[Event]) -> list[Event]:
+        if events:
+            self.is_reasoning = isinstance(events[-1], Reasoning)
         self.has_called = self.has_called or any(isinstance(event, CallStart) for event in events)
-        return events if self._parallel else [e for e in events if isinstance(e, Text) or e.index == 0]
+        return events if self._parallel else [e for e in events if isinstance(e, Text | Reasoning) or e.index == 0]
 
 
 @dataclass(slots=True)
@@ -88,23 +121,39 @@ class Call:
     arguments: str = ""
 
 
-def read_answer(reader: AnswerReader, text: str) -> tuple[str | None, list[Call]]:
-    """Returns the content and the calls of a whole answer. The content is None if there are only calls."""
-    content, calls = "", list[Call]()
+@dataclass(frozen=True, slots=True)
+class ParsedAnswer:
+    content: str | None  # None if there are only calls or reasoning.
+    calls: list[Call]
+    reasoning: str = ""
+
+
+def read_answer(reader: AnswerReader, text: str) -> ParsedAnswer:
+    """Reads a whole answer."""
+    content, reasoning, calls = "", "", list[Call]()
     for event in [*reader.push(text), *reader.finish()]:
         if isinstance(event, Text):
             content += event.text
+        elif isinstance(event, Reasoning):
+            reasoning += event.text
         elif isinstance(event, CallStart):
             calls.append(Call(event.id, event.name))
         else:
             calls[event.index].arguments += event.text
-    return (content or None) if calls else content, calls
+    return ParsedAnswer((content or None) if calls or reasoning else content, calls, reasoning)
+
+
+def reasoning_fields(reasoning: str) -> dict[str, object]:
+    """Returns the fields of a message or delta with reasoning: vLLM's name, and the one that DeepSeek introduced."""
+    return {"reasoning_content": reasoning, "reasoning": reasoning}
 
 
 def delta_of(event: Event) -> dict[str, object]:
     """Returns the `delta` entry of a chat chunk for the event."""
     if isinstance(event, Text):
         return {"content": event.text}
+    if isinstance(event, Reasoning):
+        return reasoning_fields(event.text)
     if isinstance(event, CallArguments):
         return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
     function = {"name": event.name, "arguments": ""}
@@ -113,6 +162,21 @@ def delta_of(event: Event) -> dict[str, object]:
 
 def read_tools(texts: TextService, model: ServedModel, body: ChatRequest, text: StructuredOutputs | None) -> ToolUse:
     """Reads the tools of a request. `text` is the format of answers that are not calls. Raises InvalidRequest."""
+    use = _use_of(texts, model, body, text)
+    if isinstance(body, ConvertedChat) and use.tags is not None and model.tokenizer.id_of(use.tags.closing) is not None:
+        return replace(use, budget=body.thinking_wish)
+    if body.thinking_token_budget is None:
+        return use
+    if use.tags is None:
+        raise InvalidRequest(
+            f"`{BUDGET}` needs a model that writes its reasoning between tags, and this model's chat template shows "
+            "none; leave it out, or set `reasoning_effort` if the template reads it.",
+            BUDGET,
+        )
+    return replace(use, budget=body.thinking_token_budget)
+
+
+def _use_of(texts: TextService, model: ServedModel, body: ChatRequest, text: StructuredOutputs | None) -> ToolUse:
     tools, choice = body.tools or [], body.tool_choice
     if isinstance(choice, AllowedToolChoice):
         tools = _allowed(tools, choice)
@@ -123,13 +187,13 @@ def read_tools(texts: TextService, model: ServedModel, body: ChatRequest, text: 
             raise InvalidRequest(
                 "`tool_choice` requires a call, but `tools` names no function; give at least one.", "tools"
             )
-        return ToolUse(text)
+        return _without_tools(texts, model, text)
     names = Counter(function.name for function in functions)
     [(most, times)] = names.most_common(1)
     if times > 1:
         raise InvalidRequest(f"`tools` has two functions named {most!r}; give each function its own name.", "tools")
     if choice == "none":
-        return ToolUse(text)
+        return _without_tools(texts, model, text)
     if not texts.shows_tools(model):
         raise InvalidRequest(
             "This model's chat template does not support tools; start the server with a --chat-template that does, "
@@ -145,13 +209,42 @@ def read_tools(texts: TextService, model: ServedModel, body: ChatRequest, text: 
         )
     shown = [tool.model_dump(exclude_none=True) for tool in tools]
     parallel = body.parallel_tool_calls is not False
+    known = texts.tool_format(model)
+    new_id = openai_id if known is None else known.new_id
     if isinstance(choice, NamedToolChoice):
-        return _named(functions, choice.function.name, shown)
+        return _with_tags(_named(functions, choice.function.name, shown, new_id), texts, model)
     if choice == "required":
         schema = calls_schema({function.name: _parameters(function) for function in functions}, parallel=parallel)
         forced = structured_spec.json_schema(schema, "tools", any_whitespace=False)
-        return ToolUse(forced, shown, lambda _: RequiredCallsParser(Calls(names, eager=True)), parallel)
-    return _chosen(texts.tool_format(model), functions, model, shown, parallel, text)
+        use = ToolUse(
+            forced, shown, lambda _: RequiredCallsParser(Calls(names, eager=True, new_id=new_id)), parallel=parallel
+        )
+    else:
+        use = _chosen(known, functions, model, shown, parallel, text)
+    return _with_tags(use, texts, model)
+
+
+def _without_tools(texts: TextService, model: ServedModel, text: StructuredOutputs | None) -> ToolUse:
+    known = texts.tool_format(model)
+    if known is None or not known.has_channels:
+        return _with_tags(ToolUse(text), texts, model)
+    special, answer = model.tokenizer.special_texts, text
+    if text is not None and text.kind in ("json_schema", "json_object"):
+        answer = Offer({}, special, text=text).constraint(known.grammar(Offer({}, special, text=text)))
+    return ToolUse(
+        answer, parser=lambda eager: known.make(Calls((), eager=eager)), shows_special=known.marker in special
+    )
+
+
+def _with_tags(use: ToolUse, texts: TextService, model: ServedModel) -> ToolUse:
+    tags = texts.reasoning_tags(model)
+    if tags is None or use.parses_channels:
+        return use
+    if use.answer is not None and not may_reason(use.answer):
+        return use  # Such an answer begins at once, without reasoning.
+    special = model.tokenizer.special_texts
+    shows = use.shows_special or any(name and name in tag for tag in tags.all for name in special)
+    return replace(use, tags=tags, shows_special=shows)
 
 
 def _allowed(tools: list[Tool], choice: AllowedToolChoice) -> list[Tool]:
@@ -184,18 +277,28 @@ def _chosen(
         answer = _constraint(known, Offer(offered, special, parallel, text))
 
     def parser(eager: bool) -> ToolCallParser:
-        calls = known.make(Calls([function.name for function in functions], eager=eager, new_id=known.new_id))
-        return calls if text is None else FormattedParser(known.openings, calls)
+        schemas = {function.name: function.parameters or {} for function in functions}
+        calls = known.make(Calls(schemas, eager=eager, new_id=known.new_id, schemas=schemas))
+        return calls if text is None or known.has_channels else FormattedParser(known.openings, calls)
 
-    return ToolUse(answer, shown, parser, parallel, known.marker in special)
+    return ToolUse(
+        answer,
+        shown,
+        parser,
+        parallel=parallel,
+        shows_special=known.marker in special,
+        parses_channels=known.has_channels,
+    )
 
 
-def _named(functions: list[FunctionDefinition], name: str, shown: list[dict[str, Any]]) -> ToolUse:
+def _named(functions: list[FunctionDefinition], name: str, shown: list[dict[str, Any]], new_id: NewId) -> ToolUse:
     function = next((function for function in functions if function.name == name), None)
     if function is None:
         raise InvalidRequest(f"`tool_choice` names {name!r}, which is not one of the `tools`.", "tool_choice")
     forced = structured_spec.json_schema(_parameters(function), "tools", any_whitespace=False)
-    return ToolUse(forced, shown, lambda _: NamedCallParser(Calls([name], eager=True), name), parallel=False)
+    return ToolUse(
+        forced, shown, lambda _: NamedCallParser(Calls([name], eager=True, new_id=new_id), name), parallel=False
+    )
 
 
 def _constraint(known: KnownFormat, offer: Offer) -> StructuredOutputs:

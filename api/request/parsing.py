@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+from typing import TypeVar, get_args, get_origin
 
 import msgspec
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
@@ -40,8 +41,12 @@ async def read_body(state: AppState, request: Request, model: type[Body]) -> Bod
 
 
 def parse_query(request: Request, model: type[Body]) -> Body:
-    """Reads the query parameters, which are texts, and converts numbers and booleans. Raises InvalidRequest."""
+    """Reads the query parameters, which are texts, and converts numbers and booleans. A parameter that is a list may be
+    given more than once. Raises InvalidRequest."""
     given: dict[str, object] = dict(request.query_params)
+    for name, field in model.model_fields.items():
+        if name in given and _is_list(field):
+            given[name] = request.query_params.getlist(name)
     unknown = given.keys() - set(model.model_fields)
     if unknown:
         name = cut(min(unknown))
@@ -50,6 +55,11 @@ def parse_query(request: Request, model: type[Body]) -> Body:
         return model.model_validate(given, strict=False)
     except ValidationError as error:
         raise _invalid(error, "", given) from error
+
+
+def _is_list(field: FieldInfo) -> bool:
+    """Returns whether the field takes a list."""
+    return list in {get_origin(kind) for kind in (field.annotation, *get_args(field.annotation))}
 
 
 def _check_content_type(request: Request) -> None:

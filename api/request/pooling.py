@@ -9,7 +9,11 @@ from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.messages import Pooling
 
 FILE = Path("1_Pooling", "config.json")
-_MODES: dict[str, Pooling] = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
+_MODES: dict[str, Pooling] = {
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+}
 
 
 def read_pooling(model_path: str | Path) -> Pooling:
@@ -25,6 +29,6 @@ def read_pooling(model_path: str | Path) -> Pooling:
     if len(asked) != 1 or asked[0] not in _MODES:
         raise ConfigError(
             f"{path} asks for {', '.join(asked) or 'no pooling'}; this server supports {' or '.join(_MODES)}. Start "
-            "the server with --pooling last or mean to override it."
+            "the server with --pooling last, mean or cls to override it."
         )
     return _MODES[asked[0]]

@@ -11,6 +11,7 @@ from lorafleet.api.access.long_work import run_by_size
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.chat_messages import read_messages, string
 from lorafleet.api.request.request_bodies import ChatRequest, TokenizeRequest
+from lorafleet.api.request.template_arguments import template_arguments
 from lorafleet.api.served_model import ServedModel
 from lorafleet.api.text.token_table import TokenTable
 from lorafleet.api.text_service import TextService
@@ -20,12 +21,19 @@ from lorafleet.protocol.limits import MAX_PROMPTS, MAX_TEXT_CHARS, MAX_TOKEN_IDS
 # A text with more characters than this for each token of the context is rejected before it is tokenized, unless it has
 # at most MAX_TOKENIZE_CHARS (about a million). Tokens of well-known models have 3 to 5 characters.
 MAX_CHARS_PER_TOKEN = 16
+ENDING_TOKENS = 32  # Tokens or characters of a prompt's end, in which tags of reasoning are searched.
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     token_ids: list[int]
     text: str | None  # The prompt that the client sent; None if it sent token IDs.
+
+    def ending(self, tokenizer: TokenTable) -> str:
+        """Returns the last characters of the prompt, with special tokens."""
+        if self.text is not None:
+            return self.text[-ENDING_TOKENS:]
+        return tokenizer.decode(self.token_ids[-ENDING_TOKENS:], skip_special_tokens=False)
 
     def written(self, tokenizer: TokenTable) -> str:
         return tokenizer.decode(self.token_ids) if self.text is None else self.text
@@ -40,11 +48,11 @@ async def encode(
     """
     if must_fit is not None:
         _check_may_fit(texts, model, text, must_fit)
-    most_chars = max(MAX_TOKENIZE_CHARS, MAX_CHARS_PER_TOKEN * texts.context_len)
+    most_chars = max(MAX_TOKENIZE_CHARS, MAX_CHARS_PER_TOKEN * texts.context_len(model))
     if len(text) > most_chars:
         raise ContextOverflow(
-            f"{_limit(texts)} However, your prompt has {len(text)} characters; at most {most_chars} are tokenized. "
-            "Shorten it.",
+            f"{_limit(texts, model)} However, your prompt has {len(text)} characters; at most {most_chars} are "
+            "tokenized. Shorten it.",
             must_fit or "prompt",
         )
     return await texts.tokenizing.encode(
@@ -54,9 +62,10 @@ async def encode(
 
 def _check_may_fit(texts: TextService, model: ServedModel, text: str, param: str) -> None:
     fewest = model.tokenizer.fewest_tokens(text)
-    if fewest >= texts.context_len:
+    if fewest >= texts.context_len(model):
         raise ContextOverflow(
-            f"{_limit(texts)} However, your prompt of {len(text)} characters has at least {fewest} tokens. Shorten it.",
+            f"{_limit(texts, model)} However, your prompt of {len(text)} characters has at least {fewest} tokens. "
+            "Shorten it.",
             param,
         )
 
@@ -101,8 +110,8 @@ async def read_prompt(
 
 def _read_ids(texts: TextService, model: ServedModel, given: list[Any], param: str, *, must_fit: bool) -> list[int]:
     """Checks a prompt of token IDs. A prompt that cannot fit is rejected before its IDs are checked."""
-    if must_fit and len(given) >= texts.context_len:
-        fit_max_tokens(texts, len(given), None, None, param)
+    if must_fit and len(given) >= texts.context_len(model):
+        fit_max_tokens(texts, model, len(given), None, None, param)
     if len(given) > MAX_TOKEN_IDS:
         raise InvalidRequest(f"`{param}` has {len(given)} token ids; at most {MAX_TOKEN_IDS} are allowed.", param)
     if set(map(type, given)) != {int}:
@@ -144,6 +153,7 @@ async def render_chat(
             "continue_final_message",
         )
     generates = not go_on if generate is None else generate
+    arguments = template_arguments(state.texts, model, body)
     if model.language.template is not None:
         return await state.texts.templates.render(
             model.language.template,
@@ -152,7 +162,7 @@ async def render_chat(
             tools=tools,
             add_generation_prompt=generates,
             continue_final_message=go_on,
-            template_kwargs=body.chat_template_kwargs,
+            template_kwargs=arguments,
         )
     return await run_by_size(
         state.long_work,
@@ -163,17 +173,19 @@ async def render_chat(
             add_generation_prompt=generates,
             continue_final_message=go_on,
             chat_template=state.texts.chat_template,
-            template_kwargs=body.chat_template_kwargs,
+            template_kwargs=arguments,
         ),
     )
 
 
-def truncate(texts: TextService, prompt: Prompt, keep: int | None, max_tokens: int | None) -> Prompt:
+def truncate(
+    texts: TextService, model: ServedModel, prompt: Prompt, keep: int | None, max_tokens: int | None
+) -> Prompt:
     """Keeps the last `keep` tokens, as vLLM's truncate_prompt_tokens. -1 keeps as many as leave room for the answer."""
     if keep is None:
         return prompt
     if keep == -1:
-        keep = texts.context_len - max(1, max_tokens or 1)
+        keep = texts.context_len(model) - max(1, max_tokens or 1)
     if keep < 1:
         raise InvalidRequest(f"truncate_prompt_tokens={keep} is out of range; give -1 or at least 1.", TRUNCATE)
     return prompt if len(prompt.token_ids) <= keep else Prompt(prompt.token_ids[-keep:], None)
@@ -182,15 +194,17 @@ def truncate(texts: TextService, prompt: Prompt, keep: int | None, max_tokens: i
 TRUNCATE = "truncate_prompt_tokens"
 
 
-def fit_max_tokens(texts: TextService, num_prompt: int, asked: int | None, default: int | None, param: str) -> int:
+def fit_max_tokens(
+    texts: TextService, model: ServedModel, num_prompt: int, asked: int | None, default: int | None, param: str
+) -> int:
     """Returns the number of tokens that the answer may have. Raises ContextOverflow.
 
     This is `asked`, or else `default` if there is room for it, or else all the room in the context.
     """
-    room = texts.context_len - num_prompt
+    room = texts.context_len(model) - num_prompt
     if room < 1:
         raise ContextOverflow(
-            f"{_limit(texts)} However, your prompt has {num_prompt} tokens, which leaves no room for an answer. "
+            f"{_limit(texts, model)} However, your prompt has {num_prompt} tokens, which leaves no room for an answer. "
             "Shorten the prompt.",
             param,
         )
@@ -198,14 +212,15 @@ def fit_max_tokens(texts: TextService, num_prompt: int, asked: int | None, defau
         return room if default is None else min(room, default)
     if asked > room:
         raise ContextOverflow(
-            f"{_limit(texts)} However, you requested {num_prompt + asked} tokens ({num_prompt} in the prompt, "
+            f"{_limit(texts, model)} However, you requested {num_prompt + asked} tokens ({num_prompt} in the prompt, "
             f"{asked} for the answer). Shorten the prompt or lower max_tokens to {room}.",
             param,
         )
     return asked
 
 
-def _limit(texts: TextService) -> str:
-    if texts.context_len < texts.max_model_len:
-        return f"This server's KV cache holds {texts.context_len} tokens (model context: {texts.max_model_len})."
-    return f"This model's maximum context length is {texts.context_len} tokens."
+def _limit(texts: TextService, model: ServedModel) -> str:
+    served, own = texts.context_len(model), texts.max_model_len(model)
+    if served < own:
+        return f"This server's KV cache holds {served} tokens (model context: {own})."
+    return f"This model's maximum context length is {served} tokens."

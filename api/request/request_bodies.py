@@ -15,6 +15,7 @@ from lorafleet.api.request.chat_messages import MESSAGE_SCHEMA
 from lorafleet.api.request.fields import Strict, Tolerant, tolerated
 from lorafleet.api.routes.responses_input import ITEM_SCHEMA
 from lorafleet.protocol import limits
+from lorafleet.protocol.limits import LogprobsMode
 
 
 def _schema(**schema: Any) -> WithJsonSchema:
@@ -68,6 +69,7 @@ Metadata = Annotated[
 ]
 
 MaxTokens = Annotated[int, Within(limits.MAX_TOKENS)]
+MaxThinking = Annotated[int, Within(limits.MAX_THINKING)]
 N = Annotated[int, Within(limits.SAMPLING["n"])]
 Temperature = Annotated[float, Within(limits.SAMPLING["temperature"])]
 TopP = Annotated[float, Within(limits.SAMPLING["top_p"])]
@@ -80,11 +82,15 @@ MinTokens = Annotated[int, Within(limits.SAMPLING["min_tokens"])]
 NumLogprobs = Annotated[int, Within(limits.SAMPLING["logprobs"])]
 Truncation = Annotated[int, Within(limits.TRUNCATE)]
 Priority = Annotated[int, Within(limits.PRIORITY)]
+Version = Annotated[int, Within(limits.VERSION)]
 Dimensions = Annotated[int, Within(limits.DIMENSIONS)]
 LogitBias = Annotated[dict[str, float], AtMost(limits.MAX_LOGIT_BIAS), WithJsonSchema(_BIASES)]
 StopText = Annotated[str, AtMost(limits.MAX_STOP_CHARS)]
 Stop = StopText | Annotated[list[StopText], AtMost(limits.MAX_STOP_STRINGS)]
 StopIds = Annotated[list[Annotated[int, Within(limits.TOKEN_ID)]], AtMost(limits.MAX_STOP_TOKEN_IDS)]
+AllowedIds = Annotated[list[Annotated[int, Within(limits.TOKEN_ID)]], AtMost(limits.MAX_ALLOWED_TOKEN_IDS)]
+BadWord = Annotated[str, AtMost(limits.MAX_BAD_WORD_CHARS)]
+BadWords = Annotated[list[BadWord], AtMost(limits.MAX_BAD_WORDS)]
 Choices = Annotated[list[Source], AtMost(limits.MAX_CHOICES)]
 
 
@@ -180,6 +186,8 @@ class SampledRequest(Tolerant):
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
     logit_bias: LogitBias | None = None
+    allowed_token_ids: AllowedIds | None = None
+    bad_words: BadWords | None = None
     seed: Seed | None = None
     stop: Stop | None = None
     stop_token_ids: StopIds | None = None
@@ -187,6 +195,10 @@ class SampledRequest(Tolerant):
     ignore_eos: bool | None = None
     min_tokens: MinTokens | None = None
     skip_special_tokens: bool | None = None
+    logprobs_mode: LogprobsMode | None = None  # The probabilities whose logarithms are returned; default: the server's.
+    return_weight_versions: bool | None = None  # Names the version and digest that sampled each token.
+    weight_version: Version | None = None  # The only version that may answer.
+    min_weight_version: Version | None = None  # The least version that may answer.
 
 
 class GenerationRequest(SampledRequest):
@@ -204,6 +216,7 @@ class GenerationRequest(SampledRequest):
     stream_options: StreamOptions | None = None
     priority: Priority | None = None  # Lower values start sooner.
     return_token_ids: bool | None = None
+    return_routed_experts: bool | None = None  # For bases with experts, if the server records them.
     return_tokens_as_token_ids: bool | None = None
     request_id: RequestId | None = None
     cache_salt: Salt | None = Field(None, min_length=1)
@@ -254,6 +267,7 @@ class AllowedToolChoice(Strict):
     allowed_tools: AllowedTools
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ToolMode = Literal["none", "auto", "required"]
 ToolChoice = Annotated[NamedToolChoice | AllowedToolChoice, Field(discriminator="type")]
 
@@ -269,21 +283,15 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateArguments | None = None
+    reasoning_effort: ReasoningEffort | None = None  # An argument of the chat template.
+    thinking_token_budget: MaxThinking | None = None  # Most tokens of reasoning; then its end is forced.
 
 
-class EmbeddingRequest(Tolerant):
-    model: ModelName | None = None
-    lora_weights: Weights | None = None
-    input: Prompts
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Dimensions | None = None  # Keeps only the first numbers, normalized again.
-    pooling: Literal["last", "mean"] | None = None  # Default: the server's.
-    normalize: bool | None = None  # To length 1; default: true.
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Truncation | None = None  # Keeps the last k tokens; -1 keeps as many as fit.
-    priority: Priority | None = None
-    cache_salt: Salt | None = None
-    request_id: RequestId | None = None
+class ConvertedChat(ChatRequest):
+    """A chat request made from a request of another API, whose clients do not know what the model can do."""
+
+    template_wishes: TemplateArguments | None = None  # Arguments for a template that reads them.
+    thinking_wish: MaxThinking | None = None  # thinking_token_budget of a model that can be held to one.
 
 
 class ResponsesFunction(Strict):
@@ -331,11 +339,17 @@ class ResponsesText(Strict):
     verbosity: Literal["medium"] | None = None  # OpenAI's default; models here support no other.
 
 
+class ResponsesReasoning(Strict):
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto", "detailed"] | None = None  # The whole reasoning takes the place of a summary.
+
+
 class ResponsesStreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
 OUTPUT_LOGPROBS = "message.output_text.logprobs"
+PACKED_REASONING = "reasoning.encrypted_content"
 Includable = Literal[
     "message.output_text.logprobs",
     "file_search_call.results",
@@ -353,17 +367,24 @@ _ITEMS = {"type": "array", "items": ITEM_SCHEMA, "minItems": 1, "maxItems": limi
 
 class ResponsesRequest(SampledRequest):
     model: ModelName | None = None
+    return_token_ids: bool | None = None
     lora_weights: Weights | None = None
     input: Annotated[Any, _schema(anyOf=[_TEXT, _ITEMS])]
     instructions: Text | None = None
     max_output_tokens: MaxTokens | None = None
     text: ResponsesText | None = None
+    reasoning: ResponsesReasoning | None = None
+    thinking_token_budget: MaxThinking | None = None
+    chat_template_kwargs: TemplateArguments | None = None
     tools: Annotated[list[ResponsesFunction], AtMost(limits.MAX_TOOLS)] | None = None
     tool_choice: ToolMode | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     metadata: Metadata | None = None  # Returned unchanged.
+    store: bool | None = None  # Default: true, unless the server stores nothing.
+    previous_response_id: Label | None = None  # Its conversation precedes `input`.
+    background: bool | None = None
     include: Annotated[list[Includable], AtMost(limits.MAX_INCLUDED)] | None = (
-        None  # All except output_text.logprobs concern items that no answer here has.
+        None  # All except the logprobs and the reasoning concern items that no answer here has.
     )
     top_logprobs: NumLogprobs | None = None
     stream: bool | None = None
@@ -386,12 +407,45 @@ class TokenizeRequest(Tolerant):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateArguments | None = None
+    reasoning_effort: ReasoningEffort | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Tolerant):
     model: ModelName | None = None
     tokens: Annotated[list[Annotated[int, _schema(**_TOKEN_ID)]], AtMost(limits.MAX_DETOKENIZE_IDS)]
+
+
+class TokenSampling(SampledRequest):
+    """vLLM's SamplingParams in /inference/v1/generate."""
+
+    n: N | None = None
+    max_tokens: MaxTokens | None = None
+    logprobs: NumLogprobs | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    detokenize: bool | None = None  # Has no effect: the answer is token ids.
+    output_kind: Literal[0, 1, 2] | None = None  # Has no effect: `stream` says which parts of an answer are sent.
+    return_weight_versions: None = None  # These three are beside `sampling_params`.
+    weight_version: None = None
+    min_weight_version: None = None
+
+
+class TokensRequest(Tolerant):
+    """The body of vLLM's /inference/v1/generate."""
+
+    model: ModelName | None = None
+    request_id: RequestId | None = None
+    lora_weights: Weights | None = None
+    token_ids: Annotated[Any, _schema(**_TOKEN_IDS)]
+    sampling_params: TokenSampling
+    stream: bool | None = None
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
+    features: None = None  # Features of pictures and sound are not served.
+    return_weight_versions: bool | None = None
+    weight_version: Version | None = None
+    min_weight_version: Version | None = None
+    return_routed_experts: bool | None = None
 
 
 class LoadAdapterRequest(Tolerant):
@@ -464,3 +518,7 @@ class SGLangRequest(Tolerant):
     logprob_start_len: Truncation | None = None
     top_logprobs_num: NumLogprobs | None = None
     return_text_in_logprobs: bool | None = None
+    return_weight_versions: bool | None = None
+    weight_version: Version | None = None
+    min_weight_version: Version | None = None
+    return_routed_experts: bool | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import msgspec
 
@@ -11,17 +10,19 @@ from lorafleet.api.app_state import AppState
 from lorafleet.api.request.request_bodies import GenerationRequest
 from lorafleet.api.request.structured import read_structured
 from lorafleet.api.served_model import ServedModel
+from lorafleet.api.text.bad_words import spellings, token_sequences
+from lorafleet.api.text_service import TextService
 from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.limits import cut
 from lorafleet.protocol.sampling_params import SamplingParams
 
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 # Parameters that are converted from fields of a request. The others have the same name and value there.
-_CONVERTED = {"max_tokens", "logprobs", "logit_bias", "structured_outputs"}
+_CONVERTED = {"max_tokens", "logprobs", "logit_bias", "bad_words_token_ids", "structured_outputs"}
 _SAME_NAMES = [name for name in SamplingParams.__struct_fields__ if name not in _CONVERTED]
 
 
-def read_params(
+async def read_params(
     state: AppState, model: ServedModel, body: GenerationRequest, *, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
     """Returns the parameters of a whole request: `n` is as requested, and max_tokens is not yet fitted to a prompt."""
@@ -34,13 +35,22 @@ def read_params(
         raise InvalidRequest("`stream_options` is allowed only if stream is true.", "stream_options")
     given |= {"max_tokens": max_tokens, "logprobs": logprobs, "logit_bias": read_logit_bias(body.logit_bias)}
     given["structured_outputs"] = read_structured(model, body)
-    return make_params(state, model, given)
-
-
-def make_params(state: AppState, model: ServedModel, given: dict[str, Any]) -> SamplingParams:
     params = SamplingParams(**{**state.config.generation_defaults, **given})
+    params = await with_banned_tokens(state.texts, model, params)
     params.check_vocabulary(state.texts.vocab_size(model))
     return params
+
+
+async def with_banned_tokens(texts: TextService, model: ServedModel, params: SamplingParams) -> SamplingParams:
+    """Returns the parameters with the tokens of their bad_words, in the spellings of the model's tokenizer."""
+    if not params.bad_words:
+        return params
+    encode, group = texts.tokenizing.encode, model.turn_group
+    encoded = [
+        await encode(model.tokenizer, text, add_special_tokens=False, group=group)
+        for text in spellings(params.bad_words)
+    ]
+    return msgspec.structs.replace(params, bad_words_token_ids=token_sequences(encoded))
 
 
 def read_logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorafleet import __version__
 from lorafleet.api.access.audit import audited
-from lorafleet.api.access.caller import Caller, Needed, sent_key, set_caller
+from lorafleet.api.access.caller import Caller, Needed, inner_caller, sent_key, set_caller
 from lorafleet.api.access.caller_admission import (
     MAX_AUXILIARY,
     MAX_UPLOADS,
@@ -29,18 +29,31 @@ from lorafleet.api.access.caller_admission import (
 )
 from lorafleet.api.answer.elsewhere import RETRY_STATUS, meant_status, retry_id
 from lorafleet.api.answer.error_responses import internal_error_response, on_http_exception, on_lorafleet_error
+from lorafleet.api.answer.gathered_writes import GatheredWrites
 from lorafleet.api.answer.responses import set_body_sender
+from lorafleet.api.anthropic.messages_api import count_message_tokens, messages
 from lorafleet.api.app_state import AppState
 from lorafleet.api.routes.chat import chat
+from lorafleet.api.routes.classify import classify
 from lorafleet.api.routes.completions import completions
 from lorafleet.api.routes.docs import docs_routes
-from lorafleet.api.routes.embeddings import embeddings
+from lorafleet.api.routes.embeddings import embeddings, pooling
 from lorafleet.api.routes.generate import generate
-from lorafleet.api.routes.load_lora_adapter import load_lora_adapter, unload_lora_adapter
-from lorafleet.api.routes.models import list_models, show_model
+from lorafleet.api.routes.load_lora_adapter import (
+    load_lora_adapter,
+    load_sglang_adapter,
+    unload_lora_adapter,
+    unload_sglang_adapter,
+)
+from lorafleet.api.routes.models import list_models, model_info, show_model
+from lorafleet.api.routes.response_routes import cancel_response, delete_response, list_input_items, show_response
 from lorafleet.api.routes.responses_api import count_input_tokens, responses
-from lorafleet.api.routes.service import health, metrics, version
+from lorafleet.api.routes.score import rerank, score
+from lorafleet.api.routes.server_info import get_world_size, server_info
+from lorafleet.api.routes.service import finish_session, health, metrics, version
 from lorafleet.api.routes.tokenize import detokenize, tokenize
+from lorafleet.api.routes.tokens import generate_tokens, render_chat_tokens
+from lorafleet.api.routes.unserved import unserved_routes
 from lorafleet.api.telemetry.endpoint import CLIENT_LEFT, endpoint_of, set_endpoint
 from lorafleet.api.telemetry.http_metrics import label_of_request
 from lorafleet.protocol.errors import InvalidRequest, LorafleetError, Overloaded
@@ -58,22 +71,67 @@ ROUTES: tuple[Route, ...] = (
     ("POST", "/v1/chat/completions", "infer", chat),
     ("POST", "/v1/responses", "infer", responses),
     ("POST", "/v1/responses/input_tokens", "infer", count_input_tokens),
+    ("GET", "/v1/responses/{response_id}", "infer", show_response),
+    ("DELETE", "/v1/responses/{response_id}", "infer", delete_response),
+    ("POST", "/v1/responses/{response_id}/cancel", "infer", cancel_response),
+    ("GET", "/v1/responses/{response_id}/input_items", "infer", list_input_items),
+    ("POST", "/v1/messages", "infer", messages),
+    ("POST", "/v1/messages/count_tokens", "infer", count_message_tokens),
     ("POST", "/v1/embeddings", "infer", embeddings),
+    ("POST", "/pooling", "infer", pooling),
+    ("POST", "/classify", "infer", classify),
+    ("POST", "/score", "infer", score),
+    ("POST", "/v1/score", "infer", score),
+    ("POST", "/rerank", "infer", rerank),
+    ("POST", "/v1/rerank", "infer", rerank),
+    ("POST", "/v2/rerank", "infer", rerank),
     ("POST", "/generate", "infer", generate),
+    ("POST", "/inference/v1/generate", "infer", generate_tokens),
+    ("POST", "/v1/chat/completions/render", "infer", render_chat_tokens),
     ("GET", "/v1/models", "infer", list_models),
     ("GET", "/v1/models/{model:path}", "infer", show_model),
     ("POST", "/tokenize", "infer", tokenize),
     ("POST", "/detokenize", "infer", detokenize),
     ("POST", "/v1/load_lora_adapter", "loading", load_lora_adapter),
     ("POST", "/v1/unload_lora_adapter", "loading", unload_lora_adapter),
+    ("POST", "/load_lora_adapter", "loading", load_sglang_adapter),
+    ("POST", "/unload_lora_adapter", "loading", unload_sglang_adapter),
+    ("POST", "/skyrl/v1/load_lora_adapter", "loading", load_sglang_adapter),
+    *unserved_routes(),
+    ("GET", "/server_info", "loading", server_info),
+    ("GET", "/get_world_size", "loading", get_world_size),
+    ("GET", "/model_info", "infer", model_info),
+    ("GET", "/get_model_info", "infer", model_info),
+    ("POST", "/finish_session", "open", finish_session),
     ("GET", "/health", "open", health),
+    ("GET", "/health_generate", "open", health),
+    ("GET", "/liveness", "open", health),
     ("GET", "/ping", "open", health),
     ("POST", "/ping", "open", health),
     ("GET", "/version", "open", version),
     ("GET", "/metrics", "metrics", metrics),
 )
 # Routes that cost work but generate nothing.
-AUXILIARY = frozenset(("/tokenize", "/detokenize", "/v1/responses/input_tokens"))
+AUXILIARY = frozenset(
+    (
+        "/tokenize",
+        "/detokenize",
+        "/v1/chat/completions/render",
+        "/v1/messages/count_tokens",
+        "/v1/responses/input_tokens",
+        "/v1/responses/{response_id}",
+        "/v1/responses/{response_id}/cancel",
+        "/v1/responses/{response_id}/input_items",
+        "/v1/files",
+        "/v1/files/{file_id}",
+        "/v1/files/{file_id}/content",
+        "/v1/batches",
+        "/v1/batches/{batch_id}",
+        "/v1/batches/{batch_id}/cancel",
+    )
+)
+# Routes that change something although their method is GET: SGLang's clients flush so.
+CHANGING_GETS = frozenset(("/flush_cache",))
 # Routes that query all replicas.
 OF_ALL = frozenset(("/metrics", "/v1/console/state", "/v1/console/adapters/{name:path}"))
 
@@ -111,14 +169,16 @@ def _endpoint(
         state = get_state()
         if state is None:
             raise Overloaded("This replica is starting; try again in a moment.")
-        if needed in ("admin", "loading") and request.method != "GET":
+        if needed in ("admin", "loading") and (request.method != "GET" or path in CHANGING_GETS):
             return await audited(request, state.access.audit, lambda: admitted(state, request))
         return await admitted(state, request)
 
     async def admitted(state: AppState, request: Request) -> Response:
-        if needed != "open" and not state.access.gate.has_keys:
-            state.config.origins.check(request.headers)
-        caller = state.access.gate.caller(sent_key(request.headers), needed)
+        caller = inner_caller(request.scope)
+        if caller is None:
+            if needed != "open" and not state.access.gate.has_keys:
+                state.config.origins.check(request.headers)
+            caller = state.access.gate.caller(sent_key(request.headers), needed)
         set_caller(request.scope, caller)
         if needed != "open":
             await _admit(state, request, path, needed, caller)
@@ -150,13 +210,14 @@ class CountRequests:
     def __init__(self, app: ASGIApp, get_state: GetState) -> None:
         self._app = app
         self._get_state = get_state
+        self._writes = GatheredWrites()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         status = CLIENT_LEFT
-        set_body_sender(scope, send)
+        set_body_sender(scope, self._writes.sender(send))
 
         async def record_status(message: Message) -> None:
             nonlocal status
@@ -182,7 +243,7 @@ class CountRequests:
                 state.telemetry.failures.record(error)
             if status != CLIENT_LEFT:
                 raise  # The answer has begun, so only a broken connection can tell the client.
-            await internal_error_response()(scope, receive, record_status)
+            await internal_error_response(scope)(scope, receive, record_status)
         finally:
             for admission in admissions_of(scope):
                 admission.end()

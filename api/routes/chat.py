@@ -1,4 +1,4 @@
-"""Serves OpenAI's /v1/chat/completions, and starts the samples of /v1/responses."""
+"""Serves OpenAI's /v1/chat/completions, and starts the samples of /v1/responses and /v1/messages."""
 
 from __future__ import annotations
 
@@ -14,23 +14,33 @@ from lorafleet.api.answer import answer_types as answers
 from lorafleet.api.answer.envelope import Envelope, draw_key, request_id
 from lorafleet.api.answer.error_responses import in_own_words
 from lorafleet.api.answer.generation import Sample, Task, collect, make_samples, usage_of
-from lorafleet.api.answer.logprobs import chat_logprobs, count_logprobs, vllm_prompt_logprobs
+from lorafleet.api.answer.logprobs import chat_logprobs, vllm_prompt_logprobs
 from lorafleet.api.answer.responses import WholeReply, event, json_response
-from lorafleet.api.answer.streaming import StreamUsage, TextChunk, event_stream, fallback_headers
+from lorafleet.api.answer.streaming import StreamUsage, TextChunk, answer_headers, event_stream
 from lorafleet.api.app_state import AppState
-from lorafleet.api.request.function_tools import AnswerReader, ToolUse, delta_of, read_answer, read_tools
+from lorafleet.api.request.function_tools import (
+    AnswerReader,
+    ParsedAnswer,
+    ToolUse,
+    delta_of,
+    read_answer,
+    read_tools,
+    reasoning_fields,
+)
 from lorafleet.api.request.parsing import read_body
 from lorafleet.api.request.priority import checked_priority
 from lorafleet.api.request.prompts import Prompt, encode, fit_max_tokens, render_chat, truncate
 from lorafleet.api.request.request_bodies import ChatRequest
 from lorafleet.api.request.request_deadline import RequestDeadline
 from lorafleet.api.request.sampling import fitted, read_params
+from lorafleet.api.request.weight_demand import read_demand
 from lorafleet.api.routes.operations import STARTING, describe
 from lorafleet.api.served_model import ServedModel
 from lorafleet.api.telemetry.http_metrics import label_request
 from lorafleet.api.telemetry.traced import trace_of
 from lorafleet.api.text.output import Delta
 from lorafleet.protocol.errors import InvalidRequest
+from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.protocol.structured_spec import StructuredOutputs
 
 
@@ -59,27 +69,40 @@ async def start_chat(
     deadline: RequestDeadline,
     prefix: str,
     structured_outputs: StructuredOutputs | None = None,
+    *,
+    limits_answer_to_room: bool = False,
 ) -> StartedChat:
-    """Reads and starts a chat request, also for /v1/responses. `prefix` begins the answer's ID."""
+    """Reads and starts a chat request, also for /v1/responses and /v1/messages.
+
+    Args:
+        prefix: The beginning of the answer's ID.
+        limits_answer_to_room: Lowers max_tokens to the room in the context, instead of rejecting the request.
+    """
     async with deadline.while_finding_models(trace_of(request)):
         model = await state.models.find(
             caller_of(request), body.model, draw_key(request, body.request_id, body.seed), body.lora_weights
         )
     label_request(request.scope, state.telemetry.metrics.label(model.lora))
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    try:
-        params = read_params(state, model, body, max_tokens=asked, logprobs=_num_logprobs(body))
-    except InvalidRequest as error:
-        raise in_own_words(error, _own_names(body)) from None
+    demand = read_demand(model, body)
+    params = await read_chat_params(state, model, body)
     tools = read_tools(state.texts, model, body, structured_outputs or params.structured_outputs)
-    params = tools.params(params)
-    prompt = truncate(
-        state.texts, await _read_prompt(state, request, model, body, tools), body.truncate_prompt_tokens, asked
-    )
-    fit = fit_max_tokens(state.texts, len(prompt.token_ids), asked, None, "messages")
+    prompt = await read_chat_prompt(state, request, model, body, tools)
+    params = tools.params(params, prompt.ending(model.tokenizer), model.tokenizer)
+    asked = _asked(body)
+    exact, at_most = (None, asked) if limits_answer_to_room else (asked, None)
+    fit = fit_max_tokens(state.texts, model, len(prompt.token_ids), exact, at_most, "messages")
     priority = checked_priority(state.access.gate, model.caller, body.priority)
     answer_id = request_id(request, prefix, body.request_id)
-    task = Task(prompt, model, fitted(params, fit), cache_salt=body.cache_salt, priority=priority)
+    task = Task(
+        prompt,
+        model,
+        fitted(params, fit),
+        cache_salt=body.cache_salt,
+        priority=priority,
+        version_demand=demand,
+        names_weights=bool(body.return_weight_versions),
+        returns_experts=bool(body.return_routed_experts),
+    )
     samples = await make_samples(state, request, answer_id, [task], deadline)
     return StartedChat(answer_id, samples, tools)
 
@@ -90,15 +113,28 @@ async def count_prompt_tokens(state: AppState, request: Request, body: ChatReque
     return len(await encode(state.texts, model, text, add_special_tokens=False))
 
 
-async def _read_prompt(
+async def read_chat_prompt(
     state: AppState, request: Request, model: ServedModel, body: ChatRequest, tools: ToolUse
 ) -> Prompt:
+    """Renders and tokenizes the messages, and truncates the prompt as the request says."""
     text = await render_chat(state, request, model, body, tools.shown)
     named = "messages" if body.truncate_prompt_tokens is None else None
     token_ids = await encode(state.texts, model, text, add_special_tokens=bool(body.add_special_tokens), must_fit=named)
     if not token_ids:
         raise InvalidRequest("The chat template renders these messages as an empty prompt.", "messages")
-    return Prompt(token_ids, text)
+    return truncate(state.texts, model, Prompt(token_ids, text), body.truncate_prompt_tokens, _asked(body))
+
+
+async def read_chat_params(state: AppState, model: ServedModel, body: ChatRequest) -> SamplingParams:
+    """Returns the sampling parameters of a chat request. Errors name the request's own fields."""
+    try:
+        return await read_params(state, model, body, max_tokens=_asked(body), logprobs=count_logprobs_asked(body))
+    except InvalidRequest as error:
+        raise in_own_words(error, _own_names(body)) from None
+
+
+def _asked(body: ChatRequest) -> int | None:
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
 
 
 def _own_names(body: ChatRequest) -> dict[str, str]:
@@ -107,7 +143,8 @@ def _own_names(body: ChatRequest) -> dict[str, str]:
     return names if body.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
 
 
-def _num_logprobs(body: ChatRequest) -> int | None:
+def count_logprobs_asked(body: ChatRequest) -> int | None:
+    """Returns the number of the best tokens whose logprobs are wanted, or None if no logprobs are."""
     if body.logprobs:
         return body.top_logprobs or 0
     if body.top_logprobs:
@@ -127,7 +164,7 @@ class _Answer:
 
     async def whole(self) -> Response:
         answers = await collect(self.samples)
-        num_values = sum(map(count_logprobs, answers))
+        num_values = sum(sample.count_values(delta) for sample, delta in zip(self.samples, answers, strict=True))
         return await run_by_count(self.threads, self.samples[0].model, num_values, lambda: self._write_whole(answers))
 
     def _write_whole(self, answers: list[Delta]) -> Response:
@@ -141,7 +178,7 @@ class _Answer:
             content["prompt_logprobs"] = vllm_prompt_logprobs(self.samples[0].model.tokenizer, entries)
         if self.body.return_token_ids:
             content["prompt_token_ids"] = self.samples[0].prompt.token_ids
-        return json_response(content, fallback_headers(self.samples))
+        return json_response(content, answer_headers(self.samples))
 
     def stream(self) -> Response:
         usage = StreamUsage(self.body, self.samples)
@@ -150,18 +187,20 @@ class _Answer:
         )
 
     def _choice(self, sample: Sample, delta: Delta) -> dict[str, object]:
-        content, calls = (
-            read_answer(self.tools.reader(eager=False), delta.text) if self.tools.calls else (delta.text, [])
-        )
-        message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
-        if calls:
+        read = ParsedAnswer(delta.text, [])
+        if self.tools.parses:
+            read = read_answer(self.tools.reader(_prompt_end(sample), eager=False), delta.text)
+        message: dict[str, object] = {"role": "assistant", "content": read.content, "refusal": None}
+        if read.reasoning:
+            message |= reasoning_fields(read.reasoning)
+        if read.calls:
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in calls
+                for call in read.calls
             ]
-        return {"index": sample.index, "message": message, **self.extras(delta, has_called=bool(calls))}
+        return {"index": sample.index, "message": message, **self.extras(sample, delta, has_called=bool(read.calls))}
 
-    def extras(self, delta: Delta, *, has_called: bool) -> dict[str, object]:
+    def extras(self, sample: Sample, delta: Delta, *, has_called: bool) -> dict[str, object]:
         """Returns the fields that a choice has in addition to its text, whole or in a chunk."""
         fields: dict[str, object] = {
             "logprobs": self._logprobs(delta),
@@ -170,6 +209,8 @@ class _Answer:
         }
         if self.body.return_token_ids:
             fields["token_ids"] = delta.token_ids
+        if delta.finish_reason is not None:
+            fields |= sample.weight_versions() | sample.routed_experts()
         return fields
 
     def _logprobs(self, delta: Delta) -> dict[str, object] | None:
@@ -179,8 +220,12 @@ class _Answer:
         return chat_logprobs(self.samples[0].model.tokenizer, delta.logprobs or [], as_ids=as_ids)
 
 
+def _prompt_end(sample: Sample) -> str:
+    return sample.prompt.ending(sample.model.tokenizer)
+
+
 class _ChoiceStream:
-    """Writes the chunks of one choice: first its role, then its text and its calls as they come."""
+    """Writes the chunks of one choice: first its role, then its text, its reasoning and its calls as they come."""
 
     def __init__(self, answer: _Answer, sample: Sample, usage: StreamUsage) -> None:
         body = answer.body
@@ -188,13 +233,13 @@ class _ChoiceStream:
         self._sample = sample
         self._usage = usage
         self._opened = False
-        self._reader = answer.tools.reader(eager=True) if answer.tools.calls else None
+        self._reader = answer.tools.reader(_prompt_end(sample), eager=True) if answer.tools.parses else None
         self._text_only = not body.logprobs and not body.return_token_ids and not usage.continuous
         self._envelope = answer.envelope.chunk(sample)
         self._text = TextChunk(self._chunk({"content": TextChunk.mark}, Delta()))
 
     def count_values(self, delta: Delta) -> int:
-        return count_logprobs(delta)
+        return self._sample.count_values(delta)
 
     def write(self, delta: Delta) -> bytes:
         opening = b"" if self._opened else self._open()
@@ -226,6 +271,10 @@ class _ChoiceStream:
 
     def _chunk(self, content: dict[str, object], delta: Delta) -> dict[str, object]:
         has_called = self._reader is not None and self._reader.has_called
-        choice = {"index": self._sample.index, "delta": content, **self._answer.extras(delta, has_called=has_called)}
+        choice = {
+            "index": self._sample.index,
+            "delta": content,
+            **self._answer.extras(self._sample, delta, has_called=has_called),
+        }
         usage = self._usage.field(self._sample if self._usage.continuous else None)
         return {**self._envelope, "choices": [choice], **usage}

@@ -17,9 +17,9 @@ from lorafleet.api.access.pacing import in_turns
 from lorafleet.api.answer import answer_types as answers
 from lorafleet.api.answer.envelope import Envelope, draw_key, request_id
 from lorafleet.api.answer.generation import Sample, Task, collect, make_samples, usage_of
-from lorafleet.api.answer.logprobs import completion_logprobs, count_logprobs, prompt_offsets, vllm_prompt_logprobs
+from lorafleet.api.answer.logprobs import completion_logprobs, prompt_offsets, vllm_prompt_logprobs
 from lorafleet.api.answer.responses import WholeReply, event, json_response
-from lorafleet.api.answer.streaming import StreamUsage, TextChunk, event_stream, fallback_headers
+from lorafleet.api.answer.streaming import StreamUsage, TextChunk, answer_headers, event_stream
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.parsing import read_body
 from lorafleet.api.request.priority import checked_priority
@@ -27,6 +27,7 @@ from lorafleet.api.request.prompts import Prompt, fit_max_tokens, listed_prompts
 from lorafleet.api.request.request_bodies import CompletionRequest
 from lorafleet.api.request.request_deadline import RequestDeadline
 from lorafleet.api.request.sampling import fitted, read_params
+from lorafleet.api.request.weight_demand import read_demand
 from lorafleet.api.routes.operations import STARTING, describe
 from lorafleet.api.served_model import ServedModel
 from lorafleet.api.telemetry.http_metrics import label_request
@@ -50,25 +51,36 @@ async def completions(state: AppState, request: Request) -> Response:
             caller_of(request), body.model, draw_key(request, body.request_id, body.seed), body.lora_weights
         )
     label_request(request.scope, state.telemetry.metrics.label(model.lora))
+    demand = read_demand(model, body)
     scoring = bool(body.echo) and body.max_tokens == 0  # OpenAI's way to ask for the prompt's logprobs only.
     asked = 1 if scoring else body.max_tokens
-    params = _read_params(state, model, body, asked)
+    params = await _read_params(state, model, body, asked)
     prompts = await _read_prompts(state.texts, model, body)
-    fits = [fit_max_tokens(state.texts, len(p.token_ids), asked, DEFAULT_MAX_TOKENS, "prompt") for p in prompts]
+    fits = [fit_max_tokens(state.texts, model, len(p.token_ids), asked, DEFAULT_MAX_TOKENS, "prompt") for p in prompts]
     priority = checked_priority(state.access.gate, model.caller, body.priority)
     envelope = Envelope(request_id(request, "cmpl-", body.request_id), "text_completion", state.config.base_id)
     tasks = [
-        Task(prompt, model, fitted(params, fit), scoring, body.cache_salt, priority)
+        Task(
+            prompt,
+            model,
+            fitted(params, fit),
+            scoring,
+            body.cache_salt,
+            priority,
+            demand,
+            bool(body.return_weight_versions),
+            bool(body.return_routed_experts),
+        )
         for prompt, fit in zip(prompts, fits, strict=True)
     ]
     answer = _Answer(state.long_work, body, await make_samples(state, request, envelope.id, tasks, deadline), envelope)
     return answer.stream() if body.stream else WholeReply(answer.whole)
 
 
-def _read_params(
+async def _read_params(
     state: AppState, model: ServedModel, body: CompletionRequest, max_tokens: int | None
 ) -> SamplingParams:
-    params = read_params(state, model, body, max_tokens=max_tokens, logprobs=body.logprobs)
+    params = await read_params(state, model, body, max_tokens=max_tokens, logprobs=body.logprobs)
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         return msgspec.structs.replace(params, prompt_logprobs=body.logprobs)
     return params
@@ -80,7 +92,7 @@ async def _read_prompts(texts: TextService, model: ServedModel, body: Completion
         await read_prompt(texts, model, given, add_special_tokens=special, param="prompt", must_fit=fits)
         async for given in in_turns(listed_prompts(body.prompt, "prompt"))
     ]
-    return [truncate(texts, prompt, body.truncate_prompt_tokens, body.max_tokens) for prompt in prompts]
+    return [truncate(texts, model, prompt, body.truncate_prompt_tokens, body.max_tokens) for prompt in prompts]
 
 
 @dataclass(slots=True)
@@ -102,7 +114,7 @@ class _Answer:
     def _write_whole(self, opened: list[_Choice], answers: list[Delta]) -> Response:
         choices = [choice.choice(delta, first=True) for choice, delta in zip(opened, answers, strict=True)]
         content = {**self.envelope.whole(self.samples), "choices": choices, "usage": usage_of(self.samples)}
-        return json_response(content, fallback_headers(self.samples))
+        return json_response(content, answer_headers(self.samples))
 
     def stream(self) -> Response:
         usage = StreamUsage(self.body, self.samples)
@@ -122,7 +134,7 @@ class _Choice:
         return self.sample.prompt.written(self.sample.model.tokenizer) if echo else ""
 
     def count_values(self, delta: Delta, *, first: bool) -> int:
-        num_values, body = count_logprobs(delta), self.answer.body
+        num_values, body = self.sample.count_values(delta), self.answer.body
         if first and (body.echo or body.return_token_ids):
             num_values += len(self.sample.prompt.token_ids)
         return num_values
@@ -139,6 +151,8 @@ class _Choice:
         }
         if body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = vllm_prompt_logprobs(self.sample.model.tokenizer, delta.prompt_logprobs or [])
+        if delta.finish_reason is not None:
+            choice |= self.sample.weight_versions() | self.sample.routed_experts()
         if body.return_token_ids:
             choice["token_ids"] = delta.token_ids
             if first:

@@ -21,9 +21,9 @@ from lorafleet.api.answer import answer_types as answers
 from lorafleet.api.answer.encoded_list import EncodedList
 from lorafleet.api.answer.envelope import check_request_id, draw_key, request_id
 from lorafleet.api.answer.generation import GeneratedAnswer, Sample, Task, collect, fallback_of, make_samples, merged
-from lorafleet.api.answer.logprobs import LOWEST, count_logprobs
+from lorafleet.api.answer.logprobs import LOWEST
 from lorafleet.api.answer.responses import DONE, EventStream, WholeReply, event, json_response
-from lorafleet.api.answer.streaming import fallback_headers
+from lorafleet.api.answer.streaming import answer_headers
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.chat_messages import string
 from lorafleet.api.request.parsing import parse_object, read_body
@@ -32,6 +32,7 @@ from lorafleet.api.request.request_bodies import SGLangRequest, SGLangSampling
 from lorafleet.api.request.request_deadline import RequestDeadline
 from lorafleet.api.request.sampling import fitted, read_logit_bias
 from lorafleet.api.request.structured import read_sglang_structured
+from lorafleet.api.request.weight_demand import read_demand
 from lorafleet.api.routes.operations import STARTING, describe
 from lorafleet.api.served_model import ServedModel
 from lorafleet.api.telemetry.http_metrics import label_request
@@ -86,9 +87,10 @@ async def _whole(threads: FairThreads, results: Sequence[_Result], as_list: bool
         for result, answer in zip(results, answers, strict=True):
             result.add(answer)
         content = [result.render() for result in results]
-        return json_response(content if as_list else content[0], fallback_headers(samples))
+        return json_response(content if as_list else content[0], answer_headers(samples))
 
-    return await run_by_count(threads, samples[0].model, sum(map(count_logprobs, answers)), write)
+    num_values = sum(sample.count_values(delta) for sample, delta in zip(samples, answers, strict=True))
+    return await run_by_count(threads, samples[0].model, num_values, write)
 
 
 async def _stream(
@@ -98,9 +100,9 @@ async def _stream(
     running = len(samples)
     async with aclosing(merged(samples)) as deltas:
         async for sample, delta in deltas:
-            headers.update(fallback_headers(samples))
+            headers.update(answer_headers(samples))
             write = partial(_write_chunk, results[sample.index], delta, indexed)
-            chunk = await run_by_count(threads, sample.model, count_logprobs(delta), write)
+            chunk = await run_by_count(threads, sample.model, sample.count_values(delta), write)
             running -= delta.finish_reason is not None
             yield chunk + (b"" if running else DONE)
 
@@ -193,8 +195,16 @@ def _make_task(
 ) -> Task:
     scoring = sampling.max_new_tokens == 0
     asked = 1 if scoring else sampling.max_new_tokens
-    fit = fit_max_tokens(state.texts, len(prompt.token_ids), asked, DEFAULT_MAX_NEW_TOKENS, "max_new_tokens")
-    return Task(prompt, model, fitted(_params_of(state, model, body, sampling, asked), fit), scoring)
+    fit = fit_max_tokens(state.texts, model, len(prompt.token_ids), asked, DEFAULT_MAX_NEW_TOKENS, "max_new_tokens")
+    return Task(
+        prompt,
+        model,
+        fitted(_params_of(state, model, body, sampling, asked), fit),
+        scoring,
+        version_demand=read_demand(model, body),
+        names_weights=bool(body.return_weight_versions),
+        returns_experts=bool(body.return_routed_experts),
+    )
 
 
 def _params_of(
@@ -256,6 +266,8 @@ class _Result:
         if self._logprobs is not None:
             # The prompt may be a thousand times as long as the new part.
             meta |= self._logprobs.fields(of_prompt=self._is_first or whole.finish_reason is not None)
+        if whole.finish_reason is not None:
+            meta |= self.sample.weight_versions() | self.sample.routed_experts(as_sglang=True)
         self._is_first = False
         return {"text": self._text, "output_ids": self._token_ids.encoded, "meta_info": meta}
 

@@ -1,4 +1,5 @@
-"""Serves vLLM's /v1/load_lora_adapter and /v1/unload_lora_adapter, with vLLM's wording, because clients match on it.
+"""Serves vLLM's /v1/load_lora_adapter and /v1/unload_lora_adapter, with vLLM's wording, because clients match on it,
+and SGLang's routes of the same names without /v1.
 
 The catalog applies the changes on every replica.
 """
@@ -12,19 +13,23 @@ from starlette.responses import PlainTextResponse, Response
 
 from lorafleet.api.access.audit import begin
 from lorafleet.api.access.caller import caller_of
+from lorafleet.api.access.runtime_changes import check_may_load
 from lorafleet.api.access.visibility import CallersCatalog
+from lorafleet.api.answer import answer_types
+from lorafleet.api.answer.responses import json_response
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.parsing import read_body
 from lorafleet.api.request.request_bodies import LoadAdapterRequest, UnloadAdapterRequest
+from lorafleet.api.request.trainer_bodies import SGLangLoadRequest, SGLangUnloadRequest
 from lorafleet.api.routes.operations import PlainText, describe
-from lorafleet.protocol.errors import AdapterExists, Forbidden, InvalidRequest, ModelNotFound
+from lorafleet.protocol.errors import AdapterExists, InvalidRequest, ModelNotFound
 
 logger = logging.getLogger("lorafleet.http")
 
 
 @describe("Load an adapter, as in vLLM", body=LoadAdapterRequest, answer=PlainText)
 async def load_lora_adapter(state: AppState, request: Request) -> Response:
-    _check_allowed(state)
+    check_may_load(state, caller_of(request))
     body = await read_body(state, request, LoadAdapterRequest)
     name, path = body.lora_name, body.lora_path
     if not name or not path:
@@ -45,7 +50,7 @@ async def load_lora_adapter(state: AppState, request: Request) -> Response:
 
 @describe("Unload an adapter, as in vLLM", body=UnloadAdapterRequest, answer=PlainText)
 async def unload_lora_adapter(state: AppState, request: Request) -> Response:
-    _check_allowed(state)
+    check_may_load(state, caller_of(request))
     body = await read_body(state, request, UnloadAdapterRequest)
     name = body.lora_name
     if not name:
@@ -61,15 +66,29 @@ async def unload_lora_adapter(state: AppState, request: Request) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
 
+@describe("Load an adapter, as in SGLang", body=SGLangLoadRequest, answer=answer_types.LoadedAdapters)
+async def load_sglang_adapter(state: AppState, request: Request) -> Response:
+    check_may_load(state, caller_of(request))
+    body = await read_body(state, request, SGLangLoadRequest)
+    await begin(request, name=body.lora_name, source=body.lora_path)
+    catalog = state.models.catalog_of(caller_of(request))
+    await catalog.add(body.lora_name, body.lora_path, load_inplace=body.load_inplace)
+    logger.info("adapter %s loaded from %s", body.lora_name, body.lora_path)
+    return json_response({"success": True, "error_message": "", "loaded_adapters": {body.lora_name: body.lora_path}})
+
+
+@describe("Unload an adapter, as in SGLang", body=SGLangUnloadRequest, answer=answer_types.LoadedAdapters)
+async def unload_sglang_adapter(state: AppState, request: Request) -> Response:
+    check_may_load(state, caller_of(request))
+    body = await read_body(state, request, SGLangUnloadRequest)
+    await begin(request, name=body.lora_name)
+    await state.models.catalog_of(caller_of(request)).remove(body.lora_name)
+    logger.info("adapter %s unloaded", body.lora_name)
+    return json_response({"success": True, "error_message": "", "loaded_adapters": {}})
+
+
 async def _check_number(catalog: CallersCatalog, name: str, number: int | None) -> None:
     """Raises ModelNotFound if the client gives a number that is not the number of the adapter with this name."""
     known = None if number is None else await catalog.known(name)
     if number is not None and (known is None or known.lora_int_id != number):
         raise ModelNotFound(name)
-
-
-def _check_allowed(state: AppState) -> None:
-    if not state.config.allow_runtime_lora_updating:
-        raise Forbidden(
-            "Loading and unloading adapters at run time is off; start the server with --allow-runtime-lora-updating."
-        )

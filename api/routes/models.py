@@ -1,4 +1,4 @@
-"""Serves /v1/models and /v1/models/{id}.
+"""Serves /v1/models and /v1/models/{id}, and SGLang's /model_info.
 
 The list has the base model under each of its names, and then every adapter that the caller may use.
 """
@@ -71,13 +71,32 @@ async def show_model(state: AppState, request: Request) -> Response:
     return json_response(_adapter_card(state, caller, model.lora, model.name) | shown)
 
 
+@describe("Show the base model, as in SGLang", answer=answer_types.ModelInfo)
+async def model_info(state: AppState, request: Request) -> Response:
+    root = _root(state, caller_of(request), state.config.model_path, state.config.base_id)
+    return json_response(
+        {
+            "model_path": root,
+            "tokenizer_path": root,
+            "served_model_name": state.config.base_id,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": "default",  # SGLang's word for base weights that were never updated.
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+        }
+    )
+
+
 def _base_card(state: AppState, caller: Caller, name: str) -> dict[str, object]:
-    return _card(state, name, _root(state, caller, state.config.model_path, state.config.base_id), None)
+    root = _root(state, caller, state.config.model_path, state.config.base_id)
+    return _card(state, name, root, None, state.texts.base_max_model_len)
 
 
 def _adapter_card(state: AppState, caller: Caller, lora: LoRARequest, name: str) -> dict[str, object]:
     root = _root(state, caller, lora.lora_path, name)
-    return _card(state, name, root, lora.base_model_name or state.config.base_id)
+    length = state.texts.listed_max_model_len(lora)
+    return _card(state, name, root, lora.base_model_name or state.config.base_id, length)
 
 
 def _root(state: AppState, caller: Caller, path: str, name: str) -> str:
@@ -86,7 +105,7 @@ def _root(state: AppState, caller: Caller, path: str, name: str) -> str:
     return path if is_public or state.access.shows_paths_to(caller) else name
 
 
-def _card(state: AppState, name: str, root: str, parent: str | None) -> dict[str, object]:
+def _card(state: AppState, name: str, root: str, parent: str | None, max_model_len: int) -> dict[str, object]:
     return {
         "id": name,
         "object": "model",
@@ -94,5 +113,5 @@ def _card(state: AppState, name: str, root: str, parent: str | None) -> dict[str
         "owned_by": "lorafleet",
         "root": root,
         "parent": parent,
-        "max_model_len": state.texts.max_model_len,
+        "max_model_len": max_model_len,
     }

@@ -15,18 +15,51 @@ from pydantic import BaseModel, TypeAdapter
 
 from lorafleet import __version__
 from lorafleet.api.access.caller import Needed
-from lorafleet.api.answer.answer_types import ErrorBody
+from lorafleet.api.answer.answer_types import AnthropicErrorBody, ErrorBody
+from lorafleet.api.answer.anthropic_errors import speaks_anthropic
 from lorafleet.api.answer.error_responses import TABLE
 from lorafleet.api.request.fields import Tolerant, tolerated
-from lorafleet.api.routes.operations import QUEUE_TIMEOUT, REQUEST_ID, Operation, PlainText, TarFile, operation_of
-from lorafleet.protocol.limits import MAX_MODEL_CHARS, MAX_REQUEST_ID_CHARS, QUEUE_TIMEOUT_S
+from lorafleet.api.routes.operations import (
+    QUEUE_TIMEOUT,
+    REQUEST_ID,
+    FileBytes,
+    Operation,
+    PlainText,
+    TarFile,
+    TensorBytes,
+    UploadForm,
+    operation_of,
+)
+from lorafleet.protocol.limits import FILE_LIVES_S, MAX_MODEL_CHARS, MAX_REQUEST_ID_CHARS, QUEUE_TIMEOUT_S
 
 Schema = dict[str, Any]
 
 _REF = "#/components/schemas/{model}"
 _PARAMETER = re.compile(r"\{(\w+)(?::path)?\}")
 _KEY: Schema = {"key": []}  # The name of the security scheme.
+_BYTES: Schema = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+_ERRORS = {"Error": ErrorBody, "AnthropicError": AnthropicErrorBody}
 _TAR: Schema = {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}
+_FORM: Schema = {
+    "multipart/form-data": {
+        "schema": {
+            "type": "object",
+            "properties": {
+                "file": {"type": "string", "format": "binary"},
+                "purpose": {"const": "batch"},
+                "expires_after[anchor]": {"const": "created_at"},
+                "expires_after[seconds]": {
+                    "type": "integer",
+                    "minimum": FILE_LIVES_S.low,
+                    "maximum": FILE_LIVES_S.high,
+                },
+            },
+            "required": ["file", "purpose"],
+            "additionalProperties": False,
+        }
+    }
+}
+_BODIES = {TarFile: _TAR, TensorBytes: _BYTES, UploadForm: _FORM}
 
 
 # The headers that requests to generating routes may have.
@@ -71,7 +104,8 @@ def openapi(routes: Iterable[tuple[str, str, Needed, Callable[..., Any]]]) -> Sc
         "components": {
             "schemas": schemas.definitions,
             "responses": {
-                "Error": {"description": "The request was rejected or failed.", "content": _json(schemas.of(ErrorBody))}
+                name: {"description": "The request was rejected or failed.", "content": _json(schemas.of(body))}
+                for name, body in _ERRORS.items()
             },
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
@@ -85,7 +119,11 @@ class _Schemas:
         bodies = {route.operation.body for route in described} | {route.operation.query for route in described}
         models = [body for body in bodies if body is not None and issubclass(body, BaseModel)]
         answers = [answer for route in described for answer in (route.operation.answer, route.operation.events)]
-        types = [*models, *(kind for kind in answers if kind not in (None, PlainText, TarFile)), ErrorBody]
+        types = [
+            *models,
+            *(kind for kind in answers if kind not in (None, PlainText, TarFile, FileBytes)),
+            *_ERRORS.values(),
+        ]
         self._names = {str(kind): i for i, kind in enumerate(dict.fromkeys(types))}
         inputs = [
             (i, "validation" if kind in models else "serialization", TypeAdapter(kind))
@@ -111,11 +149,11 @@ def _operation(route: _Described, schemas: _Schemas) -> Schema:
             *_query_parameters(route.operation.query, schemas),
             *(_HEADERS[name] for name in route.operation.headers),
         ],
-        "responses": {"200": _success(route.operation, schemas), **_errors()},
+        "responses": {"200": _success(route.operation, schemas), **_errors(route.path)},
         "security": {"open": [{}], "admin": [_KEY]}.get(route.needed, [_KEY, {}]),
     }
-    if route.operation.body is TarFile:
-        made["requestBody"] = {"required": True, "content": _TAR}
+    if route.operation.body in _BODIES:
+        made["requestBody"] = {"required": True, "content": _BODIES[route.operation.body]}
     elif route.operation.body is not None:
         made["requestBody"] = {"required": True, "content": _json(schemas.of(route.operation.body))}
     return made
@@ -150,6 +188,8 @@ def _success(operation: Operation, schemas: _Schemas) -> Schema:
         content["text/plain"] = {"schema": {"type": "string"}}
     elif operation.answer is TarFile:
         content |= _TAR
+    elif operation.answer is FileBytes:
+        content |= _BYTES
     elif operation.answer is not None:
         content |= _json(schemas.of(operation.answer))
     if operation.events is not None:
@@ -159,9 +199,10 @@ def _success(operation: Operation, schemas: _Schemas) -> Schema:
     return {"description": "The request succeeded."} | ({"content": content} if content else {})
 
 
-def _errors() -> Schema:
+def _errors(path: str) -> Schema:
+    name = "AnthropicError" if speaks_anthropic(path) else "Error"
     statuses = sorted({str(kind.status) for kind in TABLE.values()})
-    return {status: {"$ref": "#/components/responses/Error"} for status in statuses}
+    return {status: {"$ref": f"#/components/responses/{name}"} for status in statuses}
 
 
 def _json(schema: Schema) -> Schema:

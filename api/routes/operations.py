@@ -25,12 +25,27 @@ class TarFile:
     """Marks a body or an answer that is a tar file, not JSON."""
 
 
+class TensorBytes:
+    """Marks a body of config, checksums and tensors (protocol/adapter_formats/tensor_push.py), not JSON."""
+
+
+class UploadForm:
+    """Marks a body that is multipart/form-data with one file (cluster/batches/upload_form.py), not JSON."""
+
+
+class FileBytes:
+    """Marks an answer that is the bytes of a file."""
+
+
+Body = type[BaseModel] | type[TarFile] | type[TensorBytes] | type[UploadForm] | None
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """The description of a route for the OpenAPI document."""
 
     summary: str
-    body: type[BaseModel] | type[TarFile] | None = None  # The model that checks the body; None: no body is read.
+    body: Body = None  # The model that checks the body; None: no body is read.
     answer: Any = None  # The type of the answer; None: its body is empty.
     events: Any = None  # The type of the events with `stream: true`; None: the route never streams.
     query: type[BaseModel] | None = None  # The model that checks the query parameters.
@@ -40,7 +55,7 @@ class Operation:
 def describe(
     summary: str,
     *,
-    body: type[BaseModel] | type[TarFile] | None = None,
+    body: Body = None,
     answer: Any = None,
     events: Any = None,
     query: type[BaseModel] | None = None,

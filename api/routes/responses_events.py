@@ -7,15 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from lorafleet.api.answer.responses import encode_json
-from lorafleet.api.tool_calls.parser import CallArguments, CallStart, Event, Text
+from lorafleet.api.request.packed_reasoning import packed
+from lorafleet.api.tool_calls.parser import CallArguments, CallStart, Event, Reasoning, Text
 
 Item = dict[str, Any]
 
 
 class ResponseItems:
-    """The output of one response. `items` is the output so far, and methods return the events of what they add."""
+    """The output of one response. `items` is the output so far, and methods return the events of what they add.
 
-    def __init__(self) -> None:
+    If `summarizes`, reasoning takes the place of its summary, which is the form that OpenAI's clients show. If
+    `packs_reasoning`, an item of reasoning also has its text in `encrypted_content`, once it is closed.
+    """
+
+    def __init__(self, *, summarizes: bool = False, packs_reasoning: bool = False) -> None:
+        self._summarizes = summarizes
+        self._packs_reasoning = packs_reasoning
         self.items: list[Item] = []
         self._number = 0
         self._open: Item | None = None  # The last item, while it grows.
@@ -33,6 +40,8 @@ class ResponseItems:
     def add(self, event: Event) -> bytes:
         if isinstance(event, Text):
             return self._add_text(event.text)
+        if isinstance(event, Reasoning):
+            return self._add_reasoning(event.text)
         if isinstance(event, CallStart):
             return self.close() + self._begin(_function_call(event))
         return self._add_arguments(event)
@@ -48,6 +57,8 @@ class ResponseItems:
             done = self.event(
                 "response.function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"]
             )
+        elif item["type"] == "reasoning":
+            done = self._close_reasoning(item)
         else:
             part = item["content"][0]
             part["logprobs"] += self._take_logprobs()
@@ -74,6 +85,32 @@ class ResponseItems:
             "response.output_text.delta", **place, content_index=0, delta=text, logprobs=logprobs
         )
 
+    def _add_reasoning(self, text: str) -> bytes:
+        events = b""
+        name, index = ("summary", "summary_index") if self._summarizes else ("content", "content_index")
+        if self._open is None or self._open["type"] != "reasoning":
+            events = self.close() + self._begin(_reasoning())
+            assert self._open is not None
+            self._open[name] = [{"type": "summary_text" if self._summarizes else "reasoning_text", "text": ""}]
+            added = "response.reasoning_summary_part.added" if self._summarizes else "response.content_part.added"
+            events += self.event(added, **self._place(self._open), **{index: 0}, part=self._open[name][0])
+        assert self._open is not None
+        self._open[name][0]["text"] += text
+        return events + self.event(self._reasoning_event("delta"), **self._place(self._open), **{index: 0}, delta=text)
+
+    def _close_reasoning(self, item: Item) -> bytes:
+        name, index = ("summary", "summary_index") if self._summarizes else ("content", "content_index")
+        place, part = {**self._place(item), index: 0}, item[name][0]
+        if self._packs_reasoning:
+            item["encrypted_content"] = packed(part["text"])
+        done = "response.reasoning_summary_part.done" if self._summarizes else "response.content_part.done"
+        return self.event(self._reasoning_event("done"), **place, text=part["text"]) + self.event(
+            done, **place, part=part
+        )
+
+    def _reasoning_event(self, kind: str) -> str:
+        return f"response.reasoning_{'summary_text' if self._summarizes else 'text'}.{kind}"
+
     def _take_logprobs(self) -> list[object]:
         logprobs, self._logprobs = self._logprobs, []
         return logprobs
@@ -95,6 +132,10 @@ class ResponseItems:
 def _message() -> Item:
     item_id = "msg_" + uuid.uuid4().hex
     return {"type": "message", "id": item_id, "status": "in_progress", "role": "assistant", "content": []}
+
+
+def _reasoning() -> Item:
+    return {"type": "reasoning", "id": "rs_" + uuid.uuid4().hex, "summary": [], "status": "in_progress"}
 
 
 def _function_call(start: CallStart) -> Item:

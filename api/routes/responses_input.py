@@ -6,6 +6,7 @@ from typing import Any
 
 from lorafleet.api.request.bounds import json_schema
 from lorafleet.api.request.chat_messages import check_ignored, string
+from lorafleet.api.request.packed_reasoning import MAX_PACKED_CHARS, unpacked
 from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.limits import (
     MAX_CALL_CHARS,
@@ -49,6 +50,16 @@ def _item(kind: str, required: list[str], **properties: Any) -> dict[str, Any]:
 
 _PARTS = {"type": "array", "items": _PART, "minItems": 1, "maxItems": MAX_PARTS_OF_ONE}
 _TEXT_OR_PARTS = {"anyOf": [_TEXT, _PARTS]}
+_REASONING_KINDS = ("reasoning_text", "summary_text")
+_REASONING_PART = {
+    "type": "object",
+    "properties": {"type": {"enum": list(_REASONING_KINDS)}, "text": _TEXT},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+_REASONING_PARTS = {
+    "anyOf": [{"type": "array", "items": _REASONING_PART, "maxItems": MAX_PARTS_OF_ONE}, {"type": "null"}]
+}
 _PHASE = {"enum": ["commentary", "final_answer", None], "description": "Accepted, but has no effect."}
 # The accepted items, for /openapi.json.
 ITEM_SCHEMA: dict[str, Any] = {
@@ -67,11 +78,19 @@ ITEM_SCHEMA: dict[str, Any] = {
             name=_TOOL_NAME,
             arguments=_ARGUMENTS,
         ),
+        _item(
+            "reasoning",
+            ["type"],
+            summary=_REASONING_PARTS,
+            content=_REASONING_PARTS,
+            encrypted_content={"anyOf": [{"type": "string", "maxLength": MAX_PACKED_CHARS}, {"type": "null"}]},
+        ),
         _item("function_call_output", ["type", "call_id", "output"], call_id=_LABEL, output=_TEXT_OR_PARTS),
     ]
 }
 _FIELDS = {
     "message": {"role", "content", "phase"},
+    "reasoning": {"summary", "content", "encrypted_content"},
     "function_call": {"call_id", "name", "arguments"},
     "function_call_output": {"call_id", "output"},
 }
@@ -107,14 +126,45 @@ def _add(messages: list[dict[str, Any]], item: object, where: str) -> None:
         if item.get(name) is not None:
             string(item[name], f"{where}.{name}", MAX_LABEL_CHARS)
     if kind == "message":
-        messages.append(
-            {"role": _text(item, "role", where, MAX_LABEL_CHARS), "content": _content(item, "content", where)}
-        )
+        _add_message(messages, item, where)
+    elif kind == "reasoning":
+        messages.append({"role": "assistant", "content": "", "reasoning_content": _reasoning(item, where)})
     elif kind == "function_call_output":
         output, call_id = _content(item, "output", where), _text(item, "call_id", where, MAX_LABEL_CHARS)
         messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
     else:
         _add_call(messages, item, where)
+
+
+def _add_message(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
+    """Adds one message to the others. The assistant's reasoning before it becomes a part of it."""
+    role, content = _text(item, "role", where, MAX_LABEL_CHARS), _content(item, "content", where)
+    last = messages[-1] if messages else {}
+    if role == "assistant" and last.get("content") == "" and "reasoning_content" in last and "tool_calls" not in last:
+        last["content"] = content
+    else:
+        messages.append({"role": role, "content": content})
+
+
+def _reasoning(item: dict[str, Any], where: str) -> str:
+    """Returns the text of an item of reasoning: its content, or else its packed text, or else its summary."""
+    texts: list[str] = []
+    for name in ("content", "summary"):
+        given = item.get(name) or []
+        if not isinstance(given, list) or len(given) > MAX_PARTS_OF_ONE:
+            raise InvalidRequest(
+                f"`{where}.{name}` must be a list of at most {MAX_PARTS_OF_ONE} texts of reasoning.", f"{where}.{name}"
+            )
+        found = []
+        for i, part in enumerate(given):
+            place = f"{where}.{name}.{i}"
+            if not isinstance(part, dict) or part.get("type") not in _REASONING_KINDS or set(part) != {"type", "text"}:
+                raise InvalidRequest(f"`{place}` must be a part of type {' or '.join(_REASONING_KINDS)}.", place)
+            found.append(_text(part, "text", place, MAX_TEXT_CHARS))
+        texts.append("\n".join(found))
+    packed = item.get("encrypted_content")
+    whole = "" if packed is None else unpacked(packed, f"{where}.encrypted_content")
+    return texts[0] or whole or texts[1]
 
 
 def _add_call(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:

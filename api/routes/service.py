@@ -1,4 +1,4 @@
-"""Serves /health, /ping, /version and /metrics, with which a server describes itself."""
+"""Serves /health, /ping, /version and /metrics, with which a server describes itself, and /finish_session."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from lorafleet.api.access.caller import caller_of
 from lorafleet.api.answer import answer_types
 from lorafleet.api.answer.responses import json_response
 from lorafleet.api.app_state import AppState
+from lorafleet.api.request.parsing import parse_query
+from lorafleet.api.request.trainer_bodies import FinishSessionQuery
 from lorafleet.api.routes.operations import PlainText, describe
 from lorafleet.api.telemetry.tenant_metrics import of_tenant
 from lorafleet.protocol.errors import EngineDead
@@ -28,6 +30,13 @@ async def health(state: AppState, _: Request) -> Response:
 @describe("Show the server's version", answer=answer_types.ServerVersion)
 async def version(_: AppState, __: Request) -> Response:
     return json_response({"version": __version__})
+
+
+@describe("Accept the end of a session, as SkyRL's router does", query=FinishSessionQuery)
+async def finish_session(_: AppState, request: Request) -> Response:
+    """Nothing is held for a session: requests go where their prompt's prefix is cached."""
+    parse_query(request, FinishSessionQuery)
+    return Response()
 
 
 @describe("Show the metrics, in Prometheus' format", answer=PlainText)

@@ -32,7 +32,7 @@ def _write(state: AppState, body: TokenizeRequest, model: ServedModel, token_ids
     return json_response(
         {
             "count": len(token_ids),
-            "max_model_len": state.texts.max_model_len,
+            "max_model_len": state.texts.max_model_len(model),
             "tokens": token_ids,
             "token_strs": [model.tokenizer.token_name(i) for i in token_ids] if body.return_token_strs else None,
         }

@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import (
 )
 
 from lorafleet.protocol.histogram import Distribution, buckets
-from lorafleet.protocol.messages import EngineStats, StepStats
+from lorafleet.protocol.messages import EngineStats, KVEventStats, KVTierStats, StepStats
 from lorafleet.protocol.step_metrics import STEP_S, STEP_SEQUENCES, STEP_TOKENS
 
 _GAUGES = {
@@ -23,6 +23,24 @@ _GAUGES = {
     "lorafleet_engine_waiting_tokens": ("waiting_tokens", "Tokens of the waiting sequences."),
     "lorafleet_engine_kv_blocks": ("kv_blocks_total", "KV blocks in total."),
     "lorafleet_engine_kv_blocks_free": ("kv_blocks_free", "KV blocks that are free."),
+    "lorafleet_engine_sleeping": ("sleeping", "1 while GPU memory is given back to a trainer, else 0."),
+    "lorafleet_engine_attention_waits": (
+        "attention_waits",
+        "1 while the kernels of a faster attention are compiled beside the steps, else 0.",
+    ),
+    "lorafleet_engine_attention_switched_timestamp_seconds": (
+        "attention_switched_s",
+        "Unix time at which the faster attention took over. 0 if the engine has used one attention since its start.",
+    ),
+    "lorafleet_engine_decode_graphs": ("decode_graphs", "CUDA graphs for decode steps that are captured."),
+    "lorafleet_engine_state_snapshots": (
+        "state_snapshots_total",
+        "Snapshots of recurrent states that the prefix cache can hold. 0 for models without such states.",
+    ),
+    "lorafleet_engine_state_snapshots_used": (
+        "state_snapshots_used",
+        "Snapshots of recurrent states that the prefix cache holds.",
+    ),
     "lorafleet_engine_lora_slots": ("lora_slots_total", "Adapters that the GPU can hold at the same time."),
     "lorafleet_engine_lora_slots_used": ("lora_slots_used", "Slots that hold an adapter."),
     "lorafleet_engine_lora_slots_idle": (
@@ -92,15 +110,92 @@ def collect_engine(stats: EngineStats, replica: str) -> Iterator[Metric]:
     memory = GaugeMetricFamily(
         "lorafleet_engine_memory_bytes",
         "Memory by kind: weights of the base, kv_cache (free blocks too), penalties (counts of the tokens of sequences "
-        "that have penalties), lora_slots (reserved on GPUs), lora_extra (what adapters in slots have besides A and "
-        "B), lora_cpu (adapters in host memory).",
+        "that have penalties), states (of recurrent layers), state_snapshots (of these, for the prefix cache), "
+        "kv_host (host memory for KV blocks that leave GPUs), lora_slots (reserved on GPUs), lora_extra (what adapters "
+        "in slots have besides A and B), lora_cpu (adapters in host memory).",
         None,
         ["replica", "kind"],
     )
     for kind, num_bytes in stats.memory_bytes.items():
         memory.add_metric([*values, kind], num_bytes)
     yield memory
+    if stats.kv_events.port:
+        yield from _of_kv_events(stats.kv_events, replica)
+    yield from _of_kv_tiers(stats.kv_tiers, replica)
     yield from _of_steps(stats.steps, replica)
+
+
+def _of_kv_events(events: KVEventStats, replica: str) -> Iterator[Metric]:
+    port = GaugeMetricFamily(
+        "lorafleet_engine_kv_events_port", "Port at which subscribers get KV events.", labels=["replica"]
+    )
+    port.add_metric([replica], events.port)
+    yield port
+    batches = CounterMetricFamily("lorafleet_engine_kv_event_batches", "Batches of KV events.", labels=["replica"])
+    batches.add_metric([replica], events.batches)
+    yield batches
+    dropped = CounterMetricFamily(
+        "lorafleet_engine_kv_event_batches_dropped",
+        "Batches of KV events that were dropped, since too many waited to be published.",
+        labels=["replica"],
+    )
+    dropped.add_metric([replica], events.dropped)
+    yield dropped
+
+
+def _of_kv_tiers(tiers: KVTierStats, replica: str) -> Iterator[Metric]:
+    held = GaugeMetricFamily(
+        "lorafleet_engine_kv_tier_bytes",
+        "Bytes of the KV blocks and snapshots of states in a tier below the GPU: host or disk.",
+        None,
+        ["replica", "tier"],
+    )
+    for tier in ("host", "disk"):
+        held.add_metric([replica, tier], tiers.num_bytes.get(tier, 0))
+    yield held
+    for name, text, label, known, counts in (
+        (
+            "lorafleet_engine_kv_tier_hit_tokens",
+            "Tokens whose keys and values came back from a tier and were not computed again.",
+            "tier",
+            ("host", "disk"),
+            tiers.hit_tokens_total,
+        ),
+        (
+            "lorafleet_engine_kv_tier_moved_bytes",
+            "Bytes of the KV blocks and snapshots of states that were moved, by direction.",
+            "direction",
+            ("gpu_to_host", "host_to_gpu", "host_to_disk", "disk_to_host"),
+            tiers.moved_bytes_total,
+        ),
+        (
+            "lorafleet_engine_kv_tier_evictions",
+            "KV blocks and snapshots of states evicted from a tier below the GPU.",
+            "tier",
+            ("host", "disk"),
+            tiers.evictions_total,
+        ),
+        (
+            "lorafleet_engine_kv_tier_lost_blocks",
+            "KV blocks that were lost, by reason: no_room (copies needed all of the host tier when they left the GPU), "
+            "damaged (they were not read from disk as they were written), unwritten (the write failed), late (their "
+            "request stopped waiting for them).",
+            "reason",
+            ("no_room", "damaged", "unwritten", "late"),
+            tiers.lost_blocks_total,
+        ),
+    ):
+        counter = CounterMetricFamily(name, text, None, ["replica", label])
+        for value in known:
+            counter.add_metric([replica, value], counts.get(value, 0))
+        yield counter
+    takes = GaugeMetricFamily(
+        "lorafleet_engine_kv_disk_takes_blocks",
+        "1 while KV blocks are written to disk. 0 without a disk tier, or after a write has failed.",
+        labels=["replica"],
+    )
+    takes.add_metric([replica], tiers.disk_takes_blocks)
+    yield takes
 
 
 def _of_steps(steps: StepStats, replica: str) -> Iterator[Metric]:

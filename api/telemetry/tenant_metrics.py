@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from lorafleet.protocol.names import OWNED, in_the_words_of
 
 _TENANT = re.compile(r'[{,]tenant="([^"]*)"')
-_MODEL = re.compile(r'[{,](?:model_name|adapter)="([^"]*)"')
+_MODEL = re.compile(r'[{,](?:model_name|adapter|adapter_name)="([^"]*)"')
 _OWNER = re.compile(rf"{OWNED}([a-z0-9_-]+)/")
 
 

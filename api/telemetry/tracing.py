@@ -35,7 +35,12 @@ from lorafleet.api.telemetry.traced import ROUTED_HEADER, set_trace
 from lorafleet.protocol.sampling_params import SamplingParams
 
 EXPORT_S = 5.0  # Timeout for one batch of spans.
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/embeddings": "embeddings"}
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/v1/embeddings": "embeddings",
+}
 
 _ROUTED = re.compile(r"(\d{1,20}) (\d{1,12})")  # the router's start since 1970 and its duration, in ns
 _LEAST_ERROR = 500

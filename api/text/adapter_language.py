@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, get_args
 
 from lorafleet.api.text.special_tokens import SPECIAL_NAME, TOKENIZER_CONFIG_NAME, SpecialTokens, read_special_tokens
 from lorafleet.api.text.templates import ChatTemplate, TemplateSandbox
@@ -27,14 +28,22 @@ from lorafleet.api.text.tokenizers import (
     TokenizerLimits,
     read_tokenizer,
 )
+from lorafleet.protocol.adapter_formats.adapter_classifier import (
+    CLASSIFIER_KEYS,
+    HEAD_TASKS,
+    AdapterClassifier,
+    read_classifier,
+)
 from lorafleet.protocol.adapter_formats.adapter_files import (
+    CONFIG_NAME,
     SAFETENSORS_NAME,
     AdapterFolder,
-    OpenFile,
     language_digest,
     open_weights,
+    read_config,
     read_language,
 )
+from lorafleet.protocol.adapter_formats.adapter_rope import DEFAULTS_NAME, ROPE_KEYS, read_adapter_rope
 from lorafleet.protocol.adapter_formats.safetensors_header import TensorInfo, parse_header, read_header
 from lorafleet.protocol.adapter_formats.torch_archive import TorchArchive
 from lorafleet.protocol.errors import AdapterMalformed, InvalidRequest
@@ -42,6 +51,7 @@ from lorafleet.protocol.lru_cache import LRUCache
 from lorafleet.protocol.messages import Vocabulary
 from lorafleet.protocol.strict_json import read_json_object, shown
 from lorafleet.protocol.structured_spec import ADAPTERS_DEFAULT, StructuredOutputs, response_format
+from lorafleet.protocol.tool_call_formats import ReasoningFormat, ToolCallFormat
 
 MAX_TOKENIZERS_LIKE_BASE = 4096  # Cached digests of file sets that hold the base's tokenizer.
 MAX_NEW_TOKENS = 65_536  # Tokens that an adapter's tokenizer may have beyond the base's vocabulary.
@@ -49,9 +59,10 @@ MAX_EOS_TOKEN_IDS = 64  # End tokens of one adapter; each request carries them.
 TOKENIZER_NAME = "tokenizer.json"
 TEMPLATE_NAME = "chat_template.jinja"
 GENERATION_NAME = "generation_config.json"
-DEFAULTS_NAME = "lorafleet.json"  # Defaults for the adapter's requests: {"response_format": …}.
 TOKENIZER_NAMES = (TOKENIZER_NAME, TOKENIZER_CONFIG_NAME, SPECIAL_NAME)
 
+_TABLE_SIGNS = (b"embed_tokens", b"lm_head")
+_HEAD_SIGNS = (b"score", b"classifier")
 # PEFT's names of the tensors that replace the tables of the vocabulary.
 _TABLE = re.compile(
     r"(?:.*\.)?(?:embed_tokens|lm_head)\.(?:(?:modules_to_save|token_adapter|base_layer|default)\.)*weight"
@@ -66,13 +77,20 @@ class Language:
     vocabulary: Vocabulary | None = None  # None: token ids and end tokens are the base's.
     template: ChatTemplate | None = None  # The adapter's own. None: the base's.
     structured_outputs: StructuredOutputs | None = None  # Format of its answers if a request gives none.
+    tool_call_parser: str | None = None  # Its format of tool calls. None: the server's.
+    reasoning_parser: str | None = None  # Its format of reasoning. None: the server's.
     digest: str = ""  # language_digest of the files that it was read from.
+    context_length: int | None = None  # As AdapterInfo's.
+    classifier: AdapterClassifier | None = None  # The meaning of its classification head's outputs; None: it has none.
 
     @property
     def num_bytes(self) -> int:
         """Its memory without the tokenizer, which others may share."""
         template = 0 if self.template is None else 4 * len(self.template.source)
-        return template + (0 if self.structured_outputs is None else 4 * len(self.structured_outputs.source))
+        classifier = 0 if self.classifier is None else 4 * self.classifier.num_chars
+        return (
+            template + classifier + (0 if self.structured_outputs is None else 4 * len(self.structured_outputs.source))
+        )
 
     def does_as(self, other: Language) -> bool:
         """Returns whether both behave the same, even if they were read from different files."""
@@ -85,6 +103,7 @@ class LanguageReader:
     Args:
         vocab_size: Size of the base's vocabulary, which may be padded beyond that of its tokenizer.
         eos_token_ids: Tokens that end the base's answers.
+        rope_positions: EngineHello.rope_positions.
     """
 
     def __init__(
@@ -95,6 +114,7 @@ class LanguageReader:
         templates: TemplateSandbox,
         encoders: Encoders,
         limits: TokenizerLimits | None = None,
+        rope_positions: int = 0,
     ) -> None:
         self.base = Language(base)
         self._base = base
@@ -103,6 +123,7 @@ class LanguageReader:
         self._templates = templates
         self._encoders = encoders
         self._limits = limits or TokenizerLimits()
+        self._rope_positions = rope_positions
         self._lock = threading.Lock()
         # By their files' digest. A tokenizer lives as long as it is used.
         self._tokenizers: weakref.WeakValueDictionary[str, AdapterTokenizer] = weakref.WeakValueDictionary()
@@ -120,7 +141,23 @@ class LanguageReader:
         same = vocab_size == self._vocab_size and sorted(eos) == sorted(self._eos_token_ids)
         vocabulary = None if same else Vocabulary(vocab_size, eos)
         template = self._template(files, tokenizer)
-        return Language(tokenizer, vocabulary, template, _default_format(files), language_digest(files))
+        config = read_json_object(read_config(folder), CONFIG_NAME)
+        defaults = _defaults_in(files)
+        return Language(
+            tokenizer,
+            vocabulary,
+            template,
+            _default_format(defaults),
+            _named(defaults, "tool_call_parser", get_args(ToolCallFormat)),
+            _named(defaults, "reasoning_parser", get_args(ReasoningFormat)),
+            language_digest(files),
+            self._context_length(config, files),
+            read_classifier(config, files.get(DEFAULTS_NAME), _infos(folder, _HEAD_SIGNS) if _has_head(config) else {}),
+        )
+
+    def _context_length(self, config: Mapping[str, object], files: Mapping[str, bytes]) -> int | None:
+        rope = read_adapter_rope(config, files.get(DEFAULTS_NAME))
+        return None if rope is None else rope.context_limit(self._rope_positions)
 
     def _tokenizer(self, files: Mapping[str, bytes]) -> Tokenizer | AdapterTokenizer:
         base = self._base
@@ -230,13 +267,26 @@ def _template_in(files: Mapping[str, bytes]) -> str | None:
     return found or None
 
 
-def _default_format(files: Mapping[str, bytes]) -> StructuredOutputs | None:
+def _defaults_in(files: Mapping[str, bytes]) -> dict[str, Any]:
     if DEFAULTS_NAME not in files:
-        return None
+        return {}
     given = read_json_object(files[DEFAULTS_NAME], DEFAULTS_NAME)
-    unknown = [key for key in given if key != "response_format"]
+    known = ("response_format", "tool_call_parser", "reasoning_parser", *ROPE_KEYS, *CLASSIFIER_KEYS)
+    unknown = [key for key in given if key not in known]
     if unknown:
-        raise AdapterMalformed(f"{DEFAULTS_NAME} has {shown(unknown[0])}; it may have only response_format.")
+        raise AdapterMalformed(f"{DEFAULTS_NAME} has {shown(unknown[0])}; it may have only {', '.join(known)}.")
+    return given
+
+
+def _named(given: Mapping[str, Any], key: str, known: Sequence[str]) -> str | None:
+    """Returns the name of a parser that lorafleet.json chooses."""
+    name = given.get(key)
+    if name is not None and name not in known:
+        raise AdapterMalformed(f"{DEFAULTS_NAME} has the {key} {shown(name)}; it must be one of {', '.join(known)}.")
+    return name
+
+
+def _default_format(given: Mapping[str, Any]) -> StructuredOutputs | None:
     if "response_format" not in given:
         return None
     try:
@@ -248,8 +298,7 @@ def _default_format(files: Mapping[str, bytes]) -> StructuredOutputs | None:
 def _vocab_size_in(folder: AdapterFolder) -> int | None:
     """Returns the number of rows of the vocabulary tables in the weights file, or None if it has none. The loader
     checks the rest."""
-    with open_weights(folder) as file:
-        infos = _infos(file)
+    infos = _infos(folder, _TABLE_SIGNS)
     sizes = {info.shape[0] for name, info in infos.items() if _TABLE.fullmatch(name) and len(info.shape) == 2}
     if len(sizes) > 1:
         raise AdapterMalformed(
@@ -258,14 +307,20 @@ def _vocab_size_in(folder: AdapterFolder) -> int | None:
     return next(iter(sizes), None)
 
 
-def _infos(file: OpenFile) -> Mapping[str, TensorInfo]:
-    """Returns the tensors of the weights file; none for a safetensors file that has no vocabulary table.
+def _has_head(config: Mapping[str, object]) -> bool:
+    task_type = config.get("task_type")
+    return isinstance(task_type, str) and task_type in HEAD_TASKS
+
+
+def _infos(folder: AdapterFolder, signs: Sequence[bytes]) -> Mapping[str, TensorInfo]:
+    """Returns the tensors of the weights file; none for a safetensors file in which no name has one of the `signs`.
 
     Parsing a header takes milliseconds, and for most adapters nothing in it matters here.
     """
-    if file.name != SAFETENSORS_NAME:
-        return TorchArchive(file, hashlib.sha256()).infos
-    header = read_header(file, hashlib.sha256())
-    if not any(sign in header for sign in (b"embed_tokens", b"lm_head", b"\\")):  # an escape could hide a name
-        return {}
-    return parse_header(header, file.size - 8 - len(header), file.name)
+    with open_weights(folder) as file:
+        if file.name != SAFETENSORS_NAME:
+            return TorchArchive(file, hashlib.sha256()).infos
+        header = read_header(file, hashlib.sha256())
+        if not any(sign in header for sign in (*signs, b"\\")):  # an escape could hide a name
+            return {}
+        return parse_header(header, file.size - 8 - len(header), file.name)

@@ -34,6 +34,10 @@ class LanguageCache:
     def num_tokenizers(self) -> int:
         return len(self._users)
 
+    def peek(self, digest: str) -> Language | None:
+        """Returns what get() does, without counting as a use."""
+        return self._languages.get(digest)
+
     def get(self, digest: str) -> Language | None:
         found = self._languages.get(digest)
         if found is not None:

@@ -39,6 +39,7 @@ class TokenTable(ABC):
         self._bytes = facts.token_bytes
         self._visible_bytes = [b"" if i in facts.special_ids else b for i, b in enumerate(facts.token_bytes)]
         self._most_characters = facts.most_characters
+        self._ids: dict[str, int | None] = {}
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -65,6 +66,14 @@ class TokenTable(ABC):
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
+    def id_of(self, tag: str) -> int | None:
+        """Returns the token that stands for exactly this text, or None. The result is cached, so `tag` is a constant of
+        the program and not a client's text."""
+        if tag not in self._ids:
+            letters = tag.encode()
+            self._ids[tag] = self._bytes.index(letters) if letters in self._bytes else None
+        return self._ids[tag]
+
     def token_name(self, token_id: int) -> str:
         """Returns the vocabulary's own spelling, such as `Ġhello`."""
         return self._names[token_id] if 0 <= token_id < self.vocab_size else ""
@@ -78,6 +87,11 @@ def bytes_of(name: str, *, is_byte_level: bool) -> bytes:
         return name.encode() if None in codes else bytes(code for code in codes if code is not None)
     byte = _BYTE_TOKEN.fullmatch(name)
     return bytes([int(byte[1], 16)]) if byte else name.replace("▁", " ").encode()
+
+
+def char_of_byte(byte: int) -> str:
+    """Returns the character that stands for the byte in the names of byte-level tokens."""
+    return _CHAR_OF_BYTE[byte]
 
 
 def most_characters(token_bytes: Sequence[bytes], normalizer: str | None, *, is_byte_level: bool) -> int | None:
@@ -109,3 +123,4 @@ def _byte_of_char() -> dict[str, int]:
 
 
 _BYTE_OF_CHAR = _byte_of_char()
+_CHAR_OF_BYTE = {byte: char for char, byte in _BYTE_OF_CHAR.items()}

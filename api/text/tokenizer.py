@@ -7,6 +7,7 @@ answer into text, and api/text/tokenizers.py handles the tokenizers of adapters.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import tokenizers
 from tokenizers import decoders
 
 from lorafleet.api.text.token_table import TokenFacts, TokenTable, bytes_of, cutting_rules, most_characters
+from lorafleet.api.text.tokenizer_conversion import convert_folder, processor_template
 from lorafleet.protocol.errors import ConfigError, InvalidRequest, UnsupportedModel
 
 # Longer texts are encoded without offsets, which are not used: they would hold the GIL for one second per megabyte.
@@ -65,13 +67,23 @@ class Tokenizer(TokenTable):
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
         """Reads a local model folder. It runs none of the folder's code and uses no network."""
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         if not Path(folder).is_dir():
             raise ConfigError(f"{folder} is not a folder; give a local Hugging Face model folder.")
         try:
-            hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            with tempfile.TemporaryDirectory(prefix="lorafleet-tokenizer-") as made:
+                if convert_folder(Path(folder), Path(made)):
+                    hf = PreTrainedTokenizerFast.from_pretrained(made, local_files_only=True)
+                else:
+                    # Without mistral_format=False, an installed mistral-common takes the place of tokenizer.json.
+                    hf = AutoTokenizer.from_pretrained(
+                        str(folder), local_files_only=True, trust_remote_code=False, mistral_format=False
+                    )
+            hf.chat_template = hf.chat_template or processor_template(Path(folder))
             return cls(hf, Path(folder))
+        except (ConfigError, UnsupportedModel) as error:
+            raise type(error)(f"the tokenizer in {folder} cannot be read: {error.message}", "model") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
             raise ConfigError(f"the tokenizer in {folder} cannot be read: {error}") from error
 
@@ -118,7 +130,7 @@ class Tokenizer(TokenTable):
         """Returns the prompt text; transformers runs the template in its sandbox."""
         if chat_template is None and not self.has_chat_template:
             raise InvalidRequest(
-                "This model has no chat template; use /v1/completions, or start the server with a chat template.",
+                "This model has no chat template; use /v1/completions, or start the server with a --chat-template.",
                 "messages",
             )
         check_template_kwargs(template_kwargs)

@@ -1,26 +1,51 @@
-"""Reads an array of calls: [{"name": …, "arguments": {…}}, …]."""
+"""Reads an array of calls: [{"name": …, "arguments": {…}}, …], or calls of another notation in such brackets."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, Protocol
 
 from lorafleet.api.tool_calls.call_reader import CallReader
 from lorafleet.api.tool_calls.json_scanner import BLANKS
 from lorafleet.api.tool_calls.parser import Calls, Event, shown
 
 
-class CallArray:
-    """An array of calls in an answer. `opening` is the text up to and including its "[".
+class OneCallReader(Protocol):
+    """The reader of one call, as CallReader."""
 
-    If the array is invalid, the text from the invalid place on is shown.
+    @property
+    def status(self) -> Literal["open", "done", "broken", "torn"]: ...
+
+    def push(self, text: str) -> tuple[list[Event], str]: ...
+
+    def tear(self, text: str) -> list[Event]: ...
+
+    def given_up(self) -> list[Event]: ...
+
+
+class CallArray:
+    """An array of calls in an answer. If it is invalid, the text from the invalid place on is shown.
+
+    Args:
+        opening: The text up to and including its "[".
+        new_call: Makes the reader of a call from the text before it.
+        begins: Returns whether a call may begin with the character.
     """
 
-    def __init__(self, calls: Calls, opening: str) -> None:
+    def __init__(
+        self,
+        calls: Calls,
+        opening: str,
+        new_call: Callable[[Calls, str], OneCallReader] = CallReader,
+        begins: Callable[[str], bool] = "{".__eq__,
+    ) -> None:
         self.status: Literal["open", "done", "broken"] = "open"
         self._calls = calls
         self._gap = opening  # text since the last call
         self._expects_call = True
-        self._call: CallReader | None = None
+        self._call: OneCallReader | None = None
+        self._new_call = new_call
+        self._begins = begins
 
     def push(self, text: str) -> tuple[list[Event], str]:
         """Returns the events, and the text after the array."""
@@ -41,8 +66,8 @@ class CallArray:
         self._gap += text[: len(text) - len(rest)]
         if not rest:
             return [], ""
-        if rest[0] == "{" and self._expects_call:
-            self._call, self._expects_call = CallReader(self._calls, self._gap), False
+        if self._begins(rest[0]) and self._expects_call:
+            self._call, self._expects_call = self._new_call(self._calls, self._gap), False
             return [], rest
         if rest[0] == "," and not self._expects_call:
             self._gap, self._expects_call = self._gap + ",", True
@@ -53,7 +78,7 @@ class CallArray:
         self.status = "broken"
         return shown(self._gap), rest
 
-    def _read(self, call: CallReader, text: str) -> tuple[list[Event], str]:
+    def _read(self, call: OneCallReader, text: str) -> tuple[list[Event], str]:
         if call.status == "torn":
             return call.tear(text), ""
         events, text = call.push(text)

@@ -7,15 +7,17 @@ for a call can be written only as a call that matches.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lorafleet.api.request import free_text
 from lorafleet.protocol import structured_spec
 from lorafleet.protocol.structured_spec import JsonPart, StructuredOutputs
 
-_OBJECT = r"/[ \t\n\r]*\{(?s:.*)/"
+OBJECT = r"/[ \t\n\r]*\{(?s:.*)/"  # Text that begins like a JSON object.
+_RULE = re.compile(r"\barguments_[0-9]+\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,25 +28,26 @@ class Offer:
     special: Mapping[str, int]  # Ids of special tokens by their text, for free_text.marker().
     parallel: bool = True  # Whether there may be more than one call.
     text: StructuredOutputs | None = None  # Format of an answer without calls. None: free text, also beside calls.
+    parts: list[JsonPart] = field(default_factory=list)  # Schemas that a format's grammar adds as rules.
 
     @property
     def rules(self) -> dict[str, str]:
         """The grammar rules of the functions' arguments, by the functions' names."""
         return {name: f"arguments_{i}" for i, name in enumerate(self.arguments)}
 
-    def call(self, key: str) -> str:
-        """Returns the rule `call`: an object with a name and, under `key`, the arguments."""
+    def call(self, key: str, rule: str = "call") -> str:
+        """Returns the rule of a call: an object with a name and, under `key`, the arguments."""
         written = []
-        for name, rule in self.rules.items():
+        for name, arguments in self.rules.items():
             head = ["{", '"name"', ":", json.dumps(name, ensure_ascii=False), ",", json.dumps(key), ":"]
-            written.append(" BLANKS? ".join([*map(free_text.text, head), rule, free_text.text("}")]))
-        return f"call: {' | '.join(written)}\n"
+            written.append(" BLANKS? ".join([*map(free_text.text, head), arguments, free_text.text("}")]))
+        return f"{rule}: {' | '.join(written)}\n"
 
-    def answer(self, marker: str, *, bare: bool = False) -> str:
+    def answer(self, marker: str, *, bare: str = "") -> str:
         """Returns the rule `start`, with the rule `calls` after markers.
 
-        If `bare`, calls may also begin the answer without a marker. Then all text that begins like an object is a
-        call, and further calls need no marker of their own.
+        If `bare` is given, calls may also begin the answer without a marker. Then all text that matches the regular
+        expression `bare` is a call, and further calls need no marker of their own.
         """
         if self.text is not None:
             head = f"BLANKS? {free_text.marker(marker, self.special)}"
@@ -52,10 +55,9 @@ class Offer:
             return f"start: formatted | {calls}\n"
         calls = "up_to? calls" if bare else self._repeated("up_to calls")
         behind = "TEXT" if self.parallel and not bare else ""
-        but = _OBJECT if bare else ""
         return (
-            f"start: TEXT | {calls} {behind}\nTEXT: {free_text.free([marker], but=but)}\n"
-            f"{free_text.up_to('up_to', marker, self.special, but=but)}"
+            f"start: TEXT | {calls} {behind}\nTEXT: {free_text.free([marker], but=bare)}\n"
+            f"{free_text.up_to('up_to', marker, self.special, but=bare)}"
         )
 
     def _repeated(self, calls: str) -> str:
@@ -63,7 +65,13 @@ class Offer:
 
     def constraint(self, grammar: str) -> StructuredOutputs:
         """Returns the constraint for the grammar of one format, which uses the rules here."""
-        parts = [JsonPart(rule, self.arguments[name], f"the parameters of {name}") for name, rule in self.rules.items()]
+        used = set(_RULE.findall(grammar))
+        parts = [
+            JsonPart(rule, self.arguments[name], f"the parameters of {name}")
+            for name, rule in self.rules.items()
+            if rule in used
+        ]
+        parts += self.parts
         if self.text is not None:
             schema = json.loads(self.text.source) if self.text.kind == "json_schema" else {"type": "object"}
             parts.append(JsonPart("formatted", schema, f"`{self.text.param}`", self.text.any_whitespace))

@@ -20,6 +20,8 @@ class NamedCallParser:
         self._opened = False
 
     def push(self, text: str) -> list[Event]:
+        if not self._opened:
+            text = text.lstrip(BLANKS)  # Blanks between reasoning and the arguments.
         if not text:
             return []
         opening: list[Event] = [] if self._opened else [self._start]

@@ -51,9 +51,9 @@ class HermesParser:
         else:
             closes, before = marker == END and self._behind_call, "" if self._behind_call else before
         if marker == START:
-            self._call = CallReader(self._calls, START)
+            self._call = CallReader(self._calls, self._outside.dropped + START)
         elif marker == END and not closes:
-            before += END
+            before += self._outside.dropped + END
         self._behind_call = self._behind_call and not before and marker is None
         return shown(before), text
 

@@ -10,6 +10,7 @@ import re
 from enum import Enum, auto
 
 BLANKS = " \t\n\r"
+MAX_BLANKS = 64  # Most blanks between the parts of a call that a pattern matches, as in the grammars.
 _SCALAR_ENDS = frozenset(",]}" + BLANKS)
 _SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _CLOSER = {"{": "}", "[": "]"}
@@ -51,7 +52,7 @@ class JsonScanner:
         self._open: list[str] = []
         self._in_key = False
         self._hex_left = 0
-        self._scalar = ""
+        self._scalar: list[str] = []
         self.key_ended = self.value_ended = False
 
     @property
@@ -91,9 +92,9 @@ class JsonScanner:
             return char in "0123456789abcdefABCDEF"
         if place is _Place.SCALAR:
             if char not in _SCALAR_ENDS:
-                self._scalar += char
+                self._scalar.append(char)
                 return True
-            if not _SCALAR.fullmatch(self._scalar):
+            if not _SCALAR.fullmatch("".join(self._scalar)):
                 return False
             self._place = _Place.AFTER
         return char in BLANKS or self._between(char)
@@ -136,7 +137,7 @@ class JsonScanner:
         if char == '"':
             self._place = _Place.STRING
         else:
-            self._place, self._scalar = _Place.SCALAR, char
+            self._place, self._scalar = _Place.SCALAR, [char]
         return char in '"-0123456789tfn'
 
     def _enter(self, char: str) -> bool:

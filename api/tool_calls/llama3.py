@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from lorafleet.api.tool_calls.call_grammar import Offer
+from lorafleet.api.tool_calls.call_grammar import OBJECT, Offer
 from lorafleet.api.tool_calls.call_reader import CallReader
 from lorafleet.api.tool_calls.json_scanner import BLANKS
 from lorafleet.api.tool_calls.parser import Calls, Event, MarkerSearch, last_words, shown
@@ -15,7 +15,7 @@ _BETWEEN = BLANKS + ";"
 
 def grammar(offer: Offer) -> str:
     more = '(BLANKS? ";" BLANKS? call)*' if offer.parallel else ""
-    return f"{offer.answer(START, bare=True)}calls: BLANKS? call {more}\n{offer.call('parameters')}"
+    return f"{offer.answer(START, bare=OBJECT)}calls: BLANKS? call {more}\n{offer.call('parameters')}"
 
 
 class Llama3Parser:
@@ -45,17 +45,20 @@ class Llama3Parser:
     def _cross(self, text: str) -> tuple[list[Event], str]:
         rest = text.lstrip(_BETWEEN if self._calls.count else BLANKS)
         gap = text[: len(text) - len(rest)]
-        self._gap = None if rest else gap
+        if START.startswith(rest):
+            self._gap = text
+            return [], ""
+        self._gap = None
         if rest.startswith("{"):
             self._call = CallReader(self._calls, gap)
             return [], rest
-        return [], text if rest else ""
+        return [], rest if rest.startswith(START) and self._calls.count else text
 
     def _search(self, text: str) -> tuple[list[Event], str]:
         before, marker, text = self._outside.push(text)
         if marker is not None:
-            self._call = CallReader(self._calls, START)
-        return shown(before if before.strip(_BETWEEN) or not self._calls.count else ""), text
+            self._call = CallReader(self._calls, self._outside.dropped + START)
+        return shown(before), text
 
     def _read(self, call: CallReader, text: str) -> tuple[list[Event], str]:
         if call.status == "torn":

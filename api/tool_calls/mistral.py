@@ -1,5 +1,5 @@
 """Parses Mistral's formats after [TOOL_CALLS]: an array [{"name": …, "arguments": {…}}, …]. From tokenizer v11 on the
-format is name{…} or name[ARGS]{…}, and each call has a marker of its own."""
+format is name[CALL_ID]…[ARGS]{…}, where [CALL_ID] and [ARGS] may be missing, and each call has a marker of its own."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ import re
 import secrets
 import string
 
+import regex
+
 from lorafleet.api.request import free_text
 from lorafleet.api.tool_calls.call_array import CallArray
 from lorafleet.api.tool_calls.call_grammar import Offer
 from lorafleet.api.tool_calls.call_reader import CallReader
-from lorafleet.api.tool_calls.json_scanner import BLANKS
+from lorafleet.api.tool_calls.json_scanner import BLANKS, MAX_BLANKS
 from lorafleet.api.tool_calls.parser import Calls, Event, MarkerSearch, last_words, shown
 
 START, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
-_NAME = r"[A-Za-z0-9_.\-]+"
-_HEAD = re.compile(rf"({_NAME})\s*(?:\[ARGS\]\s*)?(?=\{{)")
-_HEAD_BEGUN = re.compile(r"[A-Za-z0-9_.\-]*\s*(?:\[(?:A(?:R(?:G(?:S(?:\]\s*)?)?)?)?)?)?")
+_NAME = r"[A-Za-z0-9_.\-]{1,256}"
+# All parts are bounded, since the text is matched again whenever more of it arrives.
+_BEHIND = rf"\s{{0,{MAX_BLANKS}}}(?:\[CALL_ID\]\w{{0,64}}\s{{0,{MAX_BLANKS}}})?(?:\[ARGS\]\s{{0,{MAX_BLANKS}}})?"
+_HEAD = re.compile(rf"({_NAME}){_BEHIND}(?=\{{)")
+_HEAD_BEGUN = regex.compile(rf"(?:{_NAME})?{_BEHIND}")
 
 
 def grammar(offer: Offer) -> str:
@@ -32,7 +36,7 @@ def grammar(offer: Offer) -> str:
     )
 
 
-def mistral_id() -> str:
+def mistral_id(_name: str, _index: int) -> str:
     """Returns a call id of nine letters and digits, the only form that Mistral's templates accept."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
@@ -44,6 +48,7 @@ class MistralParser:
         self._calls = calls
         self._outside = MarkerSearch(START)
         self._head: str | None = None  # text since a marker, until it decides the format
+        self._marker = ""  # the last marker and the blanks before it
         self._inside: CallArray | CallReader | None = None
 
     def push(self, text: str) -> list[Event]:
@@ -55,7 +60,9 @@ class MistralParser:
                 more, text = self._begin(self._head + text)
             else:
                 before, marker, text = self._outside.push(text)
-                more, self._head = shown(before), None if marker is None else ""
+                more = shown(before)
+                if marker is not None:
+                    self._head, self._marker = "", self._outside.dropped + marker
             events += more
         return events
 
@@ -65,12 +72,12 @@ class MistralParser:
         if self._inside is not None:
             return self._inside.given_up()
         if self._head is not None:
-            return shown(START + self._head)
+            return shown(self._marker + self._head)
         return last_words(self._outside.flush(), self._calls)
 
     def _begin(self, head: str) -> tuple[list[Event], str]:
         rest = head.lstrip(BLANKS)
-        opening = START + head[: len(head) - len(rest)]
+        opening = self._marker + head[: len(head) - len(rest)]
         named = _HEAD.match(rest)
         self._head = None
         if rest.startswith("["):
@@ -79,10 +86,10 @@ class MistralParser:
         if named is not None:
             self._inside = CallReader(self._calls, opening + named[0], named[1])
             return [], rest[named.end() :]
-        if _HEAD_BEGUN.fullmatch(rest):
+        if _HEAD_BEGUN.fullmatch(rest, partial=True):
             self._head = head
             return [], ""
-        return shown(START), head
+        return shown(self._marker), head
 
     def _read(self, inside: CallArray | CallReader, text: str) -> tuple[list[Event], str]:
         if isinstance(inside, CallReader) and inside.status == "torn":

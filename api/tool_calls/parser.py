@@ -1,6 +1,7 @@
-"""The interface of tool call parsers: a model's text goes in as it arrives; text and calls come out.
+"""The interface of tool call parsers: a model's text goes in as it arrives; text, reasoning and calls come out.
 
-Each format has one file: hermes.py, llama3.py, mistral.py. forced.py parses the form that the server itself demands.
+known.py lists the formats. thinking.py separates reasoning for formats of calls that have none. forced.py parses the
+form that the server itself demands.
 Text that begins like a call and is none is shown as text. A possible beginning of a marker is held back until it is
 decided, so half a marker is never shown.
 """
@@ -8,15 +9,23 @@ decided, so half a marker is never shown.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from lorafleet.api.tool_calls.json_scanner import BLANKS
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text by which the model prepares its answer."""
+
     text: str
 
 
@@ -37,7 +46,7 @@ class CallArguments:
     text: str
 
 
-Event = Text | CallStart | CallArguments
+Event = Text | Reasoning | CallStart | CallArguments
 
 
 class ToolCallParser(Protocol):
@@ -50,7 +59,10 @@ class ToolCallParser(Protocol):
         ...
 
 
-def openai_id() -> str:
+NewId = Callable[[str, int], str]  # Makes the id of a call from its function's name and its index.
+
+
+def openai_id(_name: str, _index: int) -> str:
     return "call_" + uuid.uuid4().hex[:24]
 
 
@@ -61,17 +73,28 @@ class Calls:
         offered: Names of the request's functions; a call of any other function is no call.
         eager: If true, a call begins as soon as its name is known and its arguments begin. Streams need this, and
             cannot take the call back then. If false, a call begins when it is complete.
+        schemas: The schemas of the functions' arguments by the functions' names, for formats that write texts without
+            quotes.
     """
 
-    def __init__(self, offered: Collection[str], *, eager: bool, new_id: Callable[[], str] = openai_id) -> None:
+    def __init__(
+        self,
+        offered: Collection[str],
+        *,
+        eager: bool,
+        new_id: NewId = openai_id,
+        schemas: Mapping[str, dict[str, Any]] = MappingProxyType({}),
+    ) -> None:
         self.offered = frozenset(offered)
         self.eager = eager
+        self.schemas = schemas
         self.count = 0
         self._new_id = new_id
 
-    def start(self, name: str) -> CallStart:
+    def start(self, name: str, call_id: str | None = None) -> CallStart:
+        """Begins the next call of the answer. `call_id` is the id that the model wrote, if its format has one."""
         self.count += 1
-        return CallStart(self.count - 1, self._new_id(), name)
+        return CallStart(self.count - 1, call_id or self._new_id(name, self.count - 1), name)
 
 
 class MarkerSearch:
@@ -83,6 +106,7 @@ class MarkerSearch:
         self._beginnings = frozenset(marker[:k] for marker in markers for k in range(1, len(marker)))
         self._longest = max(map(len, markers))
         self._held = ""
+        self.dropped = ""  # Blanks before the last marker that was found.
 
     def push(self, text: str) -> tuple[str, str | None, str]:
         """Returns (text before the marker, the marker or None, text after it)."""
@@ -91,7 +115,9 @@ class MarkerSearch:
         if found:
             begin, marker = min(found)
             self._held = ""
-            return buffer[:begin].rstrip(BLANKS), marker, buffer[begin + len(marker) :]
+            before = buffer[:begin].rstrip(BLANKS)
+            self.dropped = buffer[len(before) : begin]
+            return before, marker, buffer[begin + len(marker) :]
         shown = len(buffer) - self._num_begun(buffer)
         shown = len(buffer[:shown].rstrip(BLANKS))
         self._held = buffer[shown:]

@@ -130,6 +130,9 @@ class Hostile:
         self.seen["connected"] += 1
         try:
             yield reader, writer
+        except asyncio.CancelledError:
+            writer.transport.abort()  # close() would wait for the server to read what is buffered.
+            raise
         finally:
             writer.close()
 

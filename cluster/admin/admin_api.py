@@ -8,6 +8,7 @@ adapters, and gives those of a tenant by their full names (`~tenant/name`, proto
 GET    /v1/adapters?after=&limit=     lists a page of adapters, in the order of their names
 POST   /v1/adapters                   pushes an adapter from a folder of the server or a URI
 PUT    /v1/adapters/NAME/files        pushes the files in the body, a tar of config, weights and tokenizer
+PUT    /v1/adapters/NAME/tensors      pushes the tensors in the body (adapter_formats/tensor_push.py)
 GET    /v1/adapters/NAME              shows versions, aliases with their history, and pins
 DELETE /v1/adapters/NAME              removes the adapter; with ?alias= it removes only that alias
 POST   /v1/adapters/NAME/download     sends the files of one version (download_api.py)
@@ -37,13 +38,24 @@ from lorafleet.api.request.message_models import AnswerModels, request_model
 from lorafleet.api.request.parsing import parse_json, parse_object, parse_query, read_body
 from lorafleet.api.request.request_bodies import ModelName
 from lorafleet.api.routes.build_api import Handler, Route
-from lorafleet.api.routes.operations import TarFile, describe
+from lorafleet.api.routes.operations import Body, TarFile, TensorBytes, describe
 from lorafleet.cluster.admin.download_api import download_route
 from lorafleet.cluster.admin.pushing import AdapterAdmin
 from lorafleet.cluster.admin.upload_tar import unpacked
+from lorafleet.cluster.admin.upload_tensors import received
 from lorafleet.protocol import admin_verbs as verbs
 from lorafleet.protocol import limits
-from lorafleet.protocol.admin_answers import Adapter, AdapterPage, Alias, Move, Prefetched, Removed, Verified, Version
+from lorafleet.protocol.admin_answers import (
+    Adapter,
+    AdapterPage,
+    Alias,
+    Move,
+    Prefetched,
+    PushedVersion,
+    Removed,
+    Verified,
+    Version,
+)
 from lorafleet.protocol.admin_verbs import REMOVE_S, HttpVerb, PushAdapter, Verb, route_of
 from lorafleet.protocol.errors import Forbidden
 from lorafleet.protocol.names import bare_name, check_adapter_name, check_tenant, full_name, tenant_of
@@ -57,6 +69,11 @@ AdministerT = TypeVar("AdministerT", bound=Callable[..., Awaitable[msgspec.Struc
 class UploadQuery(Strict):
     options: Annotated[str, AtMost(limits.MAX_OPTIONS_CHARS)] = "{}"  # PushOptions as JSON.
     source: Annotated[str, AtMost(limits.MAX_PATH_CHARS)] = "upload"
+
+
+class TensorsQuery(Strict):
+    options: Annotated[str, AtMost(limits.MAX_OPTIONS_CHARS)] = "{}"  # PushOptions as JSON.
+    source: Annotated[str, AtMost(limits.MAX_PATH_CHARS)] = "memory"
 
 
 class RemoveQuery(Strict):
@@ -75,6 +92,7 @@ def admin_routes(admin: AdapterAdmin) -> list[Route]:
     special: dict[object, Administer] = {
         PushAdapter: api.push,
         verbs.UploadAdapter: api.upload,
+        verbs.UploadTensors: api.upload_tensors,
         verbs.RemoveAdapter: api.remove,
     }
     routes: list[Route] = [download_route(admin)]
@@ -89,7 +107,7 @@ def admin_routes(admin: AdapterAdmin) -> list[Route]:
 
 def _describe(
     kind: type[Verb[object]],
-    body: type[BaseModel] | type[TarFile] | None = None,
+    body: Body = None,
     query: type[BaseModel] | None = None,
     answer: object = None,
 ) -> Callable[[AdministerT], AdministerT]:
@@ -148,13 +166,23 @@ class _AdminApi:
 
     @_describe(verbs.UploadAdapter, body=TarFile, query=UploadQuery)
     async def upload(self, front: AppState, request: Request) -> Adapter:
-        query, name = parse_query(request, UploadQuery), str(request.path_params["name"])
-        options = parse_object(parse_json(query.options.encode()), PUSH_OPTIONS, "options.").model_dump()
-        verb = msgspec.convert({**options, "name": name, "source": query.source}, PushAdapter)
-        await begin(request, name=name, source=verb.source, tenant=verb.tenant)
-        full = _pushed_name(front, request, name, verb.tenant)
+        verb = await _begin_upload(request, parse_query(request, UploadQuery))
+        full = _pushed_name(front, request, verb.name, verb.tenant)
         async with unpacked(request, self._admin, full) as folder:
             return await self._push(front, request, verb, str(folder))
+
+    @_describe(verbs.UploadTensors, body=TensorBytes, query=TensorsQuery)
+    async def upload_tensors(self, front: AppState, request: Request) -> PushedVersion:
+        verb = await _begin_upload(request, parse_query(request, TensorsQuery))
+        full = _pushed_name(front, request, verb.name, verb.tenant)
+        terms = self._terms(front, request, verb, full)
+        self._admin.check_name(full)
+        async with received(request, self._admin.tensor_budget, self._admin.take_in) as intake:
+            digest, adapter = await self._admin.push_taken_in(full, intake, terms)
+        if verb.pin is not None:
+            await self._admin.administer(verbs.PinAdapter(full, verb.pin))
+        version = next(version.number for version in adapter.versions if version.digest == digest)
+        return PushedVersion(full, "adapter.version", version, digest)
 
     @_describe(verbs.RemoveAdapter, query=RemoveQuery, answer=ANSWERS.model(Adapter) | ANSWERS.model(Removed))
     async def remove(self, front: AppState, request: Request) -> Adapter | Removed:
@@ -169,11 +197,17 @@ class _AdminApi:
         self, front: AppState, request: Request, verb: PushAdapter, path: str, within: str | None = None
     ) -> Adapter:
         """Pushes the files at the path. They are those of verb.source, or an upload that came from there."""
+        full = _pushed_name(front, request, verb.name, verb.tenant)
+        adapter = await self._admin.push_folder(full, path, self._terms(front, request, verb, full), within)
+        return adapter if verb.pin is None else await self._admin.administer(verbs.PinAdapter(full, verb.pin))
+
+    @staticmethod
+    def _terms(front: AppState, request: Request, verb: PushAdapter, full: str) -> verbs.PushTerms:
+        """Returns the terms of a push under this full name. Raises Forbidden if the caller may not pin."""
         if verb.pin is not None:
             _check_may_pin(request)
-        full = _pushed_name(front, request, verb.name, verb.tenant)
         limits = front.access.tenants.storage_limits(tenant_of(full))
-        terms = verbs.PushTerms(
+        return verbs.PushTerms(
             verb.source,
             activate=verb.activate,
             num_replicas=verb.replicas,
@@ -181,9 +215,17 @@ class _AdminApi:
             metadata=verb.metadata,
             max_adapters=limits.adapters,
             max_bytes=limits.num_bytes,
+            in_flight=verb.in_flight,
         )
-        adapter = await self._admin.push_folder(full, path, terms, within)
-        return adapter if verb.pin is None else await self._admin.administer(verbs.PinAdapter(full, verb.pin))
+
+
+async def _begin_upload(request: Request, query: UploadQuery | TensorsQuery) -> PushAdapter:
+    """Reads the options of an upload, and records that it is about to act."""
+    options = parse_object(parse_json(query.options.encode()), PUSH_OPTIONS, "options.").model_dump()
+    name = str(request.path_params["name"])
+    verb = msgspec.convert({**options, "name": name, "source": query.source}, PushAdapter)
+    await begin(request, name=name, source=verb.source, tenant=verb.tenant)
+    return verb
 
 
 def _with_full_names(front: AppState, request: Request, verb: Verb[msgspec.Struct]) -> Verb[msgspec.Struct]:
@@ -213,7 +255,7 @@ def _seen_by(caller: Caller, answer: msgspec.Struct) -> msgspec.Struct:
         case Adapter(aliases=aliases):
             bare = {bare_name(alias): shares for alias, shares in aliases.items()}
             return msgspec.structs.replace(answer, id=bare_name(answer.id), aliases=bare)
-        case Removed(id=name) | Prefetched(id=name) | Verified(id=name):
+        case Removed(id=name) | Prefetched(id=name) | Verified(id=name) | PushedVersion(id=name):
             return msgspec.structs.replace(answer, id=bare_name(name))
         case _:
             raise AssertionError(answer)

@@ -7,22 +7,32 @@ get_directory().push_tensors("sql", tensors, peft_config)
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack
 
+import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-from safetensors.torch import save
 from torch import Tensor
 
 from lorafleet.client.receiving import DownloadTarget
 from lorafleet.cluster.admin.download_tar import changed_files
+from lorafleet.cluster.admin.tensor_memory import copy_tensors
 from lorafleet.cluster.catalogue.catalogue_files import stage
 from lorafleet.cluster.directory.directory_actor import NAMESPACE
 from lorafleet.protocol import admin_verbs as verbs
 from lorafleet.protocol.admin_answers import Adapter, Downloaded, Version
 from lorafleet.protocol.admin_verbs import REMOVE_S, PushTerms, Verb
-from lorafleet.protocol.errors import ConfigError, DirectoryUnavailable, InvalidRequest, Overloaded
+from lorafleet.protocol.engine_control import (
+    ALL_MEMORY,
+    InFlight,
+    MemoryTag,
+    PauseMode,
+    SleepEngine,
+    SleepLevel,
+    WakeEngine,
+)
+from lorafleet.protocol.errors import AdapterMissing, ConfigError, DirectoryUnavailable, InvalidRequest, Overloaded
 from lorafleet.resolvers.source import is_uri
 
 CALL_S = 600.0
@@ -37,11 +47,12 @@ class TermOptions(TypedDict, total=False):
     source: str
     replace: bool
     activate: bool
-    num_replicas: int
+    num_replicas: int | None
     base_model_name: str | None
     metadata: dict[str, str]
     max_adapters: int | None
     max_bytes: int | None
+    in_flight: InFlight
 
 
 def get_directory(app_name: str = "lorafleet") -> DirectoryHandle:
@@ -77,10 +88,17 @@ class DirectoryHandle:
             config: content of adapter_config.json, as LoraConfig.to_dict() returns it.
             options: fields of PushTerms (protocol/admin_verbs.py).
         """
-        weights = save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
         # PEFT's to_dict() contains sets and enums. Any other value that JSON cannot hold is a TypeError that names it.
-        plain = json.dumps(dict(config), default=_sorted)
-        return self._call(verbs.PushBytes(name, weights, plain, _terms("memory", options)))
+        plain = json.dumps(dict(config), default=_sorted, sort_keys=True).encode()
+        terms = _terms("memory", options)
+        memory = copy_tensors(tensors, plain)
+        try:
+            try:
+                return self._call(verbs.PushMemory(name, memory.seal(), terms))
+            except AdapterMissing:  # The directory is on another node. Ray carries the bytes there.
+                return self._call(verbs.PushBytes(name, plain, np.frombuffer(memory.weights, np.uint8), terms))
+        finally:
+            memory.close()
 
     def push_folder(self, name: str, path: str, **options: Unpack[TermOptions]) -> Adapter:
         """Pushes an adapter from a folder that the directory's process can read, normally on the head node."""
@@ -141,6 +159,14 @@ class DirectoryHandle:
     def verify(self, name: str) -> list[Version]:
         verified = self._call(verbs.VerifyAdapter(name)).verified
         return [version for version in self.show(name).versions if version.number in verified]
+
+    def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> list[str]:
+        """Gives the GPU memory of all replicas back, as POST /sleep does, and returns the replicas."""
+        return self._call(verbs.ControlEngines(SleepEngine(level, mode))).replicas
+
+    def wake_up(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> list[str]:
+        """Takes these parts of the GPU memory of all replicas again, and returns the replicas."""
+        return self._call(verbs.ControlEngines(WakeEngine(tuple(tags)))).replicas
 
     def _call(self, verb: Verb[AnswerT]) -> AnswerT:
         name = type(verb).__name__

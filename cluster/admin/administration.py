@@ -12,6 +12,7 @@ from typing import TypeVar, assert_never
 import msgspec
 
 from lorafleet.cluster.admin.adapter_changes import AdapterChanges
+from lorafleet.cluster.admin.engine_orders import EngineOrders
 from lorafleet.cluster.admin.located_files import located
 from lorafleet.cluster.admin.pins import AdapterPins
 from lorafleet.cluster.admin.registration import Registration, moved_unless_there
@@ -50,11 +51,14 @@ class Administration:
         self._pins = AdapterPins(directory, self._replicas)
         self._changes = AdapterChanges(directory, self._pins.follow)
         self._removals = Removals(directory, self._changes, self._replicas, files)
-        self._registration = Registration(directory, base_names, self._changes, self._replicas, files, self._removals)
+        self._engines = EngineOrders(directory, self._replicas)
+        self._registration = Registration(
+            directory, base_names, self._changes, self._replicas, files, self._removals, self._engines
+        )
         self._verification = Verification(directory.catalogue)
         self._leases = TaskLeases()
         self._files = files
-        directory.on_replicas = self._pins.follow
+        directory.on_replicas = self._follow_replicas
         directory.pins = self._pins.replicas_by_digest
         directory.catalogue.on_others = self._follow_others
 
@@ -78,8 +82,13 @@ class Administration:
                 return located(self._directory, name, version)
             case RegisterAdapter():
                 return shown(await self.push(verb))
-            case verbs.PushBytes(name, weights, config, terms):
-                return shown(await self._registration.push_bytes(name, weights, config, terms))
+            case verbs.PreloadAdapter():
+                await self._registration.preload(verb)
+                return None
+            case verbs.PushMemory(name, memory, terms):
+                return shown(await self._registration.push_memory(name, memory, terms))
+            case verbs.PushBytes(name, config, weights, terms):
+                return shown(await self._registration.push_bytes(name, config, weights, terms))
             case verbs.PushFolder(name, path, terms):
                 return shown(await self._registration.push_folder(name, path, terms))
             case verbs.MoveAlias(name, alias):
@@ -102,6 +111,8 @@ class Administration:
                 return Removed("adapter", name, True)
             case verbs.SeedAdapter(lora, info, application):
                 return verbs.Seeded(await self._registration.seed(lora, info, application))
+            case verbs.ControlEngines(control):
+                return verbs.Controlled(await self._engines.order_all(control))
             case verbs.TakeLease(task, replica_id, for_s):
                 return self._leases.take(task, replica_id, for_s)
             case _:
@@ -193,6 +204,10 @@ class Administration:
     async def collect_files(self) -> None:
         """Deletes the files that no version names. Called periodically. Raises StoreError."""
         await self._files.collect()
+
+    def _follow_replicas(self) -> None:
+        self._pins.follow()
+        self._engines.follow()
 
     def _follow_others(self, before: list[AdapterRecord]) -> None:
         """Follows changes by another server of the same catalogue. `before` holds the adapters as they were."""

@@ -5,20 +5,25 @@ The files go straight from here to the store. The directory receives only their 
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from lorafleet.api.access.fair_threads import FairThreads
+from lorafleet.api.access.fair_threads import FairThreads, be_modest
 from lorafleet.cluster.admin.downloading import AdapterDownloads
+from lorafleet.cluster.admin.push_intake import PushIntake, taking_in
+from lorafleet.cluster.admin.upload_tensors import tensor_budget
 from lorafleet.cluster.catalogue.catalogue_files import stage
 from lorafleet.cluster.catalogue.catalogue_store import Store
 from lorafleet.protocol.adapter_formats.adapter_files import AdapterFolder
+from lorafleet.protocol.adapter_formats.tensor_push import PushedTensors, TensorSums
 from lorafleet.protocol.admin_answers import Adapter
-from lorafleet.protocol.admin_verbs import PushTerms, RegisterAdapter, SeedAdapter, Verb
-from lorafleet.protocol.errors import StoreRefused
+from lorafleet.protocol.admin_verbs import PreloadAdapter, PushTerms, RegisterAdapter, SeedAdapter, Verb
+from lorafleet.protocol.errors import AdapterMissing, StoreRefused
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, turn_group
 from lorafleet.protocol.names import check_full_name, tenant_of
 from lorafleet.resolvers.store import AdapterStore
@@ -27,6 +32,7 @@ from lorafleet.sandbox.job_turns import TurnLimits
 # A push copies gigabytes, and may wait for its source for minutes. `running` limits the pushes of all tenants,
 # `waiting` those of one tenant.
 PUSHES = TurnLimits(running=4, waiting=128)
+FOLLOWERS = 4  # Threads that work on the bytes of pushes from memory while these arrive.
 
 T = TypeVar("T")
 
@@ -60,7 +66,9 @@ class AdapterAdmin:
         self._application = application
         self._sources = sources
         self._threads = FairThreads("pushes", PUSHES)
+        self._followers = ThreadPoolExecutor(FOLLOWERS, "push-bytes", be_modest)
         self.downloads = AdapterDownloads(sources)
+        self.tensor_budget = tensor_budget()
 
     async def run_in_turn(self, name: str, work: Callable[[], T]) -> T:
         """Runs a part of a push in a thread, for which tenants take turns. `name` is the adapter's full name, which
@@ -75,20 +83,73 @@ class AdapterAdmin:
 
     def close(self) -> None:
         self._threads.close()
+        self._followers.shutdown(wait=False)
         self.downloads.close()
 
     async def push_folder(self, name: str, path: str, terms: PushTerms, within: str | None = None) -> Adapter:
         """Pushes an adapter from a URI or from a folder that this process can read. If `within` is given, the folder
         must lie in it. Raises AdapterError."""
         check_full_name(name, self._base_names)
-        digest = await self.run_in_turn(name, lambda: self._put_files(path, within))
-        return await self.administer(RegisterAdapter(name, digest, terms))
+
+        def put() -> str:
+            return self._put_files(path, within)
+
+        return await self._register(name, await self.run_in_turn(name, put), put, terms)
 
     def _put_files(self, path: str, within: str | None) -> str:
         with self._sources.open(path) as source, tempfile.TemporaryDirectory(prefix="lorafleet-push-") as folder:
             digest = stage(AdapterFolder.at(source, within), Path(folder))
             self._store.put_files(digest, Path(folder))
             return digest
+
+    async def push_tensors(self, name: str, read: Callable[[], PushedTensors], terms: PushTerms) -> tuple[str, Adapter]:
+        """Pushes the adapter that `read` returns in a thread. Returns its digest besides. Raises AdapterError."""
+        self.check_name(name)
+        pushed = await self.run_in_turn(name, read)
+        async with taking_in(pushed.config, len(pushed.weights), self._store, self._followers) as intake:
+            await self.run_in_turn(name, lambda: intake.add(pushed.weights))
+            return await self.push_taken_in(name, intake, terms)
+
+    def check_name(self, name: str) -> None:
+        """Raises InvalidAdapterName if no adapter may have this full name."""
+        check_full_name(name, self._base_names)
+
+    def take_in(self, config: bytes, weights_bytes: int) -> AbstractAsyncContextManager[PushIntake]:
+        """Opens an intake with checksums for an adapter that comes from memory; see taking_in(). Raises
+        AdapterMalformed if the weights have too few bytes."""
+        return taking_in(config, weights_bytes, self._store, self._followers, TensorSums(weights_bytes))
+
+    async def push_taken_in(self, name: str, intake: PushIntake, terms: PushTerms) -> tuple[str, Adapter]:
+        """Pushes an adapter whose bytes have all arrived. Returns its digest besides. Raises AdapterError.
+
+        The replicas of this node load it from the shared memory while its files become durable. Other replicas read
+        the files afterwards.
+        """
+        digest = await intake.content.digest()
+        preload = PreloadAdapter(name, digest, await intake.seal(), terms)
+
+        async def publish() -> None:
+            await intake.content.written()
+            await self.run_in_turn(name, lambda: intake.content.publish(digest))
+
+        await asyncio.gather(publish(), self.administer(preload))
+
+        def put_again() -> None:
+            intake.content.put_again(self._store, digest)
+
+        return digest, await self._register(name, digest, put_again, terms)
+
+    async def _register(self, name: str, digest: str, put_again: Callable[[], object], terms: PushTerms) -> Adapter:
+        """Asks the directory to serve files that are in the store.
+
+        A removal of the same bytes may have deleted them since. The directory waits for it and then misses the files,
+        so they are put once more.
+        """
+        try:
+            return await self.administer(RegisterAdapter(name, digest, terms))
+        except AdapterMissing:
+            await self.run_in_turn(name, put_again)
+            return await self.administer(RegisterAdapter(name, digest, terms))
 
     async def seed(self, lora: LoRARequest, info: AdapterInfo) -> LoRARequest | None:
         return (await self.administer(SeedAdapter(lora, info, self._application))).lora

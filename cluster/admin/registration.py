@@ -4,20 +4,25 @@ written to the catalogue, and the adapter's name moves to it."""
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import tempfile
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
+from lorafleet.api.access.fair_threads import be_modest
 from lorafleet.cluster.admin.adapter_changes import AdapterChanges
+from lorafleet.cluster.admin.engine_orders import EngineOrders
+from lorafleet.cluster.admin.push_intake import ContentIntake, taking_in, working_on
 from lorafleet.cluster.admin.removals import Removals
 from lorafleet.cluster.admin.replica_orders import ReplicaOrders
 from lorafleet.cluster.admin.storage_quota import StorageQuota
-from lorafleet.cluster.catalogue.catalogue_files import stage, stage_tensors
+from lorafleet.cluster.catalogue.catalogue_files import stage
 from lorafleet.cluster.catalogue.catalogue_records import (
     AdapterRecord,
     Share,
@@ -29,10 +34,24 @@ from lorafleet.cluster.catalogue.catalogue_records import (
 )
 from lorafleet.cluster.catalogue.stored_files import FileLock, StoredFiles
 from lorafleet.cluster.directory.directory import AdapterDirectory
-from lorafleet.protocol.admin_verbs import PushTerms, RegisterAdapter
-from lorafleet.protocol.errors import AdapterExists, AdapterMissing, LorafleetError, OutcomeUnknown, Overloaded
-from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
+from lorafleet.cluster.task_set import TaskSet
+from lorafleet.protocol.adapter_formats.sealed_memory import map_sealed
+from lorafleet.protocol.admin_verbs import PreloadAdapter, PushTerms, RegisterAdapter
+from lorafleet.protocol.engine_control import SupersedeAdapter
+from lorafleet.protocol.errors import (
+    AdapterExists,
+    AdapterMissing,
+    InvalidRequest,
+    LorafleetError,
+    OutcomeUnknown,
+    Overloaded,
+)
+from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, SealedAdapter
 from lorafleet.protocol.names import check_full_name, tenant_of
+
+# Seconds after a push until the requests that resolved the name before it have reached their engines.
+SETTLE_S = 1.0
+PUSH_THREADS = 3  # They hash and write the content of pushes from memory.
 
 logger = logging.getLogger("lorafleet.cluster")
 
@@ -46,6 +65,7 @@ class Registration:
         replicas: ReplicaOrders,
         files: StoredFiles,
         removals: Removals,
+        engines: EngineOrders,
     ) -> None:
         self._directory = directory
         self._catalogue = directory.catalogue
@@ -54,32 +74,64 @@ class Registration:
         self._replicas = replicas
         self._files = files
         self._removals = removals
+        self._engines = engines
+        self._settling = TaskSet()
+        self._pool = ThreadPoolExecutor(PUSH_THREADS, "push-bytes", be_modest)
         self._quota = StorageQuota(directory.catalogue)
 
-    async def push_bytes(self, name: str, weights: bytes, config: str, terms: PushTerms) -> AdapterRecord:
-        """Pushes an adapter from memory.
+    async def push_memory(self, name: str, memory: SealedAdapter, terms: PushTerms) -> AdapterRecord:
+        """Pushes an adapter from memory that a trainer on this node has sealed. Raises AdapterMissing if the memory
+        is on another node."""
+        check_full_name(name, self._base_names)
+        content = map_sealed(memory)
+        if content is None:
+            raise AdapterMissing("the memory with the adapter is on another node, or is closed.")
+        async with working_on(content.config, content.weights, self._catalogue.store, self._pool) as work:
+            work.advance(len(content.weights))
+            return await self._push_content(name, work, memory, terms)
+
+    async def push_bytes(
+        self, name: str, config: bytes, weights: npt.NDArray[np.uint8], terms: PushTerms
+    ) -> AdapterRecord:
+        """Pushes an adapter from another node's memory.
 
         Args:
-            weights: Content of a safetensors file.
             config: Content of adapter_config.json.
+            weights: Content of a safetensors file.
         """
-        return await self._stage_and_push(
-            name, lambda folder: stage_tensors(weights, json.loads(config), folder), terms
-        )
+        check_full_name(name, self._base_names)
+        view = weights.data
+        async with taking_in(config, len(view), self._catalogue.store, self._pool) as intake:
+            await asyncio.to_thread(intake.add, view)
+            return await self._push_content(name, intake.content, await intake.seal(), terms)
+
+    async def _push_content(
+        self, name: str, content: ContentIntake, memory: SealedAdapter, terms: PushTerms
+    ) -> AdapterRecord:
+        """Pushes content that is in memory: replicas load it while it is written to the store."""
+        digest = await content.digest()
+        await asyncio.gather(self._publish(content, digest), self.preload(PreloadAdapter(name, digest, memory, terms)))
+        return await self.push(RegisterAdapter(name, digest, terms))
+
+    async def _publish(self, content: ContentIntake, digest: str) -> None:
+        await content.written()
+        await asyncio.to_thread(content.publish, digest)
 
     async def push_folder(self, name: str, path: str, terms: PushTerms) -> AdapterRecord:
         """Pushes an adapter from a folder that this process can read."""
-        return await self._stage_and_push(name, lambda folder: stage(Path(path), folder), terms)
 
-    async def _stage_and_push(self, name: str, fill: Callable[[Path], str], terms: PushTerms) -> AdapterRecord:
         def put_files() -> str:
             with tempfile.TemporaryDirectory(prefix="lorafleet-push-") as folder:
-                digest = fill(Path(folder))
+                digest = stage(Path(path), Path(folder))
                 self._catalogue.store.put_files(digest, Path(folder))
                 return digest
 
+        return await self._put_and_push(name, put_files, terms)
+
+    async def _put_and_push(self, name: str, put: Callable[[], str], terms: PushTerms) -> AdapterRecord:
+        """Pushes the adapter whose files `put` puts into the store; it returns their digest."""
         check_full_name(name, self._base_names)
-        return await self.push(RegisterAdapter(name, await asyncio.to_thread(put_files), terms))
+        return await self.push(RegisterAdapter(name, await asyncio.to_thread(put), terms))
 
     async def push(self, pushed: RegisterAdapter) -> AdapterRecord:
         """Loads the adapter on some replicas, then registers it and moves its alias. A repeated push changes
@@ -94,12 +146,41 @@ class Registration:
         except LorafleetError:
             await self._removals.forget_files(pushed.digest)
             raise
+        await self._supersede(adapter, pushed)
         await self._removals.prune(adapter)
         logger.info("adapter %s: %s pushed from %s", pushed.name, pushed.digest[:12], pushed.terms.source)
         return self._changes.find(pushed.name)
 
+    async def _supersede(self, adapter: AdapterRecord, pushed: RegisterAdapter) -> None:
+        """Ends or switches the requests that a former version is answering, if the push says so."""
+        in_flight, version = pushed.terms.in_flight, _version_of(adapter, pushed.digest)
+        if in_flight == "finish" or version is None:
+            return
+        lora = self._catalogue.state.request(pushed.name, version)
+        order = SupersedeAdapter(lora, aborts=in_flight == "abort")
+        await self._engines.order_all(order)
+        self._settling.start(self._supersede_late(order))
+
+    async def _supersede_late(self, order: SupersedeAdapter) -> None:
+        """Repeats the order for requests that found the former version before the push and reach an engine after it,
+        unless the name has moved on."""
+        await asyncio.sleep(SETTLE_S)
+        served = self._directory.names.served(order.lora.lora_name)
+        if served is None or [lora.digest for lora in served.loras] != [order.lora.digest]:
+            return
+        try:
+            await self._engines.order_all(order)
+        except LorafleetError as error:
+            logger.warning("adapter %s: late requests may use its former version: %s", order.lora.lora_name, error)
+
     async def _load_and_register(self, pushed: RegisterAdapter, lock: FileLock) -> AdapterRecord:
         self._check_free(pushed)
+        if pushed.terms.in_flight != "finish" and not pushed.terms.activate:
+            raise InvalidRequest(
+                f"`in_flight` is {pushed.terms.in_flight!r}, but the push does not activate the version, so that no "
+                "request would use it. Set `activate`, or leave `in_flight` out.",
+                "in_flight",
+            )
         if not await asyncio.to_thread(self._catalogue.store.has_files, pushed.digest):
             raise AdapterMissing(f"the catalogue has no files with digest {pushed.digest[:12]}…; push them first.")
         version = await self._load(pushed)
@@ -119,22 +200,27 @@ class Registration:
 
     async def _load(self, pushed: RegisterAdapter) -> VersionRecord:
         """Loads the version on the replicas that the push names, and returns its record, which has no number yet."""
-        terms = pushed.terms
-        version = VersionRecord(
-            0,
-            pushed.digest,
-            terms.source,
-            0,
-            0,
-            time.time(),
-            base_model_name=terms.base_model_name,
-            metadata=terms.metadata,
-        )
+        version = _new_version(pushed)
         lora = self._catalogue.state.request(pushed.name, version)
-        homes = await self._replicas.homes(pushed.name, terms.num_replicas)
+        homes = await self._homes(pushed.name, pushed.terms)
         [info, *_] = await self._replicas.order_all("load", lora, homes)
         assert info is not None
         return msgspec.structs.replace(version, rank=info.rank, num_bytes=info.num_bytes)
+
+    async def preload(self, pushed: PreloadAdapter) -> None:
+        """Loads content in memory on those of the push's replicas that can map it. Other replicas, and those that find
+        a fault in it, answer when it is registered."""
+        lora = self._catalogue.state.request(pushed.name, _new_version(pushed))
+        try:
+            homes = await self._homes(pushed.name, pushed.terms)
+            await self._replicas.order_all("load", msgspec.structs.replace(lora, memory=pushed.memory), homes)
+        except LorafleetError as error:
+            logger.info("adapter %s: %s is not loaded from memory: %s", pushed.name, pushed.digest[:12], error)
+
+    async def _homes(self, name: str, terms: PushTerms) -> list[str]:
+        """Returns the replicas that must load the version before its push ends."""
+        # Every replica may have to switch its requests to the version at once.
+        return await self._replicas.homes(name, None if terms.in_flight == "switch" else terms.num_replicas)
 
     def _new(self, name: str) -> AdapterRecord:
         removed = self._catalogue.state.removed(name)
@@ -204,6 +290,21 @@ def _seeded(adapter: AdapterRecord, lora: LoRARequest, info: AdapterInfo) -> Ada
         return adapter
     versions = tuple(version if present is known else present for present in adapter.versions)
     return msgspec.structs.replace(adapter, versions=versions)  # Its path may have changed.
+
+
+def _new_version(pushed: RegisterAdapter | PreloadAdapter) -> VersionRecord:
+    """Returns the record of a version that no replica has read yet, and that has no number."""
+    terms = pushed.terms
+    return VersionRecord(
+        0,
+        pushed.digest,
+        terms.source,
+        0,
+        0,
+        time.time(),
+        base_model_name=terms.base_model_name,
+        metadata=terms.metadata,
+    )
 
 
 def _version_of(adapter: AdapterRecord, digest: str) -> VersionRecord | None:

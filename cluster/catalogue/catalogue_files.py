@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 from lorafleet.protocol.adapter_formats.adapter_files import (
     CONFIG_NAME,
-    SAFETENSORS_NAME,
     AdapterFolder,
     check_same_config,
-    folder_digest,
     open_weights,
     read_config,
     read_language,
@@ -31,10 +28,3 @@ def stage(path: str | os.PathLike[str], target: Path) -> str:
     for name, content in {CONFIG_NAME: config, **language}.items():
         (target / name).write_bytes(content)
     return digest
-
-
-def stage_tensors(tensors: bytes, config: dict[str, object], target: Path) -> str:
-    """Writes the content of a safetensors file and the config into an existing folder. Returns their digest."""
-    (target / CONFIG_NAME).write_text(json.dumps(config, sort_keys=True))
-    (target / SAFETENSORS_NAME).write_bytes(tensors)
-    return folder_digest(target)

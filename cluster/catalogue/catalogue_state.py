@@ -160,7 +160,8 @@ class CatalogueState:
 
     def request(self, name: str, version: VersionRecord) -> LoRARequest:
         path = version.location or self._files_uri(version.digest)
-        return LoRARequest(name, adapter_number(name), path, version.digest, version.base_model_name)
+        number, base = adapter_number(name), version.base_model_name
+        return LoRARequest(name, number, path, version.digest, base, version=version.number)
 
     def _set_users(self, digest: str, users: tuple[str, ...]) -> None:
         if users:

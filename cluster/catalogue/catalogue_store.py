@@ -14,6 +14,22 @@ from typing import Protocol
 from lorafleet.protocol.errors import ConfigError
 
 
+class FilesDraft(Protocol):
+    """An adapter's files that are being written. Nobody sees them before they are published."""
+
+    def write(self, name: str, content: bytes | memoryview) -> None:
+        """Appends to a file. Views must stay as they are until discard(). Raises StoreError."""
+        ...
+
+    def publish(self, digest: str) -> None:
+        """Makes the files durable under their digest. Afterwards either all of them are there, or none."""
+        ...
+
+    def discard(self) -> None:
+        """Deletes what was not published. Call it in any case."""
+        ...
+
+
 class Store(Protocol):
     """A store with blocking calls, which callers run in threads. Calls raise StoreError if the store does not answer,
     and its subclass StoreRefused if the requested operation has certainly not been done."""
@@ -44,6 +60,10 @@ class Store(Protocol):
         """Copies an adapter's files into the store. Afterwards either all of them are there, or none."""
         ...
 
+    def draft(self) -> FilesDraft:
+        """Begins to write an adapter's files from memory, before their digest is known."""
+        ...
+
     def files_uri(self, digest: str) -> str:
         """Returns a local folder's path, or an s3:// prefix."""
         ...
@@ -63,14 +83,15 @@ class Store(Protocol):
     def delete_files(self, digest: str) -> None: ...
 
 
-def open_store(uri: str) -> Store:
-    """Opens the store of a URI. Raises ConfigError for a URI of another kind, or a folder that cannot be written."""
+def open_store(uri: str, setting: str = "catalog_uri") -> Store:
+    """Opens the store of a URI. Raises ConfigError for a URI of another kind, or a folder that cannot be written.
+    `setting` is the option that has the URI, for these errors."""
     if uri.startswith("s3://"):
         from lorafleet.cluster.catalogue.s3_store import S3Store  # boto3 takes half a second to import.
 
-        return S3Store(uri)
+        return S3Store(uri, setting=setting)
     if "://" in uri:
-        raise ConfigError(f"catalog_uri={uri!r} is neither a folder nor s3://bucket/prefix. Give one of the two.")
+        raise ConfigError(f"{setting}={uri!r} is neither a folder nor s3://bucket/prefix. Give one of the two.")
     from lorafleet.cluster.catalogue.folder_store import FolderStore
 
-    return FolderStore(Path(uri))
+    return FolderStore(Path(uri), setting)

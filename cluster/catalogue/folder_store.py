@@ -11,26 +11,27 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from lorafleet.protocol.errors import AdapterMissing, ConfigError, StoreError, StoreRefused
-from lorafleet.resolvers.durable import sync
+from lorafleet.resolvers.durable import begin_to_sync, sync
 
 ABANDONED_S = 3600.0  # Age in seconds at which an unpublished file counts as left behind by a crash.
 
 
 class FolderStore:
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, setting: str = "catalog_uri") -> None:
         self._root = root.expanduser().absolute()
         self._aside = self._root / "aside"
         self._files = self._root / "adapters"
         try:
-            for folder in (self._aside, self._files):
-                folder.mkdir(parents=True, exist_ok=True)
+            self._aside.mkdir(parents=True, exist_ok=True)
             self._clear_aside()
         except OSError as error:
             raise ConfigError(
-                f"catalog_uri={str(root)!r} cannot be written: {error.strerror}. Use a writable folder, or s3://…"
+                f"{setting}={str(root)!r} cannot be written: {error.strerror}. Use a writable folder, or s3://…"
             ) from None
 
     def _clear_aside(self) -> None:
@@ -71,7 +72,7 @@ class FolderStore:
                 os.fsync(file.fileno())
         except OSError as error:
             reason = error.strerror or error
-            raise StoreRefused(f"catalogue {self.uri}: nothing was written: {reason}.") from error
+            raise StoreRefused(f"store {self.uri}: nothing was written: {reason}.") from error
 
     def read(self, key: str) -> bytes | None:
         try:
@@ -82,9 +83,10 @@ class FolderStore:
             raise _failed(f"{key} cannot be read", self.uri, error) from error
 
     def keys(self, prefix: str) -> list[str]:
-        folder = self._root / prefix
+        folder, slash, start = prefix.rpartition("/")
         try:
-            return sorted(f"{prefix}{name}" for name in os.listdir(folder))
+            names = os.listdir(self._root / folder)
+            return sorted(f"{folder}{slash}{name}" for name in names if name.startswith(start))
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -99,21 +101,16 @@ class FolderStore:
     def put_files(self, digest: str, folder: Path) -> None:
         if self.has_files(digest):
             return
-        aside = self._aside / uuid.uuid4().hex
+        draft = self.draft()
         try:
-            aside.mkdir()
             for source in sorted(folder.iterdir()):
-                _copy_durably(source, aside / source.name)
-            sync(aside)
-            with contextlib.suppress(OSError):
-                aside.rename(self._files / digest)  # Fails if another writer was first, with the same bytes.
-            sync(self._files)
-            if not self.has_files(digest):
-                raise StoreError(f"the files of adapter {digest[:12]} could not be moved into {self._files}.")
-        except OSError as error:
-            raise _failed(f"the files of adapter {digest[:12]} cannot be written", self.uri, error) from error
+                draft.copy(source)
+            draft.publish(digest)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            draft.discard()
+
+    def draft(self) -> FolderDraft:
+        return FolderDraft(self._aside / uuid.uuid4().hex, self._files, self.uri)
 
     def files_uri(self, digest: str) -> str:
         return str(self._files / digest)
@@ -145,17 +142,69 @@ class FolderStore:
         shutil.rmtree(aside, ignore_errors=True)
 
 
+class FolderDraft:
+    """An adapter's files in a folder that is moved to its place in one step.
+
+    Args:
+        aside: Where the folder is created.
+        files: Where folders of published files are.
+        uri: The store's, for messages.
+    """
+
+    def __init__(self, aside: Path, files: Path, uri: str) -> None:
+        self._aside = aside
+        self._published = files
+        self._uri = uri
+        self._open: dict[str, BinaryIO] = {}
+        with self._errors():
+            files.mkdir(exist_ok=True)
+            aside.mkdir()
+
+    def write(self, name: str, content: bytes | memoryview) -> None:
+        with self._errors():
+            if name not in self._open:
+                self._open[name] = (self._aside / name).open("xb", buffering=0)
+            file, rest = self._open[name], memoryview(content)
+            while len(rest):
+                rest = rest[file.write(rest) :]
+            begin_to_sync(file.fileno())
+
+    def copy(self, source: Path) -> None:
+        """Copies a file of that name."""
+        with self._errors():
+            shutil.copyfile(source, self._aside / source.name)
+            sync(self._aside / source.name)
+
+    def publish(self, digest: str) -> None:
+        with self._errors():
+            for file in self._open.values():
+                os.fsync(file.fileno())
+            sync(self._aside)
+            with contextlib.suppress(OSError):
+                self._aside.rename(self._published / digest)  # Fails if another writer was first, with the same bytes.
+            sync(self._published)
+            if not (self._published / digest).is_dir():
+                raise StoreError(f"the files of adapter {digest[:12]} could not be moved into {self._published}.")
+
+    def discard(self) -> None:
+        for file in self._open.values():
+            file.close()
+        shutil.rmtree(self._aside, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise _failed("an adapter's files cannot be written", self._uri, error) from error
+
+
 def _make_folders(folder: Path, root: Path) -> None:
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         sync(root)
 
 
-def _copy_durably(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)
-    sync(target)
-
-
 def _failed(what: str, uri: str, error: OSError) -> StoreError:
     reason = error.strerror or error
-    return StoreError(f"catalogue {uri}: {what}: {reason}. Check whether it was done before you repeat it.")
+    return StoreError(f"store {uri}: {what}: {reason}. Check whether it was done before you repeat it.")

@@ -7,7 +7,8 @@ other than Amazon's). They are read again after the server has rejected them, so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,10 @@ def _make_client() -> Any:
 class S3Store:
     """The store below an s3:// prefix. `make_client` returns boto3's client."""
 
-    def __init__(self, uri: str, make_client: Callable[[], Any] = _make_client) -> None:
+    def __init__(self, uri: str, make_client: Callable[[], Any] = _make_client, setting: str = "catalog_uri") -> None:
         bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         if not bucket:
-            raise ConfigError(f"catalog_uri={uri!r} names no bucket; give s3://bucket/prefix.")
+            raise ConfigError(f"{setting}={uri!r} names no bucket; give s3://bucket/prefix.")
         self._bucket = bucket
         self._prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
         self._renewed = RenewedClient(make_client)
@@ -77,15 +78,28 @@ class S3Store:
             self._client.delete_object(Bucket=self._bucket, Key=self._key(key))
 
     def put_files(self, digest: str, folder: Path) -> None:
+        paths = {path.name: path for path in folder.iterdir()}
+        self._put(digest, paths, lambda name, place: self._client.upload_file(str(paths[name]), **place))
+
+    def draft(self) -> S3Draft:
+        return S3Draft(self._put_contents)
+
+    def _put_contents(self, digest: str, contents: Mapping[str, Sequence[bytes | memoryview]]) -> None:
+        def upload(name: str, place: dict[str, Any]) -> None:
+            self._client.upload_fileobj(io.BufferedReader(_Parts(contents[name])), **place)
+
+        self._put(digest, contents, upload)
+
+    def _put(self, digest: str, files: Iterable[str], upload: Callable[[str, dict[str, Any]], None]) -> None:
         """Uploads an adapter's files. The config goes last, and its metadata names all files; has_files() looks for
         each of them."""
-        paths = sorted(folder.iterdir(), key=lambda p: (p.name == CONFIG_NAME, p.name))
-        names = {NAMES_FIELD: ",".join(path.name for path in paths)}
+        order = sorted(files, key=lambda name: (name == CONFIG_NAME, name))
+        names = {NAMES_FIELD: ",".join(order)}
         with self._errors(f"the files of adapter {digest[:12]} cannot be written"):
-            for path in paths:
-                key = self._key(f"adapters/{digest}/{path.name}")
-                fields = {"Metadata": names} if path.name == CONFIG_NAME else {}
-                self._client.upload_file(str(path), self._bucket, key, ExtraArgs=fields)
+            for name in order:
+                key = self._key(f"adapters/{digest}/{name}")
+                fields = {"Metadata": names} if name == CONFIG_NAME else {}
+                upload(name, {"Bucket": self._bucket, "Key": key, "ExtraArgs": fields})
 
     def files_uri(self, digest: str) -> str:
         return f"{self.uri}/adapters/{digest}"
@@ -149,12 +163,47 @@ class S3Store:
             if rejects_credentials(cause) or isinstance(error, NoCredentialsError | PartialCredentialsError):
                 self._renewed.drop()
                 raise kind(
-                    f"catalogue {self.uri}: {what}: the server refuses this cluster's credentials: {error}. Renew "
+                    f"store {self.uri}: {what}: the server refuses this cluster's credentials: {error}. Renew "
                     "them; no restart is needed. Check whether it was done before you repeat it."
                 ) from error
-            raise kind(
-                f"catalogue {self.uri}: {what}: {error}. Check whether it was done before you repeat it."
-            ) from error
+            raise kind(f"store {self.uri}: {what}: {error}. Check whether it was done before you repeat it.") from error
+
+
+class S3Draft:
+    """Files in memory that are uploaded when their digest is known, since it is part of their keys."""
+
+    def __init__(self, put: Callable[[str, Mapping[str, Sequence[bytes | memoryview]]], None]) -> None:
+        self._put = put
+        self._contents: dict[str, list[bytes | memoryview]] = {}
+
+    def write(self, name: str, content: bytes | memoryview) -> None:
+        self._contents.setdefault(name, []).append(content)
+
+    def publish(self, digest: str) -> None:
+        self._put(digest, self._contents)
+
+    def discard(self) -> None:
+        self._contents.clear()
+
+
+class _Parts(io.RawIOBase):
+    """A file whose content is in several parts of memory, which are not copied together."""
+
+    def __init__(self, parts: Iterable[bytes | memoryview]) -> None:
+        self._rest = [memoryview(part) for part in parts][::-1]
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target: Any) -> int:
+        while self._rest and not len(self._rest[-1]):
+            self._rest.pop()
+        if not self._rest:
+            return 0
+        part = self._rest[-1][: len(target)]
+        target[: len(part)] = part
+        self._rest[-1] = self._rest[-1][len(part) :]
+        return len(part)
 
 
 def _is_certain(error: ClientError) -> bool:

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 import lorafleet
 from lorafleet.cluster.cli.cli_adapters import adapters
+from lorafleet.cluster.cli.cli_batch import run_batch
 from lorafleet.cluster.cli.cli_compare import compare
 from lorafleet.cluster.cli.cli_config import config
 from lorafleet.cluster.cli.cli_convert import convert
@@ -32,6 +33,7 @@ from lorafleet.cluster.config import ALIASES, AppArgs, keys_from, parse_args
 from lorafleet.cluster.proxy.tls import TLSFiles, tls_files
 from lorafleet.cluster.serve.start_checks import check_paths
 from lorafleet.protocol.engine_config import EngineOptions
+from lorafleet.protocol.kv_events_config import KVEventsConfig
 from lorafleet.protocol.lora_config import LoRAOptions
 from lorafleet.protocol.options import Option, options_of
 from lorafleet.protocol.sources import HTTPConfig, HubConfig, S3Config
@@ -127,17 +129,17 @@ def _run(args: AppArgs, host: str, port: int, tls: TLSFiles | None, direct_strea
     serve_locally(args, Listener(host, port, tls, direct_streaming))
 
 
-def _option(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
+def _option(name: str, field: FieldInfo, panel: str, *, is_required: bool) -> inspect.Parameter:
     flags = [
         f"--{option.replace('_', '-')}" for option in (name, *(a for a, target in ALIASES.items() if target == name))
     ]
     kind = _plain_type(field.annotation)
     if kind is bool:
         flags = [f"{flags[0]}/--no-{flags[0][2:]}"]
-    default = ... if field.is_required() else None
+    default = ... if is_required else None
     shown = None if field.is_required() or field.default in (None, []) else str(field.default)
     annotation: Any = Annotated[
-        kind if field.is_required() else kind | None,
+        kind if is_required else kind | None,
         typer.Option(*flags, help=_help(field), show_default=shown or False, rich_help_panel=panel),
     ]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
@@ -148,15 +150,15 @@ def _help(field: FieldInfo) -> str | None:
 
 
 def _plain_type(annotation: Any) -> Any:
-    """Returns a type that typer understands. `int | None` becomes int, Annotated its inner type, a source str, and a
-    list or tuple list[float] or list[str]."""
+    """Returns a type that typer understands. `int | None` becomes int, Annotated its inner type, an option
+    in JSON str, and a list or tuple list[float] or list[str]."""
     if typing.get_origin(annotation) is Annotated:
         return _plain_type(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return _plain_type(next(member for member in typing.get_args(annotation) if member is not type(None)))
     if typing.get_origin(annotation) in (list, tuple):
         return list[float] if typing.get_args(annotation)[0] is float else list[str]
-    return str if annotation in (S3Config, HTTPConfig, HubConfig) else annotation
+    return str if annotation in (S3Config, HTTPConfig, HubConfig, KVEventsConfig) else annotation
 
 
 def _names_in_order() -> Iterator[str]:
@@ -172,15 +174,17 @@ def _names_in_order() -> Iterator[str]:
             yield from (*groups[name], name)
 
 
-def _with_options(function: Any) -> Any:
+def _with_options(function: Any, *, needs_model: bool = True) -> Any:
     """Returns the function with one more keyword option for each field of AppArgs."""
     own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
     panel = ""
     options = []
     for name in _names_in_order():
         panel = PANELS.get(name, panel)
-        options.append(_option(name, AppArgs.model_fields[name], panel))
-    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*options, *own)]
+        field = AppArgs.model_fields[name]
+        options.append(_option(name, field, panel, is_required=needs_model and field.is_required()))
+    ordered = (*options, *own) if needs_model else (*own, *options)
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in ordered]
     function.__signature__ = inspect.Signature(parameters)
     function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return function
@@ -193,6 +197,7 @@ app.add_typer(metrics, name="metrics")
 app.add_typer(quality, name="quality")
 app.command("serve")(_with_options(_serve))
 app.command("demo")(_demo)
+app.command("run-batch")(_with_options(run_batch, needs_model=False))
 app.command("inspect")(inspect_adapter)
 app.command("convert")(convert)
 app.command("merge")(merge)

@@ -1,4 +1,4 @@
-"""Defines `lorafleet inspect`, whose work is done in tools/inspection.py."""
+"""Defines `lorafleet inspect`, whose work is done in tools/inspection.py, and for bases in cli_inspect_base.py."""
 
 from __future__ import annotations
 
@@ -10,23 +10,40 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lorafleet.cluster.cli.cli_inspect_base import (
+    PANEL,
+    BaseOption,
+    BaseOptions,
+    GPUMemoryOption,
+    GPUOption,
+    inspect_base,
+    is_base,
+)
 from lorafleet.cluster.cli.cli_tools import JSONOption, ending_in_words
+from lorafleet.protocol.engine_config import KVCacheDType
 from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.lora_config import LoRAConfig, LoRADType
+from lorafleet.protocol.quantization_methods import Method
 
 if TYPE_CHECKING:
     from lorafleet.tools.inspection import Fit, Inspection
 
 
 def inspect(
-    path: Annotated[str, typer.Argument(help="Folder of an adapter, or a URI.")],
+    path: Annotated[str, typer.Argument(help="Folder of an adapter or of a base, or an adapter's URI.")],
     model: Annotated[
         list[Path] | None,
         typer.Option(help="Folder of a base, to check whether it would load the adapter. May be repeated."),
     ] = None,
     tp: Annotated[
-        int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="Number of GPUs that share a base.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            "--tp",
+            "--tensor-parallel-size",
+            min=1,
+            help="Number of GPUs that share a base. Default: 1; of a base: each of 1, 2, 4 and 8.",
+        ),
+    ] = None,
     fully_sharded_loras: Annotated[bool, typer.Option(help="The server's option of this name.")] = True,
     lora_dtype: Annotated[
         LoRADType, typer.Option(help="The server's option of this name; auto: the base's, else bfloat16.")
@@ -34,12 +51,43 @@ def inspect(
     max_lora_rank: Annotated[
         int, typer.Option(min=1, help="The server's option of this name.")
     ] = LoRAConfig().max_lora_rank,
+    gpu: GPUOption = None,
+    gpu_memory_gib: GPUMemoryOption = None,
+    gpu_memory_utilization: BaseOption[float] = None,
+    max_loras: Annotated[
+        int | None,
+        typer.Option(min=0, help="The server's option of this name; 0: without adapters.", rich_help_panel=PANEL),
+    ] = None,
+    max_model_len: BaseOption[int] = None,
+    kv_cache_dtype: BaseOption[KVCacheDType] = None,
+    quantization: BaseOption[Method] = None,
     as_json: JSONOption = False,
 ) -> None:
-    """Shows what an adapter is, what it costs on a GPU, which bases it fits, and what serving would reject and why.
+    """Shows what an adapter or a base is, what it costs on a GPU, and what serving would reject and why.
 
-    The exit status is 2 if one of the bases, or without --model the reader alone, would reject the adapter.
+    The exit status is 2 if one of the bases, or without --model the reader alone, would reject the adapter. It is 2 too
+    if a base would not start.
     """
+    config = LoRAConfig(max_lora_rank=max_lora_rank, lora_dtype=lora_dtype, fully_sharded_loras=fully_sharded_loras)
+    options = BaseOptions(
+        gpu, gpu_memory_gib, gpu_memory_utilization, max_loras, max_model_len, kv_cache_dtype, quantization
+    )
+    if is_base(path):
+        with ending_in_words():
+            if model:
+                raise InvalidRequest(f"--model is for adapters, and {path} is a base. Leave it out.")
+            text, refused = inspect_base(path, config, options, tp, as_json=as_json)
+        typer.echo(text)
+    else:
+        with ending_in_words():
+            options.check_unset(path)
+        refused = _inspect_adapter(path, model or [], tp or 1, config, as_json=as_json)
+    if refused:
+        raise typer.Exit(2)
+
+
+def _inspect_adapter(path: str, models: list[Path], tp: int, config: LoRAConfig, *, as_json: bool) -> bool:
+    """Prints what an adapter is, and returns whether it would be rejected."""
     with ending_in_words(), ExitStack() as stack:
         import torch
 
@@ -47,20 +95,16 @@ def inspect(
         from lorafleet.tools.inspection import fit, inspect_folder
         from lorafleet.tools.reading import adapter_folder
 
-        config = LoRAConfig(max_lora_rank=max_lora_rank, lora_dtype=lora_dtype)
         folder = stack.enter_context(adapter_folder(path))
         found = inspect_folder(folder, path, config.serving_dtype(torch.bfloat16))
-        if tp > 1 and not model:
+        if tp > 1 and not models:
             raise InvalidRequest("--tp needs --model: how an adapter is divided depends on the base's heads.")
-        fits = [
-            fit(folder, path, BaseModel.of_config(base), config, tp, fully_sharded=fully_sharded_loras)
-            for base in model or []
-        ]
+        sharded = bool(config.fully_sharded_loras)
+        fits = [fit(folder, path, BaseModel.of_config(base), config, tp, fully_sharded=sharded) for base in models]
         found = dataclasses.replace(found, fits=fits)
     typer.echo(json.dumps(dataclasses.asdict(found), indent=2) if as_json else _text(found))
     refused = [fit.refusal for fit in found.fits] if found.fits else [found.refusal]
-    if any(refusal is not None for refusal in refused):
-        raise typer.Exit(2)
+    return any(refusal is not None for refusal in refused)
 
 
 def _text(found: Inspection) -> str:

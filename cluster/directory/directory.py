@@ -43,6 +43,7 @@ class AdapterDirectory:
         catalogue: Catalogue,
         clock: Callable[[], float] = time.monotonic,
         fill_cpu_loras: bool = False,
+        places_by_demand: bool = True,
         timing: DirectoryTiming = TIMING,
     ) -> None:
         self.catalogue = catalogue
@@ -65,6 +66,7 @@ class AdapterDirectory:
             timing,
             clock,
             fill_cpu_loras,
+            places_by_demand,
         )
         self.quotas = QuotaBook(self.replicas.live, clock)
 

@@ -62,6 +62,7 @@ class DirectoryPlace:
     catalog_uri: str | None
     base_names: tuple[str, ...]
     fill_cpu_loras: bool
+    places_by_demand: bool = True  # False leaves adapters where requests bring them; pins are placed in any case.
 
     @property
     def actor_name(self) -> str:
@@ -81,10 +82,14 @@ class DirectoryActor:
     """Runs AdapterDirectory and Administration in their own process. It does not inherit from them, since Ray would
     wrap each of their methods."""
 
-    def __init__(self, catalog_uri: str, base_names: tuple[str, ...], fill_cpu_loras: bool, secret: str) -> None:
+    def __init__(
+        self, catalog_uri: str, base_names: tuple[str, ...], fill_cpu_loras: bool, places_by_demand: bool, secret: str
+    ) -> None:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # A thousand replicas have a connection each.
-        self._directory = AdapterDirectory(Catalogue(open_store(catalog_uri)), fill_cpu_loras=fill_cpu_loras)
+        self._directory = AdapterDirectory(
+            Catalogue(open_store(catalog_uri)), fill_cpu_loras=fill_cpu_loras, places_by_demand=places_by_demand
+        )
         self._administration = Administration(self._directory, base_names)
         self._window = DirectoryWindow(self._directory)
         loop = asyncio.get_event_loop()
@@ -183,7 +188,7 @@ def get_or_create(place: DirectoryPlace) -> RemoteDirectory:
             # Otherwise Ray's head would record each of the last 100 000 calls: 200 MB.
             enable_task_events=False,
         )
-        .remote(place.uri, place.base_names, place.fill_cpu_loras, secrets.token_hex(16))
+        .remote(place.uri, place.base_names, place.fill_cpu_loras, place.places_by_demand, secrets.token_hex(16))
     )
     return RemoteDirectory(actor)
 

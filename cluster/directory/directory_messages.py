@@ -8,9 +8,11 @@ import msgspec
 
 from lorafleet.cluster.catalogue.catalogue_state import Served
 from lorafleet.cluster.catalogue.log_end import LogPosition
+from lorafleet.protocol.engine_control import EngineControl
 from lorafleet.protocol.lora_request import LoRARequest
 
-OrderKind = Literal["load", "pin", "unpin", "drop"]
+OrderKind = Literal["load", "pin", "unpin", "drop", "control"]
+NO_ADAPTER = LoRARequest("", 1, "")  # The adapter of a control order that concerns none.
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -18,9 +20,10 @@ class Order(msgspec.Struct, frozen=True):
 
     number: int
     # load: read the adapter into host memory. pin: hold it in a slot. unpin: end that. drop: wait for its in-flight
-    # requests, then remove it from every tier.
+    # requests, then remove it from every tier. control: carry out `control`.
     kind: OrderKind
     lora: LoRARequest
+    control: EngineControl | None = None  # Set for control orders only.
 
 
 class Changes(msgspec.Struct, frozen=True):

@@ -37,6 +37,7 @@ class PlacementRounds:
         timing: DirectoryTiming,
         clock: Callable[[], float],
         fill_cpu_loras: bool,
+        places_by_demand: bool,
     ) -> None:
         self._epoch = epoch
         self._names = names
@@ -46,7 +47,9 @@ class PlacementRounds:
         self._clock = clock
         residency = routers.residency
         self._filler = Filler(residency, names.all_digests, self._read_ahead) if fill_cpu_loras else None
-        self._placer = Placer(residency, names.size, pins, self._read_ahead, self._filler)
+        self._placer = Placer(
+            residency, names.size, pins, self._read_ahead, self._filler, places_by_demand=places_by_demand
+        )
         self._placing = asyncio.Lock()
         self._hand_overs: dict[str, asyncio.Task[None]] = {}  # By the replica that is being stopped.
 

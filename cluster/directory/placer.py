@@ -53,10 +53,18 @@ class Placer:
     Args:
         prefetch: prefetch(replica, adapter) orders the replica to read the adapter soon.
         filler: None leaves empty host memory empty.
+        places_by_demand: False places pinned adapters only.
     """
 
     def __init__(
-        self, residency: Residency, sizes: Sizes, pins: Pins, prefetch: Prefetch, filler: Filler | None
+        self,
+        residency: Residency,
+        sizes: Sizes,
+        pins: Pins,
+        prefetch: Prefetch,
+        filler: Filler | None,
+        *,
+        places_by_demand: bool = True,
     ) -> None:
         self.counts = PlacerCounts()
         self._demand: dict[str, float] = {}  # Tokens per second, by adapter.
@@ -66,6 +74,7 @@ class Placer:
         self._pins = pins
         self._filler = filler
         self._prefetch = prefetch
+        self._places_by_demand = places_by_demand
         self._known_since: dict[str, float] = {}
         self._leaving: set[str] = set()  # Replicas where nothing is placed.
         self._last_s: float | None = None
@@ -119,7 +128,7 @@ class Placer:
             demand = keep * self._demand.pop(digest, 0.0) + (1 - keep) * tokens.get(digest, 0) / elapsed
             if demand > FORGET_TOKENS_S:
                 self._demand[digest] = demand
-            if demand > FORGET_TOKENS_S or digest in pins:
+            if (demand > FORGET_TOKENS_S and self._places_by_demand) or digest in pins:
                 num_bytes, rank = self._sizes(digest) or (TYPICAL_BYTES, 16)
                 adapters[digest] = PlacedAdapter(num_bytes, rank, demand, pins.get(digest, ()))
             if step % STEP == 0:

@@ -12,6 +12,7 @@ from lorafleet.api.telemetry.recent import RecentFailures
 from lorafleet.cluster.directory.directory_messages import Order, OrderKind
 from lorafleet.cluster.directory.directory_timing import DirectoryTiming
 from lorafleet.cluster.directory.wake_signal import WakeSignal
+from lorafleet.protocol.engine_control import EngineControl
 from lorafleet.protocol.errors import Overloaded, WireError, from_wire
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.names import tenant_of
@@ -172,14 +173,16 @@ class ReplicaTable:
 
     # -- orders ---------------------------------------------------------------------------------------------------
 
-    def order(self, replica_id: str, kind: OrderKind, lora: LoRARequest) -> asyncio.Future[AdapterInfo | None]:
+    def order(
+        self, replica_id: str, kind: OrderKind, lora: LoRARequest, control: EngineControl | None = None
+    ) -> asyncio.Future[AdapterInfo | None]:
         """Sends an order to a replica. The future has the answer that comes with a DoneCall, or Overloaded if the
         replica leaves first."""
         replica = self._replicas[replica_id]
         number = next(self._order_numbers)
         answer: asyncio.Future[AdapterInfo | None] = asyncio.get_running_loop().create_future()
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # Perhaps nobody waits for it.
-        replica.open_orders[number] = _OpenOrder(Order(number, kind, lora), answer, time.time())
+        replica.open_orders[number] = _OpenOrder(Order(number, kind, lora, control), answer, time.time())
         replica.news.wake()
         return answer
 

@@ -44,7 +44,7 @@ class Prober:
         state = self._state
         prompt = await encode(state.texts, model, probe.prompt, add_special_tokens=True, must_fit="prompt")
         # One more token is for the request that scores the answer.
-        room = fit_max_tokens(state.texts, len(prompt) + 1, None, max_tokens, "prompt")
+        room = fit_max_tokens(state.texts, model, len(prompt) + 1, None, max_tokens, "prompt")
         answer = (await self._run(model, prompt, SamplingParams(temperature=0, max_tokens=room))).token_ids
         places = await self._score(model, prompt, answer if along is None else along, MAX_LOGPROBS)
         return Observed(answer, places, await self._completion(model, prompt, probe))
@@ -60,7 +60,7 @@ class Prober:
     ) -> list[TokenLogprobs]:
         """Returns the model's logprobs for each token of the text after the prompt."""
         sequence = checked_ids(self._state.texts, model, [*prompt, *text], "prompt")
-        fit_max_tokens(self._state.texts, len(sequence), 1, None, "prompt")
+        fit_max_tokens(self._state.texts, model, len(sequence), 1, None, "prompt")
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=top_k)
         places = (await self._run(model, sequence, params, scoring=True)).prompt_logprobs or []
         return [place for place in places[len(prompt) :] if place is not None]

@@ -22,9 +22,9 @@ from lorafleet.cluster.directory.directory_actor import DirectoryPlace, get_or_c
 from lorafleet.cluster.directory.directory_calls import DrainCall, RoutesCall
 from lorafleet.cluster.directory.residency import RouteView
 from lorafleet.cluster.proxy import ingress
-from lorafleet.cluster.routing.route import NO_ROUTE, PREFIX_TOKENS, Route, route_of_session
+from lorafleet.cluster.routing.route import NO_ROUTE, Route, route_of_session
 from lorafleet.cluster.routing.route_app import RouteApp
-from lorafleet.cluster.routing.routing import ReplicaChooser
+from lorafleet.cluster.routing.simple_rules import make_chooser
 from lorafleet.cluster.task_set import TaskSet
 from lorafleet.cluster.tenancy.key_ring import KeyRing
 from lorafleet.protocol.errors import Forbidden, Unauthorized
@@ -36,11 +36,14 @@ logger = logging.getLogger("lorafleet.cluster")
 
 
 class AffinityRouter(RequestRouter):
-    """Extends Ray Serve's request router. It never rejects a request, since any replica can answer for any adapter."""
+    """Extends Ray Serve's request router by the rule of `--routing`.
+
+    It never rejects a request, since any replica can answer for any adapter.
+    """
 
     def initialize_state(self, **kwargs: Any) -> None:
         self._directory = DirectoryPlace(self.app_name, **kwargs["directory"])
-        self._view = RouteView(ReplicaChooser())
+        self._view = RouteView(make_chooser(kwargs["routing"]))
         self._by_id: dict[str, RunningReplica] = {}
         self._following: asyncio.Task[None] | None = None
         self._answered_s = time.monotonic()  # Time of the directory's last answer.
@@ -65,9 +68,9 @@ class AffinityRouter(RequestRouter):
         adapter = "" if route.name in self._directory.base_names else self._view.adapter(route.name)
         chooser = self._view.chooser
         is_current = time.monotonic() - self._answered_s < SILENT_S
-        ranked = chooser.rank(adapter, route.prefix, PREFIX_TOKENS, by_load=is_current)
+        ranked = chooser.rank(adapter, route.prefixes, by_load=is_current)
         if ranked:
-            chooser.sent(adapter, ranked[0], route.num_tokens, route.prefix)
+            chooser.sent(adapter, ranked[0], route.num_tokens, route.prefixes)
         return [[self._by_id[replica_id]] for replica_id in ranked]
 
     async def _drain_replica(self, replica_id: str) -> None:

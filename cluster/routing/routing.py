@@ -9,19 +9,21 @@ has sent there since, and where placement wants each adapter. benchmarks/placeme
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 import numpy as np
 
+from lorafleet.cluster.routing.prefix_table import PrefixTable
 from lorafleet.cluster.routing.rendezvous import Rendezvous, key_of
-from lorafleet.protocol.lru_cache import LRUCache
+from lorafleet.cluster.routing.route import prefix_tokens
 
 Tier = Literal["gpu", "coming", "cpu"]  # coming: requests there wait for it, so it gets a slot next.
 MAX_HOLDERS = 8  # Considered for one request, at random if more replicas hold its adapter.
-MAX_PREFIXES = 20_000  # Prefixes whose replica is cached.
+FOR_EVER_S = 1e9
 TYPICAL_BYTES = 84_000_000  # Assumed for an adapter that the directory has not described: rank 16 on an 8B.
 
 
@@ -34,6 +36,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True, array_like=True):
     reading_bytes: int = 0  # Adapters that are or will be read from disk; the directory knows their sizes.
     free_slots: int = 1  # Empty or idle, minus the adapters that wait for one; below 0 is a queue.
     free_places: int = 256  # In the running batch, minus the requests that wait; below 0 is a queue.
+    kept_s: float = FOR_EVER_S  # Prompts that were used within this time are still in the prefix cache.
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +62,18 @@ class _Replica:
     reading_s: float = 0.0  # For reading the adapters that are queued already.
     free_slots: int = 1
     free_places: int = 256
+    kept_since_s: float = -FOR_EVER_S  # What was sent before has left the prefix cache.
     coming: set[str] = field(default_factory=set)  # Adapters brought by requests since its last report.
 
 
 class ReplicaChooser:
     """Ranks replicas for requests. `adapter` is a digest, or a name if no digest is known; "" is the base model."""
 
-    def __init__(self, costs: Costs | None = None, seed: int | None = None) -> None:
+    def __init__(
+        self, costs: Costs | None = None, seed: int | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._costs = costs or Costs()
+        self._clock = clock
         self._random = random.Random(seed)
         self._known: dict[str, _Replica] = {}
         self._live: list[_Replica] = []
@@ -78,7 +85,7 @@ class ReplicaChooser:
         self._homes: dict[str, tuple[str, ...]] = {}
         self._num_bytes: dict[str, int] = {}
         self._sent_to: dict[str, list[str]] = {}  # By adapter: the replicas that have it in `coming`.
-        self._prefixes: LRUCache[tuple[str, int], str] = LRUCache(MAX_PREFIXES)
+        self._prefixes = PrefixTable()
 
     # -- updates from the directory and Serve ---------------------------------------------------------------------
 
@@ -99,6 +106,7 @@ class ReplicaChooser:
         replica, costs = self._replica(replica_id), self._costs
         replica.reading_s = load.reading_bytes * costs.read_byte_s
         replica.free_slots = load.free_slots
+        replica.kept_since_s = self._clock() - load.kept_s
         self._forget_sent(replica)
         busy = (load.num_running + load.num_waiting) * costs.request_s
         replica.free_places = load.free_places
@@ -136,6 +144,26 @@ class ReplicaChooser:
     def is_held(self, adapter: str) -> bool:
         return adapter in self._tiers
 
+    def holds(self, replica_id: str, adapter: str) -> bool:
+        return replica_id in self._tiers.get(adapter, ())
+
+    def is_bringing(self, replica_id: str, adapter: str) -> bool:
+        """Returns whether a request sent there since the last report brings the adapter."""
+        return replica_id in self._sent_to.get(adapter, ())
+
+    def num_bringing(self, replica_id: str) -> int:
+        """Returns the number of adapters that requests sent there since the last report bring, and it lacks."""
+        return sum(not self.holds(replica_id, adapter) for adapter in self._replica(replica_id).coming)
+
+    def has_free_place(self, replica_id: str) -> bool:
+        """Returns whether a request would find a place in the running batch."""
+        return self._replica(replica_id).free_places > 0
+
+    @property
+    def replica_ids(self) -> list[str]:
+        """The replicas that may be chosen, sorted."""
+        return self._rendezvous.replicas
+
     @property
     def holding(self) -> set[str]:
         """The replicas that hold an adapter and may be chosen."""
@@ -144,31 +172,31 @@ class ReplicaChooser:
 
     # -- one request ----------------------------------------------------------------------------------------------
 
-    def rank(
-        self, adapter: str, prefix: int | None = None, prefix_tokens: int = 0, *, by_load: bool = True
-    ) -> list[str]:
+    def rank(self, adapter: str, prefixes: Sequence[int] = (), *, by_load: bool = True) -> list[str]:
         """Returns the replicas to try, best first.
 
         Args:
-            prefix: A hash of how the prompt begins, which covers `prefix_tokens` tokens.
+            prefixes: Hashes of how the prompt begins (Route.prefixes).
             by_load: False while no replica's reports come. An adapter's requests then stay where it is resident.
                 Otherwise what has been sent there since would soon count more than its residency, and another
                 replica may not know what the name stands for.
         """
         if not self._live:
             return []
-        seen_at = self._prefixes.get((adapter, prefix)) if prefix is not None else None
-        saved_s = prefix_tokens * self._costs.token_s
+        seen = self._prefixes.longest(adapter, prefixes, self._is_kept)
         scores: dict[str, tuple[float, float]] = {}
-        for replica in self._candidates(adapter, seen_at):
+        for replica in self._candidates(adapter, seen):
             wait_s = replica.wait_s if by_load or not adapter else 0.0
-            score = wait_s + self._residency_s(adapter, replica) - saved_s * (replica.replica_id == seen_at)
+            saved_s = prefix_tokens(seen.get(replica.replica_id, 0)) * self._costs.token_s
+            score = wait_s + self._residency_s(adapter, replica) - saved_s
             scores[replica.replica_id] = score, replica.wait_s
         return sorted(scores, key=scores.__getitem__)
 
-    def sent(self, adapter: str, replica_id: str, num_tokens: int, prefix: int | None = None) -> None:
+    def sent(self, adapter: str, replica_id: str, num_tokens: int, prefixes: Sequence[int] = ()) -> None:
         """Records that a request goes to this replica now. The replica's next report will include it."""
         replica, costs = self._replica(replica_id), self._costs
+        num_kept = self._prefixes.put(adapter, prefixes, replica_id, self._clock(), replica.kept_since_s)
+        num_tokens = max(0, num_tokens - prefix_tokens(num_kept))
         if adapter and adapter not in replica.coming:
             tier = self._tiers.get(adapter, {}).get(replica_id)
             replica.coming.add(adapter)
@@ -178,14 +206,16 @@ class ReplicaChooser:
         replica.free_places -= 1
         replica.batch_s += num_tokens * costs.token_s + costs.request_s
         self._set_wait(replica)
-        if prefix is not None:
-            self._prefixes.put((adapter, prefix), replica_id)
 
-    def _candidates(self, adapter: str, seen_at: str | None) -> list[_Replica]:
+    def _is_kept(self, replica_id: str, sent_s: float) -> bool:
+        replica = self._known.get(replica_id)
+        return replica is not None and sent_s >= replica.kept_since_s
+
+    def _candidates(self, adapter: str, seen: Iterable[str]) -> list[_Replica]:
         """Returns the replicas that are worth comparing:
         - those that hold the adapter, or have been sent requests that bring it,
         - those where placement wants it,
-        - the one that has the prompt's prefix,
+        - those that have seen how the prompt begins,
         - the least busy of all,
         - its rendezvous home, if there is none of the first three,
         - the one that can read another adapter soonest, if nobody holds it and placement has no home for it.
@@ -194,8 +224,7 @@ class ReplicaChooser:
         if len(ids) > MAX_HOLDERS:
             ids = self._random.sample(ids, MAX_HOLDERS)
         ids += self._homes.get(adapter, ())
-        if seen_at is not None:
-            ids.append(seen_at)
+        ids += seen
         known = self._known
         found = [known[name] for name in ids if name in known and known[name].index >= 0]
         if adapter and not found:

@@ -20,7 +20,9 @@ from lorafleet.api.backend import StorageLimits
 from lorafleet.cluster.admin.pushing import AdapterAdmin
 from lorafleet.cluster.directory.directory_messages import Order
 from lorafleet.cluster.directory.membership import Membership
+from lorafleet.protocol.adapter_formats.sealed_memory import map_sealed
 from lorafleet.protocol.admin_verbs import PushTerms, RemoveAdapter
+from lorafleet.protocol.engine_control import EngineControl
 from lorafleet.protocol.errors import AdapterExists, InvalidAdapterName, ModelNotFound, QueueFull
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, adapter_number, turn_group
 from lorafleet.protocol.names import check_adapter_name, check_full_name, tenant_of
@@ -48,12 +50,16 @@ class AdapterEngine(Protocol):
     async def pin_adapter(self, lora: LoRARequest) -> AdapterInfo: ...
     async def unpin_adapter(self, digest: str) -> None: ...
     async def drained(self, digest: str) -> None: ...
+    async def control(self, control: EngineControl) -> None: ...
 
 
 async def obey(engine: AdapterEngine, order: Order, settle_s: float = SETTLE_S) -> AdapterInfo | None:
-    """Carries out an order that the directory gave to this replica. Returns the adapter's info for `load` and `pin`."""
+    """Carries out an order that the directory gave to this replica. Returns the adapter's info for `load` and `pin`,
+    except for a load from memory that is on another node."""
     match order.kind:
         case "load":
+            if order.lora.memory is not None and map_sealed(order.lora.memory) is None:
+                return None  # The memory is on another node.
             return await engine.load_adapter(order.lora)
         case "pin":
             return await engine.pin_adapter(order.lora)
@@ -63,6 +69,9 @@ async def obey(engine: AdapterEngine, order: Order, settle_s: float = SETTLE_S) 
             await asyncio.sleep(settle_s)
             await engine.drained(order.lora.digest)
             await engine.drop_adapter(order.lora.digest)
+        case "control":
+            assert order.control is not None
+            await engine.control(order.control)
     return None
 
 

@@ -87,7 +87,7 @@ def _replicas(args: AppArgs, config: EngineConfig) -> serve.Deployment:
         placement_group_strategy="STRICT_PACK",  # The processes communicate over Unix sockets.
         request_router_config=RequestRouterConfig(
             request_router_class=AffinityRouter,  # type: ignore[arg-type]  # Serve's annotation is of what it stores
-            request_router_kwargs={"directory": args.directory_place()},
+            request_router_kwargs={"directory": args.directory_place(), "routing": args.routing},
         ),
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,

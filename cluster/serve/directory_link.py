@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from lorafleet.cluster.batches.batch_bounds import BATCH_TURN_S
 from lorafleet.cluster.catalogue.catalogue_store import open_store
 from lorafleet.cluster.catalogue.log_end import LogEnd
 from lorafleet.cluster.console.console_calls import ViewAdapterCall, ViewCall
@@ -46,6 +47,10 @@ class DirectoryLink:
     async def take_quality_turn(self) -> bool:
         """Takes or renews the lease of the replica that runs the quality probes."""
         return await self.administer(TakeLease("quality", self._replica_id, TURN_S))
+
+    async def take_batch_turn(self) -> bool:
+        """Takes or renews the lease of the replica that runs the batches."""
+        return await self.administer(TakeLease("batches", self._replica_id, BATCH_TURN_S))
 
     async def view(self, query: ViewQuery, viewer: Viewer) -> DirectoryView:
         return await self.membership.call(lambda _: self._directory.look(ViewCall(query, viewer)))

@@ -10,6 +10,7 @@ from lorafleet.api.languages import AdapterLanguages
 from lorafleet.cluster.config import LoRAModule
 from lorafleet.cluster.directory.membership import Membership
 from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog
+from lorafleet.protocol.engine_control import EngineControl
 from lorafleet.protocol.errors import AdapterError
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.transport.engine_socket import EngineClient
@@ -25,7 +26,8 @@ class CheckingEngine:
     async def load_adapter(self, lora: LoRARequest) -> AdapterInfo:
         """Loads and checks an adapter. Raises AdapterError if it cannot be served."""
         info = await self._engine.load_adapter(lora)
-        await self._languages.check(lora, info)
+        if lora.memory is None:  # Otherwise its files may not be there yet. They are checked when it is registered.
+            await self._languages.check(lora, info)
         return info
 
     async def pin_adapter(self, lora: LoRARequest) -> AdapterInfo:
@@ -42,6 +44,9 @@ class CheckingEngine:
 
     async def drained(self, digest: str) -> None:
         await self._engine.drained(digest)
+
+    async def control(self, control: EngineControl) -> None:
+        await self._engine.control(control)
 
 
 async def load_modules(catalog: DirectoryCatalog, modules: Sequence[LoRAModule], membership: Membership) -> None:

@@ -34,6 +34,7 @@ HTTP_S = 60.0  # Seconds that HTTP may take to answer once the replicas are up.
 POLL_S = 0.2
 RAY_IS_LATE = "timed out during startup"
 RAY_STARTS = 4
+AGAIN_S = 1.0  # Seconds after which ServerStopped is raised once more.
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -293,8 +294,13 @@ def _catch_signals() -> None:
 def _ignore_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _raise_stopped(_number: int, _frame: FrameType | None) -> NoReturn:
+    """Raises ServerStopped, and again every AGAIN_S until the cleanup begins: the first one may rise in a destructor
+    or in a callback of Ray's, from where it does not reach serve_locally()."""
     _ignore_signals()  # One signal is enough: a second must not interrupt the cleanup.
+    signal.signal(signal.SIGALRM, _raise_stopped)
+    signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
     raise ServerStopped

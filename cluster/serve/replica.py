@@ -11,14 +11,17 @@ import sys
 
 from fastapi import FastAPI
 
+from lorafleet.api.stored.response_query import ResponseFound, ResponseQuery
+from lorafleet.cluster.batches.line_post import LineAnswerer, LinePost, LineReply
 from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.console.view import ReplicaQuery, ReplicaView, Viewer
 from lorafleet.cluster.directory.directory_actor import SWITCH_S
 from lorafleet.cluster.proxy import ingress
+from lorafleet.cluster.routing.route import Route
 from lorafleet.cluster.serve.autoscaling import autoscaling_metrics
 from lorafleet.cluster.serve.replica_parts import ReplicaParts
 from lorafleet.protocol.engine_config import EngineConfig
-from lorafleet.protocol.errors import LorafleetError
+from lorafleet.protocol.errors import LorafleetError, Overloaded
 
 SILENT_S = 2.0  # An engine that has sent nothing for this long gets no new requests. It sends something every second.
 
@@ -36,6 +39,7 @@ class EngineReplica:
         ingress.listen_on_node_address()
         sys.setswitchinterval(SWITCH_S)  # Threads write /metrics and long answers while the event loop runs.
         self._parts = ReplicaParts(args, config, deployment)
+        self._lines: LineAnswerer | None = None  # None until the replica has started.
         ingress.answer_health_checks(self._is_well)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
@@ -43,12 +47,16 @@ class EngineReplica:
         membership = self._parts.link.membership
         await membership.start()
         try:
-            return await self._parts.start()
+            app = await self._parts.start()
         except Exception as error:
             cause = error.message if isinstance(error, LorafleetError) else repr(error)
             await membership.publish_progress(cause, failed=True)
             await self._parts.close()
             raise StartFailed(cause) from None
+        state = self._parts.state
+        assert state is not None
+        self._lines = LineAnswerer(app, state.access.gate.caller_of_id)
+        return app
 
     async def check_health(self) -> None:
         """Raises EngineDead if the engine or a rank has failed. Serve then replaces the replica."""
@@ -68,6 +76,16 @@ class EngineReplica:
     async def look(self, query: ReplicaQuery, viewer: Viewer) -> ReplicaView | None:
         """Returns the console's view of this replica, or None while it starts. Other replicas call it."""
         return self._parts.look(query, viewer)
+
+    async def find_response(self, query: ResponseQuery) -> ResponseFound | None:
+        """Carries out a query for a stored response, if this replica has it. Other replicas call it."""
+        return await self._parts.find_response(query)
+
+    async def answer_line(self, post: LinePost, route: Route) -> LineReply:  # noqa: ARG002  # The router reads it.
+        """Answers one line of a batch. The replica that runs the batch calls it."""
+        if self._lines is None:
+            raise Overloaded("This replica is starting.")
+        return await self._lines.answer(post)
 
     async def __del__(self) -> None:
         """Hands over to the other replicas, and stops. Serve calls this when the replica's requests have been

@@ -11,10 +11,12 @@ from lorafleet.api.app_state import AppState, make_state
 from lorafleet.api.front_config import FrontConfig, read_generation_defaults
 from lorafleet.api.languages import AdapterLanguages
 from lorafleet.api.request.pooling import read_pooling
+from lorafleet.api.stored.response_query import AskReplicas
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog
 from lorafleet.cluster.serve.client_metrics import ClientMetrics
+from lorafleet.cluster.serve.residency_metrics import ResidencyMetrics
 from lorafleet.cluster.serve.start_checks import check_otel
 from lorafleet.cluster.serve.state_folder import state_folder
 from lorafleet.cluster.tenancy.quota_client import Admit
@@ -40,6 +42,7 @@ def make_front(
     resolver: LoRAResolverRegistry | None,
     scrape: Callable[[], Awaitable[bytes]],
     tenancy: Tenancy,
+    ask_replicas: AskReplicas,
 ) -> AppState:
     state = make_state(
         front_config(args, replica_id),
@@ -50,12 +53,15 @@ def make_front(
         languages,
         scrape,
         store.metrics.fetched_since,
+        ask_replicas,
     )
     metrics = state.telemetry.metrics
     for collector in tenancy.collectors:
         metrics.add(collector)
     metrics.add(store.metrics)
     metrics.add(ClientMetrics(engine))
+    if args.metrics_lora_info:
+        metrics.add(ResidencyMetrics(engine, args.base_names[0]))
     if resolver is not None:
         metrics.add(resolver.metrics)
     return state
@@ -95,12 +101,14 @@ def front_config(args: AppArgs, replica_id: str) -> FrontConfig:
         allow_runtime_lora_updating=args.allow_runtime_lora_updating,
         queue_timeout_s=args.queue_timeout,
         max_body_bytes=args.max_body_bytes,
+        response_store_bytes=args.response_store_bytes,
         # Without keys, check_exposure() allows an address beyond loopback only if insecure_without_keys is set.
         origins=Origins(tuple(args.allowed_origins), only_loopback=not args.insecure_without_keys),
         replica_id=replica_id,
         chat_template=None if args.chat_template is None else Path(args.chat_template).read_text(),
         pooling=read_pooling(args.model) if args.pooling == "auto" else args.pooling,
         tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         generation_defaults=read_generation_defaults(args.model),
     )
 

@@ -19,9 +19,14 @@ from ray import serve
 
 from lorafleet.api.app_state import AppState
 from lorafleet.api.languages import AdapterLanguages
-from lorafleet.api.routes.build_api import build_api
+from lorafleet.api.routes.build_api import Route, build_api
+from lorafleet.api.stored.response_query import ResponseFound, ResponseQuery
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.cluster.admin.pushing import AdapterAdmin
+from lorafleet.cluster.batches.batch_metrics import BatchMetrics
+from lorafleet.cluster.batches.batch_routes import batch_routes
+from lorafleet.cluster.batches.batch_runner import BatchRunner
+from lorafleet.cluster.batches.batch_store import BatchStore
 from lorafleet.cluster.catalogue.catalogue_store import Store, open_store
 from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.console.replica_view import ask_all, replica_view
@@ -39,9 +44,11 @@ from lorafleet.cluster.serve.api_routes import routes_beside
 from lorafleet.cluster.serve.directory_link import DirectoryLink
 from lorafleet.cluster.serve.loading import CheckingEngine, load_modules
 from lorafleet.cluster.serve.ranks import ReplicaRanks
+from lorafleet.cluster.serve.replica_batches import ReplicaPosts
 from lorafleet.cluster.serve.replica_front import make_front, make_resolver, make_tenancy, start_tracing
 from lorafleet.cluster.serve.reporting import keep_reporting
 from lorafleet.cluster.serve.resources import with_cpu_threads
+from lorafleet.cluster.serve.response_finding import find_response
 from lorafleet.cluster.serve.scraping import scrape_all
 from lorafleet.cluster.serve.worker_actor import StartOrder
 from lorafleet.cluster.task_set import TaskSet
@@ -125,12 +132,14 @@ class ReplicaParts:
             resolver,
             self._scrape,
             tenancy,
+            self._ask_replicas,
         )
         for work in tenancy.work:
             self._tasks.start(work)
         self._tracing = start_tracing(self._args, self.replica_id)
         console = StateApi(self.link.view, self.link.view_adapter, self._look_at_all)
-        routes = routes_beside(admin, console, self._start_quality(state, store))
+        quality, batches = self._start_quality(state, store), await self._start_batches(state)
+        routes = routes_beside(admin, console, quality, batches)
         return build_api(lambda: state, routes, self._tracing, self._args.allowed_origins)
 
     async def check_health(self) -> None:
@@ -147,6 +156,10 @@ class ReplicaParts:
         if self.state is None:
             return None
         return replica_view(self.state, query, viewer, self._cpu_loras, self.config.max_num_seqs)
+
+    async def find_response(self, query: ResponseQuery) -> ResponseFound | None:
+        """Carries out a query of another replica for a response that this one may store."""
+        return await self.state.stored.find_here(query) if self.state is not None else None
 
     async def close(self) -> None:
         """Closes whatever has been built: first the workers, and the link to the directory after everything that
@@ -187,11 +200,25 @@ class ReplicaParts:
         self._tasks.start(monitor.keep_running())
         return QualityApi(monitor)
 
+    async def _start_batches(self, state: AppState) -> list[Route]:
+        args = self._args
+        if args.batch_store is None:
+            return batch_routes()
+        store = BatchStore(await asyncio.to_thread(open_store, args.batch_store, "batch_store"))
+        find_caller, posts = state.access.gate.caller_of_id, ReplicaPosts(all_replicas())
+        runner = BatchRunner(store, self.link.take_batch_turn, find_caller, posts, args.batch_concurrency)
+        state.telemetry.metrics.add(BatchMetrics(runner))
+        self._tasks.start(runner.keep_running())
+        return batch_routes(store, args.batch_store_bytes)
+
     async def _scrape(self) -> bytes:
         return await scrape_all(all_replicas(), self.render_metrics, self.link.render_metrics)
 
     async def _look_at_all(self, query: ReplicaQuery, viewer: Viewer) -> list[ReplicaView]:
         return await ask_all(all_replicas(), query, viewer)
+
+    async def _ask_replicas(self, query: ResponseQuery) -> ResponseFound | None:
+        return await find_response(all_replicas(), query)
 
     async def _obey(self, order: Order) -> AdapterInfo | None:
         if self._checking is None:  # A replica that is starting only gets orders to drop adapters, and it has none.

@@ -8,6 +8,8 @@ import logging
 import time
 from collections.abc import Mapping
 
+import msgspec
+
 from lorafleet.cluster.directory.directory_calls import ReportCall
 from lorafleet.cluster.directory.membership import Membership
 from lorafleet.cluster.directory.residency import Report
@@ -47,10 +49,12 @@ class Reporter:
         known = self._reported
         changed: dict[str, Tier | None] = {digest: tier for digest, tier in tiers.items() if known.get(digest) != tier}
         changed |= dict.fromkeys(known.keys() - tiers.keys())
-        if not (full or changed or tokens or (load, unread) != self._load):
+        # The time for which prompts have been kept grows by itself, so it is no news.
+        news = msgspec.structs.replace(load, kept_s=0.0), unread
+        if not (full or changed or tokens or news != self._load):
             return None
         self._sequence += 1
-        self._reported, self._load = dict(tiers), (load, unread)
+        self._reported, self._load = dict(tiers), news
         if full:
             self._full_at, self._full_wanted = now + FULL_S, False
         reported: dict[str, Tier | None] = dict(tiers) if full else changed
@@ -69,7 +73,8 @@ def tiers_of(stats: EngineStats) -> dict[str, Tier]:
     return tiers | dict.fromkeys(filter(None, stats.resident_slots), "gpu")
 
 
-def load_of(stats: EngineStats, max_num_seqs: int) -> ReplicaLoad:
+def load_of(stats: EngineStats, max_num_seqs: int, now: float) -> ReplicaLoad:
+    """Returns the replica's load. `now` is by time.monotonic(), as the times of the stats are."""
     without_slot = set(stats.waiting_adapters).difference(stats.resident_slots)
     return ReplicaLoad(
         num_running=stats.num_running,
@@ -77,6 +82,7 @@ def load_of(stats: EngineStats, max_num_seqs: int) -> ReplicaLoad:
         queued_tokens=stats.waiting_tokens,
         free_slots=stats.lora_slots_idle - len(without_slot),
         free_places=max_num_seqs - stats.num_running - stats.num_waiting,
+        kept_s=max(0.0, now - stats.prefixes_kept_since_s),
     )
 
 
@@ -99,8 +105,8 @@ async def keep_reporting(engine: EngineClient, membership: Membership, cpu_loras
         if membership.epoch != epoch:
             epoch = membership.epoch
             reporter.want_full()
-        load, unread = load_of(stats, max_num_seqs), unread_of(stats)
-        report = reporter.next(tiers_of(stats), load, unread, engine.tokens_asked, time.monotonic())
+        load, unread = load_of(stats, max_num_seqs, now := time.monotonic()), unread_of(stats)
+        report = reporter.next(tiers_of(stats), load, unread, engine.tokens_asked, now)
         if report is None:
             continue
         engine.tokens_asked.clear()

@@ -1,7 +1,7 @@
 """A decoder's packed linears with random weights and adapters, each followed by the kernel that reads its output.
 
-The tuners of kernels/lora and benchmarks/lora_kernels.py measure it. It has the shapes of an 8B Llama, without
-attention.
+The tuners of kernels/lora and kernels/linear, and benchmarks/lora_kernels.py, measure it. It has the shapes of an 8B
+Llama, without attention.
 """
 
 # T tokens · D in · O out
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from torch import Tensor
 from lorafleet.kernels.decoder.gated_mul import gated_mul
 from lorafleet.kernels.decoder.rms_norm import NormWeight, add_rms_norm
 from lorafleet.kernels.decoder.rope_store import rotate_and_store
+from lorafleet.kernels.linear.linear_tuning import LinearShape
+from lorafleet.kernels.linear.split_linear import gated_linear, split_linear
 from lorafleet.kernels.lora.apply_lora import linear_with_lora
 from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.kernels.lora.lora_batch import TILE_TOKENS, LoRABatch, count_tiles, static_tile_counts
@@ -73,6 +75,19 @@ class Stack:
 
     def base(self, x_of_size: dict[int, Tensor]) -> None:
         self._run(x_of_size, lambda x, w, _: LinearOutput(w.linear(x, None)))
+
+    def in_shapes(self, x_of_size: dict[int, Tensor], shapes: Mapping[str, LinearShape | None]) -> None:
+        """Runs the base's linears, each in the shape for its name in LINEARS. None selects cuBLAS."""
+        readers = itertools.cycle(_Readers(x_of_size[4096].shape[0]).in_order())
+        names = itertools.cycle(LINEARS)
+        for name, weight, packed, reader in zip(names, self.weights, self.packed, readers, strict=False):
+            x_TD, shape = x_of_size[packed.in_features], shapes[name]
+            if shape is None:
+                reader(LinearOutput(weight.linear(x_TD, None)))
+            elif shape.gated:
+                gated_linear(x_TD, weight.dequantized(), shape)
+            else:
+                reader(split_linear(x_TD, weight.dequantized(), None, shape))
 
     def with_lora(self, x_of_size: dict[int, Tensor], batch: LoRABatch) -> None:
         batch.begin()

@@ -1,7 +1,7 @@
 """RMS norm, alone or with the residual's add before it. On CUDA either is one launch of
-kernels/decoder/rms_norm_triton.py.
+kernels/decoder/rms_norm_triton.py. A norm may subtract the mean first, which makes it a layer norm.
 
-Source: arXiv 1910.07467.
+Sources: arXiv 1910.07467 (RMS norm), arXiv 1607.06450 (layer norm).
 """
 
 # T tokens · H heads · D size of the norm
@@ -23,6 +23,8 @@ class NormWeight(NamedTuple):
     # before the multiplication.
     weight: Tensor
     own_T: Tensor | None = None  # on CUDA, the addresses of the tokens' own weights
+    is_centered: bool = False  # the mean is subtracted first: a layer norm
+    bias_D: Tensor | None = None  # added at the end
 
 
 def rms_norm(x: Tensor, norm: NormWeight, eps: float) -> Tensor:
@@ -32,26 +34,39 @@ def rms_norm(x: Tensor, norm: NormWeight, eps: float) -> Tensor:
 
         return rms_norm_triton(LinearOutput(x), None, norm, eps)
     weight = norm.weight
-    if weight.dim() > 1:
-        by_token = weight if x.dim() == 2 else weight.unsqueeze(1)
-        return (F.rms_norm(x.float(), weight.shape[1:], None, eps) * by_token).to(x.dtype)
+    if norm.is_centered or norm.bias_D is not None or weight.dim() > 1:
+        by_token = weight.unsqueeze(1) if weight.dim() > 1 and x.dim() > 2 else weight
+        x_float = x.float()
+        if norm.is_centered:
+            x_float = x_float - x_float.mean(-1, keepdim=True)
+        normed = F.rms_norm(x_float, weight.shape[-1:], None, eps) * by_token
+        return (normed if norm.bias_D is None else normed + norm.bias_D).to(x.dtype)
     if weight.dtype != x.dtype:
         return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def add_rms_norm(
-    x: LinearOutput, residual_TD: Tensor, norm: NormWeight, eps: float, branch: NormWeight | None = None
+    x: LinearOutput,
+    residual_TD: Tensor,
+    norm: NormWeight | None,
+    eps: float,
+    branch: NormWeight | None = None,
+    scale: float = 1.0,
 ) -> Tensor:
-    """Adds x to the residual in place, and returns the norm of the sum, as rounded to the residual's dtype.
+    """Adds scale * x to the residual in place, and returns the norm of the sum, as rounded to the residual's dtype.
 
-    `branch` is a norm that is applied to x before it is added, as Gemma does.
+    Without a norm, it returns the residual itself. `branch` is a norm that is applied to x before it is scaled and
+    added, as Gemma does.
     """
     if x.y_TO.is_cuda:
         from lorafleet.kernels.decoder.rms_norm_triton import rms_norm_triton
 
-        return rms_norm_triton(x, residual_TD, norm, eps, branch)
+        return rms_norm_triton(x, residual_TD, norm, eps, branch, scale)
     added_TD = x.added()  # rounded once, with the residual
     if branch is not None:
         added_TD = rms_norm(added_TD.to(x.y_TO.dtype), branch, eps)
-    return rms_norm(residual_TD.add_(added_TD), norm, eps)
+    if scale != 1.0:
+        added_TD = added_TD * scale
+    residual_TD.add_(added_TD)
+    return residual_TD if norm is None else rms_norm(residual_TD, norm, eps)

@@ -6,12 +6,15 @@ output; keys likewise, but to the cache; values go to the cache unchanged. Each 
 elements form the pairs, so only the norm's sum is exchanged. All arithmetic is fp32 and rounds once, when stored. A
 cache of e4m3 gets the numbers of another cache divided by a scale, in a second rounding that saturates, and 0 for NaN.
 
-If only the head's first numbers are rotated, the rest are held as pairs too, behind the others, and rotated by no
-angle.
+If values are the keys themselves, the programs of values read the keys' heads. A row that has only queries is stored
+nowhere but to the output.
 
-Memory: qkv and the adapters' delta are [T, E], where a row is H query heads, G keys, G values. cos and sin are [T, F].
-out is [T, H, D]. The caches are [N, P, G, D], where a token's row is its slot_mapping. A head size that is not a power
-of two (80, 96) is padded in registers.
+The pairs are (i, i + F) or neighbors. If only the head's first numbers are rotated, the rest are held as pairs too,
+behind the others, and rotated by no angle.
+
+Memory: qkv and the adapters' delta are [T, E], where a row is H query heads, G keys, G values, or fewer of these. qkv
+may be in sums [K, T, E]. cos and sin are [T, F]. out is [T, H, D]. The caches are [N, P, G, D], where a token's row is
+its slot_mapping. A head size that is not a power of two (80, 96) is padded in registers.
 """
 
 # T tokens · E all heads of q, k and v in one row · H query heads · G KV heads · D head size · F rotated pairs
@@ -23,11 +26,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from lorafleet.kernels.decoder.rms_norm import NormWeight
 from lorafleet.kernels.decoder.rms_norm_triton import norm_weight
+from lorafleet.kernels.decoder.rope_store import RowHeads, num_stored_heads
 from lorafleet.kernels.extras.affine_triton import scaled_and_shifted
 from lorafleet.kernels.jit import jit
+from lorafleet.kernels.linear.split_sums_triton import early_launch, total
 from lorafleet.kernels.lora.linear_output import LinearOutput
 
 BLOCK_HEADS = 8
@@ -54,39 +60,59 @@ def _rotate_and_store_kernel(
     v_scale: tl.tensor,
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
+    stored_heads: tl.constexpr,
     head_dim: tl.constexpr,
     pairs: tl.constexpr,
     has_delta: tl.constexpr,
     has_affine: tl.constexpr,
     has_norm: tl.constexpr,
+    norms_rotated: tl.constexpr,
+    is_interleaved: tl.constexpr,
+    norms_values: tl.constexpr,
     has_own: tl.constexpr,
+    num_sums: tl.constexpr,
+    early: tl.constexpr,
     block_heads: tl.constexpr,
     block_f: tl.constexpr,
 ) -> None:
     half: tl.constexpr = head_dim // 2
+    width: tl.constexpr = (heads + stored_heads) * head_dim
+    # It does not launch its dependents early: that is attention, whose kernels may be a library's.
+    if early:
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * block_heads + tl.arange(0, block_heads)[:, None]
     f = tl.arange(0, block_f)[None, :]
     low = f
     high = f + half
-    if pairs < half:  # only in this case, since it hides from the compiler that f is contiguous
+    if is_interleaved:
+        low = tl.where(f < pairs, 2 * f, f + pairs)
+        high = tl.where(f < pairs, 2 * f + 1, f + half)
+    elif pairs < half:  # only in this case, since it hides from the compiler that f is contiguous
         low = tl.where(f < pairs, f, f + pairs)
         high = tl.where(f < pairs, f + pairs, f + half)
     inside = (head < heads + 2 * kv_heads) & (f < half)
     is_q = head < heads
     is_k = (head >= heads) & (head < heads + kv_heads)
     is_v = head >= heads + kv_heads
-    offset = (token * (heads + 2 * kv_heads) + head) * head_dim
-    first = tl.load(qkv_ptr + offset + low, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(qkv_ptr + offset + high, mask=inside, other=0.0).to(tl.float32)
+    source = head
+    if stored_heads == kv_heads:  # values are read from the keys' heads
+        source = tl.where(is_v, head - kv_heads, head)
+    offset = (token * (heads + stored_heads) + source) * head_dim
+    first = total(qkv_ptr, offset + low, inside, width, num_sums)
+    second = total(qkv_ptr, offset + high, inside, width, num_sums)
     if has_delta:
         first += tl.load(delta_ptr + offset + low, mask=inside, other=0.0).to(tl.float32)
         second += tl.load(delta_ptr + offset + high, mask=inside, other=0.0).to(tl.float32)
     if has_affine:
-        e = head * head_dim
+        e = source * head_dim
         first = scaled_and_shifted(first, affine_ptr, token, tl.num_programs(0), e + low, inside)
         second = scaled_and_shifted(second, affine_ptr, token, tl.num_programs(0), e + high, inside)
+    cos = tl.load(cos_ptr + token * pairs + f, mask=f < pairs, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + token * pairs + f, mask=f < pairs, other=0.0).to(tl.float32)
     x, y = first, second
+    if norms_rotated:
+        x, y = x * cos - y * sin, y * cos + x * sin
     if has_norm:
         mean = tl.sum(x * x + y * y, 1, keep_dims=True) / head_dim
         inverse = tl.rsqrt(mean + eps)
@@ -96,10 +122,14 @@ def _rotate_and_store_kernel(
         k_high = norm_weight(k_norm_ptr, own_k_ptr, token, high, f < half, has_own)
         x *= inverse * tl.where(is_q, q_low, k_low)
         y *= inverse * tl.where(is_q, q_high, k_high)
-    cos = tl.load(cos_ptr + token * pairs + f, mask=f < pairs, other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + token * pairs + f, mask=f < pairs, other=0.0).to(tl.float32)
-    first = tl.where(is_v, first, x * cos - y * sin).to(out_ptr.dtype.element_ty)
-    second = tl.where(is_v, second, y * cos + x * sin).to(out_ptr.dtype.element_ty)
+    if not norms_rotated:
+        x, y = x * cos - y * sin, y * cos + x * sin
+    if norms_values:
+        v_inverse = tl.rsqrt(tl.sum(first * first + second * second, 1, keep_dims=True) / head_dim + eps)
+        first *= v_inverse
+        second *= v_inverse
+    first = tl.where(is_v, first, x).to(out_ptr.dtype.element_ty)
+    second = tl.where(is_v, second, y).to(out_ptr.dtype.element_ty)
 
     out_at = (token * heads + head) * head_dim
     tl.store(out_ptr + out_at + low, first, mask=inside & is_q)
@@ -109,8 +139,8 @@ def _rotate_and_store_kernel(
         return
     if k_ptr.dtype.element_ty == tl.float8e4nv:
         scale = tl.where(is_k, k_scale, v_scale)
-        first = _to_e4m3(first, scale)
-        second = _to_e4m3(second, scale)
+        first = to_e4m3(first, scale)
+        second = to_e4m3(second, scale)
     k_at = (slot * kv_heads + head - heads) * head_dim
     tl.store(k_ptr + k_at + low, first, mask=inside & is_k)
     tl.store(k_ptr + k_at + high, second, mask=inside & is_k)
@@ -120,7 +150,8 @@ def _rotate_and_store_kernel(
 
 
 @jit()
-def _to_e4m3(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+def to_e4m3(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """Returns x / scale as e4m3, saturated, with 0 for NaN."""
     x = x.to(tl.float32) / scale
     return tl.clamp(tl.where(x == x, x, 0.0), -448.0, 448.0).to(tl.float8e4nv)  # NaN differs from itself
 
@@ -137,25 +168,32 @@ def rotate_and_store_triton(
     eps: float,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    norms_rotated: bool = False,
+    is_interleaved: bool = False,
+    row_heads: RowHeads = "qkv",
+    norms_values: bool = False,
 ) -> Tensor:
     """Computes rotate_and_store, which has checked the shapes. A token with a negative slot_mapping is not stored."""
-    qkv_TE, delta_TE, affine_2T = qkv
-    qkv.check()
+    qkv_TE, delta_TE, affine_2T, _ = qkv
+    qkv.check(reads_sums=True)
     kv_heads, head_dim = k_NPGD.shape[2:]
-    all_heads = qkv_TE.shape[1] // head_dim
-    heads = all_heads - 2 * kv_heads
+    stored_heads = num_stored_heads(row_heads, kv_heads)
+    heads = qkv_TE.shape[1] // head_dim - stored_heads
+    if row_heads == "q":
+        kv_heads, k_norm = 0, q_norm
     for tensor in (cos_T1F, sin_T1F, k_NPGD, v_NPGD, slot_mapping_T):
         assert tensor.is_contiguous()
     assert (q_norm is None) == (k_norm is None)
-    q_norm_D, own_q_T = q_norm or (None, None)
-    k_norm_D, own_k_T = k_norm or (None, None)
+    q_norm_D, own_q_T = (None, None) if q_norm is None else (q_norm.weight, q_norm.own_T)
+    k_norm_D, own_k_T = (None, None) if k_norm is None else (k_norm.weight, k_norm.own_T)
     assert (own_q_T is None) == (own_k_T is None)
     pairs = cos_T1F.shape[-1]
     assert cos_T1F.shape == sin_T1F.shape == (qkv_TE.shape[0], 1, pairs)
     assert 2 * pairs <= head_dim and head_dim % 2 == 0
+    block_f = triton.next_power_of_2(head_dim // 2)
     out_THD = torch.empty(qkv_TE.shape[0], heads, head_dim, dtype=qkv_TE.dtype, device=qkv_TE.device)
-    _rotate_and_store_kernel[(qkv_TE.shape[0], triton.cdiv(all_heads, BLOCK_HEADS))](
-        qkv_TE,
+    _rotate_and_store_kernel[(qkv_TE.shape[0], triton.cdiv(heads + 2 * kv_heads, BLOCK_HEADS))](
+        qkv.read,
         delta_TE,
         affine_2T,
         cos_T1F,
@@ -173,14 +211,21 @@ def rotate_and_store_triton(
         v_scale,
         heads=heads,
         kv_heads=kv_heads,
+        stored_heads=stored_heads,
         head_dim=head_dim,
         pairs=pairs,
         has_delta=delta_TE is not None,
         has_affine=affine_2T is not None,
         has_norm=q_norm is not None,
+        norms_rotated=norms_rotated,
+        is_interleaved=is_interleaved,
+        norms_values=norms_values,
         has_own=own_q_T is not None,
+        num_sums=qkv.num_sums,
+        early=qkv.early,
         block_heads=BLOCK_HEADS,
-        block_f=triton.next_power_of_2(head_dim // 2),
-        num_warps=2,
+        block_f=block_f,
+        num_warps=max(2, block_f // 64),  # a thread never holds more numbers than of heads of 256
+        **early_launch(qkv.early),
     )
     return out_THD

@@ -31,11 +31,15 @@ def apply_affine_torch(y_TO: Tensor, packed: PackedLoRA, batch: LoRABatch) -> No
 
 
 def apply_affine(out: LinearOutput) -> Tensor:
-    """Adds all parts of the output into y in place, and returns it.
+    """Returns the sum of all parts of the output. Where y is computed already, it is added to in place.
 
-    This is needed if a collective comes between the linear and its reader.
+    This is needed if a collective, or an operation of torch, comes between the linear and its reader.
     """
-    y_TO, delta_TO, affine_2T = out
+    y_TO, delta_TO, affine_2T, sums = out
+    if sums is not None:
+        from lorafleet.kernels.lora.split_sum_triton import split_sum_triton  # only GPUs have such sums
+
+        return split_sum_triton(sums.part_KTO, y_TO.dtype, None)
     if affine_2T is None:
         return y_TO if delta_TO is None else y_TO.add_(delta_TO)
     from lorafleet.kernels.extras.affine_triton import apply_affine_triton  # only GPUs have such addresses

@@ -56,7 +56,7 @@ def _apply_affine_kernel(
 
 
 def apply_affine_triton(out: LinearOutput) -> Tensor:
-    y_TO, delta_TO, affine_2T = out
+    y_TO, delta_TO, affine_2T, _ = out
     out.check()
     num_tokens, size = y_TO.shape
     _apply_affine_kernel[(num_tokens, triton.cdiv(size, BLOCK_O))](

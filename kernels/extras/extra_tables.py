@@ -16,6 +16,8 @@ This module does not own the memory at these addresses.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -36,6 +38,7 @@ class ExtraTables:
         self.address_VS = torch.zeros(num_rows, max_loras, dtype=torch.int64, device=device)
         self.kronecker_slots: set[int] = set()  # slots with Kronecker products, on the host
         self.expert_slots: set[int] = set()  # slots with adapters on experts, on the host
+        self.rope_slots: set[int] = set()  # slots whose tokens have angles of their own, on the host
         self._filled: set[int] = set()
 
     @property
@@ -79,6 +82,16 @@ class ExtraTables:
             self.kronecker_slots.add(slot)
         if address_V[first_expert_row:].any():
             self.expert_slots.add(slot)
+
+    def has_rare(self, slots: Iterable[int]) -> bool:
+        """Returns whether an adapter in one of these slots has what hardly any has: Kronecker products or angles of its
+        own. BASE_SLOT never does."""
+        rare = self.kronecker_slots | self.rope_slots
+        return bool(rare) and not rare.isdisjoint(slots)
+
+    def has_experts(self, slots: Iterable[int]) -> bool:
+        """Returns whether an adapter in one of these slots is on experts. BASE_SLOT never is."""
+        return not self.expert_slots.isdisjoint(slots)
 
     def by_token(self, slot_T: Tensor) -> Tensor:
         """Returns each token's own addresses, [V, T] of the first num_by_token rows, with 0 for base tokens. slot_T is

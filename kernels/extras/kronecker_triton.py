@@ -31,7 +31,7 @@ BLOCK_D2 = 64
 # Outputs for which a program is launched. Factors far from square have more, smaller blocks. With square factors, some
 # programs have no block.
 OUTPUTS_A_PROGRAM = 1024
-MAX_RANGES = 3  # ranges of a linear's outputs: slices, or the projections that are fused in one
+MAX_RANGES = 3  # ranges of a linear's outputs in one launch: slices, or the projections that are fused in one
 
 
 @jit()
@@ -62,7 +62,7 @@ def _inner(
     return acc
 
 
-_SIZES = ["row", "first_input", "num_inputs", "y_stride"]
+_SIZES = ["row", "first_input", "num_inputs", "y_stride", "first_column"]
 _SIZES += [f"{name}_{i}" for name in ("part", "first_output", "num_outputs") for i in range(MAX_RANGES)]
 
 
@@ -77,6 +77,7 @@ def _kronecker_kernel(
     first_input: tl.tensor,
     num_inputs: tl.tensor,
     y_stride: tl.tensor,
+    first_column: tl.tensor,
     part_0: tl.tensor,
     part_1: tl.tensor,
     part_2: tl.tensor,
@@ -115,7 +116,7 @@ def _kronecker_kernel(
     w1_ptr = (address + tl.load(record)).to(tl.pointer_type(w_dtype))
     w2_ptr = (address + tl.load(record + 1)).to(tl.pointer_type(w_dtype))
     x_row = x_ptr + token * num_inputs
-    y_row = y_ptr + token * y_stride + column
+    y_row = y_ptr + token * y_stride + first_column + column
     for index in tl.range(tl.program_id(1), tl.cdiv(o1_end, block) * o2_blocks, tl.num_programs(1), num_stages=1):
         o1 = index // o2_blocks * block + tl.arange(0, block)
         o2 = index % o2_blocks * block + tl.arange(0, block)
@@ -141,29 +142,33 @@ def apply_kronecker_triton(x_TD: Tensor, y_TO: Tensor, packed: PackedLoRA, batch
     w_dtype = torch.bfloat16 if packed.dtype == FP8 else packed.dtype
     types = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     ranges = [(part, own) for part, all_own in enumerate(packed.place.outputs) for own in all_own]
-    assert len(ranges) <= MAX_RANGES
-    num_outputs = [own.stop - own.start for _, own in ranges]
-    unused = [0] * (MAX_RANGES - len(ranges))
-    _kronecker_kernel[(batch.num_tokens, triton.cdiv(max(num_outputs), OUTPUTS_A_PROGRAM), len(ranges))](
-        x_TD,
-        y_TO,
-        batch.extras.address_VS,
-        batch.plan.slot_T,
-        batch.extras.kronecker_row(packed.index),
-        packed.place.first_input,
-        x_TD.shape[1],
-        y_TO.shape[1],
-        *(part for part, _ in ranges),
-        *unused,
-        *(own.start for _, own in ranges),
-        *unused,
-        *num_outputs,
-        *unused,
-        num_slots=batch.extras.address_VS.shape[1],
-        record_fields=RECORD_FIELDS,
-        w_dtype=types[w_dtype],
-        operand=types[w_dtype if w_dtype == x_TD.dtype else torch.float32],
-        block=BLOCK,
-        block_d2=BLOCK_D2,
-        num_warps=4,
-    )
+    column = 0
+    for first in range(0, len(ranges), MAX_RANGES):
+        some = ranges[first : first + MAX_RANGES]
+        num_outputs = [own.stop - own.start for _, own in some]
+        unused = [0] * (MAX_RANGES - len(some))
+        _kronecker_kernel[(batch.num_tokens, triton.cdiv(max(num_outputs), OUTPUTS_A_PROGRAM), len(some))](
+            x_TD,
+            y_TO,
+            batch.extras.address_VS,
+            batch.plan.slot_T,
+            batch.extras.kronecker_row(packed.index),
+            packed.place.first_input,
+            x_TD.shape[1],
+            y_TO.shape[1],
+            column,
+            *(part for part, _ in some),
+            *unused,
+            *(own.start for _, own in some),
+            *unused,
+            *num_outputs,
+            *unused,
+            num_slots=batch.extras.address_VS.shape[1],
+            record_fields=RECORD_FIELDS,
+            w_dtype=types[w_dtype],
+            operand=types[w_dtype if w_dtype == x_TD.dtype else torch.float32],
+            block=BLOCK,
+            block_d2=BLOCK_D2,
+            num_warps=4,
+        )
+        column += sum(num_outputs)

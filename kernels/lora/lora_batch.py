@@ -67,11 +67,13 @@ class DevicePlan:
         end = num_tiles * (1 + tile_tokens)
         self.slot_K = buffer[:num_tiles]  # each tile's slot; BASE_SLOT for base tokens' tiles and for empty tiles
         self.tokens_KM = buffer[num_tiles:end].view(num_tiles, tile_tokens)  # each tile's tokens, then -1
-        self.slot_T = buffer[end:]  # each token's slot, or BASE_SLOT
+        num_tokens = (len(buffer) - end) // 2
+        self.slot_T = buffer[end : end + num_tokens]  # each token's slot, or BASE_SLOT
+        self.order_T = buffer[end + num_tokens :]  # the tokens in the order of their slots; base tokens last
 
     @staticmethod
     def size(num_tokens: int, num_tiles: int, tile_tokens: int) -> int:
-        return num_tiles * (1 + tile_tokens) + num_tokens
+        return num_tiles * (1 + tile_tokens) + 2 * num_tokens
 
 
 class LoRABatch:
@@ -90,13 +92,13 @@ class LoRABatch:
         plan_buffer: Tensor,
         tables: LoRATables,
         max_rank: int | None,
-        takes_kronecker: bool | None = None,
+        takes_rare: bool | None = None,
     ) -> None:
         device = plan_buffer.device
         self.num_tokens = num_tokens
         self.tile_tokens = tile_tokens
         self.max_rank = max_rank
-        self._takes_kronecker = takes_kronecker
+        self._takes_rare = takes_rare
         self.plan = DevicePlan(plan_buffer, num_tiles, self.tile_tokens)
         self.addresses = StepAddresses(tables, self.plan.slot_K, self.plan.slot_T)
         self.tuning = tuning_for(device, num_tiles, self.is_prefill)
@@ -121,9 +123,17 @@ class LoRABatch:
     @property
     def has_kronecker(self) -> bool:
         """Whether Kronecker products are launched. For a static batch, this does not depend on its content."""
-        if self._takes_kronecker is not None:
-            return self._takes_kronecker
+        if self._takes_rare is not None:
+            return self._takes_rare
         return not self.extras.kronecker_slots.isdisjoint(self.slots)
+
+    @property
+    def has_ropes(self) -> bool:
+        """Whether each token's angles are looked up by its slot. For a static batch, this does not depend on its
+        content."""
+        if self._takes_rare is not None:
+            return self._takes_rare
+        return not self.extras.rope_slots.isdisjoint(self.slots)
 
     @property
     def extras(self) -> ExtraTables:
@@ -153,7 +163,7 @@ class LoRABatch:
         buffer = host.to(device, non_blocking=True)
         batch = cls(len(slot_of_token), num_tiles, tile_tokens, buffer, tables, max_rank)
         batch._take(step)
-        batch.has_experts = any_slots or not batch.extras.expert_slots.isdisjoint(batch.slots)
+        batch.has_experts = any_slots or batch.extras.has_experts(batch.slots)
         return batch
 
     @classmethod
@@ -164,17 +174,19 @@ class LoRABatch:
         max_rank: int,
         tables: LoRATables,
         tile_tokens: int = TILE_TOKENS,
-        takes_kronecker: bool = False,
+        takes_rare: bool = False,
+        takes_experts: bool = False,
     ) -> LoRABatch:
         """Makes a batch whose device memory never moves, for a CUDA graph of num_tokens tokens.
 
-        All of them are base tokens until fill(). num_tiles is one of static_tile_counts. takes_kronecker says whether
-        the batch's slots may add Kronecker products.
+        All of them are base tokens until fill(). num_tiles is one of static_tile_counts. takes_rare says whether
+        the batch's slots may have what ExtraTables.has_rare names, and takes_experts whether their adapters may be on
+        experts.
         """
         size = DevicePlan.size(num_tokens, num_tiles, tile_tokens)
         buffer = torch.zeros(size, dtype=torch.int32, device=tables.rank_LSP.device)
-        batch = cls(num_tokens, num_tiles, tile_tokens, buffer, tables, max_rank, takes_kronecker)
-        batch.has_experts = True
+        batch = cls(num_tokens, num_tiles, tile_tokens, buffer, tables, max_rank, takes_rare)
+        batch.has_experts = takes_experts
         if buffer.is_cuda:
             batch._pinned = [
                 (torch.zeros(size, dtype=torch.int32, pin_memory=True), torch.cuda.Event()) for _ in range(NUM_PINNED)
@@ -196,7 +208,8 @@ class LoRABatch:
         """
         assert self.max_rank is not None, "only a static batch is filled"
         assert max(rank_of_slot, default=0) <= self.max_rank, "P has no room for such a rank"
-        assert self._takes_kronecker or self.extras.kronecker_slots.isdisjoint(slot_of_token), "it launches none"
+        assert self._takes_rare or not self.extras.has_rare(slot_of_token), "it does not launch what they need"
+        assert self.has_experts or not self.extras.has_experts(slot_of_token), "it launches nothing for experts"
         assert len(slot_of_token) <= self.num_tokens
         step = _Step.of([*slot_of_token, *[BASE_SLOT] * (self.num_tokens - len(slot_of_token))], self.tile_tokens)
         if not self._pinned:
@@ -272,6 +285,7 @@ class _Step:
         plan.slot_K.numpy()[:used] = self.slot_K
         plan.tokens_KM.numpy()[:used] = self.tokens_KM
         plan.slot_T.numpy()[:] = self.slot_T
+        plan.order_T.numpy()[:] = self.order_T
         plan.slot_K.numpy()[used:] = BASE_SLOT
         plan.tokens_KM.numpy()[used:] = -1
 

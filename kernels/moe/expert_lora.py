@@ -2,7 +2,7 @@
 
 A slot's weights for one of a layer's two linears (gate_up or down) are all experts' A in one tensor and all experts' B
 in another. A's rows are G groups of R: the g-th part of the outputs reads group g of P. So gate and up may share an A
-(G = 1), or have one each (G = 2).
+(G = 1), or have one each (G = 2). down has one group, as has up where there is no gate.
 
 For the Triton kernels, the weights are a record of int64 numbers: the byte offsets of A, B and the scales, R, G and
 three zeros. Offsets count from the record's own address, which ExtraTables holds by slot. R is a multiple of
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +55,7 @@ class StepExperts:
     """The adapters of a step on one linear."""
 
     slot_T: Tensor  # int32: each token's slot, or -1
+    order_T: Tensor  # int32: the tokens in the order of their slots, so that those of a slot follow each other
     slots: Sequence[ExpertWeights | None]  # for the torch twin
     record_S: Tensor  # int64: the records' addresses, 0 if a slot has nothing on this linear
     max_rank: int  # largest rank of any slot
@@ -64,6 +66,17 @@ class StepExperts:
     def columns(self) -> int:
         """The largest number of columns that P can have."""
         return 2 * self.max_rank
+
+
+class ExpertOutput(NamedTuple):
+    """The output of a linear for all pairs.
+
+    If p_KNC is not None, the kernel that reads y adds B of these adapters times the sum of P over K.
+    """
+
+    y_NO: Tensor
+    p_KNC: Tensor | None = None  # float32, see kernels/moe/expert_lora_triton.py
+    adapters: StepExperts | None = None
 
 
 class ExpertLoRA:
@@ -80,7 +93,15 @@ class ExpertLoRA:
 
     def in_step(self, batch: LoRABatch) -> StepExperts:
         max_rank = padded_rank(self._max_rank if batch.max_rank is None else batch.max_rank)
-        return StepExperts(batch.plan.slot_T, self.slots, self._record_S, max_rank, self._dtype, batch.side_stream)
+        return StepExperts(
+            batch.plan.slot_T,
+            batch.plan.order_T,
+            self.slots,
+            self._record_S,
+            max_rank,
+            self._dtype,
+            batch.side_stream,
+        )
 
 
 def padded_rank(rank: int) -> int:

@@ -1,12 +1,11 @@
-"""The two ends of a mixture of experts on the GPU: the router's choice, and the weighted sum of the chosen experts.
-kernels/moe/moe_torch.py has their twins.
+"""The router's choice on the GPU in one launch. kernels/moe/moe_torch.py has its twin.
 
-Idea: a token's logits fit into one warp's registers, so one program takes the largest logit K times; of equal ones it
-takes the first. The sum adds a token's pairs in their order in float32 and rounds once. It needs no atomics, and every
-run gives the same bits.
+Idea: a token's logits fit into one warp's registers, so one program takes the largest value K times; of equal ones it
+takes the first. Groups of experts lie in rows of a square of registers, each padded to a power of two, so that the
+values of groups are reductions along rows. Without groups there is one row.
 """
 
-# T tokens · E experts · K experts a token · N = T * K pairs · D hidden size
+# T tokens · E experts · K experts a token
 
 from __future__ import annotations
 
@@ -16,103 +15,151 @@ import triton.language as tl
 from torch import Tensor
 
 from lorafleet.kernels.jit import jit
-from lorafleet.kernels.lora.linear_output import LinearOutput
+from lorafleet.kernels.moe.moe_torch import SMALLEST_SUM
+from lorafleet.kernels.moe.routing_rule import RoutingRule
 
-BLOCK_D = 512
+NONE = tl.constexpr(float("-inf"))  # smaller than what any expert or group has
+
+
+@jit()
+def _best_groups(
+    choice: tl.tensor,
+    groups_per_token: tl.constexpr,
+    by_top_two: tl.constexpr,
+    block_g: tl.constexpr,
+    block_x: tl.constexpr,
+) -> tl.tensor:
+    """Returns the values of the experts in the best groups, and -inf for the others."""
+    choice = tl.reshape(choice, (block_g, block_x))
+    g = tl.arange(0, block_g)
+    value = tl.max(choice, 1)
+    if by_top_two:
+        first = tl.argmax(choice, 1)
+        value += tl.max(tl.where(tl.arange(0, block_x)[None, :] == first[:, None], NONE, choice), 1)
+    kept = tl.zeros((block_g,), tl.int32)
+    for _ in tl.static_range(groups_per_token):
+        best = tl.argmax(value, 0)
+        kept = tl.where(g == best, 1, kept)
+        value = tl.where(g == best, NONE, value)
+    return tl.reshape(tl.where(kept[:, None] > 0, choice, NONE), (block_g * block_x,))
 
 
 @jit()
 def _route_kernel(
     logits_ptr: tl.tensor,
+    correction_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
     expert_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     num_experts: tl.constexpr,
     per_token: tl.constexpr,
     sums_to_one: tl.constexpr,
-    block_e: tl.constexpr,
+    is_sigmoid: tl.constexpr,
+    is_sparsemixer: tl.constexpr,
+    nearness: tl.constexpr,
+    scaling: tl.constexpr,
+    has_correction: tl.constexpr,
+    has_scale: tl.constexpr,
+    groups: tl.constexpr,
+    groups_per_token: tl.constexpr,
+    by_top_two: tl.constexpr,
+    smallest_sum: tl.constexpr,
+    block_g: tl.constexpr,
+    block_x: tl.constexpr,
     block_k: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, block_e)
+    group_size: tl.constexpr = num_experts // groups
+    place = tl.arange(0, block_g * block_x)
+    e = place // block_x * group_size + place % block_x
+    there = (place // block_x < groups) & (place % block_x < group_size)
     k = tl.arange(0, block_k)
-    logits = tl.load(logits_ptr + token * num_experts + e, mask=e < num_experts, other=float("-inf")).to(tl.float32)
-    largest = tl.max(logits, 0)
+    logits = tl.load(logits_ptr + token * num_experts + e, mask=there, other=float("-inf")).to(tl.float32)
     chosen = tl.zeros((block_k,), tl.int32)
     weights = tl.zeros((block_k,), tl.float32)
-    left = tl.where(e < num_experts, tl.exp(logits - largest), -1.0)
-    total = tl.sum(tl.where(e < num_experts, left, 0.0), 0)
+    if is_sigmoid:
+        score = tl.sigmoid(logits)
+        total = 1.0
+        left = logits  # which still differ where their sigmoids are rounded to 1
+        if has_correction or groups > 1:
+            left = score
+    elif is_sparsemixer:
+        score = logits
+        total = 1.0
+        left = logits
+    else:
+        score = tl.exp(logits - tl.max(logits, 0))
+        total = tl.sum(tl.where(there, score, 0.0), 0)
+        left = score
+        if has_correction:
+            left = score / total
+    if has_correction:
+        left += tl.load(correction_ptr + e, mask=there, other=0.0)
+    left = tl.where(there, left, NONE)
+    if groups > 1:
+        left = _best_groups(left, groups_per_token, by_top_two, block_g, block_x)
     for i in tl.static_range(per_token):
         best = tl.argmax(left, 0)
-        chosen = tl.where(k == i, best.to(tl.int32), chosen)
-        weights = tl.where(k == i, tl.max(left, 0), weights)
-        left = tl.where(e == best, -1.0, left)
+        chosen = tl.where(k == i, (best // block_x * group_size + best % block_x).to(tl.int32), chosen)
+        if is_sparsemixer:
+            largest = tl.max(left, 0)
+            is_far = (largest - logits) / tl.maximum(tl.abs(logits), largest) > nearness
+            weight = 1.0 / tl.sum(tl.where(is_far | (left == NONE), 0.0, tl.exp(left - largest)), 0)
+        else:
+            weight = tl.sum(tl.where(place == best, score, 0.0), 0)
+        weights = tl.where(k == i, weight, weights)
+        left = tl.where(place == best, NONE, left)
     if sums_to_one:
-        total = tl.sum(weights, 0)
+        total = tl.maximum(tl.sum(weights, 0), smallest_sum)
+    weights = weights / total
+    if scaling != 1.0:
+        weights *= scaling
+    if has_scale:
+        weights *= tl.load(scale_ptr + chosen, mask=k < per_token, other=0.0)
     offsets = token * per_token + k
     tl.store(expert_ptr + offsets, chosen, mask=k < per_token)
-    tl.store(weight_ptr + offsets, weights / total, mask=k < per_token)
+    tl.store(weight_ptr + offsets, weights, mask=k < per_token)
 
 
-def route_triton(logits_TE: Tensor, per_token: int, sums_to_one: bool) -> tuple[Tensor, Tensor]:
+def route_triton(
+    logits_TE: Tensor,
+    rule: RoutingRule,
+    correction_E: Tensor | None = None,
+    scale_E: Tensor | None = None,
+    out_TK: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     assert logits_TE.is_contiguous()
     num_tokens, num_experts = logits_TE.shape
-    expert_TK = torch.empty(num_tokens, per_token, dtype=torch.int32, device=logits_TE.device)
-    weight_TK = torch.empty(num_tokens, per_token, dtype=torch.float32, device=logits_TE.device)
+    for vector in (correction_E, scale_E):
+        assert vector is None or (vector.shape == (num_experts,) and vector.dtype == torch.float32)
+    groups = 1 if rule.groups is None else rule.groups.count
+    expert_TK = out_TK
+    if expert_TK is None:
+        expert_TK = torch.empty(num_tokens, rule.per_token, dtype=torch.int32, device=logits_TE.device)
+    assert expert_TK.shape == (num_tokens, rule.per_token) and expert_TK.is_contiguous()
+    weight_TK = torch.empty(num_tokens, rule.per_token, dtype=torch.float32, device=logits_TE.device)
     _route_kernel[(num_tokens,)](
         logits_TE,
+        correction_E,
+        scale_E,
         expert_TK,
         weight_TK,
         num_experts=num_experts,
-        per_token=per_token,
-        sums_to_one=sums_to_one,
-        block_e=triton.next_power_of_2(num_experts),
-        block_k=triton.next_power_of_2(per_token),
+        per_token=rule.per_token,
+        sums_to_one=rule.sums_to_one,
+        is_sigmoid=rule.scores == "sigmoid",
+        is_sparsemixer=rule.scores == "sparsemixer",
+        nearness=rule.nearness,
+        scaling=rule.scaling,
+        has_correction=correction_E is not None,
+        has_scale=scale_E is not None,
+        groups=groups,
+        groups_per_token=1 if rule.groups is None else rule.groups.per_token,
+        by_top_two=rule.groups is not None and rule.groups.ranked_by == "top_two",
+        smallest_sum=SMALLEST_SUM,
+        block_g=triton.next_power_of_2(groups),
+        block_x=triton.next_power_of_2(num_experts // groups),
+        block_k=triton.next_power_of_2(rule.per_token),
         num_warps=1,
     )
     return expert_TK, weight_TK
-
-
-@jit()
-def _combine_kernel(
-    y_ptr: tl.tensor,
-    delta_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    size: tl.constexpr,
-    per_token: tl.constexpr,
-    has_delta: tl.constexpr,
-    block_d: tl.constexpr,
-) -> None:
-    token = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * block_d + tl.arange(0, block_d)
-    inside = d < size
-    acc = tl.zeros((block_d,), tl.float32)
-    for i in tl.static_range(per_token):
-        pair = token * per_token + i
-        y = tl.load(y_ptr + pair * size + d, mask=inside, other=0.0).to(tl.float32)
-        if has_delta:
-            y += tl.load(delta_ptr + pair * size + d, mask=inside, other=0.0).to(tl.float32)
-        acc += tl.load(weight_ptr + pair) * y
-    tl.store(out_ptr + token * size + d, acc.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-def combine_triton(y: LinearOutput, weight_TK: Tensor) -> Tensor:
-    """Returns the weighted sum of each token's pairs, [T, D]. y is [N, D], without a scale or bias."""
-    y.check()
-    y_ND, delta_ND, affine = y
-    num_tokens, per_token = weight_TK.shape
-    num_pairs, size = y_ND.shape
-    assert affine is None and num_pairs == num_tokens * per_token
-    out_TD = torch.empty(num_tokens, size, dtype=y_ND.dtype, device=y_ND.device)
-    _combine_kernel[(num_tokens, triton.cdiv(size, BLOCK_D))](
-        y_ND,
-        delta_ND,
-        weight_TK,
-        out_TD,
-        size=size,
-        per_token=per_token,
-        has_delta=delta_ND is not None,
-        block_d=BLOCK_D,
-        num_warps=4,
-    )
-    return out_TD

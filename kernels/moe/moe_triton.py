@@ -3,10 +3,12 @@ kernels/moe/moe_torch.py has the twin.
 
 Idea: a program takes a tile of pairs that share an expert (kernels/moe/moe_tiles_triton.py) and a block of outputs. It
 gathers rows of x by pair and scatters rows of the result, so nothing is copied into order. Unused tiles end at once.
-The adapters' additions are computed separately (kernels/moe/expert_lora_triton.py): on a side stream beside the GEMM
-while that waits for the experts' weights, or before the GEMM in a step with long prompts.
+The adapters' P is computed separately (kernels/moe/expert_lora_triton.py): on a side stream beside the GEMM while that
+waits for the experts' weights, or before the GEMM in a step with long prompts. The kernel that reads the output
+multiplies P by B. So adapters on experts add two launches to a step with few pairs, and three to others.
 
-Memory: x [T, D] or [N, D], w [E, O, D] and out [N, O] are row-major.
+Memory: x [T, D] or [N, D], w [E, O, D] and out [N, O] are row-major. kernels/moe/moe_codes_triton.py has the GEMM for
+quantized experts.
 The tile shapes were measured on an H200 by benchmarks/moe_kernels.py.
 """
 
@@ -23,9 +25,16 @@ from torch import Tensor
 
 from lorafleet.kernels.jit import jit
 from lorafleet.kernels.lora.linear_output import LinearOutput
-from lorafleet.kernels.moe.expert_lora import StepExperts
-from lorafleet.kernels.moe.expert_lora_triton import expert_delta
-from lorafleet.kernels.moe.moe_tiles_triton import ExpertTiles, count_pairs, make_tiles
+from lorafleet.kernels.moe.adapted_activation_triton import activate_adapted
+from lorafleet.kernels.moe.adapted_combine_triton import combine_adapted
+from lorafleet.kernels.moe.expert_activation import ExpertActivation, activate_experts
+from lorafleet.kernels.moe.expert_codes import ExpertCodes, ExpertMatrix
+from lorafleet.kernels.moe.expert_lora import ExpertOutput, StepExperts
+from lorafleet.kernels.moe.expert_lora_triton import expand_experts, shrink_experts
+from lorafleet.kernels.moe.moe_codes_triton import codes_linear
+from lorafleet.kernels.moe.moe_combine_triton import combine_triton
+from lorafleet.kernels.moe.moe_tiles_triton import AdapterTiles, ExpertTiles, make_adapter_tiles, make_tiles
+from lorafleet.kernels.moe.moe_torch import SharedOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +46,7 @@ class _Shape:
     block_d: int  # in half precision
     warps: int
     stages: int
-    lora_pairs: int = 16  # pairs in a tile of the adapters
+    adapter_pairs: int = 16  # pairs in a tile of the adapters
     beside: bool = True  # whether the adapters run beside the GEMM
 
 
@@ -46,12 +55,20 @@ _SHAPES = (
     (8, _Shape(16, 64, 128, 4, 3)),
     (48, _Shape(32, 64, 128, 4, 4)),
     (96, _Shape(64, 128, 64, 4, 4, beside=False)),
-    (float("inf"), _Shape(128, 256, 64, 8, 4, lora_pairs=32, beside=False)),
+    (256, _Shape(128, 256, 64, 8, 4, beside=False)),
+    (float("inf"), _Shape(128, 256, 64, 8, 4, adapter_pairs=64, beside=False)),
 )
+# Up to so many pairs, the weighted sum reads B of down for each pair, instead of additions that were written.
+MOST_FOLDED_PAIRS = 2048
 
 
 def _shape_for(num_pairs: int, num_experts: int) -> _Shape:
     return next(shape for most, shape in _SHAPES if num_pairs <= most * num_experts)
+
+
+def first_tokens(num_experts: int, per_token: int) -> list[int]:
+    """Returns the numbers of tokens from which on steps have another shape, and so other variants of the kernels."""
+    return [int(most * num_experts) // per_token + 1 for most, _ in _SHAPES[:-1]]
 
 
 @jit(do_not_specialize=["pairs_a_row"])
@@ -92,39 +109,66 @@ def _linear_kernel(
 class PairTiles:
     """All pairs of a step, in tiles by expert."""
 
-    num_pairs: int
+    expert_TK: Tensor
     shape: _Shape
     tiles: ExpertTiles
-    lora_tiles: ExpertTiles | None  # None if no adapter is on experts
+    adapter_tiles: AdapterTiles | None  # None if no adapter is on experts
+
+    @property
+    def num_pairs(self) -> int:
+        return self.expert_TK.numel()
 
     @classmethod
-    def of(cls, expert_TK: Tensor, num_experts: int, with_adapters: bool) -> PairTiles:
-        shape = _shape_for(expert_TK.numel(), num_experts)
-        count_E = count_pairs(expert_TK, num_experts)
-        tiles, lora_tiles = make_tiles(expert_TK, count_E, shape.tile_pairs), None
-        if with_adapters:
-            alike = shape.lora_pairs == shape.tile_pairs
-            lora_tiles = tiles if alike else make_tiles(expert_TK, count_E, shape.lora_pairs)
-        return cls(expert_TK.numel(), shape, tiles, lora_tiles)
+    def of(cls, expert_TK: Tensor, num_experts: int, adapters: StepExperts | None) -> PairTiles:
+        """Sorts the pairs by expert, and by slot if there are adapters.
 
-    def linear(self, x: Tensor, w_EOD: Tensor, adapters: StepExperts | None = None) -> LinearOutput:
+        `adapters` are those on any linear of the mixture, since all have the same tokens and slots.
+        """
+        shape = _shape_for(expert_TK.numel(), num_experts)
         if adapters is None:
-            return LinearOutput(self._base(x, w_EOD))
-        assert self.lora_tiles is not None
-        num_outputs, side = w_EOD.shape[1], adapters.side_stream
+            return cls(expert_TK, shape, make_tiles(expert_TK, num_experts, shape.tile_pairs), None)
+        tiles = make_adapter_tiles(expert_TK, num_experts, shape.tile_pairs, adapters, shape.adapter_pairs)
+        return cls(expert_TK, shape, *tiles)
+
+    def linear(self, x: Tensor, w_EOD: ExpertMatrix, adapters: StepExperts | None = None) -> ExpertOutput:
+        if adapters is None:
+            return ExpertOutput(self._base(x, w_EOD))
+        assert self.adapter_tiles is not None
+        side = adapters.side_stream
         if side is None or not self.shape.beside:
-            delta_NO = expert_delta(x, num_outputs, self.num_pairs, self.lora_tiles, adapters)
-            return LinearOutput(self._base(x, w_EOD), delta_NO)
+            p_KNC = shrink_experts(x, self.num_pairs, self.adapter_tiles, adapters)
+            return ExpertOutput(self._base(x, w_EOD), p_KNC, adapters)
         main = torch.cuda.current_stream(x.device)
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            delta_NO = expert_delta(x, num_outputs, self.num_pairs, self.lora_tiles, adapters)
+            p_KNC = shrink_experts(x, self.num_pairs, self.adapter_tiles, adapters)
         out_NO = self._base(x, w_EOD)
         main.wait_stream(side)
         # record_stream is not needed: each stream waits for the other before it reuses freed memory.
-        return LinearOutput(out_NO, delta_NO)
+        return ExpertOutput(out_NO, p_KNC, adapters)
 
-    def _base(self, x: Tensor, w_EOD: Tensor) -> Tensor:
+    def activate(self, gate_up: ExpertOutput, activation: ExpertActivation, bias_EU: Tensor | None) -> Tensor:
+        y_NU, p_KNC, adapters = gate_up
+        if p_KNC is None or adapters is None:
+            return activate_experts(LinearOutput(y_NU), activation, self.expert_TK.view(-1), bias_EU)
+        assert self.adapter_tiles is not None
+        return activate_adapted(y_NU, p_KNC, activation, bias_EU, self.adapter_tiles, adapters)
+
+    def combine(
+        self, down: ExpertOutput, weight_TK: Tensor | None, bias_ED: Tensor | None, shared: SharedOutput | None
+    ) -> Tensor:
+        y_ND, p_KNC, adapters = down
+        if p_KNC is None or adapters is None:
+            return combine_triton(y_ND, self.expert_TK, weight_TK, bias_ED, shared)
+        if self.num_pairs <= MOST_FOLDED_PAIRS:
+            return combine_adapted(y_ND, p_KNC, self.expert_TK, weight_TK, bias_ED, shared, adapters)
+        assert self.adapter_tiles is not None
+        delta_ND = expand_experts(p_KNC, y_ND.shape[1], y_ND.dtype, self.adapter_tiles, adapters)
+        return combine_triton(y_ND, self.expert_TK, weight_TK, bias_ED, shared, delta_ND, adapters)
+
+    def _base(self, x: Tensor, w_EOD: ExpertMatrix) -> Tensor:
+        if isinstance(w_EOD, ExpertCodes):
+            return codes_linear(x, w_EOD, self.tiles, self.num_pairs)
         _, num_outputs, num_features = w_EOD.shape
         assert x.is_contiguous() and w_EOD.is_contiguous() and x.shape[1] == num_features
         assert x.dtype == w_EOD.dtype and self.num_pairs % len(x) == 0

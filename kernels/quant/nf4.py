@@ -2,12 +2,13 @@
 largest magnitude of the number's block.
 
 Blocks are 64 numbers long and run along the rows of the whole matrix, one row after the other, as in bitsandbytes. FP4
-checkpoints differ in the book alone. A rank's part of a matrix has the same values as the whole: each group of a row
-lies in one block and carries that block's magnitude.
+checkpoints differ in the book alone, and those in e2m1 (kernels/quant/e2m1.py) in the book and the blocks' length. A
+rank's part of a matrix has the same values as the whole: each group of a row lies in one block and carries that block's
+magnitude.
 
 Memory: packed is [O, D/2]. Byte j of a row holds number j in its lower four bits and number j + D/2 in its upper ones,
 so that both halves of a tile of bytes are numbers side by side. absmax is [O, D/G], float32, with double quantization
-undone.
+undone; MXFP4's powers of two are bfloat16.
 
 The values are book * absmax in float32, rounded to the dtype that was quantized, then to the served one. For few
 tokens, kernels/quant/nf4_triton.py reads the four bits. For many, it pays to write the values once into memory that
@@ -28,7 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorafleet.kernels.decoder.scratch import Scratch
-from lorafleet.kernels.quant.base_weight import QuantizedMatrix
+from lorafleet.kernels.quant.base_weight import QuantizedMatrix, Scheme, Sliceable
+from lorafleet.kernels.quant.e2m1 import E2M1Matrix
 
 BLOCK = 64
 # Quantiles of a normal distribution, scaled to [-1, 1]; zero is among them.
@@ -58,30 +60,37 @@ FUSED_TOKENS = 128  # up to this many tokens the four bits are read; for more, t
 class NF4Matrix:
     """A whole W in NF4, as a QuantizedMatrix."""
 
-    code_OD: Tensor  # uint8, 0 to 15
+    code: Sliceable  # uint8, 0 to 15, [O, D]: a tensor, or one in a file, of which a rank reads its part
     absmax_B: Tensor  # float32
     book: Tensor
+    shape: tuple[int, int]
     dtype: torch.dtype  # dtype of the numbers before quantization
     block: int = BLOCK
 
-    def absmax_of_groups(self, size: int) -> Tensor:
-        """Returns the magnitudes [O, D/size] of each row's groups of `size` numbers. Each group lies in one block."""
-        outputs, inputs = self.code_OD.shape
-        assert math.gcd(self.block, inputs) % size == 0
-        of_group = self.absmax_B.repeat_interleave(self.block // size)
-        return of_group[: outputs * inputs // size].view(outputs, inputs // size)
+    def part(self, place: tuple[slice, slice], group: int) -> tuple[Tensor, Tensor]:
+        """Returns the codes [O, D] at `place`, and the magnitudes of each `group` columns, which lie in one block."""
+        rows, columns = place
+        groups = slice(columns.start // group, columns.stop // group)
+        return self.code[place], self._absmax(rows, group)[:, groups]
 
     def get_shape(self) -> list[int]:
-        return list(self.code_OD.shape)
+        return list(self.shape)
 
     def __getitem__(self, place: tuple[slice, ...] | EllipsisType) -> Tensor:
-        return self.values()[place]
+        """Returns the values of W at `place` in dtype."""
+        rows, columns = (slice(0, size) for size in self.shape) if place is ... else place
+        size = math.gcd(self.block, self.shape[1])
+        absmax_OD = self._absmax(rows, size).repeat_interleave(size, dim=1)[:, columns]
+        return (self.book[self.code[rows, columns].int()] * absmax_OD).to(self.dtype)
 
-    def values(self) -> Tensor:
-        """Returns the values of W as [O, D] in dtype."""
-        size = math.gcd(self.block, self.code_OD.shape[1])
-        absmax_OD = self.absmax_of_groups(size).repeat_interleave(size, dim=1)
-        return (self.book[self.code_OD.int()] * absmax_OD).to(self.dtype)
+    def _absmax(self, rows: slice, size: int) -> Tensor:
+        """Returns the magnitudes [O, D/size] of these rows' groups of `size` numbers. Each group lies in one block."""
+        inputs = self.shape[1]
+        assert math.gcd(self.block, inputs) % size == 0
+        groups, in_block = inputs // size, self.block // size
+        first, end = rows.start * groups, rows.stop * groups
+        of_group = self.absmax_B[first // in_block : -(-end // in_block)].repeat_interleave(in_block)
+        return of_group[first % in_block :][: end - first].view(-1, groups)
 
 
 def quantize(values_OD: Tensor) -> NF4Matrix:
@@ -92,14 +101,40 @@ def quantize(values_OD: Tensor) -> NF4Matrix:
     absmax_B = padded.abs().amax(dim=1)
     scaled = (padded * (1.0 / absmax_B.clamp(min=1e-38))[:, None]).clamp_(-1, 1)
     code = torch.bucketize(scaled, (book[1:] + book[:-1]) / 2, out_int32=True).to(torch.uint8)
-    return NF4Matrix(code.flatten()[: len(flat)].view(values_OD.shape), absmax_B, book, values_OD.dtype)
+    shape = values_OD.shape[0], values_OD.shape[1]
+    return NF4Matrix(code.flatten()[: len(flat)].view(shape), absmax_B, book, shape, values_OD.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class NF4Scheme:
+    """NF4 or FP4, as a Scheme."""
+
+    name: str = "nf4"
+
+    def refusal(self, inputs: int) -> str | None:
+        if inputs % 2 == 0:
+            return None
+        return (
+            f"a linear with {inputs} inputs on each rank cannot be quantized to nf4, which needs an even number. "
+            "Use quantization=fp8, or another tensor_parallel_size."
+        )
+
+    def empty(self, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device, scratch: Scratch) -> NF4Weight:
+        return NF4Weight(outputs, inputs, dtype, device, scratch)
+
+    def quantize(self, values_OD: Tensor) -> NF4Matrix:
+        return quantize(values_OD)
+
+    def common(self, other: Scheme) -> Scheme | None:
+        return self if self == other else None
 
 
 class NF4Weight(nn.Module):
     """A weight in NF4, or a rank's part of it.
 
     The groups divide both halves of a row, so they fit any columns that a rank holds. dtype is the served dtype.
-    `scratch` is shared by all weights of the model.
+    `scratch` is shared by all weights of the model. `block` is the number of columns that share a magnitude.
+    `absmax_dtype` is one that holds all magnitudes exactly.
     """
 
     def __init__(
@@ -109,14 +144,16 @@ class NF4Weight(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         scratch: Scratch,
+        block: int = BLOCK,
+        absmax_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         assert inputs % 2 == 0
-        self.group = math.gcd(BLOCK, inputs // 2)
+        self.group = math.gcd(block, inputs // 2)
         self.dtype = dtype
         self.quantized_from: torch.dtype | None = None  # dtype before quantization; None until fill()
         self.packed_OH = _held(outputs, inputs // 2, dtype=torch.uint8, device=device)
-        self.absmax_OG = _held(outputs, inputs // self.group, dtype=torch.float32, device=device)
+        self.absmax_OG = _held(outputs, inputs // self.group, dtype=absmax_dtype, device=device)
         self.book = _held(len(NF4_BOOK), dtype=torch.float32, device=device)
         self._scratch = scratch
         if device.type == "cuda":
@@ -128,14 +165,12 @@ class NF4Weight(nn.Module):
 
     def fill(self, first_row: int, matrix: QuantizedMatrix, place: tuple[slice, slice]) -> None:
         """Fills the rows from first_row on with the part of the matrix at `place`."""
-        assert isinstance(matrix, NF4Matrix)
-        rows, columns = place
-        code_OD = matrix.code_OD[place]
+        assert isinstance(matrix, (NF4Matrix, E2M1Matrix))
+        code_OD, absmax_OG = matrix.part(place, self.group)
         half = code_OD.shape[1] // 2
         own = slice(first_row, first_row + len(code_OD))
         self.packed_OH[own].copy_(code_OD[:, :half] | (code_OD[:, half:] << 4))
-        groups = slice(columns.start // self.group, columns.stop // self.group)
-        self.absmax_OG[own].copy_(matrix.absmax_of_groups(self.group)[rows, groups])
+        self.absmax_OG[own].copy_(absmax_OG)
         assert self.quantized_from in (None, matrix.dtype)
         self.quantized_from = matrix.dtype
         self.book.copy_(matrix.book)

@@ -113,8 +113,8 @@ def rank_sum_triton(
     peers: PeerAreas,
     branch: NormWeight | None,
 ) -> None:
-    x_TD, delta_TD, affine_2T = x
-    branch_weight_D, branch_own_T = branch or (None, None)
+    x_TD, delta_TD, affine_2T, _ = x
+    branch_weight_D, branch_own_T = (None, None) if branch is None else (branch.weight, branch.own_T)
     assert branch is None or (branch_own_T is None) == (norm.own_T is None)
     num_rows, size = x_TD.shape
     block_d = triton.next_power_of_2(size)

@@ -6,10 +6,11 @@ A token's chance depends on its row alone, and the draw is a number in [0, 1) th
 first whose cumulative probability, in the order of the vocabulary, exceeds it.
 """
 
-# B rows of logits · V vocabulary · F fields of a row · S rows of counts
+# B rows of logits · V vocabulary · F fields of a row · S rows of counts · P rows whose logprobs are wanted
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,20 +40,31 @@ class DrawFields(NamedTuple):
 NUM_FIELDS = len(DrawFields._fields)
 
 
-def draw_tokens(logits_BV: Tensor, rows: list[DrawFields], counts_SV: Tensor) -> Tensor:
-    """Returns one token per row, int64 [B] on the device, without waiting for it.
+class Drawn(NamedTuple):
+    """The tokens of a step, on the device."""
+
+    token_B: Tensor  # int64
+    # float32 logarithms of the probabilities with which the tokens of the wanted rows were drawn: -inf for tokens that
+    # were not kept. The temperature of rows that take the best token counts as 1.
+    logprobs_PV: Tensor | None
+
+
+def draw_tokens(logits_BV: Tensor, rows: list[DrawFields], counts_SV: Tensor, wanted: Sequence[int] = ()) -> Drawn:
+    """Chooses one token per row, without waiting for the device.
 
     Args:
         logits_BV: float32, bfloat16 or float16. float32 logits may be overwritten.
         counts_SV: int32, how often the tokens of sequences occur, see penalties.py. Its vocabulary may be wider or
             narrower than the logits'.
+        wanted: Rows whose logprobs are wanted.
     """
     if logits_BV.is_cuda:
         from lorafleet.kernels.sampling.draw_tokens_triton import draw_tokens_triton  # triton is optional on a CPU
 
         table_BF = torch.tensor(rows, dtype=torch.float64).pin_memory().to(logits_BV.device, non_blocking=True)
         penalizes = any(row.counts_row != NO_COUNTS for row in rows)
-        return draw_tokens_triton(logits_BV, table_BF, counts_SV, penalizes=penalizes)
+        token_B, bounds = draw_tokens_triton(logits_BV, table_BF, counts_SV, penalizes=penalizes)
+        return Drawn(token_B, bounds.logprobs(wanted) if wanted else None)
     logits_BV = logits_BV.float()
     for i, row in enumerate(rows):
         if row.counts_row != NO_COUNTS:
@@ -62,8 +74,11 @@ def draw_tokens(logits_BV: Tensor, rows: list[DrawFields], counts_SV: Tensor) ->
     token_B = logits_BV.argmax(dim=-1).minimum(last_B)
     random = [i for i, row in enumerate(rows) if row.temperature > 0]
     if random:
-        token_B[random] = _draw(logits_BV[random], [rows[i] for i in random]).minimum(last_B[random])
-    return token_B
+        kept_BV = _kept(logits_BV[random], [rows[i] for i in random])
+        token_B[random] = _draw(kept_BV, [rows[i] for i in random]).minimum(last_B[random])
+        if wanted:
+            logits_BV[random] = kept_BV
+    return Drawn(token_B, logits_BV[list(wanted)].log_softmax(dim=-1) if wanted else None)
 
 
 def warm_up(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -75,13 +90,18 @@ def warm_up(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
         draw_tokens(logits_BV, [row], torch.zeros((1, vocab_size), dtype=torch.int32, device=device))
 
 
-def _draw(logits_BV: Tensor, rows: list[DrawFields]) -> Tensor:
+def _kept(logits_BV: Tensor, rows: list[DrawFields]) -> Tensor:
+    """Returns the logits at the rows' temperatures; -inf for tokens that are not kept."""
     # The best token's logit is subtracted first, so that no temperature is so low that the logits overflow.
     logits_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) * (1 / _column([row.temperature for row in rows]))
     if any(row.log_min_p > NEVER for row in rows):
         logits_BV = logits_BV.masked_fill(logits_BV < _column([row.log_min_p for row in rows]), NEVER)
     if any(row.top_k < logits_BV.shape[1] or row.top_p < 1 for row in rows):
         logits_BV = _keep_best(logits_BV, rows)
+    return logits_BV
+
+
+def _draw(logits_BV: Tensor, rows: list[DrawFields]) -> Tensor:
     cumulative_BV = logits_BV.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     draw_B1 = torch.tensor([row.draw for row in rows], dtype=torch.float64).unsqueeze(1)
     # right=True skips tokens of probability zero. In a row of NaN all tokens are skipped.

@@ -10,6 +10,9 @@ Idea: one program for each row reads the row a few times.
 3. The weights of groups of tokens are summed, and the draw falls into one group. A warp sums a group, so that no
    thread waits for another warp.
 
+The best logit, the cut and what else decides whether a token is kept are stored for each row, from which
+kernels/sampling/kept_bounds.py computes the probabilities of the kept tokens.
+
 Memory: logits are [B, V] with a stride between rows. Each pass reads V logits of a row, which lie in L2 for small
 batches. The table is float64 [B, F], fields as in DrawFields. counts are int32 [S, C].
 """
@@ -26,6 +29,7 @@ from torch import Tensor
 
 from lorafleet.kernels.jit import jit
 from lorafleet.kernels.sampling.draw_tokens import NUM_FIELDS
+from lorafleet.kernels.sampling.kept_bounds import NUM_BOUNDS, KeptBounds
 from lorafleet.kernels.sampling.penalties import IN_PROMPT
 
 IN_PROMPT_BIT = tl.constexpr(IN_PROMPT)
@@ -407,6 +411,7 @@ def _draw_kept(
 @jit()
 def _draw_tokens_kernel(
     token_ptr: tl.tensor,
+    bounds_ptr: tl.tensor,
     logits_ptr: tl.tensor,
     stride: tl.tensor,
     num_tokens: tl.tensor,
@@ -420,6 +425,7 @@ def _draw_tokens_kernel(
     num_tied_ptr: tl.tensor,
     penalizes: tl.constexpr,
     num_fields: tl.constexpr,
+    num_bounds: tl.constexpr,
     row_groups: tl.constexpr,
     num_groups: tl.constexpr,
     block_v: tl.constexpr,
@@ -454,11 +460,11 @@ def _draw_tokens_kernel(
     )
     if penalizes:
         row_ptr = edited_ptr + b * edited_stride
+    coldness = 1.0 / tl.where(temperature > 0, temperature, 1.0)
+    farthest = tl.where(temperature > 0, -log_min_p, float("inf"))
+    cut = num_tokens * 0 + LAST_KEY
+    num_left = num_tokens * 1  # of the tokens at the cut
     if temperature > 0:
-        coldness = 1.0 / temperature
-        farthest = -log_min_p
-        cut = num_tokens * 0 + LAST_KEY
-        num_left = num_tokens  # of the tokens at the cut
         if (top_k < num_tokens) | (top_p < 1):
             key_1, key_2, key_3, key_4 = cut * 0 + KEY_2, cut * 0 + KEY_6, cut * 0 + KEY_14, cut
             count_1, count_2, count_3, count_4, mass_1, mass_2, mass_3, mass_4 = _sum_up_to(
@@ -490,10 +496,19 @@ def _draw_tokens_kernel(
         )  # fmt: skip
         token = tl.where(token < 0, last_token, token)
     tl.store(token_ptr + b, tl.minimum(token, last_token).to(tl.int64))
+    bounds_ptr += b * num_bounds
+    tl.store(bounds_ptr, best)
+    tl.store(bounds_ptr + 1, coldness)
+    tl.store(bounds_ptr + 2, farthest)
+    tl.store(bounds_ptr + 3, cut.to(tl.float32, bitcast=True))
+    tl.store(bounds_ptr + 4, num_left.to(tl.float32))
 
 
-def draw_tokens_triton(logits_BV: Tensor, table_BF: Tensor, counts_SV: Tensor, *, penalizes: bool) -> Tensor:
-    """Returns the tokens, int64 [B], see draw_tokens(). `penalizes` is whether a row has penalties."""
+def draw_tokens_triton(
+    logits_BV: Tensor, table_BF: Tensor, counts_SV: Tensor, *, penalizes: bool
+) -> tuple[Tensor, KeptBounds]:
+    """Returns the tokens, int64 [B], see draw_tokens(), and which tokens they were drawn from. `penalizes` is whether a
+    row has penalties."""
     num_rows, num_tokens = logits_BV.shape
     device = logits_BV.device
     assert logits_BV.stride(1) == 1 and table_BF.shape == (num_rows, NUM_FIELDS) and table_BF.is_contiguous()
@@ -503,8 +518,10 @@ def draw_tokens_triton(logits_BV: Tensor, table_BF: Tensor, counts_SV: Tensor, *
         edited_BV = torch.empty(logits_BV.shape, dtype=torch.float32, device=device)
     row_groups = triton.next_power_of_2(triton.cdiv(num_tokens, BLOCK_V) * NUM_WARPS)
     token_B = torch.empty(num_rows, dtype=torch.int64, device=device)
+    bounds_BN = torch.empty((num_rows, NUM_BOUNDS), dtype=torch.float32, device=device)
     _draw_tokens_kernel[(num_rows,)](
         token_B,
+        bounds_BN,
         logits_BV,
         logits_BV.stride(0),
         num_tokens,
@@ -518,9 +535,10 @@ def draw_tokens_triton(logits_BV: Tensor, table_BF: Tensor, counts_SV: Tensor, *
         torch.empty((num_rows, row_groups), dtype=torch.int32, device=device),
         penalizes=penalizes,
         num_fields=NUM_FIELDS,
+        num_bounds=NUM_BOUNDS,
         row_groups=row_groups,
         num_groups=NUM_WARPS,
         block_v=BLOCK_V,
         num_warps=NUM_WARPS,
     )
-    return token_B
+    return token_B, KeptBounds(edited_BV, bounds_BN)

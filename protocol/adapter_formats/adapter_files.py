@@ -267,7 +267,7 @@ def open_weights(folder: AdapterFolder) -> OpenFile:
     raise AdapterMissing(f"the adapter's folder has neither {SAFETENSORS_NAME} nor {BIN_NAME}.")
 
 
-def new_digest(config: bytes, weights: OpenFile, language: Mapping[str, bytes]) -> hashlib._Hash:
+def new_digest(config: bytes, weights_name: str, weights_size: int, language: Mapping[str, bytes]) -> hashlib._Hash:
     """Returns a sha256 of the config and of the files of read_language(); the caller adds the weights.
 
     Lengths separate the parts. An adapter with another tokenizer or chat template has another digest. Without such
@@ -277,13 +277,13 @@ def new_digest(config: bytes, weights: OpenFile, language: Mapping[str, bytes]) 
     digest.update(len(config).to_bytes(8, "little") + config)
     for name, content in sorted(language.items()):
         digest.update(name.encode() + b"\0" + len(content).to_bytes(8, "little") + content)
-    digest.update(weights.name.encode() + b"\0" + weights.size.to_bytes(8, "little"))
+    digest.update(weights_name.encode() + b"\0" + weights_size.to_bytes(8, "little"))
     return digest
 
 
 def read_through(config: bytes, language: Mapping[str, bytes], weights: OpenFile, copy: BinaryIO | None = None) -> str:
     """Returns the digest of weights that are not needed in memory. What is read is also written to `copy`, if given."""
-    digest = new_digest(config, weights, language)
+    digest = new_digest(config, weights.name, weights.size, language)
     buffer = memoryview(read_buffer(CHUNK_BYTES))
     for start in range(0, weights.size, CHUNK_BYTES):
         chunk = buffer[: weights.size - start]

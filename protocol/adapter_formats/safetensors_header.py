@@ -58,7 +58,7 @@ def parse_header(header: bytes, data_bytes: int, name: str) -> dict[str, TensorI
     if len(entries) > MAX_TENSORS:
         raise AdapterMalformed(f"{name} has {len(entries)} tensors; at most {MAX_TENSORS} are read.")
     infos = {key: _parse_entry(key, entry, name) for key, entry in yielding_gil(entries.items())}
-    _check_layout(infos, data_bytes, name)
+    check_layout(infos, data_bytes, name)
     return infos
 
 
@@ -70,7 +70,7 @@ def _parse_entry(key: str, entry: object, name: str) -> TensorInfo:
     raise AdapterMalformed(f"{name}'s header describes the tensor {shown(key)} wrongly: {shown(entry)}.")
 
 
-def _check_layout(infos: Mapping[str, TensorInfo], data_bytes: int, name: str) -> None:
+def check_layout(infos: Mapping[str, TensorInfo], data_bytes: int, name: str) -> None:
     """Checks that the tensors fill the rest of the file without holes or overlaps, as the format requires."""
     position = 0
     for key, info in sorted(infos.items(), key=lambda item: (item[1].start, item[1].end)):

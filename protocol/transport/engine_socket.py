@@ -22,14 +22,16 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from lorafleet.protocol.engine_control import EngineControl
 from lorafleet.protocol.errors import EngineDead, from_wire
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.messages import (
-    AdapterCall,
     AdapterMove,
     AdapterReply,
     ClientBatch,
+    ControlCall,
     DropAdapter,
+    EngineCall,
     EngineHello,
     EngineRequest,
     EngineStats,
@@ -164,6 +166,11 @@ class EngineClient:
         return self._in_flight.tokens_asked
 
     @property
+    def adapter_names(self) -> list[tuple[str, str]]:
+        """The names of adapters that were requested or loaded, and the digest of the version that each had last."""
+        return self._in_flight.names.items()
+
+    @property
     def stats_age_s(self) -> float:
         """The time since `stats` arrived. A working worker sends them ten times a second, an idle one at least once a
         second."""
@@ -195,6 +202,7 @@ class EngineClient:
         """Reads and checks the adapter into the worker's CPU tier. Raises AdapterError with the cause."""
         info = await self._call(LoadAdapter(self._call_id(), lora))
         assert info is not None
+        self._in_flight.names.put(lora.lora_name, info.digest)
         return info
 
     async def drop_adapter(self, digest: str) -> None:
@@ -205,10 +213,15 @@ class EngineClient:
         """Loads the adapter and pins it in a slot. Raises AdapterError."""
         info = await self._call(PinInSlot(self._call_id(), lora))
         assert info is not None
+        self._in_flight.names.put(lora.lora_name, info.digest)
         return info
 
     async def unpin_adapter(self, digest: str) -> None:
         await self._call(UnpinFromSlot(self._call_id(), digest))
+
+    async def control(self, control: EngineControl) -> None:
+        """Carries out an order that concerns all requests. Returns when it is done, see engine_control.py."""
+        await self._call(ControlCall(self._call_id(), control))
 
     async def drained(self, digest: str) -> None:
         """Waits until no request for the adapter is in flight."""
@@ -237,7 +250,7 @@ class EngineClient:
         self._next_call += 1
         return self._next_call
 
-    async def _call(self, call: AdapterCall) -> AdapterInfo | None:
+    async def _call(self, call: EngineCall) -> AdapterInfo | None:
         self._check_alive()
         sealed = seal(call.call_id, call)
         reply: asyncio.Future[AdapterInfo | None] = asyncio.get_running_loop().create_future()

@@ -1,4 +1,5 @@
-"""Keeps the requests that an engine has not answered completely: their output streams, and their number by adapter."""
+"""Keeps the requests that an engine has not answered completely: their output streams, and their number by adapter.
+It remembers the names of their adapters."""
 
 from __future__ import annotations
 
@@ -6,19 +7,25 @@ import asyncio
 from collections import Counter
 
 from lorafleet.protocol.errors import EngineDead
+from lorafleet.protocol.lru_cache import LRUCache
 from lorafleet.protocol.messages import EngineRequest
 from lorafleet.protocol.transport.output_stream import OutputStream
+
+MAX_NAMES = 10_000  # The least recently used names are forgotten.
 
 
 class RequestsInFlight:
     def __init__(self) -> None:
         self.streams: dict[str, OutputStream] = {}  # By request ID.
         self.tokens_asked: Counter[str] = Counter()  # Prompts and answers, by digest. Its reader may clear it.
+        self.names: LRUCache[str, str] = LRUCache(MAX_NAMES)  # Digests, by the adapters' names.
         self._num_by_digest: Counter[str] = Counter()
         self._drained: dict[str, asyncio.Event] = {}
 
     def open(self, request: EngineRequest) -> OutputStream:
         stream = self.streams[request.request_id] = OutputStream()
+        if request.lora is not None:
+            self.names.put(request.lora.lora_name, request.lora.digest)
         self._num_by_digest[_digest(request)] += 1
         return stream
 

@@ -46,8 +46,10 @@ def test_attacks_are_chosen_by_name_and_by_area_and_a_name_that_is_none_is_refus
 @asynccontextmanager
 async def refusing_server() -> AsyncIterator[int]:
     """A port where every request is answered with a 400 before its body is read."""
+    writers: set[asyncio.StreamWriter] = set()
 
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.add(writer)
         try:
             while await reader.readline() not in (b"\r\n", b""):
                 pass
@@ -56,11 +58,16 @@ async def refusing_server() -> AsyncIterator[int]:
         except (OSError, ValueError):
             pass
         finally:
+            writers.discard(writer)
             writer.close()
 
     server = await asyncio.start_server(refuse, "127.0.0.1", 0)
     async with server:
         yield server.sockets[0].getsockname()[1]
+        while writers:  # Those whose client has gone without a word may not have noticed it yet.
+            for writer in writers:
+                writer.transport.abort()
+            await asyncio.sleep(0.01)
 
 
 def target(port: int) -> Target:

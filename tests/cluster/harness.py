@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from file_server import FileServer
 from living import command, family, is_alive, kill
@@ -80,15 +81,24 @@ def serving(arguments: Sequence[str], log_file: Path, stop_signal: int = signal.
     assert status == 0, log_file.read_text()
 
 
-async def greedy_answers(url: str, jobs: Sequence[tuple[list[int], str | None]], base: str = "tiny") -> list[Any]:
-    """Ten greedy tokens for each (prompt, adapter), all asked for at once, with logprobs and token ids."""
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as client:
+async def greedy_answers(
+    url: str,
+    jobs: Sequence[tuple[list[int], str | None]],
+    base: str = "tiny",
+    verify: ssl.SSLContext | bool = True,
+    num_tokens: int = 10,
+) -> list[Any]:
+    """Greedy tokens for each (prompt, adapter), all asked for at once, with logprobs and token ids."""
+    http = DefaultAsyncHttpxClient(verify=verify)
+    async with AsyncOpenAI(
+        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300, http_client=http
+    ) as client:
 
         async def ask(ids: list[int], kind: str | None) -> Any:
             return await client.completions.create(
                 model=kind or base,
                 prompt=ids,
-                max_tokens=10,
+                max_tokens=num_tokens,
                 temperature=0,
                 logprobs=0,
                 extra_body={"ignore_eos": True, "return_token_ids": True},

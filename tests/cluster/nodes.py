@@ -25,6 +25,7 @@ from tests.cluster.rays_turn import rays_turn
 class Nodes:
     url: str
     process: subprocess.Popen[str]
+    folder: Path  # the resolver's
 
     def kill_busiest(self, name: str) -> None:
         """The one that has computed most."""
@@ -40,8 +41,8 @@ class Nodes:
 
 
 @contextlib.contextmanager
-def running_nodes(arguments: Mapping[str, Any]) -> Iterator[Nodes]:
-    """arguments: of the application."""
+def running_nodes(arguments: Mapping[str, Any], folder: Path) -> Iterator[Nodes]:
+    """arguments: of the application, whose resolver finds adapters in the folder."""
     run_dir, port = tempfile.mkdtemp(prefix="lf-", dir="/tmp"), free_port()
     program = Path(__file__).with_name("three_nodes.py")
     turn = contextlib.ExitStack()
@@ -60,7 +61,7 @@ def running_nodes(arguments: Mapping[str, Any]) -> Iterator[Nodes]:
             while process.stdout.readline() != word:
                 assert process.poll() is None and time.monotonic() < deadline_s
             turn.close()
-        yield Nodes(f"http://127.0.0.1:{port}", process)
+        yield Nodes(f"http://127.0.0.1:{port}", process, folder)
         process.stdin.close()
         process.wait(60)
     finally:

@@ -157,3 +157,11 @@ def test_several_values_may_follow_one_flag() -> None:
         *("serve", "--lora-modules", "a=x", "--lora-modules", "b=y", "--port", "1")
     ]
     assert spread_values(["serve", "--host", "a", "b"]) == ["serve", "--host", "a", "b"]
+
+
+@pytest.mark.parametrize("option", ["catalog_uri", "batch_store"])
+def test_a_store_of_an_unknown_kind_is_refused_before_anything_starts(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option}.*'file:///a' is neither a folder nor s3://bucket/prefix"):
+        parse_args({"model": "m", option: "file:///a"})
+    for uri in ("s3://bucket/prefix", "/a/folder"):
+        assert getattr(parse_args({"model": "m", option: uri}), option) == uri

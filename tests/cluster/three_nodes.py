@@ -3,8 +3,9 @@ application on it, deployed from a shipped file.
 
 Says "started" when Ray is there, "ready" when the application answers. Each line that it reads is an order, answered by
 a line of JSON: "node" ends one of the nodes, "push NAME FOLDER" pushes the folder's adapter as tensors, as a trainer in
-the cluster does, "scale N" sets the number of replicas, "residency" asks the directory which replica holds which
-adapter, "place TP" says which nodes Ray gives to the file's replicas, of so many GPUs each. Ends with its input.
+the cluster does, "scale N" sets the number of replicas, "running" says how many run, "residency" asks the directory
+which replica holds which adapter, "place TP" says which nodes Ray gives to the file's replicas, of so many GPUs each.
+Ends with its input.
 """
 
 from __future__ import annotations
@@ -73,6 +74,9 @@ def main(run_dir: str, port: int, arguments: str) -> None:
                 controller = _get_global_client()._controller
                 replicas = DeploymentID("EngineReplica", "lorafleet")
                 ray.get(controller.update_deployment_replicas.remote(replicas, int(count)))
+            case ["running"]:
+                states = serve.status().applications["lorafleet"].deployments["EngineReplica"].replica_states
+                answer = states.get("RUNNING", 0)
             case ["residency"]:
                 answer = ray.get(get_directory()._actor.ask.remote(RoutesCall("", -1))).tiers
             case ["place", size]:

@@ -9,6 +9,7 @@ from typing import Any, cast
 from starlette.routing import Route
 
 from lorafleet.api.routes.build_api import build_api
+from lorafleet.cluster.batches.batch_routes import batch_routes
 from lorafleet.cluster.console.state_api import StateApi
 from lorafleet.cluster.quality.routes import QualityApi
 from lorafleet.cluster.serve.api_routes import routes_beside
@@ -18,7 +19,7 @@ NOTHING = cast(Any, None)  # routes are only listed here
 
 
 def served() -> set[str]:
-    more = routes_beside(NOTHING, StateApi(NOTHING, NOTHING, NOTHING), QualityApi(NOTHING))
+    more = routes_beside(NOTHING, StateApi(NOTHING, NOTHING, NOTHING), QualityApi(NOTHING), batch_routes())
     routes = [route for route in build_api(lambda: None, more).routes if isinstance(route, Route)]
     paths = [(method, re.sub(r"\{[^}]*\}", "*", route.path)) for route in routes for method in route.methods or ()]
     return {f"{method} {path}" for method, path in paths if method != "HEAD"}  # a GET has one by itself

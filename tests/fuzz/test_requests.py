@@ -1,5 +1,6 @@
 """Requests with random faults, to every route that takes a body or parameters: none is a 5xx, each refusal is a short
-error in OpenAI's form, and a request beside it is answered. LORAFLEET_FUZZ_S seconds of it; `make fuzz` takes an hour.
+error in OpenAI's form (in Anthropic's on its routes), and a request beside it is answered. LORAFLEET_FUZZ_S seconds of
+it; `make fuzz` takes an hour.
 """
 
 from __future__ import annotations
@@ -147,18 +148,23 @@ class Drafts:
         return raw[:start] + new + raw[end:]
 
 
-def check(answer: httpx.Response) -> None:
+def check(path: str, answer: httpx.Response) -> None:
     assert answer.status_code < 500, answer.text[:500]
     if answer.status_code < 400:
         return
     assert len(answer.content) <= MAX_ERROR_BYTES, answer.text[:3000]
-    error = json.loads(answer.content)["error"]
-    assert set(error) == {"message", "type", "param", "code"} and error["message"], error
+    body = json.loads(answer.content)
+    error = body["error"]
+    if path.startswith("/v1/messages"):  # Anthropic's form, which its clients read
+        assert body["type"] == "error" and set(error) == {"type", "message"}, body
+    else:
+        assert set(error) == {"message", "type", "param", "code"}, error
+    assert error["message"] and error["type"], error
 
 
 async def ask(http: httpx.AsyncClient, method: str, path: str, body: bytes) -> None:
     try:
-        check(await http.request(method, path, content=body))
+        check(path, await http.request(method, path, content=body))
     except Exception as error:
         raise AssertionError(f"{method} {path} {body[:2000]!r} ({len(body)} bytes)") from error
 

@@ -45,17 +45,22 @@ class PagedCase:
         return sum(self.query_lens)
 
     def write_new_tokens(self) -> None:
-        rows = (-1, *self.k_NPGD.shape[2:])
-        self.k_NPGD.view(rows)[self.slot_mapping_T] = self.k_TGD
-        self.v_NPGD.view(rows)[self.slot_mapping_T] = self.v_TGD
+        for cache_NPGD, new_TGD in ((self.k_NPGD, self.k_TGD), (self.v_NPGD, self.v_TGD)):
+            cache_NPGD.view(-1, *new_TGD.shape[1:])[self.slot_mapping_T] = new_TGD
 
 
 def make_case(
-    lens: list[tuple[int, int]], heads: tuple[int, int], head_dim: int, dtype: torch.dtype, device: str = "cpu"
+    lens: list[tuple[int, int]],
+    heads: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    value_dim: int | None = None,
 ) -> PagedCase:
     rng = random.Random(len(lens))
     generator = torch.Generator().manual_seed(len(lens))
     num_heads, kv_heads = heads
+    value_dim = head_dim if value_dim is None else value_dim
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
@@ -64,26 +69,25 @@ def make_case(
     free = list(range(sum(counts) + 3))
     rng.shuffle(free)
     tables = [[free.pop() for _ in range(count)] for count in counts]
-    cache = torch.full((2, sum(counts) + 3, PAGE, kv_heads, head_dim), torch.nan, dtype=dtype)
-    rows = cache.view(2, -1, kv_heads, head_dim)
+    caches = [torch.full((sum(counts) + 3, PAGE, kv_heads, d), torch.nan, dtype=dtype) for d in (head_dim, value_dim)]
+    k_rows, v_rows = (cache.view(-1, *cache.shape[2:]) for cache in caches)
     slots: list[int] = []
     new_k, new_v, past = [], [], []
     for (query, context), table in zip(lens, tables, strict=True):
         where = [table[i // PAGE] * PAGE + i % PAGE for i in range(context)]
-        k, v = normal(context, kv_heads, head_dim), normal(context, kv_heads, head_dim)
+        k, v = normal(context, kv_heads, head_dim), normal(context, kv_heads, value_dim)
         old = where[: context - query]
-        rows[0, old], rows[1, old] = k[: context - query], v[: context - query]
+        k_rows[old], v_rows[old] = k[: context - query], v[: context - query]
         slots += where[context - query :]
         new_k.append(k[context - query :])
         new_v.append(v[context - query :])
         past.append((k.to(device), v.to(device)))
-    cache = cache.to(device)
     return PagedCase(
         query_lens=[query for query, _ in lens],
         context_lens=[context for _, context in lens],
         block_tables=tables,
-        k_NPGD=cache[0],
-        v_NPGD=cache[1],
+        k_NPGD=caches[0].to(device),
+        v_NPGD=caches[1].to(device),
         q_THD=normal(len(slots), num_heads, head_dim).to(device),
         k_TGD=torch.cat(new_k).to(device),
         v_TGD=torch.cat(new_v).to(device),
@@ -103,7 +107,14 @@ def in_fp8(case: PagedCase, k_scale: float, v_scale: float, unused: float = torc
     return replace(case, k_NPGD=rounded(case.k_NPGD, k_scale), v_NPGD=rounded(case.v_NPGD, v_scale), past=past)
 
 
-def naive_attention(case: PagedCase, scale: float, window: int | None, softcap: float | None = None) -> Tensor:
+def naive_attention(
+    case: PagedCase,
+    scale: float,
+    window: int | None,
+    softcap: float | None = None,
+    chunk: int | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
     """All scores in float64 from the sequences' own keys: knows nothing of blocks."""
     outs = []
     for (k, v), q, context in zip(case.past, case.q_THD.split(case.query_lens), case.context_lens, strict=True):
@@ -112,9 +123,13 @@ def naive_attention(case: PagedCase, scale: float, window: int | None, softcap: 
         position_Q1 = torch.arange(context - len(q), context, device=q.device)[:, None]
         key_L = torch.arange(context, device=q.device)
         seen_QL = (key_L <= position_Q1) & (key_L > position_Q1 - (window or context))
+        if chunk is not None:
+            seen_QL &= key_L // chunk == position_Q1 // chunk
         scores_HQL = torch.einsum("qhd,lhd->hql", q.double(), k_LHD) * scale
         if softcap is not None:
             scores_HQL = softcap * (scores_HQL / softcap).tanh()
-        weights_HQL = scores_HQL.masked_fill(~seen_QL, -torch.inf).softmax(-1)
+        sums_HQL = scores_HQL.masked_fill(~seen_QL, -torch.inf).exp()
+        sink_H11 = 0.0 if sinks_H is None else sinks_H.double().exp()[:, None, None]
+        weights_HQL = sums_HQL / (sums_HQL.sum(-1, keepdim=True) + sink_H11)
         outs.append(torch.einsum("hql,lhd->qhd", weights_HQL, v_LHD))
     return torch.cat(outs)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib.util
+import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -24,16 +28,29 @@ def run_interpreted(code: str) -> None:
     """
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs triton")
+    interpreter = _interpreter()
+    assert interpreter.stdin is not None and interpreter.stdout is not None
+    with tempfile.NamedTemporaryFile() as printed:
+        interpreter.stdin.write(json.dumps([textwrap.dedent(code), printed.name]) + "\n")
+        interpreter.stdin.flush()
+        status = interpreter.stdout.readline()
+        assert status == "0\n", status + printed.read().decode(errors="replace")[-8000:]
+
+
+@functools.cache
+def _interpreter() -> subprocess.Popen[str]:
+    """Starts interpreter.py, which ends with this process."""
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", "import torch\ntorch.manual_seed(0)\n" + textwrap.dedent(code)],
+    process = subprocess.Popen(
+        [sys.executable, "-P", Path(__file__).with_name("interpreter.py")],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
         cwd=ROOT,
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=590,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    atexit.register(process.communicate)
+    return process
 
 
 def poison_free_memory() -> None:

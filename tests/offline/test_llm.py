@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import threading
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
+from lorafleet.api.text.bad_words import token_sequences
+from lorafleet.offline.llm import LLM, STALLED_WAIT_S, LoRARequest, SamplingParams
 from lorafleet.protocol.engine_config import EngineOptions
 from lorafleet.protocol.errors import AdapterMissing, ConfigError, InvalidRequest
 from lorafleet.protocol.lora_config import LoRAConfig, LoRAOptions
 from lorafleet.workers.device.step_plan import StepPlan
+from lorafleet.workers.slots.lora_model import LoRAModel
 from lorafleet.workers.step import planner
 from lorafleet.workers.step.step_runner import StepLogits
 
@@ -50,6 +55,19 @@ def test_one_text_or_many_with_one_result_each(llm):
     [completion] = one.outputs
     assert (completion.finish_reason, len(completion.token_ids)) == ("length", 6)
     assert [r.outputs[0].text for r in many][::2] == [completion.text] * 2
+
+
+def test_a_bad_word_does_not_come_at_the_beginning_or_behind_a_space(llm):
+    spelled = [llm.tokenizer.encode(text, add_special_tokens=False) for text in ("the", " the")]
+    bare, spaced = spelled
+    params = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    params["logit_bias"] = dict.fromkeys((*bare, *spaced), 50.0)
+    [free] = llm.generate(TEXT, SamplingParams(**params))
+    assert set(free.outputs[0].token_ids) <= {*bare, *spaced}
+    [kept] = llm.generate(TEXT, SamplingParams(**params, bad_words=["the"]))
+    tokens = kept.outputs[0].token_ids
+    for banned in token_sequences(spelled):
+        assert not any(tokens[i : i + len(banned)] == banned for i in range(len(tokens)))
 
 
 def test_each_prompt_may_have_its_own_parameters_and_adapter(llm, qv, fleet, prompt):
@@ -115,6 +133,28 @@ def test_an_adapter_keeps_its_weights_until_it_is_removed(llm, qv):
     llm.pin_lora(1)
     llm.remove_lora(1)
     assert llm.list_loras() == []
+
+
+def test_threads_that_read_an_adapter_have_the_processor_meanwhile(llm, fleet, monkeypatch):
+    """A step that can do nothing is followed by a wait."""
+    stepped_s: list[float] = []
+    enough, step, read = threading.Event(), llm._engine.step, LoRAModel.from_local_checkpoint
+
+    def count() -> Any:
+        stepped_s.append(time.monotonic())
+        if len(stepped_s) == 20:
+            enough.set()
+        return step()
+
+    def read_late(*arguments: Any, **options: Any) -> LoRAModel:
+        assert enough.wait(60)
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(llm._engine, "step", count)
+    monkeypatch.setattr(LoRAModel, "from_local_checkpoint", read_late)
+    llm.add_lora(LoRARequest("rslora", 9, str(fleet("llama3").adapters["rslora"])))
+    assert stepped_s[19] - stepped_s[0] >= 19 * STALLED_WAIT_S
+    llm.remove_lora(9)
 
 
 def test_mistakes_are_named_before_anything_runs(llm, fleet):

@@ -7,7 +7,7 @@ from lorafleet.protocol.adapter_mix import mixed
 from lorafleet.protocol.errors import AdapterUnsupported, InvalidRequest, RankTooLarge
 from lorafleet.protocol.limits import MAX_MIXED
 from lorafleet.protocol.lora_request import LoRARequest
-from lorafleet.workers.adapters.forms import AdapterForms, LinearForm, LowRank
+from lorafleet.workers.adapters.forms import AdapterForms, LinearForm, LowRank, OwnRope
 from lorafleet.workers.adapters.mixed_forms import mix
 
 Q, V = "layers.0.self_attn.q_proj", "layers.0.self_attn.v_proj"
@@ -80,6 +80,7 @@ def test_ranks_that_do_not_fit_together_are_named():
         AdapterForms({Q: LinearForm(bias_O=torch.ones(5))}),
         AdapterForms(norms={"norm": torch.ones(6)}),
         AdapterForms({Q: LinearForm(LowRank(torch.ones(1, 6), torch.ones(5, 1)))}, invocation_tokens=(1,)),
+        AdapterForms({Q: LinearForm(LowRank(torch.ones(1, 6), torch.ones(5, 1)))}, own_rope=OwnRope(None, 4096)),
     ],
 )
 def test_only_plain_lora_is_mixed(other):

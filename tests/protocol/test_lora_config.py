@@ -33,7 +33,8 @@ def test_auto_dtype_is_the_base_s() -> None:
         ("lora_dtype", "int8"),
         ("bias_enabled", True),
         ("lora_extra_vocab_size", -1),
-        ("long_lora_scaling_factors", (4.0,)),
+        ("long_lora_scaling_factors", ()),
+        ("long_lora_scaling_factors", (4.0, 0.5)),
     ],
 )
 def test_a_value_without_sense_or_effect_is_refused_by_name(field: str, value: Any) -> None:

@@ -18,7 +18,7 @@ from lorafleet.workers.adapters.forms import AdapterForms, Kronecker, LinearForm
 from lorafleet.workers.adapters.reader import ReadAdapter
 from lorafleet.workers.slots import lora_model as lora_model
 
-Shapes = Mapping[str, tuple[int, int]]  # Maps a module to (in, out), as ModelConfig.linear_shapes does.
+Shapes = Mapping[str, tuple[int, int]]  # Maps a module to (in, out), as BaseLayout.linears does.
 STD = 0.12
 
 

@@ -1,6 +1,6 @@
 """Writes docs/api-compatibility.md from what the server itself reads: its models and its table of other fields.
 
-It uses openai-python's types for the fields that OpenAI's clients may send. Run it after a change:
+It uses the types of openai-python and of anthropic for the fields that their clients may send. Run it after a change:
 
     python tests/support/compatibility.py
 """
@@ -12,25 +12,40 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from anthropic.types import message_create_params
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
+from lorafleet.api.anthropic.message_bodies import MessagesRequest
 from lorafleet.api.request.fields import INSTEAD, NO_EFFECT, NO_OP_VALUES, Tolerant
+from lorafleet.api.request.pooled_bodies import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from lorafleet.api.request.request_bodies import (
     OUTPUT_LOGPROBS,
+    PACKED_REASONING,
     ChatRequest,
     CompletionRequest,
-    EmbeddingRequest,
     ResponsesRequest,
     SGLangRequest,
     SGLangSampling,
 )
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "api-compatibility.md"
-OWN = {"lora_weights", "pooling"}
+OWN = {"logprobs_mode", "lora_weights", "pooling"}
 # The meaning of a field here, unless its name says it.
 NOTES = {
+    "allowed_token_ids": "no other token is chosen; without an end-of-sequence token, answers end at `max_tokens`",
+    "bad_words": "as in vLLM: with and without a space before; not with structured output or forced tool calls",
+    "early_stopping": "there is no beam search",
+    "length_penalty": "there is no beam search",
+    "prompt_embeds": "prompts are cached and checked by token ids; send text or token ids",
+    "use_beam_search": "the engine does not fork answers; use `n` and `logprobs`, and take the likeliest answer",
     "model": "an adapter's name, or the base's",
     "lora_weights": "weights for a mix of adapters, `a+b`",
     "best_of": "must equal `n`",
@@ -38,15 +53,23 @@ NOTES = {
     "encoding_format": "`float`, `base64`",
     "functions": "use `tools`",
     "function_call": "use `tool_choice`",
-    "include": f"`{OUTPUT_LOGPROBS}`; the other values are for items that no answer here has",
+    "include": f"`{OUTPUT_LOGPROBS}`, `{PACKED_REASONING}`; the other values are for items that no answer here has",
+    "include_reasoning": "leave the reasoning of an answer unread instead",
     "input": "texts or token ids; for `/v1/responses` also messages, calls and their results",
     "parallel_tool_calls": "`false`: one call at most",
-    "pooling": "`last` or `mean`; default: `--pooling`",
+    "pooling": "`last`, `mean` or `cls`; default: `--pooling`",
     "prediction": "makes an answer faster, but does not change it",
     "priority": "lower values come first among one adapter's requests; with API keys, values below 0 need an admin key",
-    "reasoning_effort": "use `chat_template_kwargs` for what the template reads, such as `enable_thinking`",
+    "chat_template_kwargs": "arguments that the template reads; others are refused",
+    "reasoning": "`effort`; `summary`: `auto`, `detailed`",
+    "reasoning_effort": "for templates that read it; else `none` and `medium`",
+    "thinking_token_budget": "most tokens of reasoning between tags; then its end is forced",
     "response_format": "`text`, `json_object`, `json_schema`; vLLM's `structural_tag`",
-    "store": "nothing is stored",
+    "background": "read the response later; needs `store`",
+    "previous_response_id": "continues the conversation of a stored response, without its instructions",
+    "store": "in `/v1/responses`: default `true`, [bounded](api.md#stored-responses); elsewhere nothing is stored",
+    "logprobs_mode": "`raw_logprobs`, `processed_logprobs`; default: `--logprobs-mode`",
+    "return_routed_experts": "for bases with experts; needs `--enable-return-routed-experts`",
     "log_metrics": "all requests are counted",
     "metadata": "not stored; `/v1/responses` returns it",
     "structural_tag": "as a JSON string",
@@ -55,13 +78,19 @@ NOTES = {
     "tool_choice": "`none`, `auto`, `required`, a function by name, or `allowed_tools`",
     "top_logprobs": "in `/v1/responses`: with `include`",
     "tools": "functions; `strict` is enforced",
+    "documents": "texts, or objects with `text`",
+    "return_documents": "default: true",
+    "task": "`embed`, `classify`, `token_classify`; default: the task of the adapter's head",
+    "text_1": "one text for all of `text_2`, or as many",
+    "top_n": "default, and 0: all documents",
+    "use_activation": "default: true; only for adapters with a classification head",
     "truncate_prompt_tokens": "keeps the last k tokens; -1: as many as fit",
 }
 INTRODUCTION = """\
 # API compatibility
 
-This page lists, field by field, what requests of OpenAI's, vLLM's and SGLang's clients may contain. A field is one of
-these:
+This page lists, field by field, what requests of OpenAI's, Anthropic's, vLLM's and SGLang's clients may contain. A
+field is one of these:
 
 - *honored*;
 - of *no effect*, because it could not change an answer;
@@ -74,11 +103,32 @@ programs, and `/docs` shows it.
 
 ## Tool calls
 
-With `tool_choice: auto`, `tools` need a model whose chat template shows it tools in a known format: Qwen's and Hermes's
-`<tool_call>`, Llama 3's JSON, or Mistral's `[TOOL_CALLS]`.
+With `tool_choice: auto`, `tools` need a model whose chat template shows it tools in a known format:
 
-- The server detects the format from the template, also from an adapter's own template. `--tool-call-parser` (`hermes`,
-  `llama3_json`, `mistral`, `none`) sets it instead.
+| format | models | arguments |
+|---|---|---|
+| `deepseek_v3`, `deepseek_v31` | DeepSeek V3, R1; DeepSeek V3.1 | JSON |
+| `gemma4` | Gemma 4 | Gemma's objects |
+| `glm45` | GLM 4.5 to 4.7 | between tags |
+| `granite` | Granite 3 | JSON |
+| `harmony` | gpt-oss | JSON |
+| `hermes` | Qwen2.5, Qwen3, Hermes, Granite 4, Ernie 4.5 | JSON |
+| `hunyuan` | Hunyuan A13B | JSON |
+| `kimi_k2` | Kimi K2 | JSON |
+| `lfm2` | LFM2 | Python's literals |
+| `llama3_json` | Llama 3, Llama 4 with a JSON template | JSON |
+| `llama4_pythonic` | Llama 4 | Python's literals |
+| `minimax_m2` | MiniMax M2 | between tags |
+| `mistral` | Mistral, Ministral, Devstral | JSON |
+| `nemotron_json` | Nemotron Nano 2 | JSON |
+| `olmo3` | OLMo 3 | Python's literals |
+| `phi4_mini_json` | Phi-4-mini | JSON |
+| `qwen3_coder` | Qwen3-Coder, Qwen3.5, Nemotron 3 | between tags |
+| `seed_oss` | Seed-OSS | between tags |
+
+- The server detects the format from the template, also from an adapter's own. `--tool-call-parser NAME` sets it
+  instead, and so does `"tool_call_parser": NAME` in an adapter's `lorafleet.json`. `none`: calls are not parsed.
+- Arguments always reach the client as JSON. Between tags, the function's schema decides whether a value is a text.
 - vLLM's `--enable-auto-tool-choice` is not needed. Calls are parsed whenever the format is known; otherwise the
   request is refused.
 - `required`, or a function by name, works with every template that shows tools. A schema forces the call, and the
@@ -89,7 +139,102 @@ With `tool_choice: auto`, `tools` need a model whose chat template shows it tool
 - If a call in a stream becomes invalid after it has begun, the rest is sent as its arguments, as the model wrote it.
 - With `tools` and a JSON format (`response_format`, `structured_outputs`), the answer either is calls or matches the
   format. Other formats are refused beside tools unless `tool_choice` is `none`.
+- For gpt-oss, strict functions and JSON formats constrain whole answers: texts in them cannot contain `<|`.
+
+## Reasoning
+
+Reasoning is separated from the content if the chat template shows its format: Harmony's channels (gpt-oss), or tags
+at the beginning of an answer:
+
+| format | models |
+|---|---|
+| `think` | `<think>`: Qwen3, Qwen3.5, DeepSeek, GLM 4.5, Nemotron, MiniMax M2, SmolLM3, OLMo 3 and others |
+| `think_response`, `think_answer` | Granite 3.3; Hunyuan A13B: `<think>`, then the text in `<response>` or `<answer>` |
+| `gemma4` | `<\\|channel>thought` |
+| `mistral` | `[THINK]`: Magistral |
+| `granite` | Granite 3.2 |
+| `seed_oss` | `<seed:think>` |
+| `command_a` | `<\\|START_THINKING\\|>` |
+
+- Messages and deltas have it in `reasoning_content` and, with the same text, in `reasoning`. Its tokens are counted as
+  others are.
+- `/v1/responses` has it as an item of type `reasoning`, before the message. Its text is in `content`, or in `summary`
+  if the request has `reasoning.summary`. Such items are accepted as input. `reasoning_tokens` counts its tokens.
+- `include: ["reasoning.encrypted_content"]` adds the text in base64, for clients that return items of reasoning without
+  their text. It is not encrypted. What another server has encrypted is refused.
+- `reasoning_effort` is an argument of the template. For a template that reads only `enable_thinking` or `thinking`,
+  `none` switches reasoning off. `medium` is OpenAI's default and asks for nothing. Other values are refused.
+- `chat_template_kwargs` may have only arguments that the template reads. `enable_thinking: false` is always accepted.
+- `thinking_token_budget` bounds the tokens of the reasoning. When they are spent, the closing tag is forced. The tag
+  must be one token of the model. With Harmony the field is refused.
+- An answer that reached `max_tokens` while the model was reasoning has no content.
+- Of Harmony's channels, `analysis` is reasoning, `final` and `commentary` are content, and `commentary` to a function
+  is a call.
+- `--reasoning-parser NAME` overrides what the template shows about tags, and so does `"reasoning_parser": NAME` in an
+  adapter's `lorafleet.json`; `none`: reasoning is not separated. Harmony goes by `--tool-call-parser`. If an adapter's
+  own template shows no tags, the base's count.
+- A JSON format, a strict function and a required call apply after the reasoning, unless the prompt has closed it.
+  Other formats (`regex`, `choice`, `grammar`, structural tags) constrain an answer from its first token.
+- Messages of the assistant may have `reasoning_content` or `reasoning`. Templates get it under these names and as
+  `thinking`, and most of them use only that of the latest calls.
+
+## Lists of tokens, beam search, embeddings as prompts, batches
+
+- `allowed_token_ids` and `bad_words` mean what they mean to vLLM. A bad word is banned as the tokens of its text, with
+  and without a space before it. The last of these tokens has no chance where the answer has the others before it; the
+  prompt does not count. Other tokenizations of the same text are not found.
+- A request is refused if these lists, with `min_tokens`, could leave no token to choose. For the same reason they are
+  refused beside a format (`response_format`, `structured_outputs`) or a forced call.
+- Beam search (`use_beam_search`, `length_penalty`, `early_stopping`) is refused, since the engine does not fork answers
+  between tokens. For the likeliest of several answers, set `n` and `logprobs`, and compare the sums of their logprobs.
+- `prompt_embeds` is refused. The prefix cache, quotas and checks work on token ids, which vectors do not have, and the
+  pickled tensors that vLLM accepts are not safe to read.
+- `/v1/files` and `/v1/batches` work as in OpenAI with `--batch-store` ([tools.md](tools.md#batches-on-a-server)). The
+  only purpose of an upload is `batch`, and the only completion window is `24h`. All files expire, after 30 days at
+  most. [`lorafleet run-batch`](tools.md#batches) takes the same input lines and writes the same output lines.
 """
+
+
+ANTHROPIC = """
+## /v1/messages
+
+`/v1/messages/count_tokens` has those of these fields that determine the prompt. Blocks are text, thinking, calls and
+results; pictures, documents, search results and redacted thinking are refused by their place. Headers
+(`anthropic-version`, `anthropic-beta`) have no effect.
+
+| field | here | |
+|---|---|---|
+"""
+ANTHROPIC_NO_EFFECT = {"cache_control", "metadata", "service_tier"}
+ANTHROPIC_REFUSED = {
+    "container": "refused",
+    "context_management": "refused, but for `clear_thinking_20251015` with `keep: all`",
+    "diagnostics": "refused",
+    "inference_geo": "refused",
+    "mcp_servers": "refused, but for `[]`",
+    "speed": 'refused, but for `"standard"`',
+}
+ANTHROPIC_NOTES = {
+    "cache_control": "also of blocks and tools: every prefix is cached",
+    "chat_template_kwargs": "as in vLLM",
+    "lora_weights": NOTES["lora_weights"],
+    "max_tokens": "lowered to the room in the context",
+    "messages": "a last message of the assistant is continued; a result with `is_error` begins with `Error: `",
+    "metadata": "only `user_id`",
+    "model": NOTES["model"],
+    "output_config": "`format` is enforced. `effort` is `reasoning_effort` of templates that read it, where `xhigh` "
+    "and `max` are `high`; with other templates only `high` is accepted, which is the default",
+    "priority": NOTES["priority"],
+    "service_tier": "there is only the standard tier",
+    "stop_sequences": "at most 16",
+    "temperature": "the client's own range is 0 to 1; here up to 100",
+    "thinking": "sets `enable_thinking` and `thinking` of the template. `disabled` also leaves out the blocks of "
+    "models that reason in any case. `display: omitted` empties them. `budget_tokens` is `thinking_token_budget` for "
+    "models whose reasoning ends with one token; with others, only `max_tokens` bounds it. `signature` is a constant, "
+    "and is not checked",
+    "tool_choice": "`auto`, `any`, `tool`, `none`; `disable_parallel_tool_use`",
+    "tools": "those of the client; `strict` is enforced. Anthropic's own tools are refused",
+}
 
 
 def sections() -> Iterator[tuple[str, type[Tolerant], set[str], str]]:
@@ -98,6 +243,10 @@ def sections() -> Iterator[tuple[str, type[Tolerant], set[str], str]]:
     yield "/v1/completions", CompletionRequest, _fields(completion_create_params, "CompletionCreateParamsBase"), "vLLM"
     yield "/v1/responses", ResponsesRequest, _fields(response_create_params, "ResponseCreateParamsBase"), "vLLM"
     yield "/v1/embeddings", EmbeddingRequest, _fields(embedding_create_params, "EmbeddingCreateParams"), "vLLM"
+    yield "/pooling", PoolingRequest, set(), "vLLM"
+    yield "/classify", ClassifyRequest, set(), "vLLM"
+    yield "/score, /v1/score", ScoreRequest, set(), "vLLM"
+    yield "/rerank, /v1/rerank, /v2/rerank", RerankRequest, set(), "vLLM"
     yield "/generate", SGLangRequest, set(), "SGLang"
     yield "/generate, sampling_params", SGLangSampling, set(), "SGLang"
 
@@ -115,6 +264,12 @@ def state_of(model: type[Tolerant], name: str) -> str:
     return "no effect" if name in NO_EFFECT else "refused"
 
 
+def _anthropic_state(name: str) -> str:
+    if name not in MessagesRequest.model_fields or name in ANTHROPIC_REFUSED:
+        return ANTHROPIC_REFUSED.get(name, "refused")
+    return "no effect" if name in ANTHROPIC_NO_EFFECT else "honored"
+
+
 def write() -> str:
     parts = [INTRODUCTION]
     for title, model, openais, others in sections():
@@ -122,6 +277,9 @@ def write() -> str:
         for name in sorted({*model.model_fields, *openais}):
             whose = "OpenAI" if name in openais else "lorafleet" if name in OWN else others
             parts.append(f"| `{name}` | {whose} | {state_of(model, name)} | {NOTES.get(name, '')} |\n")
+    parts.append(ANTHROPIC)
+    for name in sorted({*MessagesRequest.model_fields, *_fields(message_create_params, "MessageCreateParamsBase")}):
+        parts.append(f"| `{name}` | {_anthropic_state(name)} | {ANTHROPIC_NOTES.get(name, '')} |\n")
     known = {name for _, model, openais, _ in sections() for name in {*model.model_fields, *openais}}
     parts.append(
         "\n## On every one of these routes, unless a table above has it\n\n| field | here | |\n|---|---|---|\n"

@@ -14,15 +14,17 @@ from typing import Any
 
 from lorafleet.api.access.usage import TenantUsage
 from lorafleet.api.telemetry.http_metrics import Metrics, Stopwatch
+from lorafleet.cluster.batches.batch_metrics import BatchMetrics
 from lorafleet.cluster.directory.directory_metrics import DirectoryCounts, render
 from lorafleet.cluster.quality.quality_metrics import QualityMetrics
 from lorafleet.cluster.quality.quality_records import Measures, Standing
 from lorafleet.cluster.serve.client_metrics import ClientMetrics
+from lorafleet.cluster.serve.residency_metrics import ResidencyMetrics
 from lorafleet.cluster.serve.scraping import scrape_all
 from lorafleet.cluster.tenancy.audit_log import AuditLog
 from lorafleet.cluster.tenancy.key_ring import KeyRing
 from lorafleet.cluster.tenancy.usage_log import UsageLog
-from lorafleet.protocol.messages import AdapterMove, EngineStats, GPUSteps, StepStats
+from lorafleet.protocol.messages import AdapterMove, EngineStats, GPUSteps, KVEventStats, LoRALimits, StepStats
 from lorafleet.resolvers.cache import AdapterCache
 from lorafleet.resolvers.fetch_metrics import FetchMetrics
 from lorafleet.resolvers.resolver_metrics import ResolverMetrics
@@ -63,7 +65,9 @@ class _OneReplica:
 
 def _metrics(folder: Path) -> Metrics:
     stats = EngineStats(
-        steps=StepStats(on_gpu=[GPUSteps("decode", True, 8, 1, 0.005)]), memory_bytes={"weights": 1, "kv_cache": 1}
+        steps=StepStats(on_gpu=[GPUSteps("decode", True, 8, 1, 0.005)]),
+        memory_bytes={"weights": 1, "kv_cache": 1},
+        kv_events=KVEventStats(5557, 2, 1),
     )
     metrics = Metrics(lambda: stats, "base", "r1")
     metrics.count_request("/v1/completions", "sql", 200)
@@ -94,8 +98,19 @@ def _metrics(folder: Path) -> Metrics:
         failures={"sql": 1},
     )
     metrics.add(QualityMetrics(monitor))
-    engine: Any = SimpleNamespace(num_streams=1, stats_age_s=0.1, dead=None, num_batches=2)
+    engine: Any = SimpleNamespace(
+        num_streams=1,
+        stats_age_s=0.1,
+        dead=None,
+        num_batches=2,
+        hello=SimpleNamespace(lora=LoRALimits(16, 1, 1, "auto")),
+        stats=EngineStats(resident_slots=["d"]),
+        adapter_names=[("sql", "d")],
+    )
+    runner: Any = SimpleNamespace(num_running=1, num_open=2, endings={"completed": 3})
+    metrics.add(BatchMetrics(runner))
     metrics.add(ClientMetrics(engine))
+    metrics.add(ResidencyMetrics(engine, "base"))
     return metrics
 
 

@@ -14,8 +14,10 @@ from lorafleet.api.access import audit
 from lorafleet.api.access import caller_admission as request_admission
 from lorafleet.api.access.fair_threads import LONG_WORK
 from lorafleet.api.request import prompts
+from lorafleet.api.routes import response_storing
 from lorafleet.api.routes.build_api import ROUTES
 from lorafleet.api.routes.openapi import openapi
+from lorafleet.api.stored import response_store
 from lorafleet.api.telemetry import recent, traffic_history
 from lorafleet.api.text import (
     adapter_language,
@@ -26,30 +28,43 @@ from lorafleet.api.text import (
     tokenizers,
     tokenizing,
 )
-from lorafleet.cluster.admin import download_api, removals, replica_orders
+from lorafleet.cluster.admin import download_api, removals, replica_orders, upload_tensors
 from lorafleet.cluster.admin.admin_api import admin_routes
 from lorafleet.cluster.admin.downloading import DOWNLOADS
 from lorafleet.cluster.admin.pushing import PUSHES
+from lorafleet.cluster.admin.trainer_api import trainer_routes
 from lorafleet.cluster.admin.upload_tar import MAX_TAR_HEADERS, MAX_UPLOAD_BYTES
 from lorafleet.cluster.admin.verification import VERIFICATIONS
+from lorafleet.cluster.batches import batch_bounds
+from lorafleet.cluster.batches.batch_routes import batch_routes
 from lorafleet.cluster.catalogue import catalogue, catalogue_records
 from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.console import directory_view, state_api
 from lorafleet.cluster.directory import adapter_names, directory_socket, membership, name_copies
 from lorafleet.cluster.directory.directory_timing import TIMING
 from lorafleet.cluster.proxy import haproxy_answers, haproxy_config, haproxy_sessions
-from lorafleet.cluster.serve import adapter_lookup, serve_environment
+from lorafleet.cluster.serve import adapter_lookup, residency_metrics, serve_environment
 from lorafleet.cluster.tenancy import audit_log, key_file, usage_log
+from lorafleet.offline.batch import batch_input
 from lorafleet.protocol import limits, names
 from lorafleet.protocol import lora_config as lora_config
 from lorafleet.protocol import sources as resolver_config
-from lorafleet.protocol.adapter_formats import adapter_files, safetensors_header, torch_archive, torch_index
+from lorafleet.protocol.adapter_formats import (
+    adapter_classifier,
+    adapter_files,
+    safetensors_header,
+    tensor_push,
+    torch_archive,
+    torch_index,
+)
+from lorafleet.protocol.kv_events_config import KVEventsConfig
 from lorafleet.protocol.limits import Range
 from lorafleet.protocol.transport import engine_socket
 from lorafleet.resolvers import deadline, ranges, store
 from lorafleet.sandbox import shunned
 from lorafleet.workers.adapters import patterns, peft_helper, peft_names
 from lorafleet.workers.adapters.kinds import vocabulary
+from lorafleet.workers.kv_events import event_publisher
 from lorafleet.workers.schedule import admission, fair_queue
 from lorafleet.workers.structured import grammar_process, grammar_program, vocabularies
 
@@ -57,8 +72,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "limits.md"
 INTRODUCTION = """# Limits
 
 Every input from outside has a bound on its size and on the work that it causes. A request that exceeds a bound is
-rejected with an error in OpenAI's form, which names the field, the value or size, and the bound. No other request
-fails. Some bounds are changed by an option, which the table names. All others are constants.
+rejected with an error in OpenAI's or Anthropic's form, which names the field, the value or size, and the bound. No
+other request fails. Some bounds are changed by an option, which the table names. All others are constants.
 
 `tests/support/limits_page.py` writes this page from the code, and a test fails if they differ. For programs,
 `/openapi.json` has the bounds of all fields; a test fails if one is missing there.
@@ -68,6 +83,8 @@ REFUSED = "400, names the field"
 MALFORMED = "400 `adapter_malformed` when the adapter is pushed or loaded"
 TOO_LARGE = "400 `adapter_too_large` when the adapter is pushed or loaded"
 BUSY = "429 `queue_full`, with Retry-After"
+RATE = "429 `rate_limit_exceeded`"
+FAILED = "the batch ends as `failed`"
 INTERNAL = "no error: older entries are evicted, or work waits"
 
 
@@ -128,6 +145,14 @@ BODY = [
         f"{flag('max_body_bytes')}: at least two bodies of that size",
         "one tenant's: 429 `queue_full`; of all: 503 `overloaded`; with Retry-After",
     ),
+    Limit(
+        "stored responses of a replica",
+        f"{size(limits.RESPONSE_STORE_BYTES)}, {response_store.MAX_STORED_RESPONSES:,} responses, "
+        f"{seconds(response_store.MAX_STORED_S)}",
+        flag("response_store_bytes"),
+        "the oldest response of the tenant that has most is dropped",
+    ),
+    Limit("responses of one tenant in the background, on a replica", response_storing.MAX_BACKGROUND, "", BUSY),
     Limit("connections of one address", haproxy_config.CONNECTIONS_PER_CLIENT, "", "connection closed"),
     Limit("commas in a body, texts included", limits.MAX_BODY_COMMAS, "", "413 `body_too_large`"),
     Limit(
@@ -146,9 +171,12 @@ BODY = [
 ACROSS = [
     Limit("prompts x n", limits.MAX_SAMPLES, "", REFUSED),
     Limit("tokens of all prompts, each n times", limits.MAX_PROMPT_TOKENS, "", REFUSED),
+    Limit("texts of all pairs of `/score` and `/rerank` with a head", chars(limits.MAX_PAIR_CHARS), "", REFUSED),
+    Limit("numbers that a classification head computes", limits.MAX_HEAD_VALUES, "", REFUSED),
+    Limit("ids of `allowed_token_ids` and `bad_words`, for each prompt x n", limits.MAX_LISTED_IDS, "", REFUSED),
     Limit(
         "prompt and answer",
-        "the model's context, or the KV cache",
+        "the model's context (an adapter may have its own), or the KV cache",
         flag("max_model_len"),
         "400 `context_length_exceeded`",
     ),
@@ -221,6 +249,30 @@ QUEUES = [
         "none",
         "`limits` of a key or tenant",
         "429 `rate_limit_exceeded`",
+    ),
+    Limit(
+        "batches of KV events that wait to be published",
+        KVEventsConfig().max_queue_size,
+        "`max_queue_size` of `--kv-events-config`",
+        "the batch is dropped, and its number is missing",
+    ),
+    Limit(
+        "batches of KV events that wait for one slow subscriber",
+        KVEventsConfig().hwm,
+        "`hwm` of `--kv-events-config`",
+        "the subscriber misses those beyond",
+    ),
+    Limit(
+        "batches of KV events that can be asked for again",
+        f"{KVEventsConfig().buffer_steps:,}, {size(event_publisher.MAX_REPLAY_BYTES)}",
+        "`buffer_steps` of `--kv-events-config`",
+        "older ones are gone",
+    ),
+    Limit(
+        "adapters in host memory that `--metrics-lora-info` names",
+        residency_metrics.MAX_SHOWN,
+        "",
+        "the others are only counted",
     ),
     Limit("failures that the console remembers", recent.MAX_FAILURES, "", INTERNAL),
     Limit("adapters counted by name in a window", recent.MAX_NAMES, "", INTERNAL),
@@ -306,7 +358,13 @@ ADAPTERS = [
     Limit("`adapter_model.bin`", size(adapter_files.MAX_BIN_BYTES), "", MALFORMED),
     *(Limit(f"`{name}`", size(most), "", MALFORMED) for name, most in adapter_files.LANGUAGE_NAMES.items()),
     Limit("upload", f"{MAX_UPLOAD_BYTES:,} bytes", "", "413 `body_too_large`"),
+    Limit("push of tensors", size(tensor_push.MAX_PUSH_BYTES), "", "413 `body_too_large`"),
+    Limit("time to receive a push of tensors", seconds(upload_tensors.MAX_READ_S), "", "408 `body_timeout`"),
+    Limit("pushes of tensors in memory", size(2 * tensor_push.MAX_PUSH_BYTES), "", "429 `queue_full` or 503"),
     Limit("entries of an upload's tar", MAX_TAR_HEADERS, "", "400 `adapter_malformed`"),
+    Limit("labels of a classification head", adapter_classifier.MAX_LABELS, "", TOO_LARGE),
+    Limit("label in `id2label`", chars(adapter_classifier.MAX_LABEL_NAME_CHARS), "", MALFORMED),
+    Limit("`score_template`", chars(adapter_classifier.MAX_TEMPLATE_CHARS), "", MALFORMED),
     Limit("tensors", safetensors_header.MAX_TENSORS, "", MALFORMED),
     Limit("header of a safetensors file", size(safetensors_header.MAX_HEADER_BYTES), "", MALFORMED),
     Limit(
@@ -430,10 +488,55 @@ SERVER = [
     ),
     Limit("usage records that cannot be written yet", size(usage_log.MAX_UNWRITTEN_BYTES), "", "503 `store_error`"),
 ]
+BATCHES = [
+    Limit("uploaded file", size(batch_bounds.MAX_FILE_BYTES), "", "413 `body_too_large`, or 400"),
+    Limit(
+        "other fields of an upload", f"{batch_bounds.MAX_FIELDS}, {size(batch_bounds.MAX_FORM_BYTES)} each", "", "400"
+    ),
+    Limit("time to upload a file", seconds(batch_bounds.MAX_UPLOAD_S), "", "408 `body_timeout`"),
+    Limit("filename", chars(batch_bounds.MAX_FILENAME_CHARS), "", REFUSED),
+    Limit("uploads, and downloads, of one tenant at a time, on a replica", request_admission.MAX_UPLOADS, "", BUSY),
+    Limit(
+        "other requests of one tenant to each route of files and batches, at a time",
+        request_admission.MAX_AUXILIARY,
+        "",
+        BUSY,
+    ),
+    Limit(
+        "bytes of all files",
+        f"{size(limits.BATCH_STORE_BYTES)}, half of it for one tenant; outputs are counted, and written even beyond",
+        flag("batch_store_bytes"),
+        RATE,
+    ),
+    Limit("files of one tenant", batch_bounds.MAX_FILES_OF_ONE, "", RATE),
+    Limit("life of a file", f"{seconds(batch_bounds.DEFAULT_LIVES_S)}, or `expires_after`", "", "404 `file_not_found`"),
+    Limit("lines of a batch", batch_bounds.MAX_LINES, "", FAILED),
+    Limit("line", f"{batch_input.MAX_LINE_BYTES:,} bytes", "", FAILED),
+    Limit("faults that a batch lists", batch_bounds.MAX_ERRORS, "", "further ones are not shown"),
+    Limit("answer of a line", size(batch_bounds.MAX_ANSWER_BYTES), "", "the line's error is `answer_too_large`"),
+    Limit("answers of a batch", size(batch_bounds.MAX_OUTPUT_BYTES), "", FAILED),
+    Limit(
+        "lines of all batches in flight, in the cluster",
+        default("batch_concurrency"),
+        flag("batch_concurrency"),
+        "further ones wait",
+    ),
+    Limit(
+        "batches that run at a time, in the cluster",
+        f"{batch_bounds.MAX_RUNNING}, of which one tenant has {batch_bounds.MAX_RUNNING_OF_ONE}",
+        "",
+        "further ones wait",
+    ),
+    Limit("batches of one tenant that have not ended", batch_bounds.MAX_OPEN_OF_ONE, "", RATE),
+    Limit("batches of one tenant", batch_bounds.MAX_BATCHES_OF_ONE, "", "the oldest one that has ended is deleted"),
+    Limit("time for which a batch that has ended is shown", seconds(batch_bounds.BATCH_LIVES_S), "", "404"),
+    Limit("completion window", seconds(batch_bounds.WINDOW_S), "", "the batch ends as `expired`"),
+]
 SECTIONS = [
     ("Headers and bodies", BODY),
     ("Several fields together", ACROSS),
     ("Queues and times", QUEUES),
+    ("Files and batches", BATCHES),
     ("Helper processes", PROCESSES),
     ("Adapters and their files", ADAPTERS),
     ("Administration, directory, keys and logs", SERVER),
@@ -464,7 +567,8 @@ def bounds_of(schema: dict[str, Any], definitions: dict[str, Any]) -> list[str]:
 
 def fields() -> Iterator[tuple[str, str, list[str]]]:
     """Yields each route's body, field and bounds. Booleans and fields without effect need no bounds."""
-    document = openapi([*ROUTES, *admin_routes(None)])  # type: ignore[arg-type]  # The routes are only described here.
+    routes = [*ROUTES, *admin_routes(None), *trainer_routes(None), *batch_routes()]  # type: ignore[arg-type]  # The routes are only described here.
+    document = openapi(routes)
     definitions = document["components"]["schemas"]
     for path, methods in document["paths"].items():
         for operation in methods.values():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from botocore.exceptions import ClientError, ReadTimeoutError
 
@@ -42,9 +42,14 @@ class MemoryS3:
         self.objects.pop(Key, None)
         self.fault()
 
-    def upload_file(self, path: str, bucket: str, key: str, ExtraArgs: dict[str, Any]) -> None:
+    def upload_file(self, path: str, Bucket: str, Key: str, ExtraArgs: dict[str, Any]) -> None:
         self.fault()
-        self.objects[key] = Path(path).read_bytes(), ExtraArgs.get("Metadata", {})
+        self.objects[Key] = Path(path).read_bytes(), ExtraArgs.get("Metadata", {})
+        self.fault()
+
+    def upload_fileobj(self, file: BinaryIO, Bucket: str, Key: str, ExtraArgs: dict[str, Any]) -> None:
+        self.fault()
+        self.objects[Key] = file.read(), ExtraArgs.get("Metadata", {})
         self.fault()
 
     def download_file(self, bucket: str, key: str, path: str) -> None:

@@ -39,7 +39,7 @@ def is_linear(name: str) -> bool:
 
 def with_values(model: Path, folder: Path, rounded: Callable[[Tensor], Tensor]) -> Path:
     """Writes the plain checkpoint with the values of its quantized version."""
-    return _written(model, folder, lambda name, w: {name: rounded(w) if is_linear(name) else w}, {})
+    return written(model, folder, lambda name, w: {name: rounded(w) if is_linear(name) else w}, {})
 
 
 def bitsandbytes_checkpoint(
@@ -69,9 +69,9 @@ def bitsandbytes_checkpoint(
         "bnb_4bit_compute_dtype": "float32",
         "llm_int8_skip_modules": [skipped],
     }
-    _written(model, folder, entries, {"quantization_config": config})
+    written(model, folder, entries, {"quantization_config": config})
     plain = folder.with_name(f"{folder.name}-values")
-    return folder, _written(model, plain, lambda name, w: {name: values.get(name, w)}, {})
+    return folder, written(model, plain, lambda name, w: {name: values.get(name, w)}, {})
 
 
 def compressed_checkpoint(model: Path, folder: Path) -> Path:
@@ -97,14 +97,14 @@ def compressed_checkpoint(model: Path, folder: Path) -> Path:
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
     }
-    return _written(model, folder, entries, {"quantization_config": config})
+    return written(model, folder, entries, {"quantization_config": config})
 
 
 def with_config(model: Path, folder: Path, **changes: Any) -> Path:
-    return _written(model, folder, lambda name, w: {name: w}, changes)
+    return written(model, folder, lambda name, w: {name: w}, changes)
 
 
-def _written(
+def written(
     model: Path, folder: Path, entries: Callable[[str, Tensor], dict[str, Tensor]], changes: dict[str, Any]
 ) -> Path:
     shutil.copytree(model, folder)

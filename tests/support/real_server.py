@@ -23,6 +23,7 @@ from lorafleet.api.routes.build_api import build_api
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.cluster.admin.administration import Administration
 from lorafleet.cluster.admin.pushing import AdapterAdmin
+from lorafleet.cluster.batches.batch_routes import batch_routes
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.console.directory_view import DirectoryWindow
@@ -133,7 +134,7 @@ async def _serve(
             for name, path in adapters.items():
                 await catalog.add(name, str(path), load_inplace=False)
             console = _console(directory, front, engine, lora)
-            api = build_api(lambda: server.front, routes_beside(admin, console, None))
+            api = build_api(lambda: server.front, routes_beside(admin, console, None, batch_routes()))
             reporting = keep_reporting(client, membership, lora.cpu_loras, engine.max_num_seqs)
             work = [asyncio.create_task(coroutine) for coroutine in (*tenancy.work, reporting)]
             await _answer(server, ready, uvicorn.Config(api, port=0, log_level="warning", lifespan="off", ws="none"))

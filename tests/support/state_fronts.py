@@ -21,7 +21,7 @@ def bare_front(keys: dict[str, Caller] | None = None, stats: EngineStats | None 
     known = None if keys is None else {_digest(key): KnownKey(caller) for key, caller in keys.items()}
     gate = Gate(ADMIN_KEY, None if known is None else lambda: known)
     engine = SimpleNamespace(
-        hello=SimpleNamespace(vocab_size=10, eos_token_ids=[0]),
+        hello=SimpleNamespace(vocab_size=10, eos_token_ids=[0], rope_positions=512),
         stats=stats or EngineStats(),
         listen_to_moves=lambda _: None,
     )

@@ -250,7 +250,7 @@ class Reference:
         self._device = device
         self._models: dict[Path | None, Any] = {}
 
-    def _model(self, adapter: Path | None) -> Any:
+    def model(self, adapter: Path | None) -> Any:
         if adapter not in self._models:
             model = AutoModelForCausalLM.from_pretrained(self._path, dtype=self._dtype).eval().to(self._device)
             if adapter is not None:
@@ -262,7 +262,7 @@ class Reference:
 
     @torch.inference_mode()
     def greedy(self, prompt: list[int], num_tokens: int, adapter: Path | None = None) -> Answer:
-        out = self._model(adapter).generate(
+        out = self.model(adapter).generate(
             input_ids=torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             max_new_tokens=num_tokens,
@@ -280,8 +280,11 @@ class Reference:
     def hidden(self, tokens: list[int], adapter: Path | None = None) -> torch.Tensor:
         """Returns the hidden states after the last norm as [T, D]."""
         ids = torch.tensor([tokens], device=self._device)
-        out = self._model(adapter)(input_ids=ids, output_hidden_states=True)
-        return out.hidden_states[-1][0].float().cpu()
+        model = self.model(adapter)
+        model = model if adapter is None else model.get_base_model()
+        # Llama 4 names a part that it lacks as its base model, which is then itself.
+        decoder = model.model if model.base_model is model else model.base_model
+        return decoder(input_ids=ids).last_hidden_state[0].float().cpu()
 
     @torch.inference_mode()
     def logprobs(self, tokens: list[int], adapter: Path | None = None, cache: Any = None) -> list[float]:
@@ -289,9 +292,19 @@ class Reference:
 
         `cache` is an empty cache, whose type may change the values that it stores.
         """
+        logprobs_TV = self.next_logprobs(tokens, adapter, cache)
+        return [logprobs_TV[i, token].item() for i, token in enumerate(tokens[1:])]
+
+    @torch.inference_mode()
+    def next_logprobs(self, tokens: list[int], adapter: Path | None = None, cache: Any = None) -> torch.Tensor:
+        """Returns the log-probabilities of all tokens behind each of these, [T, V], by one forward pass."""
+        return self.next_logits(tokens, adapter, cache).log_softmax(-1).cpu()
+
+    @torch.inference_mode()
+    def next_logits(self, tokens: list[int], adapter: Path | None = None, cache: Any = None) -> torch.Tensor:
+        """Returns the logits of all tokens behind each of these, float32 [T, V] on the device, by one forward pass."""
         ids = torch.tensor([tokens], device=self._device)
-        logits = self._model(adapter)(input_ids=ids, past_key_values=cache).logits[0].float().log_softmax(-1).cpu()
-        return [logits[i, token].item() for i, token in enumerate(tokens[1:])]
+        return self.model(adapter)(input_ids=ids, past_key_values=cache).logits[0].float()
 
     @torch.inference_mode()
     def mixed_logprobs(self, tokens: list[int], parts: dict[Path, float]) -> list[float]:

@@ -16,6 +16,9 @@ from lorafleet.api.routes.build_api import build_api
 from lorafleet.cluster.admin.admin_api import admin_routes
 from lorafleet.cluster.admin.administration import Administration
 from lorafleet.cluster.admin.pushing import AdapterAdmin
+from lorafleet.cluster.admin.trainer_api import trainer_routes
+from lorafleet.cluster.batches.batch_routes import batch_routes
+from lorafleet.cluster.batches.batch_store import BatchStore
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.directory.directory import AdapterDirectory
@@ -49,8 +52,10 @@ async def serving(front: AppState, folder: Path) -> AsyncIterator[WholeApi]:
     store = directory.catalogue.store
     admin = AdapterAdmin(administration.carry_out, store, ["llama"], "run", AdapterStore(SourcesConfig()))
     quality = QualityMonitor(front, QualityProbes(100.0, ()), QualityBook(store), take_turn)
+    batches = batch_routes(BatchStore(FolderStore(folder / "batches")), 1 << 30)
     front.access = Access(Gate(OPERATOR))
-    api = build_api(lambda: front, [*admin_routes(admin), *QualityApi(quality).routes()])
+    more = [*admin_routes(admin), *trainer_routes(admin), *QualityApi(quality).routes(), *batches]
+    api = build_api(lambda: front, more)
     transport = httpx.ASGITransport(api)
     async with httpx.AsyncClient(
         transport=transport, base_url="http://localhost", headers=HEADERS, timeout=120

@@ -90,7 +90,7 @@ def test_a_baseline_agrees_with_itself_and_may_be_an_adapter(runner, questions):
 def along(reference: Reference, folder, prompt, answer) -> torch.Tensor:
     """Log-probabilities at each token of the answer."""
     with torch.inference_mode():
-        logits = reference._model(folder)(input_ids=torch.tensor([prompt + answer])).logits[0]
+        logits = reference.model(folder)(input_ids=torch.tensor([prompt + answer])).logits[0]
     return logits[len(prompt) - 1 : -1].log_softmax(-1)
 
 

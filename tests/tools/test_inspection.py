@@ -97,6 +97,13 @@ def test_what_only_a_base_could_tell_is_said_to_be_unknown(base, make_adapter):
     assert fit_on(base, folder).refusal is None
 
 
+def test_a_rope_scaling_needs_the_base(base, make_adapter):
+    folder = make_adapter()
+    (folder / "lorafleet.json").write_text('{"rope_scaling": {"type": "linear", "factor": 2.0}}')
+    assert "--model" in (inspect_folder(folder, "sql").needs_base or "")
+    assert fit_on(base, folder).refusal is None
+
+
 def test_a_bases_config_is_enough_unless_the_adapter_is_computed_from_its_weights(base, make_adapter, tmp_path):
     bare = tmp_path / "bare"
     bare.mkdir()

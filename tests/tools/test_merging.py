@@ -20,7 +20,16 @@ from lorafleet.tools.convert import convert
 from lorafleet.tools.inspection import inspect_folder
 from lorafleet.tools.merging import Merged, merge
 from lorafleet.tools.reading import read_forms
-from lorafleet.workers.adapters.forms import AdapterForms, Kronecker, LinearForm, LowRank, TokenRows, VocabForm
+from lorafleet.workers.adapters.forms import (
+    AdapterForms,
+    Kronecker,
+    LinearForm,
+    LowRank,
+    OwnRope,
+    TokenRows,
+    VocabForm,
+)
+from lorafleet.workers.bases.rope_config import RopeConfig
 from tests.tools.conftest import load_base, load_peft, logits
 from tiny_models import ALL_TARGETS, make_model
 
@@ -119,6 +128,9 @@ def test_a_bias_where_the_architecture_has_none_is_refused_by_name(base, tmp_pat
         merge_forms(base, forms, tmp_path / "out")
     with pytest.raises(AdapterUnsupported, match="aLoRA"):
         merge_forms(base, AdapterForms(invocation_tokens=(1, 2)), tmp_path / "out")
+    own_rope = OwnRope(RopeConfig(16, 1e4, 512, "linear", 4.0), 2048)
+    with pytest.raises(AdapterUnsupported, match="rope scaling"):
+        merge_forms(base, AdapterForms(own_rope=own_rope), tmp_path / "out")
 
 
 @pytest.fixture(scope="module")

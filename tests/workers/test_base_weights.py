@@ -18,7 +18,7 @@ from lorafleet.workers.adapters.forms import AdapterForms
 from lorafleet.workers.adapters.kinds.kind import Base
 from lorafleet.workers.adapters.reader import read_adapter
 from lorafleet.workers.bases.checkpoint import read_model_config
-from lorafleet.workers.bases.weights import load_weights
+from lorafleet.workers.bases.weights import held_tensors, load_weights
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.slots.base_weights import FileWeights, ModelWeights, MovedWeights
 from lorafleet.workers.tp.group import TPGroup
@@ -34,6 +34,10 @@ def loaded(folder: Path, dtype: torch.dtype, device: torch.device = CPU) -> Deco
     return model
 
 
+def in_memory(model: DecoderModel) -> ModelWeights:
+    return ModelWeights(model, held_tensors(model))
+
+
 @pytest.mark.parametrize("family", DENSE)
 def test_layout_and_weights_are_the_checkpoint_s(tmp_path: Path, family: str) -> None:
     folder = make_model(tmp_path / "base", family)
@@ -43,7 +47,7 @@ def test_layout_and_weights_are_the_checkpoint_s(tmp_path: Path, family: str) ->
     modules = [*layout.linears, *layout.norms, *tables]
     names = {f"{peft_name(m)}.weight" for m in modules} | {f"{peft_name(m)}.bias" for m in layout.biased}
     assert names == stored.keys()
-    model = ModelWeights(loaded(folder, torch.float32))
+    model = in_memory(loaded(folder, torch.float32))
     files = FileWeights(folder, torch.float32, layout.tied)
     for module in modules:
         for weights in (model, files):
@@ -116,7 +120,7 @@ def test_what_is_computed_on_the_gpu_is_what_the_cpu_gives(tmp_path: Path, kind:
     gpu = torch.device("cuda")
     on_cpu = forms(FileWeights(folder, torch.float32, layout.tied))
     for weights in (
-        ModelWeights(loaded(folder, torch.float32, gpu)),
+        in_memory(loaded(folder, torch.float32, gpu)),
         MovedWeights(FileWeights(folder, torch.float32, layout.tied), gpu),
     ):
         check_same(on_cpu, forms(weights))

@@ -48,7 +48,9 @@ def references(big) -> tuple[Reference, Reference]:
     return Reference(base, device="cuda"), Reference(base, dtype=torch.bfloat16, device="cuda")
 
 
-@pytest.mark.parametrize(("backend", "eager"), [("flashinfer", False), ("flashinfer", True), ("triton", True)])
+@pytest.mark.parametrize(
+    ("backend", "eager"), [("flashinfer", False), ("flashinfer", True), ("triton", False), ("triton", True)]
+)
 def test_mixed_adapters_agree_with_peft_in_bf16(big, references, prompt, backend, eager):
     if backend == "flashinfer":
         pytest.importorskip("flashinfer")

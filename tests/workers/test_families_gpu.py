@@ -1,4 +1,4 @@
-"""Gemma 2, Gemma 3 and Phi-3 on a GPU in bf16: teacher-forced logprobs of base and adapters in one batch against
+"""Gemma 2 to 4 and Phi-3 on a GPU in bf16: teacher-forced logprobs of base and adapters in one batch against
 transformers, which gets an adapter as a change of its weights. Prompts are longer than windows and trained lengths."""
 
 # R rank · D in features · O out features
@@ -6,6 +6,7 @@ transformers, which gets an adapter as a change of its weights. Prompts are long
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from family_cases import FamilyCase, make_case
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
 from tiny_models import Reference, make_model
 
@@ -39,6 +41,26 @@ FAMILIES = {
     "phi3": SHAPE | {"rope_parameters": LONG, "original_max_position_embeddings": 256, "sliding_window": None},
 }
 RANK, ALPHA = 16, 32
+
+LAYERS = SHAPE | {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 64,
+    "head_dim": 256,
+    "final_logit_softcapping": 10.0,
+}
+PER_LAYER = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 4096, "num_kv_shared_layers": 2}
+EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 512}
+CASES = {
+    "gemma4 dense": FamilyCase(
+        "Gemma4",
+        LAYERS
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "global_head_dim": 512}
+        | {"hidden_size_per_layer_input": 0},
+    ),
+    "gemma4 small": FamilyCase("Gemma4", LAYERS | PER_LAYER | {"use_double_wide_mlp": True}),
+    "gemma4 experts": FamilyCase("Gemma4", LAYERS | EXPERTS | {"hidden_size_per_layer_input": 0}),
+    "gemma3n": FamilyCase("Gemma3n", LAYERS | PER_LAYER | {"activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0]}),
+}
 
 
 class Changed(Reference):
@@ -85,10 +107,19 @@ def save_adapter(folder: Path, base: Path) -> Path:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_base_and_adapters_agree_with_transformers_in_bf16(tmp_path, prompt, family, backend):
     pytest.importorskip(backend)
-    base = make_model(tmp_path / "base", family, dtype="bfloat16", **FAMILIES[family])
+    check(make_model(tmp_path / "base", family, dtype="bfloat16", **FAMILIES[family]), backend, tmp_path, prompt)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layers_of_several_kinds_agree_with_transformers_in_bf16(tmp_path, prompt, name):
+    check(make_case(tmp_path / "base", CASES[name]), "auto", tmp_path, prompt)
+
+
+def check(base: Path, backend: str, tmp_path: Path, prompt: Callable[[int], list[int]]) -> None:
     paths = {name: save_adapter(tmp_path / name, base) for name in ("one", "other")}
     llm = LLM(
         str(base),
+        dtype="bfloat16",
         enable_lora=True,
         attention_backend=backend,
         max_num_batched_tokens=256,
@@ -108,7 +139,7 @@ def test_base_and_adapters_agree_with_transformers_in_bf16(tmp_path, prompt, fam
         truth, bf16 = (of_next(r, p, completion.token_ids, paths.get(name)) for r in (exact, half))
         ours.append((found - truth).abs().mean().item())
         theirs.append((bf16 - truth).abs().mean().item())
-    print(f"{family} {backend}: error {mean(ours):.4f}, of transformers in bf16 {mean(theirs):.4f}")
+    print(f"{backend}: error {mean(ours):.4f}, of transformers in bf16 {mean(theirs):.4f}")
     assert mean(ours) < 1.5 * mean(theirs) + 0.002
 
 
@@ -140,6 +171,6 @@ def of_next(reference: Changed, prompt: list[int], tokens: list[int], adapter: P
     found = []
     for i, token in enumerate(tokens):
         ids = torch.tensor([prompt + tokens[:i]], device="cuda")
-        logits = reference._model(adapter)(input_ids=ids, use_cache=False).logits[0, -1]
+        logits = reference.model(adapter)(input_ids=ids, use_cache=False).logits[0, -1]
         found.append(logits.float().log_softmax(-1)[token].item())
     return torch.tensor(found)

@@ -122,7 +122,7 @@ def test_on_a_gpu_the_error_is_that_of_transformers_in_bf16(tmp_path, prompt, ba
     assert (graphs is None) == eager
     rounds_queries = backend == "flashinfer" and torch.cuda.get_device_capability() == (9, 0)
     if graphs is not None and rounds_queries:
-        graph = graphs.find([BASE_SLOT])
+        graph = graphs.find([BASE_SLOT], [1])
         assert graph is not None
         assert isinstance(graph.attention, XQAAttention)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lorafleet.offline.llm import LLM, LoRARequest, RequestOutput, SamplingParams
 from tiny_models import make_layered_adapter, make_model
@@ -50,3 +52,29 @@ def test_answers_are_those_of_the_cpu(tmp_path: Path, prompt, family: str, eager
         assert mine.outputs[0].token_ids == theirs.outputs[0].token_ids
         found = [p.logprob for p in mine.outputs[0].logprobs]
         assert found == pytest.approx([p.logprob for p in theirs.outputs[0].logprobs], abs=1e-3)
+
+
+def without_experts(adapter: Path) -> Path:
+    """Leaves the adapter its attention alone."""
+    weights, config = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
+    save_file({name: tensor for name, tensor in load_file(weights).items() if "q_proj" in name}, weights)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"target_modules": ["q_proj"]}))
+    return adapter
+
+
+def test_captured_steps_launch_kernels_for_adapters_on_experts_only_where_there_are_any(tmp_path: Path, prompt) -> None:
+    model = make_model(tmp_path / "model", "mixtral")
+    on_experts = make_layered_adapter(tmp_path / "experts", model)
+    attention_only = without_experts(make_layered_adapter(tmp_path / "attention", model, seed=2))
+    llm = LLM(str(model), device="cuda", dtype="float32", enable_lora=True, max_loras=2, kv_cache_tokens=4096)
+    inputs = [{"prompt_token_ids": prompt(n)} for n in (5, 17)]
+    counts = []
+    for i, path in enumerate((attention_only, on_experts)):
+        request = LoRARequest(path.name, i + 1, str(path))
+        llm.generate(inputs, PARAMS, lora_request=[request, request])
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+            llm.generate(inputs, PARAMS, lora_request=[request, request])
+        events = {event.key: event.count for event in profile.key_averages()}
+        counts.append(sum(count for name, count in events.items() if "_adapted_activation_kernel" in name))
+    llm.close()
+    assert counts[0] == 0 < counts[1]

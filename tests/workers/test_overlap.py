@@ -15,6 +15,35 @@ from lorafleet.workers.schedule.sequence import Sequence
 from lorafleet.workers.schedule.step_budget import StepBudget, StepLimits
 from lorafleet.workers.startup import build_engine
 
+BANNED = [[12], [9, 10], [10, 11, 11], [11, 9, 11, 9]]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_no_banned_sequence_is_completed_and_only_allowed_tokens_come(fleet, prompt, overlap):
+    """The last token before is still on the device when an overlapping step is launched."""
+    llm = LLM(str(fleet("llama3").base), kv_cache_tokens=1024, async_scheduling=overlap)
+    params = {"temperature": 50.0, "max_tokens": 60, "ignore_eos": True, "allowed_token_ids": [9, 10, 11, 12, 13]}
+    job = {"prompt_token_ids": [*prompt(4), 9]}
+    free = llm.generate([job] * 6, [SamplingParams(**params, seed=seed) for seed in range(6)])
+    kept = llm.generate(
+        [job] * 6, [SamplingParams(**params, seed=seed, bad_words_token_ids=BANNED) for seed in range(6)]
+    )
+    likely = SamplingParams(
+        max_tokens=2, ignore_eos=True, logit_bias={10: 100.0}, bad_words_token_ids=[[9, 10], [10, 10]]
+    )
+    [begun] = llm.generate(job, likely)
+    llm.close()
+
+    def banned(tokens: list[int]) -> bool:
+        return any(tokens[i : i + len(ban)] == ban for ban in BANNED for i in range(len(tokens)))
+
+    assert all(banned(output.outputs[0].token_ids) for output in free)
+    assert not any(banned(output.outputs[0].token_ids) for output in kept)
+    assert {token for output in kept for token in output.outputs[0].token_ids} == {9, 10, 11, 13}
+    first, second = begun.outputs[0].token_ids
+    assert first == 10  # the prompt's 9 does not begin a banned sequence
+    assert second != 10
+
 
 def test_answers_are_those_of_steps_one_by_one(fleet, prompt):
     made = fleet("llama3")
@@ -27,6 +56,7 @@ def test_answers_are_those_of_steps_one_by_one(fleet, prompt):
         {"temperature": 0, "frequency_penalty": 1.0, "min_tokens": 4, "stop_token_ids": list(range(5, 300))},
         {"temperature": 0.8, "seed": 5, "logprobs": 2, "prompt_logprobs": 1},
         {"temperature": 1.0, "seed": 6, "repetition_penalty": 1.3, "presence_penalty": 0.4, "logit_bias": {7: 3.0}},
+        {"temperature": 1.5, "seed": 7, "allowed_token_ids": [9, 10, 11, 12, 13], "bad_words_token_ids": BANNED},
         {"temperature": 0, "n": 2, "max_tokens": 1},
     ]
     names = [None, "all", "qv", "regex"]
@@ -70,6 +100,7 @@ def test_answers_are_those_of_steps_one_by_one(fleet, prompt):
         {"logprobs": 2, "prompt_logprobs": 1},
         {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5},
         {"logit_bias": {5: 1.0}, "min_tokens": 3, "stop_token_ids": [1]},
+        {"allowed_token_ids": [5, 6, 7, 8], "bad_words_token_ids": [[5], [6, 6], [7, 6, 7]]},
     ],
     ids=str,
 )
@@ -89,10 +120,10 @@ def test_a_sequence_whose_edits_fail_ends_alone_and_what_it_shares_of_its_prompt
         engine = build_engine(EngineConfig(str(made.base), kv_cache_tokens=1024, async_scheduling=overlap))
         prepare = engine.runner._editor.prepare
 
-        def trip(sequence: Sequence, prepare: Callable[[Sequence], object] = prepare) -> object:
+        def trip(index: int, sequence: Sequence, prepare: Callable[[int, Sequence], object] = prepare) -> object:
             if sequence.request_id == "trips":
                 raise IndexError("an index out of range")
-            return prepare(sequence)
+            return prepare(index, sequence)
 
         monkeypatch.setattr(engine.runner._editor, "prepare", trip)
         params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, repetition_penalty=1.0)

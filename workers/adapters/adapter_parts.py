@@ -1,7 +1,8 @@
 """Sorts the contents of an adapter's files by purpose and checks them by shape, before any value is read.
 
 Once the values are there, it builds the adapter's forms. kinds/ interprets the tensors of each kind. This module
-handles what an adapter of any kind may also have: biases, norms, embeddings and a head of its own.
+handles what an adapter of any kind may also have: biases, norms, embeddings, a head of
+its own and a classification head.
 """
 
 from __future__ import annotations
@@ -11,19 +12,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lorafleet.protocol.adapter_formats.adapter_classifier import HeadTensors, find_head
 from lorafleet.protocol.adapter_formats.safetensors_header import TensorInfo
 from lorafleet.protocol.errors import AdapterMalformed, AdapterMismatch, AdapterUnsupported
 from lorafleet.protocol.strict_json import shown
 from lorafleet.protocol.yield_gil import yielding_gil
 from lorafleet.workers.adapters.base_layout import EMBEDDING, HEAD, TABLES, peft_name
-from lorafleet.workers.adapters.expert_targets import (
-    STACKED,
-    ExpertTargets,
-    check_experts,
-    check_variant,
-    take_experts,
-)
-from lorafleet.workers.adapters.forms import AdapterForms, LinearForm
+from lorafleet.workers.adapters.expert_targets import ExpertTargets, check_experts, check_variant, take_experts
+from lorafleet.workers.adapters.forms import BASE_ROPE, AdapterForms, ClassifierForm, LinearForm, OwnRope
 from lorafleet.workers.adapters.kinds.kind import Base, Kind, Target, tensor_shape
 from lorafleet.workers.adapters.kinds.lora import invocation_tokens
 from lorafleet.workers.adapters.kinds.table import KINDS
@@ -39,6 +35,9 @@ from lorafleet.workers.adapters.peft_names import BASE_BIAS, SAVED, SAVED_BIAS, 
 
 Infos = Mapping[str, TensorInfo]
 
+# PEFT 0.21 puts this into target_parameters of mixtures whose routers have other names too, where it targets nothing.
+_USUAL_ROUTER = "gate.weight"
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterParts:
@@ -53,19 +52,23 @@ class AdapterParts:
     norms: dict[str, str]  # the file's tensors, by module
     vocabulary: VocabularyChanges
     ranks: dict[str, int]  # as served, by module; 0 for a module that has no rank
+    classifier: HeadTensors | None = None  # the classification head
 
     @classmethod
     def of(cls, helper: PEFTHelper, infos: Infos, base: Base, max_rank: int) -> AdapterParts:
         """Sorts and checks the tensors. Raises an AdapterError if any is missing, stray, misshapen or not served."""
         kind = KINDS[helper.method]
         kind.check_config(helper)
+        classifier = _take_classifier(helper, infos, base)
+        if classifier is not None:
+            infos = {name: info for name, info in infos.items() if name not in classifier.names}
         named = name_tensors(infos, kind.leaves, kind.shared, kind.label, base.layout, base.named)
         _check_saved_modules(helper, base)
         _check_parameters(helper, base)
         experts = take_experts(helper, named, infos, base, max_rank)
         targeted = _targeted_linears(helper, named, base)
         vocabulary = take_vocabulary(helper, named, infos, base, max_rank)
-        _check_invocation(helper, vocabulary, base)
+        _check_invocation(helper, vocabulary, base, targeted)
         norms = _take_norms(helper, named, infos, base)
         biases = _take_biases(helper, named, infos, base, targeted)
         targets = []
@@ -81,11 +84,11 @@ class AdapterParts:
         for of_layer in experts.values():
             ranks |= check_experts(of_layer)
         _check_targets(targeted, named)
-        parts = cls(helper, kind, base, targets, experts, biases, norms, vocabulary, ranks)
+        parts = cls(helper, kind, base, targets, experts, biases, norms, vocabulary, ranks, classifier)
         parts._check_tables()
         return parts
 
-    def forms(self, values: Mapping[str, Tensor]) -> AdapterForms:
+    def forms(self, values: Mapping[str, Tensor], own_rope: OwnRope = BASE_ROPE) -> AdapterForms:
         """Returns the adapter's forms. `values` has every tensor, by the file's name."""
         tables = self.vocabulary.tables
         embedding, head = tables[EMBEDDING], tables[HEAD]
@@ -98,6 +101,7 @@ class AdapterParts:
         made = self.kind.forms(targets) if targets else AdapterForms()
         linears = dict(made.linears)
         head_linear = linears.pop(HEAD, None)
+        _check_absorbed(linears, self.base, self.kind.label)
         for module, name in self.biases.items():
             form = linears.get(module, LinearForm())
             if form.bias_O is None:
@@ -114,8 +118,15 @@ class AdapterParts:
             head=head_form(head, head_linear, values, self.base),
             norms={**made.norms, **{module: values[name] for module, name in self.norms.items()}},
             experts={module: of_layer.form() for module, of_layer in yielding_gil(self.experts.items())},
-            invocation_tokens=invocation_tokens(self.helper) if self.helper.method == "LORA" else (),
+            own_rope=own_rope,
+            invocation_tokens=self.invocation_tokens,
+            classifier=_classifier_form(self.classifier, values),
         )
+
+    @property
+    def invocation_tokens(self) -> tuple[int, ...]:
+        """The tokens that activate an activated LoRA; otherwise empty."""
+        return invocation_tokens(self.helper) if self.helper.method == "LORA" else ()
 
     def _check_tables(self) -> None:
         tables = self.vocabulary.tables
@@ -130,14 +141,56 @@ class AdapterParts:
             self.ranks[HEAD] = self.kind.check(head)
 
 
-def _check_invocation(helper: PEFTHelper, vocabulary: VocabularyChanges, base: Base) -> None:
-    """Raises AdapterMismatch for a token that no prompt can have, since the adapter would have no effect."""
+def _take_classifier(helper: PEFTHelper, infos: Infos, base: Base) -> HeadTensors | None:
+    """Returns the classification head, whose shape is checked against the base's hidden size."""
+    head = find_head(helper.fields, infos)
+    if head is None:
+        return None
+    for name in head.names:
+        tensor_shape(name, infos)
+    if head.hidden_size != base.layout.hidden_size:
+        raise AdapterMismatch(
+            f"the head {shown(head.weight)} has {head.hidden_size} inputs; {base.named} has a hidden size of "
+            f"{base.layout.hidden_size}. The adapter was made for another model."
+        )
+    return head
+
+
+def _classifier_form(head: HeadTensors | None, values: Mapping[str, Tensor]) -> ClassifierForm | None:
+    if head is None:
+        return None
+    bias_L = None if head.bias is None else values[head.bias].float()
+    return ClassifierForm(head.task, values[head.weight].float(), bias_L)
+
+
+def _check_invocation(helper: PEFTHelper, vocabulary: VocabularyChanges, base: Base, targeted: Collection[str]) -> None:
+    """Raises AdapterMismatch for a token that no prompt can have, since the adapter would have no effect.
+
+    Raises AdapterUnsupported for a linear that attention absorbs, since a query would apply it to keys before the
+    invocation too.
+    """
     tokens = invocation_tokens(helper) if helper.method == "LORA" else ()
     if tokens and max(tokens) >= vocabulary.size:
         raise AdapterMismatch(
             f"alora_invocation_tokens has token {max(tokens)}; {base.named} has tokens 0 to {vocabulary.size - 1}. "
             "The adapter was made for another model."
         )
+    absorbed = next((module for module in targeted if module in base.layout.absorbed), None)
+    if tokens and absorbed is not None:
+        raise AdapterUnsupported(
+            f"activated LoRA (alora_invocation_tokens) on {absorbed} is not supported, since the keys of all tokens "
+            "share that weight. Train it on the other linears."
+        )
+
+
+def _check_absorbed(linears: Mapping[str, LinearForm], base: Base, label: str) -> None:
+    """Raises AdapterUnsupported if the change of a linear that attention absorbs cannot be computed by head."""
+    for module in base.layout.absorbed:
+        if module in linears and linears[module].kronecker is not None:
+            raise AdapterUnsupported(
+                f"{label} on {module} is not supported with a rank over lora.max_lora_rank, since attention takes that "
+                "weight apart by heads. Raise lora.max_lora_rank, or leave the module out."
+            )
 
 
 def _does_something(form: LinearForm) -> bool:
@@ -150,7 +203,8 @@ def _check_saved_modules(helper: PEFTHelper, base: Base) -> None:
     if not helper.modules_to_save:
         return
     experts = base.layout.experts
-    whole = [peft_name(module) for module in (*base.layout.linears, *(experts.modules if experts is not None else ()))]
+    modules = *base.layout.linears, *(experts.modules if experts is not None else ())
+    whole = [name for module in modules for name in base.layout.peft_names(module)]
     for module in (*whole, *_containers((*whole, *map(peft_name, base.layout.norms)))):
         if helper.saves(module):
             raise AdapterUnsupported(
@@ -171,6 +225,11 @@ def _containers(modules: Iterable[str]) -> list[str]:
 def _take_norms(helper: PEFTHelper, named: NamedTensors, infos: Infos, base: Base) -> dict[str, str]:
     norms = {}
     for module, size in base.layout.norms.items():
+        if SAVED_BIAS in named.by_module.get(module, {}):
+            raise AdapterUnsupported(
+                f"the adapter replaces the bias of the norm {module}, which is not supported. Train it without "
+                "bias='all', and without the norms in modules_to_save."
+            )
         if not helper.saves(peft_name(module)):
             continue
         leaves = named.by_module.get(module, {})
@@ -221,10 +280,11 @@ def _targeted_linears(helper: PEFTHelper, named: NamedTensors, base: Base) -> di
     targeted: dict[str, str] = {}
     for module in yielding_gil(base.layout.linears):
         names = [name for name in base.layout.peft_names(module) if helper.targets(name)]
-        parameter = f"{peft_name(module)}.weight"
-        if not names and helper.targets_parameter(parameter):
-            names = [parameter]
-            check_variant(helper)
+        if not names:
+            parameters = (f"{name}.weight" for name in base.layout.newest_names(module))
+            names = list(filter(helper.targets_parameter, parameters))
+            if names:
+                check_variant(helper)
         if names:
             targeted[module] = names[-1]
     routers = [module for module in targeted if base.layout.is_router(module)]
@@ -236,13 +296,16 @@ def _targeted_linears(helper: PEFTHelper, named: NamedTensors, base: Base) -> di
 def _check_parameters(helper: PEFTHelper, base: Base) -> None:
     """Raises AdapterUnsupported for target_parameters that are not served. PEFT only warns about unknown names."""
     layout = base.layout
-    served = {f"{peft_name(module)}.weight" for module in layout.linears}
+    served = {f"{name}.weight" for module in layout.linears for name in layout.newest_names(module)}
     if layout.experts is not None:
-        served |= {peft_name(f"{module}.{leaf}") for module in layout.experts.modules for leaf in STACKED}
+        for module in layout.experts.modules:
+            served |= {name for leaf in layout.experts.parameters for name in layout.newest_names(f"{module}.{leaf}")}
     others = {f"{peft_name(module)}.weight" for module in (*layout.norms, *TABLES)}
     for name in helper.names("target_parameters"):
         ending = f".{name}"
         matches = [parameter == name or parameter.endswith(ending) for parameter in served]
+        if layout.experts is not None and name == _USUAL_ROUTER and not any(matches):
+            continue
         if not any(matches) or any(parameter == name or parameter.endswith(ending) for parameter in others):
             raise AdapterUnsupported(
                 f"target_parameters has {shown(name)}; a name there must match parameters of the linears or experts of "

@@ -10,13 +10,18 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lorafleet.workers.bases.checkpoint import ModelConfig
-from lorafleet.workers.bases.expert_names import engine_name, mixtral_name
+from lorafleet.workers.bases.layer_config import NORMS_AROUND, NORMS_BEFORE, AttentionConfig
+from lorafleet.workers.bases.model_config import ModelConfig
+from lorafleet.workers.bases.module_names import COMMON_NAMES, ModuleNames
+from lorafleet.workers.bases.per_layer_config import TABLE
+from lorafleet.workers.bases.rope_config import RopeConfig
 from lorafleet.workers.bases.text_part import PREFIXES
 
 EMBEDDING = "embed_tokens"
 HEAD = "lm_head"
 TABLES = (EMBEDDING, HEAD)
+# Tinker's and SGLang's names of a projection of all experts, whose tensors have the experts as their first dimension.
+BATCHED_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +31,36 @@ class ExpertsLayout:
     modules: frozenset[str]  # the mixtures, such as "layers.0.mlp.experts"
     count: int  # experts of each mixture
     shapes: Mapping[str, tuple[int, int]]  # (in, out) of each expert's projections
-    is_mixtral: bool  # an adapter may use Mixtral's own names
+    routers: frozenset[str]  # such as "layers.0.mlp.gate"
+    interleaved: bool = False  # outputs of gate and up alternate in the parameter of both
+    swapped: bool = False  # PEFT takes the parameters' inputs for outputs
+
+    @property
+    def first(self) -> tuple[str, ...]:
+        """The projections before the activation, in the order of their outputs in one parameter."""
+        return tuple(leaf for leaf in self.shapes if leaf != "down_proj")
+
+    @property
+    def parameters(self) -> dict[str, tuple[str, ...]]:
+        """The projections in each parameter of all experts, in the order in which transformers defines these."""
+        return {"gate_up_proj" if len(self.first) == 2 else self.first[0]: self.first, "down_proj": ("down_proj",)}
 
     def expert(self, module: str, number: int, leaf: str) -> str:
         return f"{module}.{number}.{leaf}"
 
     def has(self, module: str) -> bool:
-        """Returns whether the module is a mixture, a mixture that PEFT has wrapped, or a projection of one expert."""
+        """Returns whether the module is a mixture, a mixture that PEFT has wrapped, or a projection of one expert or of
+        all."""
         head, found, tail = module.partition(".experts")
         if not found or head + found not in self.modules:
             return False
-        if tail in ("", ".base_layer"):
+        if tail in ("", ".base_layer") or BATCHED_NAMES.get(tail[1:], tail[1:]) in self.shapes:
             return True
         match = _OF_EXPERT.fullmatch(tail)
         return match is not None and int(match[1]) < self.count and match[2] in self.shapes
 
 
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 _OF_EXPERT = re.compile(r"\.(0|[1-9][0-9]{0,5})\.([a-z_]+)")
 
 
@@ -54,62 +73,86 @@ class BaseLayout:
     hidden_size: int
     attention_heads: tuple[int, int]  # (query heads, KV heads)
     tied: bool = False  # the head is the embedding
-    biased: frozenset[str] = frozenset()  # linears with a bias
+    biased: frozenset[str] = frozenset()  # linears with a bias, of which the head may be one
+    absorbed: frozenset[str] = frozenset()  # linears that are never applied as such, see Projection.is_absorbed
     norms: Mapping[str, int] = field(default_factory=dict)  # size of each norm
     norm_offset: float = 0.0  # added to a norm's stored weight
     experts: ExpertsLayout | None = None
     is_text_part: bool = False  # the checkpoint has a part for pictures too
+    absent: frozenset[str] = frozenset()  # modules whose tensors have no effect, see ModelConfig.absent_modules
+    norms_values: bool = False  # attention norms the values of some layer
+    names: ModuleNames = COMMON_NAMES  # those that adapters use
+    tables: frozenset[str] = frozenset(TABLES)  # those of TABLES that adapters may change
+    unserved: frozenset[str] = frozenset()  # other modules that have parameters, which adapters may not change
+    has_root: bool = True  # the checkpoint's names begin with "model."
+    can_scale_norms: bool = True  # the inputs of Llama's modules come from norms with Llama's names, without biases
+    rope: RopeConfig | None = None  # that an adapter's own rope scaling replaces; None: adapters cannot have one
+    rope_positions: int = 0  # number of tokens that the rope would be for without scaling
+    is_generic: bool = False  # nothing is known of how the modules are connected
 
     @classmethod
     def of(cls, config: ModelConfig) -> BaseLayout:
-        linears = config.linear_shapes()
-        biases = {
-            **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), config.qkv_bias),
-            "o_proj": config.o_bias,
-            **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "down_proj"), config.mlp_bias),
-        }
-        places = ["input", "post_attention", *(("pre_feedforward", "post_feedforward") if config.branch_norms else ())]
-        norms = {"norm": config.hidden_size}
-        for i in range(config.num_layers):
-            norms |= {f"layers.{i}.{place}_layernorm": config.hidden_size for place in places}
-            if config.qk_norm:
-                norms |= {f"layers.{i}.self_attn.{side}_norm": config.head_dim for side in "qk"}
+        projections, first = config.projections(), config.attentions[0]
         return cls(
-            linears=linears,
+            linears={module: projection.shape for module, projection in projections.items()},
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
-            attention_heads=(config.num_heads, config.num_kv_heads),
+            attention_heads=(first.num_heads, first.num_kv_heads),
             tied=config.tie_word_embeddings,
-            biased=frozenset(module for module in linears if biases.get(module.rpartition(".")[2])),
-            norms=norms,
-            norm_offset=1.0 if config.norm_adds_one else 0.0,
+            biased=frozenset(
+                [
+                    *(module for module, projection in projections.items() if projection.has_bias),
+                    *([HEAD] if config.head_bias else []),
+                ]
+            ),
+            absorbed=frozenset(module for module, projection in projections.items() if projection.is_absorbed),
+            norms=config.norm_sizes(),
+            norm_offset=1.0 if config.norm.adds_one else 0.0,
             experts=_experts(config),
             is_text_part=config.is_text_part,
+            rope=config.adapters_rope,
+            rope_positions=config.rope_positions,
+            absent=config.absent_modules,
+            unserved=frozenset() if config.per_layer is None else frozenset([TABLE]),
+            norms_values=any(isinstance(a, AttentionConfig) and a.value_norm for a in config.attentions),
+            names=config.names,
+            can_scale_norms=not config.norm.has_bias
+            and all(layer.norms in (NORMS_BEFORE, NORMS_AROUND) for layer in config.layers),
         )
 
     def targetable(self, module: str) -> bool:
         """Returns whether the base has this module and an adapter's tensors can be for it."""
-        if module in self.linears or module in self.norms or module in TABLES:
+        if module in self.linears or module in self.norms or module in self.tables:
             return True
         return self.experts is not None and self.experts.has(module)
 
     def is_router(self, module: str) -> bool:
-        return self.experts is not None and f"{module.removesuffix('.gate')}.experts" in self.experts.modules
+        return self.experts is not None and module in self.experts.routers
 
     def engine_name(self, module: str) -> str:
         """Returns the name used here for a module that the file names, without prefixes."""
-        return engine_name(module) if self.experts is not None and self.experts.is_mixtral else module
+        return self.names.engine_name(module)
 
     def peft_names(self, module: str) -> tuple[str, ...]:
-        """Returns the module's names in PEFT's patterns: the newest transformers' name, then any older ones."""
-        if self.experts is not None and self.experts.is_mixtral and ".mlp." in module:
-            return peft_name(module), peft_name(mixtral_name(module))
-        if self.is_text_part:
-            return (peft_name(module), *(f"{prefix}{module}" for prefix in PREFIXES))
-        return (peft_name(module),)
+        """Returns the module's names in PEFT's patterns: those of the newest transformers, then any older ones."""
+        own_names = self.names.own_names(module)
+        return tuple(name for own_name in own_names for name in self._with_prefixes(own_name))
+
+    def newest_names(self, module: str) -> tuple[str, ...]:
+        """Returns the names that the newest transformers gives the module."""
+        return self._with_prefixes(self.names.own_names(module)[0])
+
+    def older_names(self, module: str) -> tuple[str, ...]:
+        """Returns the names that older transformers gave the module."""
+        return self._with_prefixes(self.names.own_names(module)[-1])
+
+    def _with_prefixes(self, module: str) -> tuple[str, ...]:
+        prefixes = PREFIXES if self.is_text_part else ()
+        older = () if self.names.root == COMMON_NAMES.root or module == HEAD else (self.names.root + module,)
+        return *older, peft_name(module) if self.has_root else module, *(f"{prefix}{module}" for prefix in prefixes)
 
     def describe(self) -> str:
-        layers = {m.split(".")[1] for m in self.linears if m.startswith("layers.")}
+        layers = {found[1] for found in map(_LAYER.search, self.linears) if found is not None}
         leaves = sorted({m.rpartition(".")[2] for m in self.linears})
         return f"{len(layers)} layers of {', '.join(leaves)}"
 
@@ -118,10 +161,14 @@ def _experts(config: ModelConfig) -> ExpertsLayout | None:
     if config.experts is None:
         return None
     return ExpertsLayout(
-        modules=frozenset(f"layers.{i}.mlp.experts" for i in config.experts.layers),
+        modules=frozenset(f"layers.{i}.{config.experts.prefix}experts" for i in config.experts.layers),
         count=config.experts.count,
         shapes=config.expert_shapes(),
-        is_mixtral=config.architecture == "MixtralForCausalLM",
+        routers=frozenset(
+            f"layers.{i}.{config.experts.prefix}{config.experts.router_name}" for i in config.experts.layers
+        ),
+        interleaved=config.experts.interleaved,
+        swapped=config.experts.adapters_swapped,
     )
 
 

@@ -1,18 +1,22 @@
-"""Checks LoRA on the experts of a mixture by shape, and builds its form. The file has one of two layouts:
+"""Checks LoRA on the experts of a mixture by shape, and builds its form. The file has one of three layouts:
 
 - Up to transformers 4, each expert is three Linear layers, such as "mlp.experts.3.gate_proj", which target_modules
   names.
-- From transformers 5 on, all experts of a layer are two parameters, gate_up_proj and down_proj, which
-  target_parameters names. PEFT wraps their module once for each, in that order. The depth of a tensor's name
-  therefore tells which parameter it is for: "experts.base_layer.lora_A" or "experts.lora_A". A is [E * r, in] by
-  expert, and B is [out, r * E] by rank.
+- From transformers 5 on, all experts of a layer are two parameters, gate_up_proj (up_proj if there is no gate) and
+  down_proj, which target_parameters names. PEFT wraps their module once for each, in that order. The depth of a
+  tensor's name therefore tells which parameter it is for: "experts.base_layer.lora_A" or "experts.lora_A". A is
+  [E * r, in] by expert, and B is [out, r * E] by rank. Where PEFT took in for out (ExpertsConfig.adapters_swapped),
+  A is [E * r, out] and B is [in, r * E], and the change of an expert is the transposed product.
+- Megatron-Bridge, Tinker and SGLang have three modules, each for one projection of all experts, such as
+  "mlp.experts.w1" or "mlp.experts.gate_proj". A is [E, r, in] and B is [E, out, r]. A first dimension of 1 means that
+  all experts share the matrix ("shared outer": A of gate and up, and B of down).
 """
 
 # E experts · R rank · D in features · O out features · G groups of outputs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +25,7 @@ from lorafleet.protocol.adapter_formats.safetensors_header import TensorInfo
 from lorafleet.protocol.errors import AdapterMalformed, AdapterUnsupported
 from lorafleet.protocol.strict_json import shown
 from lorafleet.protocol.yield_gil import yielding_gil
-from lorafleet.workers.adapters.base_layout import ExpertsLayout, peft_name
+from lorafleet.workers.adapters.base_layout import BATCHED_NAMES, BaseLayout, ExpertsLayout
 from lorafleet.workers.adapters.forms import ExpertsForm, StackedLowRank
 from lorafleet.workers.adapters.kinds import mutated_base
 from lorafleet.workers.adapters.kinds.kind import Base, Target
@@ -29,8 +33,6 @@ from lorafleet.workers.adapters.kinds.lora import KASA, A, B
 from lorafleet.workers.adapters.kinds.pairs import check_pair
 from lorafleet.workers.adapters.peft_helper import PEFTHelper
 from lorafleet.workers.adapters.peft_names import NamedTensors
-
-STACKED = ("gate_up_proj", "down_proj")
 
 _VARIANTS = {
     "use_dora": "DoRA",
@@ -44,6 +46,7 @@ _VARIANTS = {
 class ExpertTargets:
     """The targeted experts of one layer."""
 
+    layout: ExpertsLayout
     stacked: dict[str, Target] = field(default_factory=dict)  # by parameter, each for all experts
     single: dict[str, list[Target]] = field(default_factory=dict)  # by projection, one for each expert
 
@@ -54,8 +57,8 @@ class ExpertTargets:
 
     def form(self) -> ExpertsForm:
         if self.single:
-            return ExpertsForm(_joined(self.single, ("gate_proj", "up_proj")), _joined(self.single, ("down_proj",)))
-        return ExpertsForm(*(_unstacked(self.stacked.get(leaf)) for leaf in STACKED))
+            return ExpertsForm(*(_joined(self.single, leaves) for leaves in self.layout.parameters.values()))
+        return ExpertsForm(*(_unstacked(self.stacked.get(name), self.layout) for name in self.layout.parameters))
 
 
 def take_experts(
@@ -77,11 +80,13 @@ def take_experts(
 
     found: dict[str, ExpertTargets] = {}
     for module in sorted(layout.modules):
-        targets = ExpertTargets()
-        for leaf, wrapped in _stacked_modules(helper, module).items():
+        targets = ExpertTargets(layout)
+        for name, (wrapped, known_as) in _stacked_modules(helper, module, base.layout).items():
             _check_present([wrapped], own)
-            targets.stacked[leaf] = target(wrapped, _stacked_shape(leaf, layout), peft_name(f"{module}.{leaf}"))
-        for leaf, names in _single_modules(helper, module, base, own).items():
+            targets.stacked[name] = target(wrapped, _stacked_shape(name, layout), known_as)
+        for leaf, (name, known_as) in _batched_modules(helper, module, base, own).items():
+            targets.single[leaf] = [target(name, layout.shapes[leaf], known_as)]
+        for leaf, names in _single_modules(helper, module, base, own, targets.single.keys()).items():
             _check_present(list(names), own)
             targets.single[leaf] = [target(name, layout.shapes[leaf], known_as) for name, known_as in names.items()]
         if targets.stacked and targets.single:
@@ -109,42 +114,92 @@ def check_experts(experts: ExpertTargets) -> dict[str, int]:
     for targets in experts.single.values():
         for target in yielding_gil(targets):
             target.expect_leaves(A, B)
-            check_pair(target, A, B, target.rank)
+            if _is_batched(target):
+                _check_batched(target)
+            else:
+                check_pair(target, A, B, target.rank)
     return {target.peft_name.removeprefix("model."): target.rank for target in experts.targets()}
 
 
-def _stacked_modules(helper: PEFTHelper, module: str) -> dict[str, str]:
-    """Returns the targeted parameters, each with the module that PEFT names its tensors after.
+def _stacked_modules(helper: PEFTHelper, module: str, layout: BaseLayout) -> dict[str, tuple[str, str]]:
+    """Returns the targeted parameters, each with the module that PEFT names its tensors after, and its name in PEFT's
+    patterns.
 
     The parameter that is wrapped first lies deepest.
     """
-    targeted = [leaf for leaf in STACKED if helper.targets_parameter(peft_name(f"{module}.{leaf}"))]
+    assert layout.experts is not None
+    targeted: dict[str, str] = {}
+    for parameter in layout.experts.parameters:
+        names = list(filter(helper.targets_parameter, layout.newest_names(f"{module}.{parameter}")))
+        if names:
+            targeted[parameter] = names[-1]
     depth = len(targeted)
-    return {leaf: module + ".base_layer" * (depth - 1 - i) for i, leaf in enumerate(targeted)}
+    return {
+        parameter: (module + ".base_layer" * (depth - 1 - i), name)
+        for i, (parameter, name) in enumerate(targeted.items())
+    }
 
 
-def _stacked_shape(leaf: str, layout: ExpertsLayout) -> tuple[int, int]:
-    inputs, outputs = layout.shapes["gate_proj" if leaf == "gate_up_proj" else leaf]
-    return inputs, 2 * outputs if leaf == "gate_up_proj" else outputs
+def _stacked_shape(name: str, layout: ExpertsLayout) -> tuple[int, int]:
+    """Returns (in, out) of the parameter, as PEFT took them."""
+    leaves = layout.parameters[name]
+    inputs, outputs = layout.shapes[leaves[0]]
+    outputs *= len(leaves)
+    return (outputs, inputs) if layout.swapped else (inputs, outputs)
 
 
-def _single_modules(helper: PEFTHelper, module: str, base: Base, named: NamedTensors) -> dict[str, dict[str, str]]:
-    """Returns the targeted projections, each with its experts' modules and their names in PEFT's patterns.
+def _batched_modules(helper: PEFTHelper, module: str, base: Base, named: NamedTensors) -> dict[str, tuple[str, str]]:
+    """Returns the projections that are one module for all experts, each with that module and its name in PEFT's
+    patterns. Modules that the config does not target are left out, and are strays then."""
+    layout = base.layout.experts
+    assert layout is not None
+    found: dict[str, tuple[str, str]] = {}
+    for name in (*layout.shapes, *BATCHED_NAMES):
+        leaf, batched = BATCHED_NAMES.get(name, name), f"{module}.{name}"
+        names = base.layout.newest_names(batched) + base.layout.newest_names(f"{module}.{leaf}")
+        targeted = list(filter(helper.targets, names))
+        if batched in named.by_module and targeted:
+            if leaf in found:
+                raise AdapterMalformed(f"{found[leaf][0]} and {batched} are the same projection. Remove one of them.")
+            found[leaf] = batched, targeted[0]
+    return found
 
-    "all-linear" or "gate_proj" did not mean these modules if the file has none of them and the base's newest
-    transformers class does not have them either.
+
+def _is_batched(target: Target) -> bool:
+    """Returns whether the module is for all experts, whose numbers are not in its name."""
+    return not target.module.split(".")[-2].isdigit()
+
+
+def _check_batched(target: Target) -> None:
+    assert target.base.layout.experts is not None
+    count, (inputs, outputs) = target.base.layout.experts.count, target.shape
+    for leaf, rows, columns in ((A, target.rank, inputs), (B, outputs, target.rank)):
+        is_shared = target.shape_of(leaf)[:1] == (1,)
+        target.expect(leaf, 1 if is_shared else count, rows, columns)
+
+
+def _single_modules(
+    helper: PEFTHelper, module: str, base: Base, named: NamedTensors, batched: Collection[str]
+) -> dict[str, dict[str, str]]:
+    """Returns the targeted projections except those that are batched, each with its experts' modules and their names in
+    PEFT's patterns.
+
+    "all-linear" or a name that dense MLPs have too, such as "gate_proj", or LFM2's "w1", did not mean these modules if
+    the file has none of them and the base's newest transformers class does not have them either.
     """
     layout = base.layout.experts
     assert layout is not None
     found: dict[str, dict[str, str]] = {}
-    for leaf in layout.shapes:
-        names = {}
+    dense = {name.rpartition(".")[2] for name in base.layout.linears}
+    for leaf in (leaf for leaf in layout.shapes if leaf not in batched):
+        names: dict[str, str] = {}
         for number in range(layout.count):
             name = layout.expert(module, number, leaf)
-            known_as = base.layout.peft_names(name)[-1]
-            if helper.targets(known_as):
-                names[name] = known_as
-        by_type = helper.all_linear or not layout.is_mixtral
+            targeted = list(filter(helper.targets, base.layout.older_names(name)))
+            if targeted:
+                names[name] = targeted[-1]
+        is_shared = all(known_as.rpartition(".")[2] in {leaf, *dense} for known_as in names.values())
+        by_type = helper.all_linear or is_shared
         if names and not (by_type and not any(name in named.by_module for name in names)):
             found[leaf] = names
     return found
@@ -182,17 +237,18 @@ def _check_stacked(target: Target) -> None:
     target.expect(B, outputs, rank * count)
 
 
-def _unstacked(target: Target | None) -> StackedLowRank | None:
+def _unstacked(target: Target | None, layout: ExpertsLayout) -> StackedLowRank | None:
     if target is None:
         return None
-    assert target.base.layout.experts is not None
-    count, rank, (inputs, outputs) = target.base.layout.experts.count, target.rank, target.shape
+    count, rank, (inputs, outputs) = layout.count, target.rank, target.shape
     scaling = target.helper.scaling_of(target.peft_name, rank)
-    return StackedLowRank(
-        target.value(A).view(count, 1, rank, inputs),
-        target.value(B).view(outputs, rank, count).permute(2, 0, 1),
-        torch.full((count, 1), scaling),
-    )
+    a_ERD = target.value(A).view(count, rank, inputs)
+    b_EOR = target.value(B).view(outputs, rank, count).permute(2, 0, 1)
+    if layout.swapped:
+        a_ERD, b_EOR = b_EOR.transpose(1, 2), a_ERD.transpose(1, 2)
+    if layout.interleaved and not target.peft_name.endswith(".down_proj"):
+        b_EOR = torch.cat([b_EOR[:, half :: len(layout.first)] for half in range(len(layout.first))], dim=1)
+    return StackedLowRank(a_ERD.unsqueeze(1), b_EOR, torch.full((count, 1), scaling))
 
 
 def _joined(single: Mapping[str, list[Target]], leaves: tuple[str, ...]) -> StackedLowRank | None:
@@ -213,7 +269,7 @@ def _joined(single: Mapping[str, list[Target]], leaves: tuple[str, ...]) -> Stac
     b_EGOR = torch.zeros(layout.count, len(leaves), outputs, rank, dtype=dtype)
     scaling_EG = torch.zeros(layout.count, len(leaves))
     for g, target in yielding_gil(groups):
-        expert = int(target.module.split(".")[-2])
+        expert = slice(None) if _is_batched(target) else int(target.module.split(".")[-2])
         a_EGRD[expert, g, : target.rank] = target.value(A)
         b_EGOR[expert, g, :, : target.rank] = target.value(B)
         scaling_EG[expert, g] = target.helper.scaling_of(target.peft_name, target.rank)

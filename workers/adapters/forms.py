@@ -5,7 +5,7 @@ values are whole (not one tensor-parallel rank's part), on the CPU, and as exact
 dtype in which they were stored, or float32 if they were computed. lora_model.py casts them and takes a rank's part.
 """
 
-# R LoRA rank · D in features · O out features · V vocabulary · N rows · E experts · G groups of outputs
+# R LoRA rank · D in features · O out features · V vocabulary · N rows · E experts · G groups of outputs · L labels
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from lorafleet.protocol.messages import HeadTask
+from lorafleet.workers.bases.rope_config import RopeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ class StackedLowRank:
 class ExpertsForm:
     """The changes of one mixture of experts."""
 
-    gate_up: StackedLowRank | None = None  # outputs: gate_proj's, then up_proj's; they share A if G = 1
+    gate_up: StackedLowRank | None = None  # outputs: gate_proj's (if there is one), then up_proj's; one A if G = 1
     down: StackedLowRank | None = None
 
     @property
@@ -100,6 +103,30 @@ class VocabForm:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnRope:
+    """The angles and the context of an adapter's tokens, as far as they are not the base's."""
+
+    rope: RopeConfig | None = None  # replaces BaseLayout.rope
+    context_length: int | None = None  # most tokens of a prompt and its answer together
+
+
+BASE_ROPE = OwnRope()
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifierForm:
+    """An adapter's own classification head, which is applied to the hidden states after the last norm."""
+
+    task: HeadTask
+    weight_LD: Tensor  # float32 [labels, hidden size]
+    bias_L: Tensor | None  # float32
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight_LD.nbytes + (0 if self.bias_L is None else self.bias_L.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterForms:
     """All changes that one adapter makes. Modules are named as in the base, without "model.".
 
@@ -112,5 +139,12 @@ class AdapterForms:
     # Weights [D] that replace those of "layers.0.input_layernorm", "layers.0.self_attn.q_norm" or "norm".
     norms: Mapping[str, Tensor] = field(default_factory=dict)
     experts: Mapping[str, ExpertsForm] = field(default_factory=dict)  # such as "layers.0.mlp.experts"
+    own_rope: OwnRope = BASE_ROPE
     # An activated LoRA (aLoRA) acts from the last occurrence of these tokens in the prompt on.
     invocation_tokens: tuple[int, ...] = ()
+    classifier: ClassifierForm | None = None
+
+    @property
+    def changes_nothing(self) -> bool:
+        tables = self.embedding, self.head, self.classifier
+        return not (self.linears or self.norms or self.experts) and all(table is None for table in tables)

@@ -13,7 +13,7 @@ import torch
 
 from lorafleet.protocol.errors import AdapterUnsupported, RankTooLarge
 from lorafleet.protocol.lora_request import LoRAPart
-from lorafleet.workers.adapters.forms import AdapterForms, LinearForm, LowRank
+from lorafleet.workers.adapters.forms import BASE_ROPE, AdapterForms, LinearForm, LowRank
 
 
 def mix(parts: Sequence[tuple[LoRAPart, AdapterForms]], max_rank: int) -> AdapterForms:
@@ -34,6 +34,8 @@ def _check_plain(name: str, forms: AdapterForms) -> None:
         "changes the head": forms.head is not None,
         "changes the experts of a mixture": bool(forms.experts),
         "replaces norms": bool(forms.norms),
+        "has a classification head": forms.classifier is not None,
+        "has a rope scaling or a context length of its own": forms.own_rope != BASE_ROPE,
         "takes effect only from its invocation tokens on (aLoRA)": bool(forms.invocation_tokens),
         "scales or replaces outputs (DoRA, IA3, biases)": any(
             form.out_scale_O is not None or form.bias_O is not None for form in forms.linears.values()

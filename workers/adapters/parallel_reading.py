@@ -88,6 +88,11 @@ class ParallelReader:
         largest = [found for read in reads if (found := read.result()) is not None]
         return ReadValues(max_magnitude(torch.stack(largest)) if largest else None, digest)
 
+    def largest(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the largest magnitude of values that are in memory, as max_magnitude() does. `values` is uint8."""
+        calls = [self._pool.submit(max_magnitude, piece.view(dtype)) for piece in values.split(self._piece_bytes)]
+        return max_magnitude(torch.stack([call.result() for call in calls]))
+
     def for_each(self, function: Callable[[T], object], items: Iterable[T]) -> None:
         """Calls the function for each item, in the threads. Raises the first error once all calls have ended."""
         calls = [self._pool.submit(function, item) for item in items]

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lorafleet.protocol.adapter_formats.adapter_classifier import HEAD_TASKS
+from lorafleet.protocol.adapter_formats.adapter_rope import ROPE_KEYS
 from lorafleet.protocol.errors import AdapterMalformed, AdapterUnsupported
 from lorafleet.protocol.strict_json import shown
 
@@ -29,7 +31,10 @@ class Fields:
         assert not self.used & self.harmless and not (self.used | self.harmless) & self.features.keys()
 
 
-_ANY_USED = frozenset({"base_model_name_or_path", "modules_to_save", "peft_type", "target_modules", "task_type"})
+# The rope keys are not PEFT's, see adapter_rope.py.
+_ANY_USED = frozenset(
+    {"base_model_name_or_path", "modules_to_save", "peft_type", "target_modules", "task_type", *ROPE_KEYS}
+)
 _ANY_HARMLESS = frozenset({"auto_mapping", "inference_mode", "peft_version", "revision"})
 _LAYERS = frozenset({"layers_pattern", "layers_to_transform"})
 
@@ -49,7 +54,6 @@ _LORA_HARMLESS = (
 )
 _LORA_FEATURES = {
     "arrow_config": "Arrow routing between adapters",
-    "context_length": "a RoPE scaling of the adapter's own (long_lora_scaling_factors), which the base does not have,",
     "enable_lora": "PEFT's MergedLinear layer of 2023",
     "layer_replication": "layer replication",
     "monteclora_config": "MonteCLoRA, which samples its weights,",
@@ -168,8 +172,7 @@ REFUSED_METHODS: Mapping[str, str] = {
     "XLORA": "it routes between several adapters by what they compute",
 }
 
-_TASK_TYPES = frozenset({"CAUSAL_LM", "FEATURE_EXTRACTION", "SEQ_2_SEQ_LM"})
-_TASKS_WITH_A_HEAD = frozenset({"SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS"})
+_TASK_TYPES = frozenset({"CAUSAL_LM", "FEATURE_EXTRACTION", "SEQ_2_SEQ_LM", *HEAD_TASKS})
 
 
 def check_fields(config: Mapping[str, object]) -> str:
@@ -217,6 +220,8 @@ def _method(config: Mapping[str, object]) -> str:
 def _check_task_type(task_type: object) -> None:
     if task_type is None or (isinstance(task_type, str) and task_type in _TASK_TYPES):
         return
-    if isinstance(task_type, str) and task_type in _TASKS_WITH_A_HEAD:
-        raise AdapterUnsupported(f"adapters with a head of their own (task_type={shown(task_type)}) are not supported.")
+    if task_type == "QUESTION_ANS":
+        raise AdapterUnsupported(
+            "adapters with a head for question answering (task_type='QUESTION_ANS') are not supported."
+        )
     raise AdapterMalformed(f"task_type is {shown(task_type)}; PEFT has no such task type.")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from lorafleet.protocol.errors import AdapterMalformed, AdapterMismatch, AdapterUnsupported
 from lorafleet.protocol.strict_json import shown
 from lorafleet.protocol.yield_gil import yielding_gil
-from lorafleet.workers.adapters.base_layout import BaseLayout
+from lorafleet.workers.adapters.base_layout import TABLES, BaseLayout
 from lorafleet.workers.bases.text_part import is_of_pictures
 
 MAX_NAME_CHARS = 1024  # PEFT's are about 80
@@ -38,7 +38,7 @@ _OF_ANY_KIND = (
 _ALIASES = {"lora_magnitude_vector.weight": "lora_magnitude_vector"}
 
 # A single "base_model.model." is normal. "language_model." is a multimodal checkpoint's name for the same decoder.
-_PREFIX = re.compile(r"(?:base_model\.model\.|model\.|language_model\.)*+")
+_PREFIX = re.compile(r"(?:base_model\.model\.|model\.|language_model\.|backbone\.)*+")
 
 # The features that unknown leaves point to, tried in this order.
 _FEATURES = (
@@ -77,6 +77,7 @@ def name_tensors(
     aliases = [alias for alias, leaf in _ALIASES.items() if leaf in leaves]
     pattern = _leaf_pattern((*leaves, *aliases, *_OF_ANY_KIND))
     named = NamedTensors()
+    absent: dict[str, None] = {}
     for name in yielding_gil(names):
         if len(name) > MAX_NAME_CHARS:
             raise AdapterMalformed(
@@ -92,13 +93,17 @@ def name_tensors(
                 f"the tensor {shown(name)} is not one that PEFT writes for {label}."
             )
         module = layout.engine_name(engine_name(match["module"]))
+        if module in layout.absent:
+            absent.setdefault(module)
+            continue  # transformers has no such module either, so the tensor has no effect
         if not layout.targetable(module):
             raise _unknown_module(name, module, layout, base)
         leaf = match["leaf"].replace(".default", "")
         leaf = _ALIASES.get(leaf, leaf)
         _put(named.by_module.setdefault(module, {}), leaf, name, module)
     if not named.by_module:
-        raise AdapterMalformed("the weights file has no tensors, so the adapter would do nothing.")
+        ignored = f" but those of {shown(next(iter(absent)))}, which has no effect in {base}" if absent else ""
+        raise AdapterMalformed(f"the weights file has no tensors{ignored}, so the adapter would do nothing.")
     return named
 
 
@@ -142,8 +147,18 @@ def _unknown_module(name: str, module: str, layout: BaseLayout, base: str) -> Ad
         return inside
     if layout.is_text_part and is_of_pictures(module):
         return AdapterUnsupported(
-            f"the tensor {shown(name)} belongs to the vision part of the model; only text is supported. Train the "
-            "adapter on the language model alone."
+            f"the tensor {shown(name)} belongs to the vision or audio part of the model; only text is supported. Train "
+            "the adapter on the language model alone."
+        )
+    if module in layout.unserved and not layout.is_generic:
+        return AdapterUnsupported(
+            f"the tensor {shown(name)} changes {module}, which is not supported. Train the adapter without it."
+        )
+    if module in layout.unserved or module in TABLES:
+        return AdapterUnsupported(
+            f"the tensor {shown(name)} is for {shown(module)} of {base}, which runs as transformers' own module "
+            "(model_impl=transformers); adapters can change only its linears, and embedding and head where they have "
+            "the usual names and no bias. Train LoRA on the linears instead."
         )
     return AdapterMismatch(
         f"the tensor {shown(name)} is for the module {shown(module)}, which {base} does not have; it has "

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.quant.fp8 import FP8
+from lorafleet.protocol.adapter_formats.adapter_classifier import read_classifier
 from lorafleet.protocol.adapter_formats.adapter_files import (
     AdapterFolder,
     check_same_config,
@@ -28,6 +29,8 @@ from lorafleet.protocol.adapter_formats.adapter_files import (
     read_config,
     read_language,
 )
+from lorafleet.protocol.adapter_formats.adapter_rope import DEFAULTS_NAME, read_adapter_rope
+from lorafleet.protocol.adapter_formats.sealed_memory import SealedContent
 from lorafleet.protocol.errors import AdapterError, AdapterMalformed, RankTooLarge
 from lorafleet.protocol.strict_json import shown
 from lorafleet.protocol.yield_gil import yielding_gil
@@ -36,9 +39,10 @@ from lorafleet.workers.adapters.casting import max_magnitude
 from lorafleet.workers.adapters.content_digest import ContentDigest
 from lorafleet.workers.adapters.forms import AdapterForms, LinearForm, VocabForm
 from lorafleet.workers.adapters.kinds.kind import Base
+from lorafleet.workers.adapters.own_rope import own_rope
 from lorafleet.workers.adapters.parallel_reading import ParallelReader
 from lorafleet.workers.adapters.peft_helper import PEFTHelper
-from lorafleet.workers.adapters.weight_files import LoadedTensors, read_weights
+from lorafleet.workers.adapters.weight_files import LoadedTensors, MemoryFile, WeightsFile, read_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ class ReadAdapter:
 
 
 def read_adapter(
-    path: str | os.PathLike[str],
+    source: str | os.PathLike[str] | SealedContent,
     *,
     base: Base,
     max_rank: int,
@@ -66,12 +70,13 @@ def read_adapter(
     expected_digest: str = "",
     reader: ParallelReader | None = None,
 ) -> ReadAdapter:
-    """Reads and checks the adapter in the folder `path`. Raises an AdapterError, and never returns half an adapter.
+    """Reads and checks the adapter in a folder or in memory. Raises an AdapterError, and never returns half an adapter.
 
     Without a reader, the digest is confirmed when this returns. With one, the adapter must not be used before its
     `digest` has been taken, which confirms it.
 
     Args:
+        source: the folder, or memory whose digest is `expected_digest`.
         base: the base that serves the adapter.
         max_rank: the largest rank that is served.
         dtype: the serving dtype, which must hold the adapter's values.
@@ -79,28 +84,41 @@ def read_adapter(
         expected_digest: if given, files with another digest raise AdapterChanged.
         reader: threads that read the values and compute their digest.
     """
-    with _about(name):
-        folder = AdapterFolder.at(path)
-        config_bytes = read_config(folder)
-        helper = PEFTHelper.from_bytes(config_bytes)
-        with open_weights(folder) as file:
-            language = read_language(folder)
-            digest = new_digest(config_bytes, file, language)
-            weights = read_weights(file, digest, reader, expected_digest)
-            parts = AdapterParts.of(helper, weights.infos, base, max_rank)
-            _check_rank_limit(parts, name, max_rank)
-            reading = time.perf_counter()
-            loaded = weights.load()
-            read_s = time.perf_counter() - reading
-        check_same_config(folder, config_bytes)
+    with _about(name), _opened(source, expected_digest, reader) as (helper, language, weights):
+        parts = AdapterParts.of(helper, weights.infos, base, max_rank)
+        _check_rank_limit(parts, name, max_rank)
+        stated = read_adapter_rope(helper.fields, language.get(DEFAULTS_NAME))
+        read_classifier(helper.fields, language.get(DEFAULTS_NAME), weights.infos)  # rejects wrong labels
+        rope = own_rope(stated, base, bool(parts.invocation_tokens))
+        reading = time.perf_counter()
+        loaded = weights.load()
+        read_s = time.perf_counter() - reading
     content = ContentDigest(loaded.digest, expected_digest, name)
     if reader is None:
         content.confirm()
     with content.confirmed_first(), _about(name):
         _check_values(loaded, dtype)
-        forms = parts.forms(loaded.by_name)
+        forms = parts.forms(loaded.by_name, rope)
         _check_forms(forms, loaded, dtype)
     return ReadAdapter(forms, content, read_s, language_digest(language))
+
+
+@contextmanager
+def _opened(
+    source: str | os.PathLike[str] | SealedContent, expected_digest: str, reader: ParallelReader | None
+) -> Iterator[tuple[PEFTHelper, dict[str, bytes], WeightsFile]]:
+    """Yields the config, the language files and the weights, which must be loaded within the block."""
+    if isinstance(source, SealedContent):
+        yield PEFTHelper.from_bytes(source.config), {}, MemoryFile(source.weights, expected_digest, reader)
+        return
+    folder = AdapterFolder.at(source)
+    config = read_config(folder)
+    helper = PEFTHelper.from_bytes(config)
+    with open_weights(folder) as file:
+        language = read_language(folder)
+        digest = new_digest(config, file.name, file.size, language)
+        yield helper, language, read_weights(file, digest, reader, expected_digest)
+    check_same_config(folder, config)
 
 
 def _range_of(dtype: torch.dtype) -> torch.dtype:
@@ -150,7 +168,13 @@ def _check_values(loaded: LoadedTensors, dtype: torch.dtype) -> None:
 
 
 def _check_forms(forms: AdapterForms, loaded: LoadedTensors, dtype: torch.dtype) -> None:
-    """Checks that computed values fit the serving dtype too. Values left as they were read are checked already."""
+    """Checks that the forms change something, and that computed values fit the serving dtype too. Values left as they
+    were read are checked already."""
+    if forms.changes_nothing:
+        raise AdapterMalformed(
+            "its tensors change nothing: ranks are all pruned to 0, or tables are copies of the base's. Requests to it "
+            "would get the base's answers; send them to the base."
+        )
     read = {id(tensor) for tensor in loaded.by_name.values()}
     limit = torch.finfo(_range_of(dtype)).max
     for module, experts in forms.experts.items():

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from lorafleet.protocol.adapter_formats.adapter_files import SAFETENSORS_NAME, OpenFile
-from lorafleet.protocol.adapter_formats.safetensors_header import TensorInfo, parse_header, read_header
+from lorafleet.protocol.adapter_formats.safetensors_header import (
+    MAX_HEADER_BYTES,
+    TensorInfo,
+    parse_header,
+    read_header,
+)
+from lorafleet.protocol.adapter_formats.tensor_push import part_length
 from lorafleet.protocol.adapter_formats.torch_archive import TorchArchive
 from lorafleet.protocol.adapter_formats.torch_index import StoredTensor
 from lorafleet.protocol.yield_gil import yielding_gil
@@ -28,6 +34,7 @@ from lorafleet.workers.adapters.parallel_reading import ParallelReader, ReadValu
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX_DTYPES = {"U8": torch.uint8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
 _DTYPES = FLOAT_DTYPES | INDEX_DTYPES
+_ALIGNMENT = max(dtype.itemsize for dtype in _DTYPES.values())
 _STORED_DTYPES = _DTYPES | {"bool": torch.bool, "int8": torch.int8}  # of torch_index.py
 
 
@@ -81,29 +88,60 @@ class SafetensorsFile:
         if self._reader is None or not self._reader.takes(self._data_bytes):
             read = self._read(data)
         else:
-            read = self._reader.read(self._file, data, self._dtype(), self._digest, self._expected_digest)
+            read = self._reader.read(self._file, data, shared_dtype(self.infos), self._digest, self._expected_digest)
         self._file.check_unchanged()
-        by_name = {name: _view(data, info) for name, info in yielding_gil(self.infos.items()) if info.dtype in _DTYPES}
-        return LoadedTensors(by_name, read.largest, read.digest)
+        return LoadedTensors(_views(data, self.infos), read.largest, read.digest)
 
     def _read(self, data: Tensor) -> ReadValues:
         self._file.read_into(data.numpy().data, self._digest)
-        dtype = self._dtype()
+        dtype = shared_dtype(self.infos)
         largest = None if dtype is None or not len(data) else max_magnitude(data.view(dtype))
         return ReadValues(largest, done(self._digest.hexdigest()))
 
-    def _dtype(self) -> torch.dtype | None:
-        """Returns the float dtype that all tensors share, or None."""
-        dtypes = {FLOAT_DTYPES.get(info.dtype) for info in self.infos.values()}
-        return dtypes.pop() if len(dtypes) == 1 else None
+
+def shared_dtype(infos: Mapping[str, TensorInfo]) -> torch.dtype | None:
+    """Returns the float dtype that all tensors share, or None."""
+    dtypes = {FLOAT_DTYPES.get(info.dtype) for info in infos.values()}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def _views(data: Tensor, infos: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
+    return {name: _view(data, info) for name, info in yielding_gil(infos.items()) if info.dtype in _DTYPES}
 
 
 def _view(data: Tensor, info: TensorInfo) -> Tensor:
     dtype = _DTYPES[info.dtype]
     raw = data[info.start : info.end]
+    if not len(raw):
+        return torch.empty(info.shape, dtype=dtype)
     if info.start % dtype.itemsize:
         raw = raw.clone()  # torch reads only aligned values
     return raw.view(dtype).view(info.shape)
+
+
+class MemoryFile:
+    """A safetensors file in memory that nobody can change, whose digest is known. Its tensors are views of it.
+
+    Raises AdapterMalformed.
+    """
+
+    def __init__(self, content: memoryview, digest: str, reader: ParallelReader | None = None) -> None:
+        self._digest = digest
+        self._reader = reader
+        size = part_length(content, MAX_HEADER_BYTES, len(content), "the safetensors header")
+        assert size is not None, "all bytes are there"
+        start = 8 + size
+        self.infos: Mapping[str, TensorInfo] = parse_header(bytes(content[8:start]), len(content) - start, "the push")
+        self._values = content[start:]
+        self._is_aligned = start % _ALIGNMENT == 0
+
+    def load(self) -> LoadedTensors:
+        values = np.frombuffer(self._values, np.uint8)
+        data = torch.from_numpy(values if self._is_aligned else values.copy())
+        dtype, largest = shared_dtype(self.infos), None
+        if dtype is not None and len(data):
+            largest = max_magnitude(data.view(dtype)) if self._reader is None else self._reader.largest(data, dtype)
+        return LoadedTensors(_views(data, self.infos), largest, done(self._digest))
 
 
 class TorchFile:

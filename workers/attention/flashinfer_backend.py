@@ -1,10 +1,11 @@
 """Computes paged attention with FlashInfer, the fastest backend on data-center GPUs.
 
-It serves only half precision and the usual head sizes. Decodes at the front of a step use FlashInfer's XQA if the cache
-is FP8 (xqa_attention.py), else its tensor-core decode. The other sequences use its paged prefill. On Hopper
-that is FA3, which gives each decode a tile of 128 queries: 120 decodes would take 0.4 ms per layer there. Each distinct
-sliding window has its own wrappers, since a window is compiled in and planned for. FlashInfer compiles its kernels on
-first use, which takes a minute or two with nvcc. The constructor does that, so that no request waits for it.
+It serves only half precision and the usual head sizes, and neither sinks nor chunks (flashinfer_refusal). Decodes at
+the front of a step use FlashInfer's XQA if the cache is FP8 (xqa_attention.py), else its tensor-core decode. The other
+sequences use its paged prefill. On Hopper that is FA3, which gives each decode a tile of 128 queries: 120 decodes would
+take 0.4 ms per layer there. Each kind of layer has its own wrappers, since its shape and its window are compiled in and
+planned for. FlashInfer compiles its kernels on first use, which takes a minute or two with nvcc. The constructor does
+that, so that no request waits for it, unless a start finds that they are missing (flashinfer_modules.py).
 FlashInfer plans on the host, except for XQA. A plan takes lengths and blocks there and copies them to the device from
 pinned memory, so that it never waits for the steps before it.
 Measured on an H200 (D=128, 32 heads, 8 KV heads, block 16, bf16): decode takes 16 us for 1 x 8192 tokens of context
@@ -17,6 +18,8 @@ FA2.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.quant.fp8 import FP8
-from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache
+from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache, LayerAttention
 from lorafleet.workers.attention.kv_pages import BlockTables, KVPages, pinned_copy, running_sums
 from lorafleet.workers.attention.xqa_attention import SEMAPHORE_BYTES, XQAAttention, xqa_refusal
 
@@ -35,36 +38,53 @@ HEAD_DIMS = (64, 128, 256)
 WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation; shared, since only one wrapper runs at a time
 
 
+def flashinfer_refusal(dtype: torch.dtype, layer: LayerAttention) -> str | None:
+    """Returns why FlashInfer does not serve a layer, or None if it does."""
+    if dtype not in DTYPES:
+        return f"it has no {str(dtype).removeprefix('torch.')} kernels, only float16 and bfloat16"
+    if layer.head_dim not in HEAD_DIMS:
+        return f"it has no kernels for head_dim {layer.head_dim}, only {', '.join(map(str, HEAD_DIMS))}"
+    if layer.out_dim != layer.head_dim:
+        return f"it has not been tested with values of another size, {layer.out_dim}, than head_dim {layer.head_dim}"
+    if layer.has_sinks:
+        return "it has not been tested with attention sinks"
+    if layer.chunk is not None:
+        return "it has no kernels for chunked attention"
+    return None
+
+
 class FlashInferAttention:
     """Computes attention with FlashInfer's wrappers for decode and prefill.
 
     The constructor raises ImportError without flashinfer, and the compiler's error if the kernels cannot be built.
     """
 
-    def __init__(self, spec: AttentionSpec, caches: list[KVCache]) -> None:
+    def __init__(self, spec: AttentionSpec, caches: list[KVCache], *, compiles: bool = True) -> None:
+        """Without `compiles`, nothing is compiled until the callables of first_uses() run."""
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 
-        assert len(caches) == len(spec.sliding_windows)
+        assert len(caches) == len(spec.layers)
         self._spec = spec
         self._caches = caches
         self._workspace = workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
         self._graph_memory = torch.zeros(0, dtype=torch.int32, device=spec.device)
-        windows = set(spec.sliding_windows)
+        self._kinds = spec.kinds
+        self._kind_of_layer = spec.kind_of_layer
         self._semaphores = self._choose_xqa()
         self._xqa: XQAAttention | None = None
-        self._decode: dict[int | None, Any] = {}
+        self._decode: list[Any] = []  # One of each kind of layer, as in self._kinds.
         if self._semaphores is not None:
             self._xqa = XQAAttention(spec, caches, workspace, self._semaphores)
         else:
-            self._decode = {
-                w: BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True) for w in windows
-            }
-        self._prefill: dict[int | None, Any] = {
-            w: BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD") for w in windows
-        }
+            self._decode = [
+                BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True) for _ in self._kinds
+            ]
+        self._prefill: list[Any] = [BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD") for _ in self._kinds]
         self._num_decodes = 0
         self._copied = torch.cuda.Event()
-        self._compile()
+        if compiles:
+            for use in self.first_uses():
+                use()
 
     def _choose_xqa(self) -> Tensor | None:
         """Returns XQA's semaphores, or None if it cannot serve. Logs what computes the decodes."""
@@ -103,49 +123,74 @@ class FlashInferAttention:
         if self._xqa is not None:
             self._xqa.plan(batch)
             return
-        spec, pages = self._spec, KVPages.of(batch, self._spec.block_size)
-        blocks = pages.blocks.to(spec.device, non_blocking=True)
-        for window, wrapper in self._decode.items():
-            fixed = _options(spec, window)
-            wrapper.plan(pages.starts, blocks, pages.last_lens, *_shape(spec), seq_lens=pages.lens, **fixed)
+        pages = KVPages.of(batch, self._spec.block_size)
+        blocks = pages.blocks.to(self._spec.device, non_blocking=True)
+        for kind in range(len(self._kinds)):
+            self._plan_decodes_of(kind, pages, blocks)
+
+    def _plan_decodes_of(self, kind: int, pages: KVPages, blocks: Tensor) -> None:
+        spec, layer = self._spec, self._kinds[kind]
+        shape, fixed = _shape(spec, layer), _options(spec, layer)
+        self._decode[kind].plan(pages.starts, blocks, pages.last_lens, *shape, seq_lens=pages.lens, **fixed)
 
     def _plan_prompts(self, batch: AttentionBatch) -> None:
-        spec, pages = self._spec, KVPages.of(batch, self._spec.block_size)
+        pages = KVPages.of(batch, self._spec.block_size)
         query_starts = pinned_copy(running_sums(np.array(batch.query_lens)))
-        blocks = pages.blocks.to(spec.device, non_blocking=True)
-        for window, wrapper in self._prefill.items():
-            wrapper.plan(
-                query_starts,
-                pages.starts,
-                blocks,
-                pages.last_lens,
-                *_shape(spec),
-                causal=True,
-                seq_lens=pages.lens,
-                max_token_per_sequence=max(batch.query_lens),
-                max_sequence_kv=max(batch.context_lens),
-                **_options(spec, window),
-            )
+        blocks = pages.blocks.to(self._spec.device, non_blocking=True)
+        for kind in range(len(self._kinds)):
+            self._plan_prompts_of(kind, batch, query_starts, pages, blocks)
+
+    def _plan_prompts_of(
+        self, kind: int, batch: AttentionBatch, query_starts: Tensor, pages: KVPages, blocks: Tensor
+    ) -> None:
+        spec, layer = self._spec, self._kinds[kind]
+        self._prefill[kind].plan(
+            query_starts,
+            pages.starts,
+            blocks,
+            pages.last_lens,
+            *_shape(spec, layer),
+            causal=True,
+            seq_lens=pages.lens,
+            max_token_per_sequence=max(batch.query_lens),
+            max_sequence_kv=max(batch.context_lens),
+            **_options(spec, layer),
+        )
 
     def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:
         out_THD = torch.empty_like(q_THD) if out_THD is None else out_THD
-        window, cache, count = self._spec.sliding_windows[layer], self._caches[layer], self._num_decodes
+        kind, cache, count = self._kind_of_layer[layer], self._caches[layer], self._num_decodes
         if count > 0 and self._xqa is not None:
             self._xqa.attend(layer, q_THD[:count], out_THD[:count])
         elif count > 0:
-            _run(self._decode[window], q_THD[:count], cache, out_THD[:count])
+            _run(self._decode[kind], q_THD[:count], cache, out_THD[:count])
         if count < len(q_THD):
-            _run(self._prefill[window], q_THD[count:], cache, out_THD[count:])
+            _run(self._prefill[kind], q_THD[count:], cache, out_THD[count:])
         return out_THD
 
-    def _compile(self) -> None:
-        """Compiles the kernels by running each wrapper once over block 0 of its first layer, whatever lies there."""
-        spec = self._spec
-        for tokens in (1, 2):
-            self.plan(AttentionBatch([tokens], [tokens], [[0]]))
-            q_THD = torch.zeros(tokens, spec.num_heads, spec.head_dim, dtype=spec.dtype, device=spec.device)
-            for window in set(spec.sliding_windows):
-                self.attend(spec.sliding_windows.index(window), q_THD)
+    def first_uses(self) -> Iterator[Callable[[], None]]:
+        """Yields a callable for each kernel that is compiled or loaded at its first use. It runs the kernel once, over
+        block 0 of the first layer of its kind, whatever lies there."""
+        for kind in range(len(self._kinds)):
+            yield partial(self._use, kind, 1)
+            yield partial(self._use, kind, 2)
+
+    def _use(self, kind: int, tokens: int) -> None:
+        """Runs a sequence of so many tokens through the wrapper of one kind of layer: as a decode, or as a prompt."""
+        spec, layer = self._spec, self._kinds[kind]
+        batch = AttentionBatch([tokens], [tokens], [[0]])
+        pages = KVPages.of(batch, spec.block_size)
+        blocks = pages.blocks.to(spec.device, non_blocking=True)
+        self._num_decodes = 1 if tokens == 1 else 0
+        if tokens > 1:
+            self._plan_prompts_of(kind, batch, pinned_copy(running_sums(np.array([tokens]))), pages, blocks)
+        elif self._xqa is not None:
+            self._xqa.plan(batch)
+        else:
+            self._plan_decodes_of(kind, pages, blocks)
+        self._copied.record()
+        q_THD = torch.zeros(tokens, layer.num_heads, layer.head_dim, dtype=spec.dtype, device=spec.device)
+        self.attend(self._kind_of_layer.index(kind), q_THD)
 
 
 class FlashInferGraphAttention:
@@ -167,8 +212,10 @@ class FlashInferGraphAttention:
         self._replan = fast_decode_plan
         self._copied = torch.cuda.Event()
         on_device = KVPages(memory, num_seqs)
-        self._wrappers: dict[int | None, Any] = {
-            window: BatchDecodeWithPagedKVCacheWrapper(
+        self._kinds = spec.kinds
+        self._kind_of_layer = spec.kind_of_layer
+        self._wrappers: list[Any] = [
+            BatchDecodeWithPagedKVCacheWrapper(
                 workspace,
                 "NHD",
                 use_cuda_graph=True,
@@ -177,12 +224,12 @@ class FlashInferGraphAttention:
                 paged_kv_indices_buffer=on_device.blocks,
                 paged_kv_last_page_len_buffer=on_device.last_lens,
             )
-            for window in set(spec.sliding_windows)
-        }
+            for _ in self._kinds
+        ]
         # The first plan chooses and loads the kernels. The later ones use fast_decode_plan, which relies on that.
         first = KVPages.of(AttentionBatch([1] * num_seqs, [1] * num_seqs, [[0]] * num_seqs), spec.block_size)
-        for window, wrapper in self._wrappers.items():
-            wrapper.plan(first.starts, first.blocks, first.last_lens, *_shape(spec), **_options(spec, window))
+        for kind, wrapper in zip(self._kinds, self._wrappers, strict=True):
+            wrapper.plan(first.starts, first.blocks, first.last_lens, *_shape(spec, kind), **_options(spec, kind))
         self._copied.record()
 
     def plan(self, batch: AttentionBatch) -> None:
@@ -190,15 +237,15 @@ class FlashInferGraphAttention:
         pages = KVPages.of(batch, spec.block_size)
         self._memory[: len(pages.memory)].copy_(pages.memory, non_blocking=True)
         self._copied.synchronize()  # as in FlashInferAttention.plan
-        for window, wrapper in self._wrappers.items():
+        for kind, wrapper in zip(self._kinds, self._wrappers, strict=True):
             self._replan(
                 wrapper,
                 pages.starts,
                 pages.blocks,
                 pages.last_lens,
-                *_shape(spec),
+                *_shape(spec, kind),
                 global_override_indptr_cpu=pages.starts,
-                **_options(spec, window),
+                **_options(spec, kind),
             )
         self._copied.record()
 
@@ -207,7 +254,7 @@ class FlashInferGraphAttention:
 
     def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:
         out_THD = torch.empty_like(q_THD) if out_THD is None else out_THD
-        _run(self._wrappers[self._spec.sliding_windows[layer]], q_THD, self._caches[layer], out_THD)
+        _run(self._wrappers[self._kind_of_layer[layer]], q_THD, self._caches[layer], out_THD)
         return out_THD
 
 
@@ -216,15 +263,15 @@ def _run(wrapper: Any, q_THD: Tensor, cache: KVCache, out_THD: Tensor) -> None:
     wrapper.run(q_THD.contiguous(), (cache.k_NPGD, cache.v_NPGD), out=out_THD, **scales)
 
 
-def _shape(spec: AttentionSpec) -> tuple[int, int, int, int]:
-    return spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size
+def _shape(spec: AttentionSpec, layer: LayerAttention) -> tuple[int, int, int, int]:
+    return layer.num_heads, layer.num_kv_heads, layer.head_dim, spec.block_size
 
 
-def _options(spec: AttentionSpec, window: int | None) -> dict[str, Any]:
+def _options(spec: AttentionSpec, layer: LayerAttention) -> dict[str, Any]:
     return {
-        "window_left": -1 if window is None else window - 1,  # FlashInfer's does not count the token itself
-        "sm_scale": spec.scale,
-        "logits_soft_cap": spec.softcap,
+        "window_left": -1 if layer.window is None else layer.window - 1,  # FlashInfer's does not count the token itself
+        "sm_scale": layer.scale,
+        "logits_soft_cap": layer.softcap,
         "q_data_type": spec.dtype,
         "kv_data_type": spec.kv_dtype,
     }

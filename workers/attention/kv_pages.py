@@ -40,7 +40,7 @@ class KVPages:
         """Builds the pages of a batch in pinned memory."""
         lens_B = np.array(batch.context_lens, dtype=np.int32)
         counts_B = -(-lens_B // block_size)
-        blocks = _join(batch.block_tables, counts_B.tolist())
+        blocks = join_blocks(batch.block_tables, counts_B.tolist())
         last_lens_B = lens_B - (counts_B - 1) * block_size
         packed = np.concatenate((running_sums(counts_B), last_lens_B, lens_B, np.frombuffer(blocks, dtype=np.int32)))
         return cls(pinned_copy(packed), len(lens_B))
@@ -91,7 +91,7 @@ def pinned_copy(values: Ints) -> Tensor:
     return pinned
 
 
-def _join(tables: Sequence[Sequence[int]], counts: list[int]) -> array[int]:
+def join_blocks(tables: Sequence[Sequence[int]], counts: list[int]) -> array[int]:
     """Returns the first blocks of each table in one int32 array, by one memory copy each and no Python integers."""
     joined = array("i")
     for table, count in zip(tables, counts, strict=True):

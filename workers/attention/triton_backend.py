@@ -1,46 +1,70 @@
-"""Computes paged attention with the project's own Triton kernel, kernels/decoder/paged_attention.py.
+"""Computes paged attention with the project's own Triton kernels. It serves any CUDA GPU, dtype and head size.
 
-It serves any CUDA GPU, dtype and head size.
+Decodes at the front of a step have kernels of their own (triton_decodes.py), which captured graphs may contain. The
+other sequences are computed by paged_backend.py. Triton compiles the kernels at first use, in a second or two each. On
+a GPU the constructor does that, so that no request waits for it.
 """
 
 # T tokens of the step · H query heads · D head size
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from lorafleet.kernels.decoder.paged_attention import PagedBatch, paged_attention
 from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache
+from lorafleet.workers.attention.paged_backend import PagedAttention
+from lorafleet.workers.attention.triton_decodes import DecodeLayers, TritonDecodes
 
 
 class TritonAttention:
     def __init__(self, spec: AttentionSpec, caches: list[KVCache]) -> None:
-        assert len(caches) == len(spec.sliding_windows)
+        assert len(caches) == len(spec.layers)
         self._spec = spec
         self._caches = caches
-        self._paged: PagedBatch | None = None
+        self._prompts = PagedAttention(spec, caches)
+        self._decode_layers = DecodeLayers.of(spec, caches)
+        self._decodes = TritonDecodes(self._decode_layers)
+        self._num_decodes = 0
+        self._has_prompts = False
+        self._graph_memory = torch.zeros(0, dtype=torch.int32, device=spec.device)
+        if spec.device.type == "cuda":
+            self._compile()
 
     def plan(self, batch: AttentionBatch) -> None:
-        spec = self._spec
-        self._paged = PagedBatch.build(
-            batch.query_lens,
-            batch.context_lens,
-            batch.block_tables,
-            spec.block_size,
-            spec.num_heads // spec.num_kv_heads,
-            spec.dtype,
-            spec.device,
-        )
+        lens, contexts, tables = batch.query_lens, batch.context_lens, batch.block_tables
+        self._num_decodes = count = next((i for i, length in enumerate(lens) if length > 1), len(lens))
+        if count > 0:
+            self._decodes.plan(AttentionBatch(lens[:count], contexts[:count], tables[:count]))
+        self._has_prompts = count < len(lens)
+        if self._has_prompts:
+            self._prompts.plan(AttentionBatch(lens[count:], contexts[count:], tables[count:]))
 
-    def for_graph(self, num_seqs: int, max_context: int) -> None:  # noqa: ARG002  there is none
-        return None
+    def for_graph(self, num_seqs: int, max_context: int) -> TritonDecodes:
+        layers = self._decode_layers
+        # Sequences that share a prefix list its blocks more than once, so the cache's size is no bound.
+        size = layers.plan_size(num_seqs) + num_seqs * -(-max_context // self._spec.block_size)
+        if len(self._graph_memory) < size:
+            self._graph_memory = torch.zeros(size, dtype=torch.int32, device=self._spec.device)
+        return TritonDecodes(layers, (self._graph_memory, num_seqs))
 
     def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:
-        assert self._paged is not None, "plan() comes first"
-        cache = self._caches[layer]
-        window = self._spec.sliding_windows[layer]
-        scales = cache.k_scale, cache.v_scale
-        attended_THD = paged_attention(
-            q_THD, cache.k_NPGD, cache.v_NPGD, self._paged, self._spec.scale, window, *scales, self._spec.softcap
-        )
-        return attended_THD if out_THD is None else out_THD.copy_(attended_THD)
+        own, count = self._spec.layers[layer], self._num_decodes
+        if out_THD is None:
+            out_THD = q_THD.new_empty(*q_THD.shape[:2], own.out_dim)
+        if count > 0:
+            self._decodes.attend(layer, q_THD[:count], out_THD[:count])
+        if self._has_prompts:
+            self._prompts.attend(layer, q_THD[count:], out_THD[count:])
+        return out_THD
+
+    def _compile(self) -> None:
+        """Runs every variant of the kernels once over block 0, whatever lies there: a decode and a prompt."""
+        spec = self._spec
+        first_layers = [spec.kind_of_layer.index(kind) for kind in range(len(spec.kinds))]
+        for tokens in (1, 2):
+            self.plan(AttentionBatch([tokens], [tokens], [[0]]))
+            for i in first_layers:
+                layer = spec.layers[i]
+                q_THD = torch.zeros(tokens, layer.num_heads, layer.head_dim, dtype=spec.dtype, device=spec.device)
+                self.attend(i, q_THD)

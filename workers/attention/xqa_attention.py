@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.quant.fp8 import FP8
-from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache
+from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache, LayerAttention
 from lorafleet.workers.attention.kv_pages import BlockTables
 
 CAPABILITY = (9, 0)  # the only one that is measured; FlashInfer has XQA for 10 and 12 too
@@ -31,19 +31,25 @@ SEMAPHORE_BYTES = 8 << 20  # FlashInfer's size; a kernel leaves them zero, as it
 
 def xqa_refusal(spec: AttentionSpec, capability: tuple[int, int]) -> str | None:
     """Returns why XQA does not serve on a GPU of this compute capability, or None if it does."""
-    group = spec.num_heads // spec.num_kv_heads
     if spec.kv_dtype != FP8:
         return "it is faster for FP8 caches only"
     if capability != CAPABILITY:
         return f"the GPU's compute capability is {capability[0]}.{capability[1]}, not {CAPABILITY[0]}.{CAPABILITY[1]}"
-    if (spec.head_dim, group) not in XQA_SHAPES:
-        return f"it has not been tested with head_dim={spec.head_dim} and {group} query heads for each KV head"
     if spec.block_size not in XQA_BLOCK_SIZES:
         return f"blocks have {spec.block_size} tokens, not {', '.join(map(str, XQA_BLOCK_SIZES))}"
-    if spec.softcap is not None:
+    return next((reason for kind in spec.kinds if (reason := _layer_refusal(kind)) is not None), None)
+
+
+def _layer_refusal(layer: LayerAttention) -> str | None:
+    head_dim, group = layer.head_dim, layer.group_size
+    if (head_dim, group) not in XQA_SHAPES or layer.out_dim != head_dim:
+        return f"it has not been tested with head_dim={head_dim} and {group} query heads for each KV head"
+    if layer.softcap is not None:
         return "scores are capped"
-    if set(spec.sliding_windows) != {None}:
+    if layer.window is not None:
         return "it has not been tested with sliding windows"
+    if layer.chunk is not None or layer.has_sinks:
+        return "it has not been tested with chunks or sinks"
     return None
 
 
@@ -86,7 +92,7 @@ class XQAAttention:
         return None
 
     def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:
-        spec, cache, tables = self._spec, self._caches[layer], self._tables
+        own, cache, tables = self._spec.layers[layer], self._caches[layer], self._tables
         assert tables is not None, "plan() comes first"
         assert len(q_THD) == len(tables.lens_B)
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format) if out_THD is None else out_THD
@@ -100,11 +106,11 @@ class XQAAttention:
             out_THD.unsqueeze(1),
             self._workspace,
             self._semaphores,
-            spec.num_kv_heads,
-            spec.block_size,
+            own.num_kv_heads,
+            self._spec.block_size,
             # XQA multiplies the scores by q_scale * kv_scale / sqrt(D), and the result by kv_scale.
-            q_scale=float(spec.scale * math.sqrt(spec.head_dim) * cache.k_scale / cache.v_scale),
+            q_scale=float(own.scale * math.sqrt(own.head_dim) * cache.k_scale / cache.v_scale),
             kv_scale=float(cache.v_scale),
-            sliding_win_size=spec.sliding_windows[layer] or 0,  # like ours, it counts the token itself; 0 is none
+            sliding_win_size=own.window or 0,  # like ours, it counts the token itself; 0 is none
         )
         return out_THD

@@ -1,60 +1,110 @@
 """Decides how the decoder's linears are quantized, by config.json's quantization_config or the server's option.
 
-Embedding, head, norms and biases are never quantized, as in bitsandbytes. quantized_tensors.py reads the tensors.
+Embedding, head, norms and biases are never quantized. workers/bases/formats/ reads the tensors of each format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lorafleet.kernels.quant.base_weight import Scheme
+from lorafleet.kernels.quant.int_weight import ROUNDED_GROUP, IntScheme
+from lorafleet.kernels.quant.nf4 import NF4Scheme
+from lorafleet.kernels.quant.scaled_weight import ScaledScheme
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
 from lorafleet.protocol.quantization_methods import Method
-from lorafleet.workers.bases.quantized_tensors import MARK
+from lorafleet.workers.bases.formats.awq_format import AWQFormat
+from lorafleet.workers.bases.formats.bitsandbytes_format import BitsandbytesFormat
+from lorafleet.workers.bases.formats.checkpoint_format import REMEDY, CheckpointFormat, StoredLinears
+from lorafleet.workers.bases.formats.compressed_tensors_format import CompressedTensorsFormat, quantizes_only_kv
+from lorafleet.workers.bases.formats.fp8_format import FP8Format
+from lorafleet.workers.bases.formats.gptq_format import GPTQFormat
+from lorafleet.workers.bases.formats.modelopt_format import ModelOptFormat, modelopt_settings
+from lorafleet.workers.bases.formats.mxfp4_format import MXFP4Format
+from lorafleet.workers.bases.module_names import COMMON_NAMES, ModuleNames
 from lorafleet.workers.bases.stored_tensors import StoredTensors
-from lorafleet.workers.bases.text_part import text_name
 
-KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-FP8_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False, "symmetric": True}
-FP8_INPUTS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
-REMEDY = (
-    "Serve the unquantized checkpoint with quantization=nf4 or fp8, which need no conversion, or a checkpoint that was "
-    "quantized by bitsandbytes in 4 bits or by llm-compressor in FP8_DYNAMIC."
+# By quant_method of quantization_config.
+FORMATS: dict[str, Callable[[Mapping[str, Any], StoredLinears], CheckpointFormat]] = {
+    "awq": AWQFormat,
+    "bitsandbytes": BitsandbytesFormat,
+    "compressed-tensors": CompressedTensorsFormat,
+    "fbgemm_fp8": FP8Format,
+    "fp8": FP8Format,
+    "gptq": GPTQFormat,
+    "modelopt": ModelOptFormat,
+    "mxfp4": MXFP4Format,
+}
+WITHOUT_HEAD = (
+    "lm_head=False in GPTQModel, lm_head in `ignore` of llm-compressor, in `exclude_modules` of ModelOpt, or in "
+    "`modules_to_not_convert` or `llm_int8_skip_modules` of transformers"
 )
+METHODS: dict[Method, Scheme] = {"nf4": NF4Scheme(), "int4": IntScheme(4, ROUNDED_GROUP), "fp8": ScaledScheme()}
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The quantization of the decoder's linears."""
+    """The quantization of the decoder's linears. One of the two fields is None."""
 
-    method: Method
-    # The linears that are quantized in the checkpoint, by module path below the model; the others stay as they are.
-    # None: the checkpoint has none, and all linears are quantized as they are read.
-    stored: frozenset[str] | None
+    stored: CheckpointFormat | None = None  # the checkpoint's own; its other linears stay as they are
+    rounding: Scheme | None = (
+        None  # the scheme to which all linears of a plain checkpoint are quantized as they are read
+    )
 
-    def of(self, projections: Iterable[str]) -> Method | None:
-        """Returns the method for the linear that these projections share.
+    def of(self, projections: Iterable[str]) -> Scheme | None:
+        """Returns the scheme of the linear that these projections share, by module path below the model.
 
-        If only some of them are quantized, it is None: the linear holds their values unquantized.
+        It is None if no scheme holds the values of all: the linear holds them unquantized.
         """
-        return self.method if self.stored is None or self.stored.issuperset(projections) else None
+        if self.stored is None:
+            return self.rounding
+        schemes = [self.stored.schemes.get(name) for name in projections]
+        shared = schemes[0]
+        for scheme in schemes[1:]:
+            shared = None if shared is None or scheme is None else shared.common(scheme)
+        return shared
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the schemes."""
+        schemes = [self.rounding] if self.stored is None else self.stored.schemes.values()
+        return sorted({scheme.name for scheme in schemes if scheme is not None})
 
 
-def stored_quantization(config: Mapping[str, Any] | None, folder: Path) -> Quantization | None:
-    """Reads the quantization_config of config.json. Raises UnsupportedModel with a remedy if it is not served."""
-    if not config or _quantizes_only_kv(config):
+def stored_quantization(
+    config: Mapping[str, Any] | None, folder: Path, names: ModuleNames = COMMON_NAMES, unread: tuple[str, ...] = ()
+) -> Quantization | None:
+    """Reads the quantization_config of config.json. Raises UnsupportedModel with a remedy if it is not served.
+
+    `names` are those of the checkpoint's modules, and `unread` is as in StoredLinears.
+    Without one, hf_quant_config.json is read, if it exists.
+    """
+    config = config or modelopt_settings(folder)
+    if not config or quantizes_only_kv(config):
         return None
     method = config.get("quant_method", "unnamed")
-    if method == "bitsandbytes":
-        if not (config.get("load_in_4bit") or config.get("_load_in_4bit")):
-            raise UnsupportedModel(f"quantization_config: bitsandbytes with 8 bits is not supported. {REMEDY}")
-        return Quantization("nf4", _stored_linears(folder))
-    if method == "compressed-tensors":
-        _check_compressed(config)
-        return Quantization("fp8", _stored_linears(folder))
-    raise UnsupportedModel(f"quantization_config: checkpoints quantized with {method} are not supported. {REMEDY}")
+    if method not in FORMATS:
+        raise UnsupportedModel(f"quantization_config: checkpoints quantized with {method} are not supported. {REMEDY}")
+    with StoredTensors(folder) as tensors:
+        linears = StoredLinears(tensors, names, unread)
+        stored = FORMATS[method](config, linears)
+        table = linears.quantized_table(stored.tensors)
+    if table is not None:
+        raise UnsupportedModel(
+            f"quantization_config: {folder} stores {table} quantized, which is not supported, since head and embedding "
+            f"are never quantized. Quantize the model again without it: {WITHOUT_HEAD}. {REMEDY}",
+            "model",
+        )
+    if not stored.schemes:
+        raise UnsupportedModel(
+            f"quantization_config says {method}, but {folder} stores no linear quantized. Remove it if the weights are "
+            f"plain. {REMEDY}",
+            "model",
+        )
+    return Quantization(stored)
 
 
 def resolved(stored: Quantization | None, asked: Method | None) -> Quantization | None:
@@ -62,44 +112,12 @@ def resolved(stored: Quantization | None, asked: Method | None) -> Quantization 
 
     `asked` is the server's option. None leaves everything as the checkpoint has it.
     """
-    if asked is None or (stored is not None and stored.method == asked):
+    if asked is None or (stored is not None and stored.names == [asked]):
         return stored
     if stored is not None:
         raise ConfigError(
-            f"quantization={asked}, but the checkpoint is already quantized to {stored.method}. Leave quantization "
-            "out, or serve the unquantized checkpoint.",
+            f"quantization={asked}, but the checkpoint is already quantized to {' and '.join(stored.names)}. Leave "
+            "quantization out, or serve the unquantized checkpoint.",
             "quantization",
         )
-    return Quantization(asked, stored=None)
-
-
-def _stored_linears(folder: Path) -> frozenset[str]:
-    with StoredTensors(folder) as tensors:
-        found = (MARK.fullmatch(name) for name in tensors.names(MARK))
-        return frozenset(text_name(match[1]).removeprefix("model.") for match in found if match is not None)
-
-
-def _quantizes_only_kv(config: Mapping[str, Any]) -> bool:
-    """Returns whether llm-compressor left the weights alone and wrote only a scale per layer for K and for V."""
-    if config.get("quant_method") != "compressed-tensors" or config.get("config_groups"):
-        return False
-    if any(config.get(other) for other in ("sparsity_config", "transform_config")):
-        return False
-    return KV_SCHEME.items() <= (config.get("kv_cache_scheme") or {}).items()
-
-
-def _check_compressed(config: Mapping[str, Any]) -> None:
-    groups = list((config.get("config_groups") or {}).values())
-    is_fp8 = bool(groups) and all(
-        FP8_WEIGHTS.items() <= (group.get("weights") or {}).items()
-        and FP8_INPUTS.items() <= (group.get("input_activations") or {}).items()
-        and not group.get("output_activations")
-        for group in groups
-    )
-    kv_scheme = config.get("kv_cache_scheme") or KV_SCHEME
-    others = any(config.get(other) for other in ("sparsity_config", "transform_config"))
-    if not is_fp8 or others or not KV_SCHEME.items() <= kv_scheme.items():
-        raise UnsupportedModel(
-            "quantization_config: with compressed-tensors, only FP8 weights with one scale per output channel and "
-            f"activations with one scale per token are supported (FP8_DYNAMIC). {REMEDY}"
-        )
+    return Quantization(rounding=METHODS[asked])

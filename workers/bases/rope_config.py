@@ -9,7 +9,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal
 
-RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class RopeConfig:
     theta: float
     max_position_embeddings: int
     rope_type: RopeType = "default"
-    factor: float = 1.0
+    factor: float = 1.0  # default: the scaling that theta includes already, as HunYuan's alpha
     original_max_position_embeddings: int = 0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -35,6 +35,9 @@ class RopeConfig:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    turning_pairs: int = 0  # proportional: the first pairs, which turn; the others have the frequency 0
+    is_local: bool = False  # of layers with a window, which rope scaling leaves alone even if theta is the same
+    is_interleaved: bool = False  # pairs are neighbors (2i, 2i + 1); else they are (i, i + rotary_dim / 2)
 
     @property
     def depends_on_length(self) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType, TracebackType
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lorafleet.protocol.errors import ConfigError
 
-ANY_NAME = re.compile(".*")
+PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 class Stored(Protocol):
@@ -28,6 +28,33 @@ class Stored(Protocol):
     def get_shape(self) -> list[int]: ...
 
     def __getitem__(self, place: tuple[slice, ...] | EllipsisType) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MovedTensor:
+    """A Stored whose parts are moved to a device as they are read."""
+
+    stored: Stored
+    device: torch.device
+
+    def get_shape(self) -> list[int]:
+        return self.stored.get_shape()
+
+    def __getitem__(self, place: tuple[slice, ...] | EllipsisType) -> Tensor:
+        return self.stored[place].to(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInMemory:
+    """A Stored that was read already."""
+
+    tensor: Tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def __getitem__(self, place: tuple[slice, ...] | EllipsisType) -> Tensor:
+        return self.tensor[place]
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -52,9 +79,12 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """Returns the dtype of the first weight, for checkpoints whose config.json does not say it."""
+    """Returns the dtype of the first plain weight, for checkpoints whose config.json does not say it."""
     with safe_open(checkpoint_files(folder)[0], framework="pt") as f:
-        dtype: torch.dtype = f.get_tensor(next(iter(f.keys()))).dtype
+        first = next((name for name in f.keys() if f.get_slice(name).get_dtype() in PLAIN_DTYPES), None)  # noqa: SIM118
+        if first is None:
+            raise ConfigError(f"config.json of {folder} has no dtype, and no weight says it. Add dtype there.", "model")
+        dtype: torch.dtype = f.get_tensor(first).dtype
         return dtype
 
 
@@ -83,9 +113,9 @@ class StoredTensors:
     ) -> None:
         self._files.close()
 
-    def names(self, pattern: re.Pattern[str] = ANY_NAME) -> Iterator[str]:
-        """Returns the names that match `pattern`, in the files' order."""
-        return (name for name in self._file_of if pattern.fullmatch(name))
+    def names(self) -> Iterator[str]:
+        """Returns the names in the files' order."""
+        return iter(self._file_of)
 
     def stored(self, name: str) -> Stored:
         try:
@@ -93,6 +123,18 @@ class StoredTensors:
         except SafetensorError as e:
             raise ConfigError(f"{self.path_of[name]} cannot be read: {e}", "model") from None
         return found
+
+    def plain(self, name: str) -> Stored:
+        """Opens a tensor that is not quantized. Raises ConfigError if it has numbers of another kind."""
+        stored, dtype = self.stored(name), self._file_of[name].get_slice(name).get_dtype()
+        if dtype not in PLAIN_DTYPES:
+            raise ConfigError(
+                f"{self.path_of[name]}: {name} is stored as {dtype} without a scale that the engine could read, where "
+                f"it needs one of {', '.join(PLAIN_DTYPES)}. Export the checkpoint again, or correct its "
+                "quantization_config.",
+                "model",
+            )
+        return stored
 
     def tensor(self, name: str) -> Tensor:
         """Reads the tensor of that name. Raises ConfigError if there is none or it cannot be read."""

@@ -9,61 +9,81 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.quant.base_weight import BaseWeight, QuantizedMatrix
-from lorafleet.kernels.quant.fp8_weight import FP8Matrix, FP8Weight
-from lorafleet.kernels.quant.nf4 import NF4Matrix, NF4Weight
+from lorafleet.kernels.quant.base_weight import BaseWeight, QuantizedMatrix, QuantizedWeight, Scheme
 from lorafleet.protocol.errors import ConfigError
-from lorafleet.protocol.quantization_methods import Method
-from lorafleet.workers.bases.checkpoint import ModelConfig
-from lorafleet.workers.bases.expert_names import engine_name
-from lorafleet.workers.bases.quantized_tensors import BESIDE_WEIGHT, QUANTIZE, quantized_matrix
-from lorafleet.workers.bases.stored_tensors import Stored, StoredTensors
+from lorafleet.workers.bases.expert_tensors import expert_parts, stacked_sources
+from lorafleet.workers.bases.formats.checkpoint_format import LINEAR, LinearTensors
+from lorafleet.workers.bases.linear_schemes import linear_scheme
+from lorafleet.workers.bases.model_config import ModelConfig
+from lorafleet.workers.bases.module_names import COMMON_NAMES, ModuleNames
+from lorafleet.workers.bases.quantization import Quantization
+from lorafleet.workers.bases.recurrent_tensors import recurrent_parts
+from lorafleet.workers.bases.stored_tensors import MovedTensor, Stored, StoredTensors
+from lorafleet.workers.bases.tensor_parts import ModelPart, PlainPart, QuantizedPart, TensorSource
 from lorafleet.workers.bases.text_part import is_of_pictures, text_name
 from lorafleet.workers.models.decoder import DecoderModel
-from lorafleet.workers.models.layers import RMSNorm
+from lorafleet.workers.models.layers import Norm
 from lorafleet.workers.models.vocab_table import VocabTable
 
 # Names of the scales that an fp8 KV cache is multiplied by. kv_scale is for K and V both; output_scale is an old name.
 KV_SCALE = re.compile(
-    r"model\.layers\.(\d+)\.self_attn\."
+    r"(?:model\.|language_model\.)*layers\.(\d+)\.self_attn\."
     r"(?:(kv|k|v)_scale|attn\.([kv])_scale|([kv])_proj\.(?:\4_scale|output_scale))"
 )
+ONE_BY_DEFAULT = "scalar", "router.scale", "output_scale"  # ends of names; random ones would shrink the activations
 Progress = Callable[[int, int], None]  # tensors done, tensors in all
 
 
 def load_weights(model: DecoderModel, folder: Path, progress: Progress | None = None) -> None:
     """Fills the model from the checkpoint. Raises ConfigError naming a missing, unknown or misshapen tensor."""
     parts = _parts(model)
-    sources = {name: _Source((part,), (name,)) for name, part in parts.items()} | _stacked_experts(model)
+    sources = {name: TensorSource((part,), (name,)) for name, part in parts.items()} | stacked_sources(model)
+    stored = None if model.config.quantization is None else model.config.quantization.stored
+    quantized = {f"model.{module}.weight" for module in stored.schemes} if stored is not None else set()
     seen: set[str] = set()
     with StoredTensors(folder) as tensors:
         for name in tensors.names():
-            known_as = engine_name(text_name(name) if model.config.is_text_part else name)
+            known_as = model.config.names.engine_name(text_name(name) if model.config.is_text_part else name)
+            if _is_of_quantized(known_as, model.config.quantization):
+                continue
             source = sources.get(known_as)
+            if source is not None and not quantized.isdisjoint(source.fills):
+                raise ConfigError(
+                    f"{tensors.path_of[name]} has {name!r} beside its quantized form. Export the checkpoint again.",
+                    "model",
+                )
             if source is None:
                 if model.config.is_text_part and is_of_pictures(name):
                     continue
-                if not _ignorable(known_as, model.config) and not KV_SCALE.fullmatch(name):
+                if not _ignorable(known_as, model.config) and not KV_SCALE.fullmatch(known_as):
                     path = tensors.path_of[name]
                     architecture = model.config.architecture
                     raise ConfigError(f"{path} has the tensor {name!r}, which {architecture} does not have.")
                 continue
-            stored = _stored(name, tensors, model)
-            shape = stored.get_shape()
-            for part in source.parts:
-                if shape != part.whole_shape:
-                    raise ConfigError(
-                        f"{tensors.path_of[name]}: {name} has shape {shape}; config.json requires {part.whole_shape}."
-                    )
-                part.fill(stored)
+            if not seen.isdisjoint(source.fills):
+                raise ConfigError(
+                    f"{tensors.path_of[name]}: {name!r} holds weights that another tensor holds as well. Export the "
+                    "checkpoint again.",
+                    "model",
+                )
+            _fill(source, name, tensors.plain(name), tensors.path_of[name])
             seen.update(source.fills)
+            if progress is not None:
+                progress(len(seen), len(parts))
+        for name, matrix in _quantized_matrices(model, tensors):
+            if name not in sources:
+                raise ConfigError(
+                    f"{folder} has the quantized linear {name!r}, which {model.config.architecture} does not have."
+                )
+            _fill(sources[name], name, matrix, folder)
+            seen.add(name)
             if progress is not None:
                 progress(len(seen), len(parts))
     missing = sorted(set(parts) - seen)
@@ -79,13 +99,20 @@ def held_tensors(model: DecoderModel) -> dict[str, Callable[[], Tensor]]:
     return {name: part.values for name, part in _parts(model).items()}
 
 
-def read_kv_scales(folder: Path, num_layers: int) -> list[tuple[float, float]] | None:
-    """Returns (k_scale, v_scale) of each layer, or None if there are none. Raises ConfigError if only some exist."""
+def read_kv_scales(
+    folder: Path, has_cache: Mapping[int, bool], names: ModuleNames = COMMON_NAMES
+) -> list[tuple[float, float]] | None:
+    """Returns (k_scale, v_scale) of each layer that has attention, or None if there are none.
+
+    Raises ConfigError if only some exist. has_cache says which of these layers have a cache of their own. The scales of
+    others have no effect and are 1. `names` are those of the checkpoint's modules.
+    """
     scales: dict[tuple[int, str], float] = {}
     with StoredTensors(folder) as tensors:
-        for name in tensors.names(KV_SCALE):
-            found = KV_SCALE.fullmatch(name)
-            assert found is not None
+        for name in tensors.names():
+            found = KV_SCALE.fullmatch(names.engine_name(text_name(name)))
+            if found is None:
+                continue
             tensor = tensors.tensor(name)
             scale = tensor.item() if tensor.numel() == 1 else math.nan
             if not 0 < scale < math.inf:
@@ -93,8 +120,9 @@ def read_kv_scales(folder: Path, num_layers: int) -> list[tuple[float, float]] |
                     f"{tensors.path_of[name]}: {name} must be one positive number, since it scales the KV cache."
                 )
             layer, kinds = int(found[1]), found[2] or found[3] or found[4]
-            scales |= {(layer, kind): scale for kind in kinds}
-    wanted = [(layer, kind) for layer in range(num_layers) for kind in "kv"]
+            if has_cache.get(layer, True):
+                scales |= {(layer, kind): scale for kind in kinds}
+    wanted = [(layer, kind) for layer, has_own in has_cache.items() if has_own for kind in "kv"]
     if not scales:
         return None
     if sorted(scales) != wanted:
@@ -104,7 +132,7 @@ def read_kv_scales(folder: Path, num_layers: int) -> list[tuple[float, float]] |
             "counterpart. Export the checkpoint again.",
             "model",
         )
-    return [(scales[layer, "k"], scales[layer, "v"]) for layer in range(num_layers)]
+    return [(scales.get((layer, "k"), 1.0), scales.get((layer, "v"), 1.0)) for layer in has_cache]
 
 
 def fill_randomly(model: DecoderModel) -> None:
@@ -114,8 +142,8 @@ def fill_randomly(model: DecoderModel) -> None:
     """
     generator = torch.Generator(model.norm.weight.device)
     for name, part in _parts(model).items():
-        if "norm" in name:
-            assert isinstance(part, _Part)
+        if "norm" in name or name.endswith(ONE_BY_DEFAULT):
+            assert isinstance(part, PlainPart)
             part.held.fill_(1.0)
         else:
             generator.manual_seed(zlib.crc32(f"{name} {part.places}".encode()))
@@ -123,175 +151,113 @@ def fill_randomly(model: DecoderModel) -> None:
 
 
 def _ignorable(name: str, config: ModelConfig) -> bool:
-    """Returns whether a tensor needs no reading by itself, such as those that belong to a quantized weight."""
-    if config.quantization is not None and config.quantization.stored is not None and BESIDE_WEIGHT.fullmatch(name):
+    """Returns whether a tensor needs no reading by itself."""
+    if name.startswith(config.mtp_names):
+        return True
+    if name.removeprefix("model.").rpartition(".")[0] in config.absent_modules:
         return True
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 
 
-def _stored(name: str, tensors: StoredTensors, model: DecoderModel) -> Stored:
-    """Returns the tensor for reading. A quantized weight is decoded on the model's device."""
-    quantization, device = model.config.quantization, model.norm.weight.device
-    if quantization is not None and quantization.stored is not None:
-        matrix = quantized_matrix(name, tensors.path_of, lambda other: tensors.tensor(other).to(device))
-        if matrix is not None:
-            return matrix
-    return tensors.stored(name)
+def _is_of_quantized(name: str, quantization: Quantization | None) -> bool:
+    """Returns whether the tensor is one of those of quantized linears, which are read together."""
+    if quantization is None or quantization.stored is None:
+        return False
+    if name in quantization.stored.stacked:
+        return True
+    match = LINEAR.fullmatch(name)
+    return (
+        match is not None
+        and match[1] in quantization.stored.schemes
+        and bool(quantization.stored.tensors.fullmatch(match[2]))
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """This rank's part of one tensor in the checkpoint."""
+def _quantized_matrices(model: DecoderModel, tensors: StoredTensors) -> Iterator[tuple[str, QuantizedMatrix]]:
+    """Yields the linears that are stored quantized, by the name that their plain weights would have.
 
-    held: Tensor  # a parameter, or rows of one
-    places: list[tuple[slice, ...]]  # where its rows are in the whole tensor, in order
-    whole_shape: list[int]
-    added: float = 0.0  # added to the checkpoint's values, in held's dtype
-
-    def fill(self, stored: Stored) -> None:
-        row = 0
-        for place in self.places:
-            values = stored[place]
-            self.held[row : row + len(values)].copy_(values)
-            row += len(values)
-        assert row == len(self.held)
-        if self.added:
-            self.held.add_(self.added)
-
-    def fill_randomly(self, generator: torch.Generator) -> None:
-        self.held.normal_(std=0.02, generator=generator)
-
-    def values(self) -> Tensor:
-        return self.held - self.added if self.added else self.held
+    They are decoded on the model's device.
+    """
+    config, device = model.config, model.norm.weight.device
+    if config.quantization is None or config.quantization.stored is None:
+        return
+    file_name = {config.names.engine_name(text_name(name)): name for name in tensors.names()}
+    for module in config.quantization.stored.schemes:
+        if module in config.absent_modules:
+            continue
+        linear = LinearTensors(module, file_name, lambda name: MovedTensor(tensors.stored(file_name[name]), device))
+        yield linear.path("weight"), config.quantization.stored.matrix(linear)
 
 
-@dataclass(frozen=True, slots=True)
-class _QuantizedPart:
-    """The rows of a quantized weight from first_row on. It works like _Part."""
-
-    weight: NF4Weight | FP8Weight
-    method: Method
-    first_row: int
-    num_rows: int
-    places: list[tuple[slice, ...]]
-    whole_shape: list[int]
-
-    def fill(self, stored: Stored) -> None:
-        """Fills the rows from the stored matrix.
-
-        A plain matrix is quantized whole, so that blocks do not depend on what ranks hold.
-        """
-        matrix = self._quantized(stored)
-        row = self.first_row
-        for rows, columns in self.places:
-            self.weight.fill(row, matrix, (rows, columns))
-            row += rows.stop - rows.start
-        assert row == self.first_row + self.num_rows
-
-    def fill_randomly(self, generator: torch.Generator) -> None:
-        columns = self.places[0][1]
-        shape = self.num_rows, columns.stop - columns.start
-        values_OD = torch.empty(shape, dtype=self.weight.dtype, device=generator.device)
-        whole = slice(0, shape[0]), slice(0, shape[1])
-        self.weight.fill(self.first_row, self._quantized(values_OD.normal_(std=0.02, generator=generator)), whole)
-
-    def values(self) -> Tensor:
-        return self.weight.dequantized(slice(self.first_row, self.first_row + self.num_rows))
-
-    def _quantized(self, stored: Stored | Tensor) -> QuantizedMatrix:
-        if isinstance(stored, (NF4Matrix, FP8Matrix)):
-            return stored
-        device = next(self.weight.parameters()).device
-        return QUANTIZE[self.method](stored[...].to(device, self.weight.dtype))
+def _fill(source: TensorSource, name: str, stored: Stored, path: Path) -> None:
+    shape = stored.get_shape()
+    for part in source.parts:
+        if shape != part.whole_shape:
+            raise ConfigError(f"{path}: {name} has shape {shape}; config.json requires {part.whole_shape}.")
+        part.fill(stored)
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """The parameters that one tensor of a file fills."""
-
-    parts: tuple[_Part | _QuantizedPart, ...]
-    fills: tuple[str, ...]  # names in _parts() that these parts fill
-
-
-def _parts(model: DecoderModel) -> dict[str, _Part | _QuantizedPart]:
+def _parts(model: DecoderModel) -> dict[str, ModelPart]:
     """Returns the parts by the names of the checkpoint's tensors, with those of experts one by one."""
     config, shard = model.config, model.shard
 
-    def vocabulary(table: VocabTable) -> _Part:
+    def vocabulary(table: VocabTable) -> PlainPart:
         place = (shard.vocabulary, slice(0, config.hidden_size))
-        return _Part(table.weight.data[: table.num_tokens], [place], [config.vocab_size, config.hidden_size])
+        return PlainPart(table.weight.data[: table.num_tokens], [place], [config.vocab_size, config.hidden_size])
 
-    def norm(norm: RMSNorm) -> _Part:
+    def norm(norm: Norm) -> PlainPart:
         size = norm.weight.shape[0]
-        return _Part(norm.weight.data, [(slice(0, size),)], [size], added=1.0 if config.norm_adds_one else 0.0)
+        return PlainPart(norm.weight.data, [(slice(0, size),)], [size], added=1.0 if config.norm.adds_one else 0.0)
 
-    parts: dict[str, _Part | _QuantizedPart] = {"model.embed_tokens.weight": vocabulary(model.embed_tokens)}
+    def rows(
+        scheme: Scheme | None,
+        weight: BaseWeight,
+        first: int,
+        count: int,
+        places: list[tuple[slice, ...]],
+        whole: list[int],
+    ) -> ModelPart:
+        if scheme is None:
+            return PlainPart(weight.dequantized(slice(first, first + count)), places, whole)
+        is_rounded = config.quantization is not None and config.quantization.stored is None
+        device = model.norm.weight.device
+        return QuantizedPart(cast(QuantizedWeight, weight), scheme, is_rounded, device, first, count, places, whole)
+
+    parts: dict[str, ModelPart] = {"model.embed_tokens.weight": vocabulary(model.embed_tokens)}
     if not config.tie_word_embeddings:
         parts["lm_head.weight"] = vocabulary(model.lm_head)
-    parts |= {f"model.{name}.weight": norm(n) for name, n in model.norms()}
-    shapes = config.linear_shapes()
+        if model.lm_head.bias is not None:
+            held = model.lm_head.bias.data[: model.lm_head.num_tokens]
+            parts["lm_head.bias"] = PlainPart(held, [(shard.vocabulary,)], [config.vocab_size])
+    for name, vector in model.vectors().items():
+        whole = tuple(slice(0, size) for size in vector.shape)
+        parts[f"model.{name}"] = PlainPart(vector.data, [whole], list(vector.shape))
+    for i, sinks in model.sinks().items():
+        heads = config.attentions[i].num_heads
+        own = slice(shard.rank * len(sinks), (shard.rank + 1) * len(sinks))
+        parts[f"model.layers.{config.attention_layers[i]}.self_attn.sinks"] = PlainPart(sinks, [(own,)], [heads])
+    for name, n in model.norms():
+        parts[f"model.{name}.weight"] = norm(n)
+        if n.bias is not None:
+            size = len(n.bias)
+            parts[f"model.{name}.bias"] = PlainPart(n.bias.data, [(slice(0, size),)], [size])
+    parts |= recurrent_parts(model)
+    for name, numbers in model.activation_numbers():
+        for i, leaf in enumerate(("alpha_p", "alpha_n")):
+            parts[f"model.{name}.{leaf}"] = PlainPart(numbers[i : i + 1], [(slice(0, 1),)], [1])
+        for i, leaf in enumerate(("beta", "eps"), start=2):
+            parts[f"model.{name}.{leaf}"] = PlainPart(numbers[i : i + 1], [()], [])
     for names, linear in model.packed_linears():
+        scheme = linear_scheme(config, names)
         biases = () if linear.bias is None else linear.bias.data.split(linear.out_features)
         row = 0
         for name, num_rows in zip(names, linear.out_features, strict=True):
-            inputs, outputs = shapes[name]
+            inputs, outputs = shard.projections[name].shape
             places: list[tuple[slice, ...]] = [(rows, shard.input(name)) for rows in shard.outputs(name)]
-            parts[f"model.{name}.weight"] = _rows(linear.weight, row, num_rows, places, [outputs, inputs])
+            whole_shape = [outputs, inputs]
+            parts[f"model.{name}.weight"] = rows(scheme, linear.weight, row, num_rows, places, whole_shape)
             row += num_rows
         for name, bias in zip(names, biases, strict=linear.bias is not None):
-            parts[f"model.{name}.bias"] = _Part(bias, [(rows,) for rows in shard.outputs(name)], [shapes[name][1]])
-    return parts if config.experts is None else parts | _experts(model)
-
-
-def _rows(
-    weight: BaseWeight, first_row: int, num_rows: int, places: list[tuple[slice, ...]], whole_shape: list[int]
-) -> _Part | _QuantizedPart:
-    if isinstance(weight, (NF4Weight, FP8Weight)):
-        method: Method = "nf4" if isinstance(weight, NF4Weight) else "fp8"
-        return _QuantizedPart(weight, method, first_row, num_rows, places, whole_shape)
-    return _Part(weight.dequantized(slice(first_row, first_row + num_rows)), places, whole_shape)
-
-
-def _experts(model: DecoderModel) -> dict[str, _Part | _QuantizedPart]:
-    """Returns the parts of every expert's own tensors, as checkpoints on the hub have them."""
-    rows, hidden = model.shard.of_expert, slice(0, model.config.hidden_size)
-    parts: dict[str, _Part | _QuantizedPart] = {}
-    for prefix, held in _held_experts(model):
-        for leaf, (inputs, outputs) in model.config.expert_shapes().items():
-            place = (hidden, rows) if leaf == "down_proj" else (rows, hidden)
-            for expert, weight in enumerate(held[leaf]):
-                parts[f"{prefix}.{expert}.{leaf}.weight"] = _Part(weight, [place], [outputs, inputs])
-    return parts
-
-
-def _stacked_experts(model: DecoderModel) -> dict[str, _Source]:
-    """Returns the sources that hold all experts in one tensor, as transformers 5 saves them.
-
-    gate_up_proj is [E, 2I, D] and down_proj is [E, D, I].
-    """
-    experts = model.config.experts
-    if experts is None:
-        return {}
-    all_experts, rows, hidden = slice(0, experts.count), model.shard.of_expert, slice(0, model.config.hidden_size)
-    size = experts.intermediate_size
-    up_rows = slice(size + rows.start, size + rows.stop)
-    gate_up_shape = [experts.count, 2 * size, hidden.stop]
-    sources: dict[str, _Source] = {}
-    for prefix, held in _held_experts(model):
-        gate_up = (
-            _Part(held["gate_proj"], [(all_experts, rows, hidden)], gate_up_shape),
-            _Part(held["up_proj"], [(all_experts, up_rows, hidden)], gate_up_shape),
-        )
-        down = _Part(held["down_proj"], [(all_experts, hidden, rows)], [experts.count, hidden.stop, size])
-        for stacked, parts in {"gate_up_proj": gate_up, "down_proj": (down,)}.items():
-            leaves = ("gate_proj", "up_proj") if stacked == "gate_up_proj" else (stacked,)
-            fills = tuple(f"{prefix}.{e}.{leaf}.weight" for e in range(experts.count) for leaf in leaves)
-            sources[f"{prefix}.{stacked}"] = _Source(parts, fills)
-    return sources
-
-
-def _held_experts(model: DecoderModel) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yields each mixture's name in the checkpoint, and this rank's part of its projections, [E, out, in]."""
-    for name, mixture in model.mixtures():
-        gate, up = mixture.gate_up_E2ID.data.chunk(2, dim=1)
-        yield f"model.{name}", {"gate_proj": gate, "up_proj": up, "down_proj": mixture.down_EDI.data}
+            whole_shape = [shard.projections[name].num_outputs]
+            parts[f"model.{name}.bias"] = PlainPart(bias, [(rows,) for rows in shard.outputs(name)], whole_shape)
+    return parts if config.experts is None else parts | expert_parts(model)

@@ -1,12 +1,13 @@
-"""Applies biases and minimal lengths to logits before tokens are chosen, for all rows of a step at once, and keeps the
-counts of tokens from which penalties are computed with the choice.
+"""Applies biases, minimal lengths, and lists of allowed and of banned tokens to logits before tokens are chosen, for
+all rows of a step at once, and keeps the counts of tokens from which penalties are computed with the choice.
 
 A sequence's ids and values are uploaded once, when it first samples. Its tokens are counted on the device
 (token_counts.py). So a row with edits costs the host a few numbers per step, and a step may be launched before the
 last one's tokens are known.
 """
 
-# B rows of logits · V vocabulary · S rows of counts · P rows with penalties · K single logits
+# B rows of logits · N of them with a list of allowed tokens · V vocabulary · S rows of counts
+# P rows whose choices are recorded · K single logits
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from lorafleet.kernels.sampling.draw_tokens import NO_COUNTS
 from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.workers.device.banned_sequences import BannedSequences
 from lorafleet.workers.device.host_copy import to_device
 from lorafleet.workers.device.token_counts import TokenCounts
 from lorafleet.workers.schedule.sequence import Sequence
@@ -33,6 +35,10 @@ class LogitEdits:
     bias_ids_K: Tensor | None
     bias_values_K: Tensor | None
     stop_ids_K: Tensor | None
+    allowed_ids_K: Tensor | None  # if set, all other tokens are forbidden
+    banned_ids_K: Tensor | None  # tokens that are always forbidden
+    banned: BannedSequences | None = None  # set if some banned sequence has more than one token
+    last_token_1: Tensor | None = None  # the last chosen token, int64, on the device; recorded for `banned` alone
     counts_row: int = NO_COUNTS  # row of TokenCounts, while the sequence has penalties and holds it
     num_counted: int = 0  # number of the sequence's tokens that the row has
 
@@ -44,6 +50,7 @@ class EditedRow:
     index: int  # row of the logits
     edits: LogitEdits
     num_generated: int  # number of answer tokens before the one that is chosen now
+    banned_pairs: list[Tensor]  # int64 [2, K] each: a token, and the one that must not follow it
 
 
 class LogitEditor:
@@ -57,8 +64,9 @@ class LogitEditor:
         """The token counts on the device, see kernels/sampling/penalties.py."""
         return self._counts.counts_SV
 
-    def prepare(self, sequence: Sequence) -> LogitEdits | None:
-        """Returns the edits for the sequence's next sample, with all of its tokens counted, or None if it has none.
+    def prepare(self, index: int, sequence: Sequence) -> EditedRow | None:
+        """Returns the edits for the sequence's next sample in row `index`, with all of its tokens counted, or None if
+        it has none.
 
         An exception concerns this sequence alone. The last step's tokens must have been counted.
         """
@@ -69,7 +77,8 @@ class LogitEditor:
             edits = self._edits[sequence] = self._upload(sequence)
         if sequence.params.penalizes:
             self._hold_row(sequence, edits)
-        return edits
+        pairs = [] if edits.banned is None else edits.banned.pairs_after(sequence.tokens, sequence.num_prompt)
+        return EditedRow(index, edits, sequence.num_generated, pairs)
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
@@ -78,8 +87,8 @@ class LogitEditor:
             self._counts.release(edits.counts_row)
 
     def apply(self, logits_BV: Tensor, rows: Many[EditedRow]) -> Tensor:
-        """Returns the logits with biases and then minimal lengths, the first of vLLM's edits. They are changed in
-        place, but as float32 if there are biases."""
+        """Returns the logits with allowed and banned tokens, biases and minimal lengths, the first of vLLM's edits.
+        They are changed in place, but as float32 if there are biases."""
         biased = [(row.index, row.edits.bias_ids_K) for row in rows if row.edits.bias_ids_K is not None]
         if biased:
             logits_BV = logits_BV.float()
@@ -92,10 +101,38 @@ class LogitEditor:
         ]
         if unstoppable:
             logits_BV[self._places(unstoppable)] = NEVER
+        self._allow(logits_BV, rows)
+        self._ban(logits_BV, rows)
         return logits_BV
 
+    def _allow(self, logits_BV: Tensor, rows: Many[EditedRow]) -> None:
+        allowed = [(row.index, row.edits.allowed_ids_K) for row in rows if row.edits.allowed_ids_K is not None]
+        if allowed:
+            places = self._places(allowed)
+            kept_K = logits_BV[places]
+            row_N = to_device([index for index, _ in allowed], torch.int64, self._device)
+            logits_BV.index_fill_(0, row_N, NEVER)
+            logits_BV[places] = kept_K
+
+    def _ban(self, logits_BV: Tensor, rows: Many[EditedRow]) -> None:
+        banned = [(row.index, row.edits.banned_ids_K) for row in rows if row.edits.banned_ids_K is not None]
+        if banned:
+            logits_BV[self._places(banned)] = NEVER
+        paired = [(row, pairs_2K) for row in rows for pairs_2K in row.banned_pairs]
+        if paired:
+            lasts = [
+                row.edits.last_token_1.expand(pairs_2K.shape[1])
+                for row, pairs_2K in paired
+                if row.edits.last_token_1 is not None
+            ]
+            index_K, token_K = self._places([(row.index, pairs_2K[1]) for row, pairs_2K in paired])
+            follows_K = torch.cat(lasts) == torch.cat([pairs_2K[0] for _, pairs_2K in paired])
+            # One place may be in several pairs, of which some do not apply. These add 0.
+            penalty_K = torch.zeros_like(follows_K, dtype=logits_BV.dtype).masked_fill_(follows_K, NEVER)
+            logits_BV.index_put_((index_K, token_K), penalty_K, accumulate=True)
+
     def count(self, token_B: Tensor, rows: Many[EditedRow]) -> None:
-        """Counts the tokens that were chosen."""
+        """Counts the tokens that were chosen, and records those on which banned sequences depend."""
         penalized = [row for row in rows if row.edits.params.penalizes]
         if penalized:
             places = [[row.index for row in penalized], [row.edits.counts_row for row in penalized]]
@@ -103,16 +140,26 @@ class LogitEditor:
             self._counts.add(row_P, token_B[index_P])
         for row in penalized:
             row.edits.num_counted += 1
+        recorded = [row for row in rows if row.edits.banned is not None]
+        if recorded:
+            token_P = token_B[to_device([row.index for row in recorded], torch.int64, self._device)]
+            for place, row in enumerate(recorded):
+                row.edits.last_token_1 = token_P[place : place + 1]
 
     def _upload(self, sequence: Sequence) -> LogitEdits:
         params = sequence.params
         bias = params.logit_bias
         stop_ids = sorted(sequence.stop_ids) if params.min_tokens else []
+        allowed = params.allowed_token_ids
+        banned = BannedSequences(params.bad_words_token_ids or (), self._device)
         return LogitEdits(
             params,
             bias_ids_K=to_device(list(bias), torch.int64, self._device) if bias else None,
             bias_values_K=to_device(list(bias.values()), torch.float32, self._device) if bias else None,
             stop_ids_K=to_device(stop_ids, torch.int64, self._device) if stop_ids else None,
+            allowed_ids_K=to_device(allowed, torch.int64, self._device) if allowed else None,
+            banned_ids_K=to_device(banned.single_ids, torch.int64, self._device) if banned.single_ids else None,
+            banned=banned if banned.has_pairs else None,
         )
 
     def _hold_row(self, sequence: Sequence, edits: LogitEdits) -> None:

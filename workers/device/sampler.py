@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.sampling.draw_tokens import NEVER, NO_COUNTS, DrawFields, draw_tokens
+from lorafleet.kernels.sampling.draw_tokens import NEVER, NO_COUNTS, DrawFields
 from lorafleet.protocol.messages import TokenLogprobs
 from lorafleet.protocol.random_numbers import uniform
 from lorafleet.protocol.sampling_params import SamplingParams
@@ -35,16 +35,11 @@ class SamplingRow:
     vocab_size: int  # of the row's own vocabulary, which may be smaller than the step's
 
 
-def sample(logits_BV: Tensor, rows: list[SamplingRow], edited: Many[EditedRow], counts_SV: Tensor) -> Tensor:
-    """Returns one token per row, int64 [B] on the device, without waiting for it.
-
-    `logits_BV` have the edits of LogitEditor.apply. Penalties are computed from `counts_SV`. float32 logits may be
-    overwritten.
-    """
+def draw_fields(rows: list[SamplingRow], edited: Many[EditedRow], num_tokens: int) -> list[DrawFields]:
+    """Returns what draw_tokens takes of each row. The logits, of num_tokens tokens, must have the edits of
+    LogitEditor.apply by then."""
     counts_rows = {row.index: row.edits.counts_row for row in edited}
-    num_tokens = logits_BV.shape[1]
-    fields = [_draw_fields(row, counts_rows.get(i, NO_COUNTS), num_tokens) for i, row in enumerate(rows)]
-    return draw_tokens(logits_BV, fields, counts_SV)
+    return [_draw_fields(row, counts_rows.get(i, NO_COUNTS), num_tokens) for i, row in enumerate(rows)]
 
 
 def _draw_fields(row: SamplingRow, counts_row: int, num_tokens: int) -> DrawFields:
@@ -94,13 +89,12 @@ def greedy_of_ranks(logits_BW: Tensor, group: TPGroup) -> Tensor:
 class PendingLogprobs:
     """Logprobs on their way to the host: the chosen token's, and those of the num_top best tokens of each row."""
 
-    def __init__(self, logits_BV: Tensor, chosen_B: Tensor, num_top: list[int], download: Download) -> None:
-        """Queues the computation and the download. `logits_BV` are raw, before edits."""
-        logprobs_BV = logits_BV.log_softmax(dim=-1, dtype=torch.float32)
+    def __init__(self, logprobs_BV: Tensor, chosen_B: Tensor, num_top: list[int], download: Download) -> None:
+        """Queues the computation and the download. `logprobs_BV` are float32."""
         chosen_B1 = chosen_B.unsqueeze(1)
         own_B1 = logprobs_BV.gather(1, chosen_B1)
         # Ties with a smaller token id come first, as they do in topk's and argmax's order.
-        ids_V = torch.arange(logprobs_BV.shape[1], device=logits_BV.device)
+        ids_V = torch.arange(logprobs_BV.shape[1], device=logprobs_BV.device)
         ahead_BV = (logprobs_BV > own_B1) | ((logprobs_BV == own_B1) & (ids_V < chosen_B1))
         top = logprobs_BV.topk(max(num_top), dim=-1)
         columns = (chosen_B, own_B1.squeeze(1), ahead_BV.sum(-1) + 1, top.indices, top.values)

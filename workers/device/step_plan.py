@@ -8,7 +8,7 @@ Rank 0 makes the plan from the scheduler's chunks (planner.py). The others recei
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -33,10 +33,21 @@ class StepPlan:
     # (first row, count) of rows that predict prompt tokens whose logprobs are requested.
     prompts: list[tuple[int, int]]
     slot_ranks: list[int]  # LoRAModelManager.ranks, of every slot.
+    # Slot of each sequence's state. Empty if the model has no recurrent layers.
+    state_slots: list[int] = field(default_factory=list)
+    # (from, to) of states that are copied before the step, out of snapshots, and after it, into snapshots.
+    resumed_states: list[tuple[int, int]] = field(default_factory=list)
+    state_snapshots: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
         return self.fields_FT.shape[1]
+
+    @property
+    def begins(self) -> list[bool]:
+        """Whether each sequence begins with this step, so that the states of its recurrent layers are zero before."""
+        lens = zip(self.attention.query_lens, self.attention.context_lens, strict=True)
+        return [count == end for count, end in lens]
 
     @property
     def is_decode(self) -> bool:

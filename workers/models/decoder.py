@@ -1,162 +1,42 @@
-"""The decoder that Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, Phi-3, Mixtral and Qwen3-MoE share. ModelConfig says
-where they differ, and which layers have a mixture of experts in place of an MLP.
+"""The decoder that all families share. ModelConfig says what its layers consist of.
 
 One forward pass takes a step's tokens of all sequences in one row [T, D]. The attention backend knows which tokens
 belong together, and LoRABatch which adapter each of them uses. Under tensor parallelism each rank has its heads, and
 its part of the MLP and of the vocabulary. x is the same on all ranks between layers.
 """
 
-# T tokens · D hidden size · E this rank's heads of q, k and v in one row · H query heads · G KV heads · V vocabulary
-# W this rank's part of the vocabulary
+# T tokens · D hidden size · N residual streams · V vocabulary · W this rank's part of the vocabulary
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from lorafleet.kernels.decoder.gated_mul import gated_mul
-from lorafleet.kernels.decoder.rope_store import rotate_and_store
-from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.kernels.lora.lora_batch import LoRABatch
-from lorafleet.protocol.errors import UnsupportedModel
 from lorafleet.workers.attention.attention_backend import AttentionBackend, KVCache
-from lorafleet.workers.bases.checkpoint import ModelConfig
-from lorafleet.workers.models.layers import PackedLinear, ResidualNorm, RMSNorm
+from lorafleet.workers.bases.linear_schemes import experts_scheme, linear_scheme
+from lorafleet.workers.bases.model_config import ModelConfig
+from lorafleet.workers.bases.per_layer_config import PROJECTION_NORM, TABLE
+from lorafleet.workers.device.state_cache import StepStates
+from lorafleet.workers.models.alternating_updates import Streams
+from lorafleet.workers.models.attention import Attention, StepContext
+from lorafleet.workers.models.decoder_layer import DecoderLayer
+from lorafleet.workers.models.delta_net import DeltaNet
+from lorafleet.workers.models.layers import Norm, PackedLinear, ResidualSum
 from lorafleet.workers.models.linear_weights import LinearWeights
-from lorafleet.workers.models.rope import RotaryEmbedding
+from lorafleet.workers.models.mamba2 import Mamba2, ParallelMixer
+from lorafleet.workers.models.mlp import MLP
+from lorafleet.workers.models.per_layer_embedding import PerLayerEmbedding
+from lorafleet.workers.models.rope import Rotations
+from lorafleet.workers.models.short_conv import ShortConv
 from lorafleet.workers.models.sparse_mlp import SparseMLP
 from lorafleet.workers.models.vocab_table import VocabTable
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.row_parallel_sum import RankSum
 from lorafleet.workers.tp.shard import Shard
-
-
-@dataclass(frozen=True, slots=True)
-class StepContext:
-    """The values of a step that every layer needs."""
-
-    # One per layer: cos and sin, both [T, 1, F], for F pairs of a head's numbers.
-    rotations: list[tuple[Tensor, Tensor]]
-    slot_mapping_T: Tensor  # int64, block * block size + offset, where each token's key and value are written.
-    caches: list[KVCache]  # One per layer.
-    attention: AttentionBackend
-    lora: LoRABatch | None
-
-
-class Attention(nn.Module):
-    def __init__(
-        self, config: ModelConfig, layer: int, group: TPGroup, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__()
-        self.layer = layer
-        self.eps = config.rms_norm_eps
-        qkv = (config.q_size, config.kv_size, config.kv_size)
-        self.qkv_proj = PackedLinear(config.hidden_size, _slices(config, qkv), config.qkv_bias, dtype, device)
-        self.o_proj = PackedLinear(
-            config.q_size, (config.hidden_size,), config.o_bias, dtype, device, adds_bias=group.rank == 0
-        )
-        norm_dtype = config.norm_dtype(dtype)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, norm_dtype, device) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, norm_dtype, device) if config.qk_norm else None
-
-    def forward(self, x_TD: Tensor, step: StepContext) -> LinearOutput:
-        cache = step.caches[self.layer]
-        q_THD = rotate_and_store(
-            self.qkv_proj(x_TD, step.lora),
-            *step.rotations[self.layer],
-            None if self.q_norm is None else self.q_norm.for_step(step.lora),
-            None if self.k_norm is None else self.k_norm.for_step(step.lora),
-            cache.k_NPGD,
-            cache.v_NPGD,
-            step.slot_mapping_T,
-            self.eps,
-            cache.k_scale,
-            cache.v_scale,
-        )
-        attended = step.attention.attend(self.layer, q_THD)
-        out: LinearOutput = self.o_proj(attended.reshape(x_TD.shape[0], -1), step.lora)
-        return out
-
-
-class MLP(nn.Module):
-    def __init__(self, config: ModelConfig, group: TPGroup, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        inner = config.intermediate_size
-        self.activation = config.activation
-        self.gate_up_proj = PackedLinear(
-            config.hidden_size, _slices(config, (inner, inner)), config.mlp_bias, dtype, device
-        )
-        self.down_proj = PackedLinear(
-            inner, (config.hidden_size,), config.mlp_bias, dtype, device, adds_bias=group.rank == 0
-        )
-
-    def forward(self, x_TD: Tensor, lora: LoRABatch | None) -> LinearOutput:
-        out: LinearOutput = self.down_proj(gated_mul(self.gate_up_proj(x_TD, lora), self.activation), lora)
-        return out
-
-
-def _slices(config: ModelConfig, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the slices of a packed linear as adapters see it. Fused projections share one A."""
-    return (sum(sizes),) if config.fused_linears else sizes
-
-
-class DecoderLayer(nn.Module):
-    """One layer of the decoder. attention_out_norm and mlp_out_norm are applied to the branches before the residual is
-    added. They are None if the model has none."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        group: TPGroup,
-        ranks: RankSum,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        super().__init__()
-        norm = config.hidden_size, config.rms_norm_eps, config.norm_dtype(dtype), device
-        self.input_layernorm = ResidualNorm(*norm, ranks)
-        self.self_attn = Attention(config, layer, group, dtype, device)
-        self.attention_out_norm = RMSNorm(*norm) if config.branch_norms else None
-        self.mlp_norm = ResidualNorm(*norm, ranks)
-        experts = config.experts_of(layer)
-        self.mlp: MLP | SparseMLP = (
-            MLP(config, group, dtype, device)
-            if experts is None
-            else SparseMLP(config.hidden_size, experts, dtype, device)
-        )
-        self.mlp_out_norm = RMSNorm(*norm) if config.branch_norms else None
-
-    def forward(self, x_TD: Tensor, residual_TD: Tensor, step: StepContext) -> LinearOutput:
-        """Returns the MLP's output, not yet added to the residual. x is the input norm's output.
-
-        The next layer's norm adds the output to the residual. In the same way the second norm here adds the
-        attention's output, in place and in one launch.
-        """
-        attended = self.self_attn(x_TD, step)
-        normed_TD = self.mlp_norm.add(attended, residual_TD, step.lora, self.attention_out_norm)
-        out: LinearOutput = self.mlp(normed_TD, step.lora)
-        return out
-
-    def norms(self) -> dict[str, RMSNorm]:
-        """Returns the norms by the names that checkpoints and adapters give them. In Gemma these names mean other
-        norms."""
-        found: dict[str, RMSNorm | None] = {
-            "input_layernorm": self.input_layernorm,
-            "self_attn.q_norm": self.self_attn.q_norm,
-            "self_attn.k_norm": self.self_attn.k_norm,
-        }
-        if self.attention_out_norm is None:
-            found["post_attention_layernorm"] = self.mlp_norm
-        else:
-            found["post_attention_layernorm"] = self.attention_out_norm
-            found["pre_feedforward_layernorm"] = self.mlp_norm
-            found["post_feedforward_layernorm"] = self.mlp_out_norm
-        return {name: norm for name, norm in found.items() if norm is not None}
 
 
 class DecoderModel(nn.Module):
@@ -169,30 +49,34 @@ class DecoderModel(nn.Module):
     def __init__(self, config: ModelConfig, group: TPGroup, dtype: torch.dtype, device: torch.device) -> None:
         """Builds this rank's part. Raises ConfigError if the model cannot be divided among the group."""
         super().__init__()
-        if config.quantization is not None and config.experts is not None:
-            raise UnsupportedModel(
-                "quantization of a mixture of experts is not supported. Leave quantization out, or serve the "
-                "unquantized checkpoint.",
-                "quantization",
-            )
         self.config = config
         self.group = group
         self.shard = Shard.of(config, group.rank, group.size)
-        local = self.shard.local
         self.embed_tokens = VocabTable(self.shard, group, dtype, device)
         ranks = RankSum(group, device)
         self.layers = nn.ModuleList(
-            DecoderLayer(local, i, group, ranks, dtype, device) for i in range(config.num_layers)
+            DecoderLayer(self.shard, i, group, ranks, dtype, device) for i in range(config.num_layers)
         )
-        norm_dtype = config.norm_dtype(dtype)
-        self.norm = ResidualNorm(config.hidden_size, config.rms_norm_eps, norm_dtype, device, ranks)
-        self.lm_head = self.embed_tokens if config.tie_word_embeddings else VocabTable(self.shard, group, dtype, device)
+        self.norm = Norm(config.hidden_size, config.norm, config.norm_dtype(dtype), device)
+        self._last = ResidualSum(self.norm, config.residual_scale, config.norm.eps, ranks)
+        self.lm_head = (
+            self.embed_tokens
+            if config.tie_word_embeddings
+            else VocabTable(self.shard, group, dtype, device, has_bias=config.head_bias)
+        )
+        self.per_layer: PerLayerEmbedding | None = None
+        if config.per_layer is not None:
+            self.per_layer = PerLayerEmbedding(config, config.per_layer, group, dtype, device)
+        self.streams = None if config.altup is None else Streams(config, config.altup, dtype, device)
         weights = LinearWeights(dtype, device)
         for names, linear in self.packed_linears():
-            method = None if config.quantization is None else config.quantization.of(names)
-            linear.weight = weights.empty(method, sum(linear.out_features), linear.in_features)
-        self.rope = RotaryEmbedding(config.rope, device)
-        self.sliding_rope = None if config.sliding_rope is None else RotaryEmbedding(config.sliding_rope, device)
+            scheme = linear_scheme(config, names)
+            linear.weight = weights.empty(scheme, sum(linear.out_features), linear.in_features, linear.dtype)
+        for name, mixture in self.mixtures():
+            gate_up = weights.experts(experts_scheme(config, name, mixture.experts.first_leaves), mixture.gate_up_shape)
+            mixture.hold(gate_up, weights.experts(experts_scheme(config, name, ["down_proj"]), mixture.down_shape))
+        ropes = [attention.rope for attention in config.attentions]
+        self.rotations = Rotations(ropes, device, config.adapters_rope)
         # rounded to the model's dtype
         self._embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()
 
@@ -205,31 +89,31 @@ class DecoderModel(nn.Module):
         caches: list[KVCache],
         attention: AttentionBackend,
         lora: LoRABatch | None,
+        states: StepStates | None = None,
     ) -> Tensor:
         """Returns the last norm's output, [T, D]. `attention` must have planned this step.
 
-        token_T, position_T and rope_length_T are int64 [T], the last as in RotaryEmbedding.cos_sin. slot_mapping_T and
-        caches are as in StepContext.
+        token_T, position_T and rope_length_T are int64 [T], the last as in RotaryEmbedding.cos_sin. slot_mapping_T,
+        caches and states are as in StepContext.
         """
         if lora is not None:
             lora.begin()
         embedded_TD = self.embed_tokens.embed(token_T, lora)
         if self._embed_scale != 1.0:
             embedded_TD *= self._embed_scale
-        rotations = self._rotations(position_T, rope_length_T, embedded_TD.dtype)
-        step = StepContext(rotations, slot_mapping_T, caches, attention, lora)
-        first, *later = [*(layer.input_layernorm for layer in self.decoder_layers()), self.norm]
+        rotations = self.rotations.of_step(position_T, rope_length_T, embedded_TD.dtype, lora)
+        first, *later = [*(layer.attention_in for layer in self.decoder_layers()), self._last]
         residual_TD, x_TD = first.start(embedded_TD, lora)
-        for layer, next_norm in zip(self.decoder_layers(), later, strict=True):
-            x_TD = next_norm.add(layer(x_TD, residual_TD, step), residual_TD, lora, layer.mlp_out_norm)
+        per_layer_TLp = None if self.per_layer is None else self.per_layer(token_T, residual_TD, lora)
+        step = StepContext(rotations, position_T, slot_mapping_T, caches, attention, lora, per_layer_TLp, states)
+        if self.streams is not None:
+            stream_NTD = self.streams.start(residual_TD, lora)
+            for layer in self.decoder_layers():
+                stream_NTD = layer.alternate(stream_NTD, step)
+            return self._last.read(self.streams.merge(stream_NTD, lora), lora)
+        for layer, next_sum in zip(self.decoder_layers(), later, strict=True):
+            x_TD = layer(x_TD, residual_TD, step, next_sum)
         return x_TD
-
-    def _rotations(self, position_T: Tensor, rope_length_T: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-        full = self.rope.cos_sin(position_T, rope_length_T, dtype)
-        if self.sliding_rope is None:
-            return [full] * self.config.num_layers
-        sliding = self.sliding_rope.cos_sin(position_T, rope_length_T, dtype)
-        return [full if window is None else sliding for window in self.config.sliding_windows]
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """Returns this rank's columns, [T, W] in the model's dtype. They are -inf past the vocabulary's end."""
@@ -244,34 +128,61 @@ class DecoderModel(nn.Module):
 
     def packed_linears(self) -> list[tuple[tuple[str, ...], PackedLinear]]:
         """Returns this rank's part of every packed linear with its projections' module paths, in layer order. For a
-        mixture of experts, this includes the router only."""
-        found: list[tuple[tuple[str, ...], PackedLinear]] = []
-        qkv, gate_up = (("qkv",), ("gate_up",)) if self.config.fused_linears else (("q", "k", "v"), ("gate", "up"))
-        for i, layer in enumerate(self.decoder_layers()):
-            attn, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
-            found += [
-                (tuple(f"{attn}.{p}_proj" for p in qkv), layer.self_attn.qkv_proj),
-                ((f"{attn}.o_proj",), layer.self_attn.o_proj),
-            ]
-            if isinstance(layer.mlp, SparseMLP):
-                found.append(((f"{mlp}.gate",), layer.mlp.gate))
-                continue
-            found += [
-                (tuple(f"{mlp}.{p}_proj" for p in gate_up), layer.mlp.gate_up_proj),
-                ((f"{mlp}.down_proj",), layer.mlp.down_proj),
-            ]
-        return found
+        mixture of experts, this includes the router and the shared expert only."""
+        of_layers = [
+            (tuple(f"layers.{i}.{projection.name}" for projection in projections), linear)
+            for i, layer in enumerate(self.decoder_layers())
+            for projections, linear in zip(self.config.packed_projections(i), layer.packed_linears(), strict=True)
+        ]
+        outside = [] if self.per_layer is None else [self.per_layer.projection]
+        outside += [] if self.streams is None else self.streams.packed_linears()
+        names = [(projection.name,) for projection in self.config.projections_outside()]
+        return [*of_layers, *zip(names, outside, strict=True)]
 
     def mixtures(self) -> list[tuple[str, SparseMLP]]:
         """Returns this rank's part of every mixture of experts, with its experts' module path."""
-        mlps = [(f"layers.{i}.mlp.experts", layer.mlp) for i, layer in enumerate(self.decoder_layers())]
-        return [(name, mlp) for name, mlp in mlps if isinstance(mlp, SparseMLP)]
+        found = []
+        for i, layer in enumerate(self.decoder_layers()):
+            if layer.mixture is not None:
+                found.append((f"layers.{i}.{layer.mixture.experts.prefix}experts", layer.mixture))
+        return found
 
-    def norms(self) -> list[tuple[str, RMSNorm]]:
-        """Returns every norm with its module path."""
+    def sinks(self) -> dict[int, Tensor]:
+        """Returns the sinks of the layers that have them, see AttentionSpec.sinks."""
+        mixers = [layer.mixer for layer in self.decoder_layers()]
+        attentions = [mixer for mixer in mixers if isinstance(mixer, Attention)]
+        return {attention.index: attention.sinks for attention in attentions if attention.sinks is not None}
+
+    def recurrences(self) -> dict[int, DeltaNet | Mamba2 | ShortConv]:
+        """Returns the parts of layers that have a state, by layer."""
+        found = {}
+        for i, layer in enumerate(self.decoder_layers()):
+            mixer = layer.mixer.mamba if isinstance(layer.mixer, ParallelMixer) else layer.mixer
+            if isinstance(mixer, DeltaNet | Mamba2 | ShortConv):
+                found[i] = mixer
+        return found
+
+    def activation_numbers(self) -> list[tuple[str, Tensor]]:
+        """Returns the numbers of each layer's activation, see MLP.numbers, with the activation's module path."""
+        mlps = [(f"layers.{i}.mlp.act_fn", layer.mlp) for i, layer in enumerate(self.decoder_layers())]
+        return [(name, mlp.numbers) for name, mlp in mlps if isinstance(mlp, MLP) and mlp.numbers is not None]
+
+    def norms(self) -> list[tuple[str, Norm]]:
+        """Returns every norm that has a weight, with its module path."""
+        if not self.config.norm.has_weight:
+            return []
         found = [
             (f"layers.{i}.{name}", norm)
             for i, layer in enumerate(self.decoder_layers())
             for name, norm in layer.norms().items()
         ]
-        return [*found, ("norm", self.norm)]
+        if self.per_layer is not None:
+            found.append((PROJECTION_NORM, self.per_layer.norm))
+        return [*found, (self.config.final_norm, self.norm)]
+
+    def vectors(self) -> dict[str, Tensor]:
+        """Returns the parameters that are whole on every rank and belong to no linear, norm or mixture, by the
+        checkpoint's names below the model."""
+        layers = enumerate(self.decoder_layers())
+        found = {f"layers.{i}.{name}": vector for i, layer in layers for name, vector in layer.vectors().items()}
+        return found if self.per_layer is None else found | {f"{TABLE}.weight": self.per_layer.table_VD}

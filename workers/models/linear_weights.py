@@ -1,15 +1,17 @@
-"""Creates the linears' weights, empty, in the form in which the model holds them."""
+"""Creates the weights of linears and of experts, empty, in the form in which the model holds them."""
+
+# E experts · O out · D in
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from lorafleet.kernels.decoder.scratch import Scratch
-from lorafleet.kernels.quant.base_weight import BaseWeight, PlainWeight
-from lorafleet.kernels.quant.fp8_weight import FP8Weight
-from lorafleet.kernels.quant.nf4 import NF4Weight
+from lorafleet.kernels.moe.expert_codes import ExpertCodes, ExpertMatrix
+from lorafleet.kernels.quant.base_weight import BaseWeight, PlainWeight, Scheme
+from lorafleet.kernels.quant.tiled_weight import tiled_weight
 from lorafleet.protocol.errors import UnsupportedModel
-from lorafleet.protocol.quantization_methods import Method
 
 
 class LinearWeights:
@@ -20,16 +22,25 @@ class LinearWeights:
         self._device = device
         self._scratch = Scratch(dtype, device)
 
-    def empty(self, method: Method | None, outputs: int, inputs: int) -> BaseWeight:
-        """Returns an empty weight of this rank's sizes. Raises UnsupportedModel if it cannot be quantized this way."""
-        if method is None:
-            return PlainWeight.empty(outputs, inputs, self._dtype, self._device)
-        if method == "fp8":
-            return FP8Weight(outputs, inputs, self._dtype, self._device)
-        if inputs % 2:
-            raise UnsupportedModel(
-                f"a linear with {inputs} inputs on each rank cannot be quantized to nf4, which needs an even number. "
-                "Use quantization=fp8, or another tensor_parallel_size.",
-                "quantization",
-            )
-        return NF4Weight(outputs, inputs, self._dtype, self._device, self._scratch)
+    def empty(self, scheme: Scheme | None, outputs: int, inputs: int, dtype: torch.dtype) -> BaseWeight:
+        """Returns an empty weight of this rank's sizes. `dtype` is that of an unquantized weight.
+
+        Raises UnsupportedModel if it cannot be quantized this way.
+        """
+        if scheme is None:
+            return PlainWeight.empty(outputs, inputs, dtype, self._device)
+        if refusal := scheme.refusal(inputs):
+            raise UnsupportedModel(refusal, "quantization")
+        tiled = tiled_weight(scheme, outputs, inputs, self._dtype, self._device, self._scratch)
+        return tiled or scheme.empty(outputs, inputs, self._dtype, self._device, self._scratch)
+
+    def experts(self, scheme: Scheme | None, shape: tuple[int, int, int]) -> ExpertMatrix:
+        """Returns the empty weights [E, O, D] of all experts, of this rank's sizes.
+
+        Raises UnsupportedModel if they cannot be quantized this way.
+        """
+        if scheme is None:
+            return nn.Parameter(torch.empty(shape, dtype=self._dtype, device=self._device), requires_grad=False)
+        if refusal := scheme.refusal(shape[2]):
+            raise UnsupportedModel(refusal, "quantization")
+        return ExpertCodes(scheme, shape, self._dtype, self._device)

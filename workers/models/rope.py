@@ -1,20 +1,60 @@
-"""Computes rotary position embeddings with the scalings in use: none, linear, dynamic NTK, llama3, yarn, longrope.
+"""Computes rotary position embeddings with the scalings in use: none, linear, dynamic NTK, llama3, yarn, longrope,
+proportional.
 
 The formulas are those of transformers' rope utilities, with which the checkpoints were trained. Sources: RoFormer,
 arXiv 2104.09864; YaRN, arXiv 2309.00071; LongRoPE, arXiv 2402.13753; dynamic NTK scaling and linear interpolation as
 published by their authors.
 """
 
-# T tokens · F frequencies, half of the numbers of a head that are rotated
+# T tokens · F frequencies, half of the numbers of a head that are rotated · S 1 + slots · C 1 + F columns
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.lora.lora_batch import LoRABatch
 from lorafleet.workers.bases.rope_config import RopeConfig
+
+
+class Rotations:
+    """The ropes of all layers, each computed once a step. Adapters may replace one of them for their own tokens."""
+
+    def __init__(
+        self, ropes: Sequence[RopeConfig | None], device: torch.device, replaced: RopeConfig | None = None
+    ) -> None:
+        """`ropes` has one for each layer. None: the layer rotates nothing. `replaced` is the rope that adapters may
+        replace."""
+        distinct = list(dict.fromkeys(ropes))
+        # By layer, the place of its rope among the distinct ones. To hash a rope takes longer than to find its place.
+        self._place_of_layer = [distinct.index(rope) for rope in ropes]
+        self._embeddings = [None if rope is None else RotaryEmbedding(rope, device) for rope in distinct]
+        self._replaced = None if replaced is None else self._embeddings[distinct.index(replaced)]
+        self._slots: SlotRopes | None = None
+
+    def add_slots(self, max_loras: int) -> SlotRopes | None:
+        """Makes room for the slots' own ropes. Returns None if adapters cannot have one."""
+        if self._replaced is not None:
+            self._slots = SlotRopes(self._replaced, max_loras)
+        return self._slots
+
+    def of_step(
+        self, position_T: Tensor, length_T: Tensor, dtype: torch.dtype, lora: LoRABatch | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Returns cos and sin for each layer. The arguments and results are those of RotaryEmbedding.cos_sin."""
+        found: list[tuple[Tensor, Tensor]] = []
+        for embedding in self._embeddings:
+            if embedding is None:
+                nothing = torch.empty(len(position_T), 1, 0, dtype=dtype, device=position_T.device)
+                found.append((nothing, nothing))
+            elif embedding is self._replaced and self._slots is not None and lora is not None and lora.has_ropes:
+                found.append(self._slots.cos_sin(position_T, lora.plan.slot_T, dtype))
+            else:
+                found.append(embedding.cos_sin(position_T, length_T, dtype))
+        return [found[place] for place in self._place_of_layer]
 
 
 class RotaryEmbedding:
@@ -40,6 +80,11 @@ class RotaryEmbedding:
             cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
         return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
 
+    def static(self) -> tuple[Tensor, float]:
+        """Returns the frequencies [F] and the factor of cos and sin, which must not depend on the length."""
+        assert not self.config.depends_on_length
+        return self.inv_freq_F, self.attention_scaling
+
     def _frequencies(self, length_T: Tensor) -> Tensor:
         """Returns the frequencies as [F], or as [T, F] if they depend on the length."""
         if self.config.rope_type == "dynamic":
@@ -58,6 +103,43 @@ class RotaryEmbedding:
         return 1.0 / theta**self._powers_F
 
 
+class SlotRopes:
+    """The angles of the adapters in slots, in device memory that never moves, so that CUDA graphs can read it."""
+
+    def __init__(self, base: RotaryEmbedding, max_loras: int) -> None:
+        """`base` is the rope of base tokens, and of adapters that have none of their own."""
+        self._base = base.config
+        frequency_F, scaling = base.static()
+        # Row 0 is the base's, row 1 + s slot s's. The last column is the factor of cos and sin.
+        row_C = torch.cat([frequency_F, frequency_F.new_tensor([scaling])])
+        self._table_SC = row_C.repeat(1 + max_loras, 1)
+        self._own: set[int] = set()  # slots whose row is not the base's
+
+    def write_slot(self, slot: int, rope: RopeConfig | None) -> None:
+        """Writes the slot's row on the current stream; the host does not wait. None means the base's rope.
+
+        This costs nothing if the slot's previous adapter had none of its own either.
+        """
+        if rope is None and slot not in self._own:
+            return
+        frequency_F, scaling = RotaryEmbedding(self._base if rope is None else rope, torch.device("cpu")).static()
+        row_C = torch.cat([frequency_F, frequency_F.new_tensor([scaling])])
+        if self._table_SC.is_cuda:
+            row_C = row_C.pin_memory()
+        self._table_SC[1 + slot].copy_(row_C, non_blocking=True)
+        self._own.discard(slot)
+        if rope is not None:
+            self._own.add(slot)
+
+    def cos_sin(self, position_T: Tensor, slot_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns what RotaryEmbedding.cos_sin does, for tokens of these slots. slot_T is int32, -1 for the base."""
+        row_TC = self._table_SC[slot_T + 1]
+        angle_TF = position_T.to(torch.float32).unsqueeze(1) * row_TC[:, :-1]
+        scaling_T1 = row_TC[:, -1:]
+        cos, sin = angle_TF.cos() * scaling_T1, angle_TF.sin() * scaling_T1
+        return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
+
+
 def _powers(config: RopeConfig) -> Tensor:
     return torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
 
@@ -72,6 +154,9 @@ def _inverse_frequencies(config: RopeConfig) -> Tensor:
         return _yarn(config, plain)
     if config.rope_type == "longrope":
         return _long(config, config.short_factor)
+    if config.rope_type == "proportional":
+        turns_F = torch.arange(len(plain)) < config.turning_pairs
+        return torch.where(turns_F, plain / config.factor, 0.0)
     return plain
 
 

@@ -37,10 +37,10 @@ class SlotHead:
     a_RD: Tensor | None = None
     b_WR: Tensor | None = None
     scale: float = 1.0
-    bias_W: Tensor | None = None  # float32
+    bias_W: Tensor | None = None  # float32, replaces the base's; None: the base's, if it has one
 
-    def change(self, x_bD: Tensor, logits_bW: Tensor) -> None:
-        """Turns the logits of its table, or of the base's if it has none, into its own, in place."""
+    def change(self, x_bD: Tensor, logits_bW: Tensor, base_bias_W: Tensor | None) -> None:
+        """Turns the product with its table, or with the base's if it has none, into its own logits, in place."""
         if self.place_N is not None and self.row_ND is not None:
             logits_bW[:, self.place_N] = F.linear(x_bD.to(self.row_ND.dtype), self.row_ND).to(logits_bW.dtype)
         if self.a_RD is not None and self.b_WR is not None:
@@ -49,8 +49,9 @@ class SlotHead:
                 logits_bW.addmm_(p_bR, self.b_WR.T, alpha=self.scale)
             else:
                 logits_bW.add_(F.linear(p_bR, self.b_WR), alpha=self.scale)
-        if self.bias_W is not None:
-            logits_bW += self.bias_W
+        bias_W = base_bias_W if self.bias_W is None else self.bias_W
+        if bias_W is not None:
+            logits_bW += bias_W
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,27 +96,20 @@ class SlotHeads:
         """Computes the logits of all heads on the base's table together. Each costs as many launches as its changes."""
         row_b = to_device([row for _, own in heads for row in own], torch.int64, x_BD.device)
         x_bD = x_BD[row_b]
-        # If the model caps logits, the base's are capped already, so they are computed again.
-        logits_bW = base_BW[row_b] if self._base.softcap is None else self._base.project(x_bD)
+        # If the model scales, caps or shifts logits, the base's are changed already, so they are computed again.
+        logits_bW = self._base.project(x_bD) if self._base.changes_products else base_BW[row_b]
         counts = [len(own) for _, own in heads]
         for (head, _), own_bD, own_bW in zip(heads, x_bD.split(counts), logits_bW.split(counts), strict=True):
-            head.change(own_bD, own_bW)
-        return OwnLogits(row_b, self._finished(logits_bW, self._base.num_tokens), self._base.vocab_size)
+            head.change(own_bD, own_bW, self._base.bias)
+        return OwnLogits(row_b, self._base.finish(logits_bW, self._base.num_tokens), self._base.vocab_size)
 
     def _with_table(self, head: SlotHead, rows: list[int], x_BD: Tensor) -> OwnLogits:
         assert head.table_WD is not None
         row_b = to_device(rows, torch.int64, x_BD.device)
         x_bD = x_BD[row_b]
         logits_bW = F.linear(x_bD.to(head.table_WD.dtype), head.table_WD).to(x_bD.dtype)
-        head.change(x_bD, logits_bW)
-        return OwnLogits(row_b, self._finished(logits_bW, head.num_tokens), head.vocab_size)
-
-    def _finished(self, logits_bW: Tensor, num_tokens: int) -> Tensor:
-        """Caps the logits, and sets them to -inf where there are no tokens, in place."""
-        if self._base.softcap is not None:
-            logits_bW.div_(self._base.softcap).tanh_().mul_(self._base.softcap)
-        logits_bW[:, num_tokens:] = NEVER
-        return logits_bW
+        head.change(x_bD, logits_bW, self._base.bias)
+        return OwnLogits(row_b, self._base.finish(logits_bW, head.num_tokens), head.vocab_size)
 
     def choose(self, owned: list[OwnLogits], token_B: Tensor) -> None:
         """Writes the greedy tokens of these rows to token_B, on all ranks."""

@@ -11,6 +11,9 @@ Source: VTC, Sheng et al., "Fairness in Serving Large Language Models", OSDI 202
 Tenants have counters of the same kind. If a tenant is more than slot_credit tokens ahead of the tenant with the least
 service, its adapters come after all others. So a tenant gains nothing by using ever new adapters.
 
+Sequences of the priority BACKGROUND, such as those of batches, come after all others, whatever their tenant and
+adapter. They have counters of their own, and the same rules order them among each other.
+
 With more adapters than slots, those in a slot come before the others until they are slot_credit tokens ahead.
 Otherwise every request would evict another adapter, and a step would hold one request per slot.
 """
@@ -18,15 +21,18 @@ Otherwise every request would evict another adapter, and a step would hold one r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from heapq import heappop, heappush
 from itertools import count
 from operator import attrgetter
 
+from lorafleet.protocol.limits import BACKGROUND
+from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.workers.schedule.sequence import Flow, Sequence, TenantTotals
 
 PROMPT_WEIGHT = 1  # for a prompt token that must be computed; those from the prefix cache are free
 OUTPUT_WEIGHT = 2  # as in VTC
+PREFETCH_SCAN = 1024  # heads of the queue that are examined for adapters to load ahead
 MAX_IDLE_FLOWS = 1024  # number of flows from which on idle ones are removed if their counters no longer matter
 
 
@@ -39,12 +45,15 @@ class FairQueue:
         self.started_tokens = 0  # of all sequences that ever started
         self._slot_credit = slot_credit
         self._preempted: deque[Sequence] = deque()
-        self._flows: dict[tuple[str, str], Flow] = {}  # by tenant and digest
-        self._tenants: dict[str, TenantTotals] = {}  # never pruned, since the operator's key file bounds the tenants
-        self._waiting_tenants: dict[str, TenantTotals] = {}
-        self._least_tenant = 0  # least counter of the waiting tenants, as of the last sort()
+        # by tenant, digest, and whether the sequences are in the background
+        self._flows: dict[tuple[str, str, bool], Flow] = {}
+        # by tenant, and whether in the background; never pruned, since the operator's key file bounds the tenants
+        self._tenants: dict[tuple[str, bool], TenantTotals] = {}
+        self._waiting_tenants: dict[tuple[str, bool], TenantTotals] = {}
+        self._least_tenant = [0, 0]  # least counters of the waiting tenants and in the background, by the last sort()
         self._order: list[Flow] = []  # flows with waiting sequences, sorted by sort()
-        self._last_left = Flow("", TenantTotals(""))  # flow that most recently lost its last waiting sequence
+        # flows that most recently lost their last waiting sequence; the second is the one in the background
+        self._last_left = [Flow("", TenantTotals("")), Flow("", TenantTotals("", is_background=True))]
         self._prune_size = MAX_IDLE_FLOWS
         self._length = 0
 
@@ -58,11 +67,11 @@ class FairQueue:
             yield from flow.waiting
 
     def add(self, sequence: Sequence) -> None:
-        flow = self._flow(sequence.tenant, "" if sequence.lora is None else sequence.lora.digest)
+        flow = self._flow(sequence)
         if not flow.tenant.num_waiting:
-            flow.tenant.served = max(flow.tenant.served, self._least_tenant_served())
+            flow.tenant.served = max(flow.tenant.served, self._least_tenant_served(flow.tenant.is_background))
         if not flow.waiting:
-            flow.served = max(flow.served, self._least_served())
+            flow.served = max(flow.served, self._least_served(flow.tenant.is_background))
             self._order.append(flow)
         _insert(flow.waiting, sequence)
         flow.unfinished += 1
@@ -95,24 +104,46 @@ class FairQueue:
         """Records the end of a sequence that is not in the queue."""
         sequence.flow.unfinished -= 1
 
+    @property
+    def num_preempted(self) -> int:
+        """Number of sequences that wait though they have started."""
+        return len(self._preempted)
+
+    def change_digest(self, sequence: Sequence, change: Callable[[], None]) -> None:
+        """Moves a sequence to the flow of another adapter. `change` gives it that adapter. If it waits for its first
+        start, it queues behind those that wait for the same adapter."""
+        waits = sequence.blocks is None and sequence in sequence.flow.waiting
+        if waits:
+            self._remove(sequence)
+        sequence.flow.unfinished -= 1
+        change()
+        if waits:
+            self.add(sequence)
+            return
+        sequence.flow = self._flow(sequence)
+        sequence.flow.unfinished += 1
+
     def waiting_tenants(self) -> list[str]:
-        """Returns the tenants with waiting sequences, the one with the least service first."""
-        return [totals.name for totals in sorted(self._waiting_tenants.values(), key=attrgetter("served"))]
+        """Returns the tenants with waiting sequences, the one with the least service first. The background does not
+        count, since nothing else may be ended for it."""
+        waiting = [totals for totals in self._waiting_tenants.values() if not totals.is_background]
+        return [totals.name for totals in sorted(waiting, key=attrgetter("served"))]
 
     def tokens_of(self, tenant: str) -> int:
         """Returns the number of tokens of the tenant's waiting sequences."""
-        totals = self._waiting_tenants.get(tenant)
-        return 0 if totals is None else totals.waiting_tokens
+        found = (self._waiting_tenants.get((tenant, is_background)) for is_background in (False, True))
+        return sum(totals.waiting_tokens for totals in found if totals is not None)
 
     def heads_of(self, tenant: str) -> list[Sequence]:
         """Returns the first sequence of each of its adapters, in the order of the last sort(). Newer adapters are at
-        the end."""
-        return [flow.waiting[0] for flow in self._order if flow.tenant.name == tenant]
+        the end. The background does not count."""
+        own = self._tenants.get((tenant, False))
+        return [flow.waiting[0] for flow in self._order if flow.tenant is own]
 
     def sort(self, in_slots: Container[str]) -> None:
         """Sorts the adapters by service. `in_slots` has the digests of those in slots. The base always counts as one
         of them."""
-        self._least_tenant = self._least_tenant_served()
+        self._least_tenant = [self._least_tenant_served(is_background) for is_background in (False, True)]
         for flow in self._order:
             in_slot = not flow.digest or flow.digest in in_slots
             flow.sort_key = self._sort_key(flow, in_slot=in_slot)
@@ -121,6 +152,17 @@ class FairQueue:
     def heads(self) -> list[Sequence]:
         """Returns the preempted sequences, then the first sequence of each adapter, as of the last sort()."""
         return [*self._preempted, *(flow.waiting[0] for flow in self._order)]
+
+    def adapters(self) -> tuple[list[LoRARequest], dict[str, str]]:
+        """Returns the distinct adapters that sequences wait for, in queue order, and by digest the tenant whose
+        sequence is first."""
+        adapters: dict[str, LoRARequest] = {}
+        tenants: dict[str, str] = {}
+        for sequence in self.heads()[:PREFETCH_SCAN]:
+            if sequence.lora is not None:
+                adapters.setdefault(sequence.lora.digest, sequence.lora)
+                tenants.setdefault(sequence.lora.digest, sequence.tenant)
+        return list(adapters.values()), tenants
 
     def in_start_order(self, first: str | None = None) -> Iterator[Sequence]:
         """Yields sequences in the order in which they should start, as of the last sort().
@@ -136,7 +178,7 @@ class FairQueue:
     def _in_start_order(self, flows: list[Flow]) -> Iterator[Sequence]:
         i = 0
         # heap of the flows of which a sequence was started, so their adapter is in a slot
-        started: list[tuple[tuple[int, int], int, Flow]] = []
+        started: list[tuple[tuple[bool, int, int], int, Flow]] = []
         numbers = count()
         while i < len(flows) or started:
             if started and (i == len(flows) or started[0][0] < flows[i].sort_key):
@@ -149,26 +191,33 @@ class FairQueue:
             if flow.waiting and flow.waiting[0] is not head:
                 heappush(started, (self._sort_key(flow, in_slot=True), next(numbers), flow))
 
-    def _sort_key(self, flow: Flow, *, in_slot: bool) -> tuple[int, int]:
-        """Returns the sort key: how far the tenant is too far ahead of others, then the flow's service."""
-        lead = max(0, flow.tenant.served - self._least_tenant - self._slot_credit)
-        return lead, flow.served - self._slot_credit if in_slot else flow.served
+    def _sort_key(self, flow: Flow, *, in_slot: bool) -> tuple[bool, int, int]:
+        """Returns the sort key: whether the flow is in the background, then how far the tenant is too far ahead of
+        others, then the flow's service."""
+        tenant = flow.tenant
+        lead = max(0, tenant.served - self._least_tenant[tenant.is_background] - self._slot_credit)
+        return tenant.is_background, lead, flow.served - self._slot_credit if in_slot else flow.served
 
-    def _least_tenant_served(self) -> int:
-        served = (totals.served for totals in self._waiting_tenants.values())
-        return min(served, default=self._last_left.tenant.served)
+    def _least_tenant_served(self, is_background: bool) -> int:
+        waiting = self._waiting_tenants.values()
+        served = (totals.served for totals in waiting if totals.is_background == is_background)
+        return min(served, default=self._last_left[is_background].tenant.served)
 
-    def _flow(self, tenant: str, digest: str) -> Flow:
-        flow = self._flows.get((tenant, digest))
+    def _flow(self, sequence: Sequence) -> Flow:
+        tenant, digest = sequence.tenant, "" if sequence.lora is None else sequence.lora.digest
+        is_background = sequence.priority == BACKGROUND
+        key = tenant, digest, is_background
+        flow = self._flows.get(key)
         if flow is None:
             if len(self._flows) >= self._prune_size:
                 self._prune_idle()
-            totals = self._tenants.setdefault(tenant, TenantTotals(tenant))
-            flow = self._flows[tenant, digest] = Flow(digest, totals)
+            totals = self._tenants.setdefault((tenant, is_background), TenantTotals(tenant, is_background))
+            flow = self._flows[key] = Flow(digest, totals)
         return flow
 
-    def _least_served(self) -> int:
-        return min((flow.served for flow in self._order), default=self._last_left.served)
+    def _least_served(self, is_background: bool) -> int:
+        served = (flow.served for flow in self._order if flow.tenant.is_background == is_background)
+        return min(served, default=self._last_left[is_background].served)
 
     def _remove(self, sequence: Sequence) -> bool:
         """Removes a waiting sequence. Returns False if it was a preempted one."""
@@ -180,7 +229,7 @@ class FairQueue:
         flow.waiting.remove(sequence)
         if not flow.waiting:
             self._order.remove(flow)
-            self._last_left = flow
+            self._last_left[flow.tenant.is_background] = flow
         return True
 
     def _count(self, sequence: Sequence, sign: int) -> None:
@@ -190,14 +239,18 @@ class FairQueue:
         tenant.num_waiting += sign
         tenant.waiting_tokens += num_tokens
         if tenant.num_waiting:
-            self._waiting_tenants[tenant.name] = tenant
+            self._waiting_tenants[tenant.name, tenant.is_background] = tenant
         else:
-            del self._waiting_tenants[tenant.name]
+            del self._waiting_tenants[tenant.name, tenant.is_background]
 
     def _prune_idle(self) -> None:
         """Removes idle flows at or below the least counter, which would be lifted to it anyway."""
-        least = self._least_served()
-        self._flows = {key: flow for key, flow in self._flows.items() if flow.unfinished or flow.served > least}
+        least = [self._least_served(is_background) for is_background in (False, True)]
+        self._flows = {
+            key: flow
+            for key, flow in self._flows.items()
+            if flow.unfinished or flow.served > least[flow.tenant.is_background]
+        }
         self._prune_size = max(MAX_IDLE_FLOWS, 2 * len(self._flows))
 
 

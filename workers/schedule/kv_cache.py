@@ -5,14 +5,16 @@ so that no two prefixes can be confused. The owner is a root for one adapter dig
 salt). So a reload of the same bytes preserves its prefixes, and neither other weights nor other tenants ever see them.
 The blocks before an activated LoRA begins to work belong to the base model.
 
-Unused blocks stay known until they are needed. The least recently used are reused first.
+Unused blocks stay known until they are needed. The least recently used are reused first. workers/kv_tiers/ may save
+their content then.
 """
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -22,7 +24,7 @@ import numpy as np
 REFRESH_BLOCKS = 64
 NO_NODE = -1  # of a block whose content is not known
 
-_Key = tuple[int, int, tuple[int, ...]]  # node before, owner's root, tokens
+BlockKey = tuple[int, int, tuple[int, ...]]  # node before, owner's root, tokens
 
 
 @dataclass(slots=True)
@@ -35,13 +37,17 @@ class SequenceBlocks:
     table: array[int] = field(default_factory=lambda: array("i"))  # int32, since every step's attention plan copies it
     nodes: list[int] = field(default_factory=list)  # chain of known full blocks, as far as committed
 
-    def key(self, block: int, tokens: Sequence[int]) -> _Key:
+    def owner(self, block: int) -> int:
+        """Returns the root that a block belongs to, by its index."""
+        return self.shared_root if block < self.num_shared else self.root
+
+    def key(self, block: int, tokens: Sequence[int]) -> BlockKey:
         """Returns the key of a block by its index. The blocks before it must be in nodes."""
         return self.key_behind(self.nodes, block, tokens)
 
-    def key_behind(self, nodes: Sequence[int], block: int, tokens: Sequence[int]) -> _Key:
+    def key_behind(self, nodes: Sequence[int], block: int, tokens: Sequence[int]) -> BlockKey:
         """Returns the key of the block behind these nodes."""
-        owner = self.shared_root if block < self.num_shared else self.root
+        owner = self.owner(block)
         return nodes[-1] if nodes else owner, owner, tuple(tokens)
 
 
@@ -54,6 +60,18 @@ class PrefixMatch:
     nodes: array[int] = field(default_factory=lambda: array("q"))  # Node of each block.
     num_forgotten: int = 0  # The manager's counter when all of them were known.
     refresh_due: int = 0  # The manager's count of taken blocks at which they should become recently used again.
+
+    def first(self, num_blocks: int) -> PrefixMatch:
+        """Returns a match of its first blocks alone."""
+        return PrefixMatch(self.owners, self.table[:num_blocks], self.nodes[:num_blocks], self.num_forgotten)
+
+
+@dataclass(slots=True)
+class PrefixCounts:
+    query_tokens: int = 0  # Prompt tokens looked up in the prefix cache.
+    hit_tokens: int = 0  # Prompt tokens that it knew.
+    # The latest time, by time.monotonic(), at which a block that is forgotten by now was in use; 0 if there is none.
+    forgotten_s: float = 0.0
 
 
 class _Roots:
@@ -81,6 +99,9 @@ class _Roots:
         self.use_again(root)
         return root
 
+    def salt(self, root: int) -> Hashable:
+        return self._salts[root]
+
     def use_again(self, root: int) -> None:
         self._users[root] += 1
 
@@ -97,15 +118,19 @@ class KVCacheManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.query_tokens = 0  # prompt tokens looked up in the prefix cache
-        self.hit_tokens = 0
+        self.counts = PrefixCounts()
+        # Called with the node, the key and the owner's salt of a block that becomes known.
+        self.on_known: Callable[[int, BlockKey, Hashable], None] | None = None
+        # Called with the node of a known block that is forgotten, and the block, whose content is still there.
+        self.on_forget: Callable[[int, int], None] | None = None
         self._users = array("i", [0]) * num_blocks  # of each block
         self._nodes = array("q", [NO_NODE]) * num_blocks  # of each block, if its content is known
-        self._keys: list[_Key | None] = [None] * num_blocks  # likewise
+        self._keys: list[BlockKey | None] = [None] * num_blocks  # likewise
         self._num_taken = 0  # blocks that were taken so far
         self._num_forgotten = 0  # known blocks that were forgotten so far
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._known: dict[_Key, tuple[int, int]] = {}  # node and block of each key
+        # The time, by time.monotonic(), since which each block is free.
+        self._free: OrderedDict[int, float] = OrderedDict.fromkeys(range(num_blocks), 0.0)
+        self._known: dict[BlockKey, tuple[int, int]] = {}  # node and block of each key
         self._next_node = count()
         self._roots = _Roots(self._next_node)
 
@@ -177,22 +202,30 @@ class KVCacheManager:
             self._free.move_to_end(block)
         prefix.refresh_due = self._num_taken + max(REFRESH_BLOCKS, (self.num_free - len(unused)) // 2)
 
-    def reuse_prefix(self, blocks: SequenceBlocks, tokens: Sequence[int], found: PrefixMatch | None = None) -> int:
+    def reuse_prefix(
+        self,
+        blocks: SequenceBlocks,
+        tokens: Sequence[int],
+        found: PrefixMatch | None = None,
+        most_blocks: int | None = None,
+    ) -> int:
         """Takes over the known blocks at the start of `tokens`, and returns the number of tokens that they hold.
 
-        `found` is as in find_prefix.
+        Args:
+            found: As in find_prefix.
+            most_blocks: Largest number of blocks to take over. None means no limit.
         """
         assert not blocks.table
         if not self.enable_prefix_caching:
             return 0
         found = self.find_prefix(blocks, tokens, found)
-        for block in found.table:
+        for block in found.table[:most_blocks]:
             self._take(block)
-        blocks.table.extend(found.table)
-        blocks.nodes.extend(found.nodes)
+        blocks.table.extend(found.table[:most_blocks])
+        blocks.nodes.extend(found.nodes[:most_blocks])
         hit = len(blocks.table) * self.block_size
-        self.query_tokens += len(tokens)
-        self.hit_tokens += hit
+        self.counts.query_tokens += len(tokens)
+        self.counts.hit_tokens += hit
         return hit
 
     def grow(self, blocks: SequenceBlocks, num_tokens: int) -> bool:
@@ -222,20 +255,42 @@ class KVCacheManager:
                 self._known[key] = found
                 self._roots.use_again(key[1])
                 self._nodes[blocks.table[i]], self._keys[blocks.table[i]] = found[0], key
+                if self.on_known is not None:
+                    self.on_known(found[0], key, self._roots.salt(key[1]))
             blocks.nodes.append(found[0])
 
     def release(self, blocks: SequenceBlocks) -> None:
         """Frees the blocks, the last one first, so that an old prefix is forgotten from its end."""
-        for block in reversed(blocks.table):
-            self._users[block] -= 1
-            if self._users[block] == 0:
-                self._free[block] = None
-                if self._keys[block] is None:
-                    self._free.move_to_end(block, last=False)
+        self.let_go(blocks.table)
         del blocks.table[:]
         blocks.nodes.clear()
         self._roots.leave(blocks.root)
         self._roots.leave(blocks.shared_root)
+
+    def salt_of(self, blocks: SequenceBlocks, block: int) -> Hashable:
+        """Returns the salt of a block's owner, by the block's index in a sequence."""
+        return self._roots.salt(blocks.owner(block))
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Counts one more user of blocks that are in use, until let_go()."""
+        for block in blocks:
+            assert self._users[block]
+            self._take(block)
+
+    def let_go(self, blocks: Sequence[int]) -> None:
+        """Counts one user fewer of each block, the last one first, and frees those without users."""
+        now_s = time.monotonic()
+        for block in reversed(blocks):
+            self._users[block] -= 1
+            if self._users[block] == 0:
+                self._free[block] = now_s
+                if self._keys[block] is None:
+                    self._free.move_to_end(block, last=False)
+
+    def flush(self) -> None:
+        """Forgets the content of all blocks that no sequence uses."""
+        for block in self._free:
+            self._forget(block)
 
     def _take(self, block: int) -> None:
         self._users[block] += 1
@@ -246,8 +301,11 @@ class KVCacheManager:
         key = self._keys[block]
         if key is not None:
             del self._known[key]
+            if self.on_forget is not None:
+                self.on_forget(self._nodes[block], block)
             self._nodes[block], self._keys[block] = NO_NODE, None
             self._num_forgotten += 1
+            self.counts.forgotten_s = max(self.counts.forgotten_s, self._free[block])
             self._roots.leave(key[1])
 
     def _drop_forgotten(self, found: PrefixMatch) -> None:

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Many
+from typing import TYPE_CHECKING, Literal
 
-from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.workers.bases.rope_config import RopeConfig
 from lorafleet.workers.schedule.adapter_slots import AdapterSlots, SlotView
 from lorafleet.workers.schedule.fair_queue import FairQueue
@@ -30,10 +30,13 @@ from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.schedule.sequence_memory import SequenceMemory
 from lorafleet.workers.schedule.slot_claims import SlotClaims
+from lorafleet.workers.schedule.state_slots import StateSlots
 from lorafleet.workers.schedule.step_budget import PromptAllowance, StepBudget
 from lorafleet.workers.schedule.tenant_balance import Favor, find_favor, poorest_first
 
-PREFETCH_SCAN = 1024  # heads of the queue that are examined for adapters to load ahead
+if TYPE_CHECKING:
+    from lorafleet.protocol.engine_control import PauseMode
+    from lorafleet.workers.kv_tiers.kv_tiers import KVTiers
 
 
 class Scheduler:
@@ -44,27 +47,37 @@ class Scheduler:
         rope: RopeConfig,
         max_num_seqs: int,
         budget: StepBudget,
+        states: StateSlots | None = None,  # None if the model has no recurrent layers
+        tiers: KVTiers | None = None,  # None if there are none below the GPU
     ) -> None:
         self.kv = kv
         self.loras = loras
         self.waiting = FairQueue(slot_credit=budget.limits.max_tokens)
         self.running: list[Sequence] = []  # in the order of their start
         self.num_preemptions = 0
+        self.pause: PauseMode | Literal[""] = ""  # "keep" schedules nothing; the others start no new sequences
         self.max_num_seqs = max_num_seqs
         self.budget = budget
         self._aside: set[Sequence] = set()  # neither in steps nor waiting for one, see set_aside()
         self._must_yield = False  # a tenant waits for room that could not be made while a step was in flight
         self._rope = rope
-        self._memory = SequenceMemory(kv, loras, rope)
+        self.memory = SequenceMemory(kv, loras, rope, states, tiers)
 
     @property
     def has_work(self) -> bool:
+        if self.pause:
+            return self.pause != "keep" and bool(self.num_started)
         return bool(self.waiting or self.running)
 
     @property
     def num_beyond_a_step(self) -> int:
         """Number of sequences beyond those that one step can hold; negative if there is room."""
         return len(self.waiting) + len(self._aside) + len(self.running) - self.max_num_seqs
+
+    @property
+    def num_started(self) -> int:
+        """Number of unfinished sequences that have been in a step."""
+        return len(self.running) + self.waiting.num_preempted + len(self._aside)
 
     @property
     def num_aside(self) -> int:
@@ -75,9 +88,8 @@ class Scheduler:
     def may_preempt(self) -> bool:
         """Whether the next step might run out of blocks, or restart a sequence, and so must know every token of the
         last step."""
-        if self._must_yield or self._might_run_out():
-            return True
-        return self._rope.depends_on_length and any(self._must_restart(sequence) for sequence in self.running)
+        may_restart = self._rope.depends_on_length and any(map(self.memory.must_restart, self.running))
+        return self._must_yield or self._might_run_out() or may_restart
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.add(sequence)
@@ -89,13 +101,18 @@ class Scheduler:
         Decodes come first, so that attention can handle them separately. There are no chunks if everything waits for
         an adapter.
         """
-        favored = self._favor_a_tenant(in_flight) if self.waiting else None
+        for sequence in self.memory.poll():
+            self.preempt(sequence)
+        if self.pause == "keep":
+            return []
+        favored = self._favor_a_tenant(in_flight) if self.waiting and not self.pause else None
         chunks, allowance = self._schedule_running()
         self.waiting.sort(self.loras.slots.digests if self.loras is not None else ())
         if self.loras is not None:
-            self.loras.prefetch(*self.waiting_adapters())
+            self.loras.prefetch(*self.waiting.adapters())
         if self.waiting:
             chunks += self._schedule_waiting(allowance, favored)
+        self.memory.before_step(chunks)
         return chunks
 
     def launched(self, chunks: list[Chunk]) -> None:
@@ -103,14 +120,14 @@ class Scheduler:
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.num_computed += chunk.num_tokens
+            self.memory.launched(chunk)
             if sequence.num_computed == len(sequence.tokens):
                 sequence.tokens.append(UNKNOWN)
                 self.waiting.count_output(sequence)
 
     def commit(self, sequence: Sequence, num_known: int) -> None:
         """Publishes the full blocks of the first num_known tokens, which have been computed and are known."""
-        assert sequence.blocks is not None
-        self.kv.commit(sequence.blocks, sequence.tokens, num_known)
+        self.memory.commit(sequence, num_known)
 
     def finish(self, sequence: Sequence) -> None:
         """Ends a sequence wherever it is, and frees its blocks and its slot."""
@@ -121,7 +138,7 @@ class Scheduler:
         self.waiting.finish(sequence)
         if sequence.blocks is not None:
             self.running.remove(sequence)
-            self._memory.release(sequence)
+            self.memory.release(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes a running sequence's memory away. It is computed again later, before all that have not started."""
@@ -144,31 +161,19 @@ class Scheduler:
         self._aside.remove(sequence)
         self.waiting.add_preempted(sequence)
 
-    def waiting_adapters(self) -> tuple[list[LoRARequest], dict[str, str]]:
-        """Returns the distinct adapters that requests wait for, in queue order, and by digest the tenant whose request
-        is first."""
-        adapters: dict[str, LoRARequest] = {}
-        tenants: dict[str, str] = {}
-        for sequence in self.waiting.heads()[:PREFETCH_SCAN]:
-            if sequence.lora is not None:
-                adapters.setdefault(sequence.lora.digest, sequence.lora)
-                tenants.setdefault(sequence.lora.digest, sequence.tenant)
-        return list(adapters.values()), tenants
-
     def _schedule_running(self) -> tuple[list[Chunk], PromptAllowance]:
         """Returns the chunks, and the prompt tokens for which the step still has room."""
         decodes: list[Chunk] = []
         prompts: list[Chunk] = []
-        # The last token of the others is already in flight.
-        unfinished = [s for s in poorest_first(self.running) if s.num_generated < s.max_tokens]
+        # The last token of the others is already in flight, or they wait for their blocks from a tier.
+        unfinished = [s for s in poorest_first(self.running) if s.num_generated < s.max_tokens and s.arrival is None]
         allowance = self.budget.allowance(unfinished, self.waiting)
-        may_restart = self._rope.depends_on_length
         for sequence in unfinished:
             is_decode = sequence.num_uncomputed == 1
-            num_tokens = 1 if is_decode else allowance.tokens_for(sequence)
+            num_tokens = 1 if is_decode else self.memory.until_stop(sequence, allowance.tokens_for(sequence))
             if num_tokens == 0 or sequence.blocks is None:
                 continue  # no room, or preempted for an earlier one
-            if may_restart and self._must_restart(sequence):
+            if self._rope.depends_on_length and self.memory.must_restart(sequence):
                 sequence.num_rotated = len(sequence.tokens)
                 self.preempt(sequence)
                 continue
@@ -184,14 +189,17 @@ class Scheduler:
         chunks: list[Chunk] = []
         claims = SlotClaims(self.loras)
         for sequence in self.waiting.in_start_order(favored):
-            if allowance.is_spent or len(self.running) >= self.max_num_seqs:
+            is_held = self.pause and not sequence.started_s  # those that have started come first
+            if is_held or allowance.is_spent or len(self.running) >= self.max_num_seqs:
                 break
             slot = claims.slot_for(sequence)
-            if sequence.lora is not None and slot is None:
+            if (sequence.lora is not None and slot is None) or self.memory.is_worth_waiting(sequence, self.running):
                 continue
             if not self._start(sequence, slot, beside=self.running):
                 break  # no blocks: later sequences must not overtake
-            num_tokens = allowance.tokens_for(sequence)
+            if sequence.arrival is not None:
+                continue
+            num_tokens = self.memory.until_stop(sequence, allowance.tokens_for(sequence))
             if num_tokens == 0:
                 break  # its context is long, and a later step has more time
             chunks.append(self._chunk(sequence, num_tokens))
@@ -208,7 +216,7 @@ class Scheduler:
         end = min(sequence.num_computed + num_tokens, sequence.num_prompt)
         if sequence.num_computed < end:
             self.commit(sequence, end)
-        return Chunk(sequence, num_tokens)
+        return self.memory.chunk(sequence, num_tokens)
 
     def _grow_or_preempt(self, sequence: Sequence, num_tokens: int, unfinished: list[Sequence]) -> bool:
         """Gets blocks for a sequence, preempting others if needed. Returns False if the sequence itself was preempted.
@@ -265,7 +273,7 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, slot: SlotView | None, beside: Many[Sequence] = ()) -> bool:
         """Starts a waiting sequence if there is memory for all of its tokens, and for the growth of those `beside`."""
-        if not self._memory.take(sequence, slot, beside):
+        if not self.memory.take(sequence, slot, beside):
             return False
         if sequence.times is not None and sequence.tier not in ("", "gpu"):
             sequence.times.adapter_s = sequence.times.adapter_s or time.monotonic()
@@ -277,11 +285,7 @@ class Scheduler:
 
     def _stop(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self._memory.release(sequence)
+        self.memory.release(sequence)
         sequence.num_computed = 0
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs = []
-
-    def _must_restart(self, sequence: Sequence) -> bool:
-        """Returns whether a sequence is now so long that all of its keys must be rotated differently."""
-        return self._rope.turns_anew(sequence.num_rotated, len(sequence.tokens))

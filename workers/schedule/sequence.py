@@ -13,7 +13,9 @@ from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.schedule.kv_cache import PrefixMatch, SequenceBlocks
 
 if TYPE_CHECKING:
-    from lorafleet.protocol.messages import Pooling, SequenceTimes, Tier, TokenLogprobs
+    from lorafleet.protocol.messages import HeadTask, Pooling, SequenceTimes, Tier, TokenLogprobs, VersionDemand
+    from lorafleet.workers.kv_tiers.arrivals import Arrival
+    from lorafleet.workers.schedule.routed_rows import RoutedRows
     from lorafleet.workers.structured.decoding import Grammar
 
 UNKNOWN = -1  # a token that the device has sampled or will sample, and that the host has not read yet
@@ -21,9 +23,10 @@ UNKNOWN = -1  # a token that the device has sampled or will sample, and that the
 
 @dataclass(slots=True, eq=False)
 class TenantTotals:
-    """The totals of one tenant over its flows in the FairQueue."""
+    """The totals of one tenant over its flows in the FairQueue, apart for those in the background."""
 
     name: str
+    is_background: bool = False
     served: int = 0  # Virtual counter in weighted tokens, as in Flow.
     num_waiting: int = 0  # Number of its sequences that wait.
     waiting_tokens: int = 0  # Tokens of these sequences.
@@ -31,12 +34,12 @@ class TenantTotals:
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """One tenant's requests for one adapter in the FairQueue."""
+    """One tenant's requests for one adapter in the FairQueue. Those in the background are another flow."""
 
     digest: str  # "" for the base.
     tenant: TenantTotals
     served: int = 0  # Virtual counter in weighted tokens.
-    sort_key: tuple[int, int] = (0, 0)  # The smaller it is, the sooner a sequence starts.
+    sort_key: tuple[bool, int, int] = (False, 0, 0)  # The smaller it is, the sooner a sequence starts.
     waiting: deque[Sequence] = field(default_factory=deque)  # In the order in which they start.
     unfinished: int = 0  # Sequences that wait or run.
 
@@ -48,6 +51,18 @@ class Group:
     name: str  # EngineRequest.group; "" for a single sequence.
     unfinished: int = 0  # Sequences that wait or run.
     started: bool = False  # A sequence has been in a step, or will be in the next.
+
+
+@dataclass(slots=True)
+class SequenceSnapshots:
+    """The snapshots of recurrent states that concern a running sequence, see snapshot_policy.py."""
+
+    last: int  # Number of tokens of the last one that it took or resumed from, or 0.
+    stops: list[int]  # Numbers of tokens at which chunks must end, since a snapshot is wanted; ascending.
+    resumes_from: tuple[int, int] | None = None  # Node and slot that its first step copies; pinned until then.
+    reserved: int | None = None  # Slot for its next snapshot.
+    taken: tuple[int, int] | None = None  # Slot and number of tokens of one that is not published yet.
+    answer_node: int | None = None  # Node of the one within its answer.
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -62,19 +77,30 @@ class Sequence:
     seed: int  # The request's own, or one drawn for it.
     max_tokens: int  # Largest number of answer tokens, bounded by the longest sequence served.
     lora: LoRARequest | None = None  # The adapter; None for the base, which may answer if the adapter fails to load.
-    own_vocabulary: bool = False  # The adapter's vocabulary is not the base's, which could not answer in its place.
+    needs_adapter: bool = (
+        False  # The base could not answer in its place: the vocabulary or the length is not the base's.
+    )
     vocab_size: int = 0  # Size of its own vocabulary: all of its tokens are below.
     stop_ids: frozenset[int] = field(default_factory=frozenset)  # Tokens that end the answer.
-    pooling: Pooling | None = None  # If set, it gets an embedding in place of an answer.
+    pooling: Pooling | HeadTask | None = None  # If set, it gets an embedding or a head's outputs, and no answer.
     priority: int = 0  # Among the sequences of its flow, lower values start sooner.
     tenant: str = ""  # "" for all callers without a tenant.
     cache_salt: str = ""  # Blocks are shared only among sequences with the same salt.
     group: Group = field(default_factory=lambda: Group(""))
+    language: str = ""  # EngineRequest.language.
+    context_length: int | None = None  # EngineRequest.context_length.
+    version_demand: VersionDemand = "any"  # EngineRequest.version_demand.
     # What it holds
     slot: int | None = None  # The adapter's slot while the sequence holds it.
     blocks: SequenceBlocks | None = None  # None while the sequence waits.
+    state_slot: int | None = None  # Slot of its recurrent state while it runs, if the model has such layers.
+    snapshots: SequenceSnapshots | None = None  # None while it waits, or if there are no snapshots.
+    arrival: Arrival | None = None  # Set while its KV blocks come back from a tier; it is in no step then.
+    avoids_tiers: bool = False  # A state did not come back for it, so it is computed without the tiers.
     grammar: Grammar | None = None  # Set if the answer has one, until the sequence ends.
-    pooled_D: Tensor | None = None  # For mean pooling, the sum so far.
+    # What the chunks so far have added: for "mean" the sum [D], for "cls" the first hidden state [D], for
+    # "token_classify" the outputs [T, L] of each chunk, on their way to the host.
+    pooled: list[Tensor] = field(default_factory=list)
     # How far it is
     num_computed: int = 0  # Tokens with keys and values in the cache, including those of the step in flight.
     num_cached: int = 0  # Tokens of the prompt that were in the cache at its first start.
@@ -87,6 +113,8 @@ class Sequence:
     prefix: PrefixMatch | None = None  # Its cached blocks as of its last attempt to start, if that found too few free.
     # For its outputs
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # Filled chunk by chunk; sent with the first token.
+    routed: RoutedRows | None = None  # Set if the request wants the experts of its tokens.
+    switched: bool = False  # A push has given it another version, and no output says so yet.
     fallback_reason: str | None = None  # The error of its adapter, if the base answers in the adapter's place.
     tier: Tier | Literal[""] = ""  # Where its adapter was when it was queued.
     queued_s: float = 0.0  # time.monotonic(); 0 until then.
@@ -95,6 +123,11 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.num_rotated = self.num_prompt
+
+    @property
+    def digest(self) -> str:
+        """The digest of its adapter; "" for the base."""
+        return "" if self.lora is None else self.lora.digest
 
     @property
     def num_uncomputed(self) -> int:
@@ -112,7 +145,9 @@ class Sequence:
     @property
     def reuses_prefixes(self) -> bool:
         """Whether cached keys and values of its first tokens can be used instead of computing them."""
-        return not self.wants_prompt_logprobs and self.pooling != "mean"
+        if self.wants_prompt_logprobs or (self.routed is not None and self.num_generated == 0):
+            return False
+        return self.pooling not in ("mean", "cls", "token_classify")
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -125,6 +160,8 @@ class Chunk:
 
     sequence: Sequence
     num_tokens: int
+    resumes_from: int | None = None  # Slot from which the sequence's recurrent states are copied before the step.
+    snapshot: int | None = None  # Slot to which they are copied after the step.
 
     @property
     def samples(self) -> bool:

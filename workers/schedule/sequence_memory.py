@@ -1,4 +1,6 @@
-"""Gives a sequence the memory that it holds while it runs, and takes it back: its KV blocks and its adapter's slot.
+"""Gives a sequence the memory that it holds while it runs, and takes it back: KV blocks, adapter slot, state slot.
+
+If the model has recurrent layers, cached keys and values are of use only up to a snapshot of the state behind them.
 
 A start leaves some blocks free for the sequences that run. Otherwise the last one to start would be preempted a few
 steps later, and its prompt computed twice.
@@ -7,12 +9,20 @@ steps later, and its prompt computed twice.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from collections.abc import Sequence as Many
+from typing import TYPE_CHECKING
 
 from lorafleet.workers.bases.rope_config import RopeConfig
 from lorafleet.workers.schedule.adapter_slots import AdapterSlots, SlotView
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
-from lorafleet.workers.schedule.sequence import Sequence
+from lorafleet.workers.schedule.sequence import Chunk, Sequence
+from lorafleet.workers.schedule.snapshot_policy import SnapshotPolicy
+from lorafleet.workers.schedule.state_slots import StateSlots
 from lorafleet.workers.slots.activation import first_adapted
+
+if TYPE_CHECKING:
+    from lorafleet.workers.kv_events.block_events import BlockEvents
+    from lorafleet.workers.kv_tiers.kv_tiers import KVTiers
 
 BASE_SALT = ""  # for keys and values without an adapter
 SPARE_TOKENS = 64  # answer tokens of each running sequence for which a start leaves blocks free
@@ -20,13 +30,30 @@ SPARE_SHARE = 32  # one block in this many is the most that a start leaves free
 
 
 class SequenceMemory:
-    def __init__(self, kv: KVCacheManager, loras: AdapterSlots | None, rope: RopeConfig) -> None:
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        loras: AdapterSlots | None,
+        rope: RopeConfig,
+        states: StateSlots | None,
+        tiers: KVTiers | None = None,
+    ) -> None:
         self._kv = kv
         self._loras = loras
         self._rope = rope
+        self._states = states
+        self.events: BlockEvents | None = None  # None if no KV events are published.
+        self.tiers = tiers  # None if there are none below the GPU
+        self.snapshots: SnapshotPolicy | None = None  # None without recurrent layers, or without a prefix cache
+        if states is not None and kv.enable_prefix_caching:
+            assert states.snapshots is not None, "cached keys and values come without the state behind them"
+            self.snapshots = SnapshotPolicy(states.snapshots, kv.block_size)
+            pool = states.snapshots
+            if tiers is None:
+                kv.on_forget = lambda node, _block: pool.forget(node)
 
     def take(self, sequence: Sequence, slot: SlotView | None, beside: Iterable[Sequence] = ()) -> bool:
-        """Gives the sequence its slot, the cached blocks of its prefix, and free blocks for all of its other tokens.
+        """Gives the sequence its slots, the cached blocks of its prefix, and free blocks for all of its other tokens.
 
         Returns False and gives nothing if too few blocks are free, so that a prompt does not start only to be
         preempted.
@@ -37,20 +64,28 @@ class SequenceMemory:
         if slot is not None and slot.adapter is not None and slot.adapter.info.invocation_tokens:
             prompt = sequence.tokens[: sequence.num_prompt]
             sequence.first_adapted = first_adapted(prompt, slot.adapter.info.invocation_tokens)
-        digest = sequence.lora.digest if sequence.lora is not None else BASE_SALT
         blocks = self._kv.open(
-            self._cache_salt(sequence, digest), self._cache_salt(sequence, BASE_SALT), sequence.first_adapted
+            self._cache_salt(sequence, sequence.digest), self._cache_salt(sequence, BASE_SALT), sequence.first_adapted
         )
         prefix, num_tokens = None, len(sequence.tokens)
         if sequence.reuses_prefixes:
             prefix = self._kv.find_prefix(blocks, sequence.tokens, sequence.prefix)
-        if not self._leaves_enough(self._kv.num_left(num_tokens, prefix), beside):
+        reused = prefix
+        if prefix is not None and self.snapshots is not None:
+            reused = prefix.first(self.snapshots.pool.num_resumable(prefix.nodes))
+        if not self._leaves_enough(self._kv.num_left(num_tokens, reused), beside):
             if prefix is not None:
                 self._kv.refresh(prefix)
             self._kv.release(blocks)
             sequence.prefix = prefix  # so that the next attempt need not look it up again
             return False
-        num_cached = 0 if prefix is None else self._kv.reuse_prefix(blocks, sequence.tokens, prefix)
+        num_cached, returns = 0, None
+        if prefix is not None and reused is not None:
+            num_reused = len(reused.table)
+            if self.tiers is not None:
+                returns = self.tiers.find_state(sequence, blocks, prefix.nodes, num_reused)
+                num_reused = num_reused if returns is None else returns.num_reused
+            num_cached = self._kv.reuse_prefix(blocks, sequence.tokens, prefix, num_reused)
         has_grown = self._kv.grow(blocks, num_tokens)
         assert has_grown
         sequence.prefix = None
@@ -62,15 +97,102 @@ class SequenceMemory:
             assert self._loras is not None
             self._loras.slots.hold(slot.index, sequence.tenant)
             sequence.slot = slot.index
+        if self._states is not None:
+            sequence.state_slot = self._states.take()
+        num_known = 0 if prefix is None else len(prefix.nodes)
+        if returns is not None:
+            sequence.num_computed = returns.num_blocks * self._kv.block_size
+            num_known = returns.num_known
+        if self.snapshots is not None:
+            self.snapshots.start(sequence, num_known, is_here=returns is None)
+        if self.tiers is not None:
+            self.tiers.started(sequence, returns)
         return True
 
     def release(self, sequence: Sequence) -> None:
         assert sequence.blocks is not None
+        if self.tiers is not None:
+            self.tiers.stopped(sequence)
         self._kv.release(sequence.blocks)
         sequence.blocks = None
         if sequence.slot is not None and self._loras is not None:
             self._loras.slots.let_go(sequence.slot)
             sequence.slot = None
+        if sequence.state_slot is not None and self._states is not None:
+            self._states.give_back(sequence.state_slot)
+            sequence.state_slot = None
+        if self.snapshots is not None:
+            self.snapshots.end(sequence)
+
+    def is_worth_waiting(self, sequence: Sequence, running: Iterable[Sequence]) -> bool:
+        """Returns whether a waiting sequence should start later, since a running one is about to compute a state from
+        which it could resume, or gets blocks from a tier that it could share."""
+        if self.tiers is not None and self.tiers.is_worth_waiting(sequence, running):
+            return True
+        return self.snapshots is not None and self.snapshots.is_worth_waiting(sequence, running)
+
+    def poll(self) -> list[Sequence]:
+        """Takes in what the tiers below the GPU have done since the last step. Returns the running sequences that must
+        start again, since the tiers have lost what they wait for."""
+        return [] if self.tiers is None else self.tiers.poll()
+
+    def before_step(self, chunks: Many[Chunk]) -> None:
+        """Saves the content of blocks that the step of these chunks overwrites, if there is a tier for it."""
+        if self.tiers is not None:
+            self.tiers.before_step(chunks)
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether neither a sequence nor a copy from a tier uses the GPU's blocks and snapshots."""
+        is_loading = self.tiers is not None and self.tiers.states is not None and self.tiers.states.is_loading
+        return self._kv.num_free == self._kv.num_blocks and not is_loading
+
+    def leave_gpu(self) -> None:
+        """Forgets the content of all blocks and snapshots on the GPU, which no sequence uses. The tiers below keep what
+        they have room for."""
+        self._kv.flush()
+        if self.tiers is not None:
+            self.tiers.save_all()
+
+    def flush(self) -> None:
+        """Forgets the content of all blocks that no sequence uses, in all tiers."""
+        self._kv.flush()
+        if self.tiers is not None:
+            self.tiers.clear()
+
+    def close(self) -> None:
+        if self.events is not None:
+            self.events.publisher.close()
+        if self.tiers is not None:
+            self.tiers.close()
+
+    def until_stop(self, sequence: Sequence, num_tokens: int) -> int:
+        """Returns the number of a prompt's next tokens, at most num_tokens, that the next chunk may have."""
+        return num_tokens if self.snapshots is None else self.snapshots.until_stop(sequence, num_tokens)
+
+    def chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:
+        return Chunk(sequence, num_tokens) if self.snapshots is None else self.snapshots.chunk(sequence, num_tokens)
+
+    def launched(self, chunk: Chunk) -> None:
+        """Records that the step of the chunk is in flight, and that its sequence goes on behind it."""
+        if self.snapshots is not None:
+            self.snapshots.launched(chunk)
+
+    def must_restart(self, sequence: Sequence) -> bool:
+        """Returns whether a sequence is now so long that all of its keys must be rotated differently."""
+        return self._rope.turns_anew(sequence.num_rotated, len(sequence.tokens))
+
+    def commit(self, sequence: Sequence, num_known: int) -> None:
+        """Publishes the full blocks of the first num_known tokens, and the snapshot behind one of them."""
+        assert sequence.blocks is not None
+        self._kv.commit(sequence.blocks, sequence.tokens, num_known)
+        if self.snapshots is not None:
+            self.snapshots.publish(sequence)
+
+    def step_ended(self) -> None:
+        """Publishes the KV events of a step."""
+        if self.events is not None:
+            self.events.step_ended()
 
     def _leaves_enough(self, num_left: int, beside: Iterable[Sequence]) -> bool:
         """Returns whether these many free blocks suffice for the next tokens of the sequences that run."""

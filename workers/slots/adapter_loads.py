@@ -13,18 +13,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from lorafleet.protocol.errors import AdapterChanged, LorafleetError, from_wire
-from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
+from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, SealedAdapter
 from lorafleet.protocol.messages import AdapterMove, Tier
 from lorafleet.workers.slots.loader import AdapterLoader
 from lorafleet.workers.slots.packed_adapter import PackedAdapter
 from lorafleet.workers.tp.link import OtherRanks
 from lorafleet.workers.tp.rank_messages import LoadShard
 
-_LoadKey = tuple[str, str, str | None]
+_LoadKey = tuple[str, str, str | None, SealedAdapter | None]
 
 
 def _key(lora: LoRARequest) -> _LoadKey:
-    return lora.digest, lora.lora_path, lora.within
+    return lora.digest, lora.lora_path, lora.within, lora.memory
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lorafleet.kernels.lora.packed_lora import LinearPlace
-from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.tp.adapter_sharding import AdapterSharding
 
 
@@ -33,7 +33,7 @@ class BaseParts:
     mixtures: Sequence[str] = ()  # Module paths of the mixtures of experts.
 
     @classmethod
-    def of(cls, model: DecoderModel, sharding: AdapterSharding) -> BaseParts:
+    def of(cls, model: EngineModel, sharding: AdapterSharding) -> BaseParts:
         """Returns the parts of a model whose adapters are divided by `sharding`."""
         return cls(
             [
@@ -41,7 +41,7 @@ class BaseParts:
                 for names, linear in model.packed_linears()
             ],
             [name for name, _ in model.norms()],
-            1.0 if model.config.norm_adds_one else 0.0,
+            1.0 if model.config.norm.adds_one else 0.0,
             [name for name, _ in model.mixtures()],
         )
 

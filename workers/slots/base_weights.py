@@ -9,7 +9,7 @@ Otherwise they come from the checkpoint's files.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
@@ -18,25 +18,31 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lorafleet.protocol.errors import AdapterUnsupported, ConfigError
-from lorafleet.workers.adapters.base_layout import EMBEDDING, HEAD, peft_name
-from lorafleet.workers.bases.expert_names import engine_name
+from lorafleet.workers.adapters.base_layout import EMBEDDING, HEAD, TABLES, peft_name
+from lorafleet.workers.bases.formats.checkpoint_format import LinearTensors
+from lorafleet.workers.bases.module_names import COMMON_NAMES, ModuleNames
 from lorafleet.workers.bases.quantization import Quantization
-from lorafleet.workers.bases.quantized_tensors import QUANTIZE, quantized_matrix
-from lorafleet.workers.bases.stored_tensors import checkpoint_files
+from lorafleet.workers.bases.stored_tensors import TensorInMemory, checkpoint_files
 from lorafleet.workers.bases.text_part import text_name
-from lorafleet.workers.bases.weights import held_tensors
-from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.models.engine_model import EngineModel
+from lorafleet.workers.sleep.weights_gate import WeightsGate
 
 
 class ModelWeights:
-    """Weights of a model that one rank holds completely. They are neither copied nor read from disk."""
+    """Weights of a model that one rank holds completely. They are neither copied nor read from disk.
 
-    def __init__(self, model: DecoderModel) -> None:
+    `held` has the model's tensors as held_tensors of its implementation returns them. `gate` is closed while their
+    memory is given back.
+    """
+
+    def __init__(
+        self, model: EngineModel, held: Mapping[str, Callable[[], Tensor]], gate: WeightsGate | None = None
+    ) -> None:
         assert model.group.size == 1
-        device = model.norm.weight.device
-        self._held = held_tensors(model)
+        device = model.embed_tokens.weight.device
+        self._held = held
         self._tied = model.config.tie_word_embeddings
-        self._stream = _SideStream(device)
+        self._stream = _SideStream(device, gate or WeightsGate())
 
     def weight(self, module: str) -> Tensor:
         return self._held[_tensor_name(module, "weight", self._tied)]()
@@ -54,33 +60,47 @@ class FileWeights:
     Args:
         tied: The head is the embedding.
         quantization: The quantization of the linears as they are served.
+        names: The names of the checkpoint's modules.
+        routers: The linears that are not quantized, see ExpertsConfig.router_modules.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, tied: bool, quantization: Quantization | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        tied: bool,
+        quantization: Quantization | None = None,
+        names: ModuleNames = COMMON_NAMES,
+        routers: frozenset[str] = frozenset(),
+    ) -> None:
         self._folder = folder
         self._dtype = dtype
         self._tied = tied
         self._quantization = quantization
+        self._module_names = names
+        self._routers = routers
         self._files: dict[str, tuple[Path, str]] = {}
 
     def weight(self, module: str) -> Tensor:
-        name = _tensor_name(module, "weight", self._tied)
-        stored = self._read(name)
-        quantization = self._quantization
-        if quantization is not None and quantization.stored is not None:
-            matrix = quantized_matrix(name, self._names(), self._read)
-            return (stored if matrix is None else matrix[...]).to(self._dtype)
-        weight = stored.to(self._dtype)
-        # Only dense models are quantized. In those, these are all linears except the head.
-        if quantization is not None and module.endswith("_proj"):
-            return QUANTIZE[quantization.method](weight)[...].to(self._dtype)
-        return weight
+        if self._quantization is None:
+            return self._plain(module)
+        stored = self._quantization.stored
+        if stored is not None and module in stored.schemes:
+            linear = LinearTensors(module, self._names(), lambda name: TensorInMemory(self._read(name)))
+            return stored.matrix(linear)[...].to(self._dtype)
+        weight, scheme = self._plain(module), self._quantization.rounding
+        if scheme is None or weight.dim() == 1 or module in TABLES or module in self._routers:
+            return weight
+        return scheme.quantize(weight)[...].to(self._dtype)
 
     def bias(self, module: str) -> Tensor:
         return self._read(_tensor_name(module, "bias", self._tied)).to(self._dtype)
 
     def beside_the_steps(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def _plain(self, module: str) -> Tensor:
+        return self._read(_tensor_name(module, "weight", self._tied)).to(self._dtype)
 
     def _read(self, name: str) -> Tensor:
         try:
@@ -98,17 +118,19 @@ class FileWeights:
         """Returns every tensor's file and its name in that file, by the engine's name."""
         if not self._files:
             paths = checkpoint_files(self._folder)
-            self._files = {engine_name(text_name(key)): (path, key) for path in paths for key in _keys(path)}
+            self._files = {
+                self._module_names.engine_name(text_name(key)): (path, key) for path in paths for key in _keys(path)
+            }
         return self._files
 
 
 class MovedWeights:
-    """Weights from the files, moved to the GPU that computes with them."""
+    """Weights from the files, moved to the GPU that computes with them. `gate` is as in ModelWeights."""
 
-    def __init__(self, files: FileWeights, device: torch.device) -> None:
+    def __init__(self, files: FileWeights, device: torch.device, gate: WeightsGate | None = None) -> None:
         self._files = files
         self._device = device
-        self._stream = _SideStream(device)
+        self._stream = _SideStream(device, gate or WeightsGate())
 
     def weight(self, module: str) -> Tensor:
         return self._files.weight(module).to(self._device)
@@ -124,18 +146,20 @@ class _SideStream:
     """One CUDA stream for all loads, since torch reserves memory that was used on a stream for that stream. A CPU has
     none."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, gate: WeightsGate) -> None:
+        self._gate = gate
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._lock = threading.Lock()
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-            return
-        with self._lock, torch.cuda.stream(self._stream):
-            yield
-            self._stream.synchronize()
+        with self._gate.reading():
+            if self._stream is None:
+                yield
+                return
+            with self._lock, torch.cuda.stream(self._stream):
+                yield
+                self._stream.synchronize()
 
 
 def _tensor_name(module: str, leaf: str, tied: bool) -> str:

@@ -42,6 +42,7 @@ def expert_weights(extra: ExtraBlock, mixture: int, linear: int) -> ExpertWeight
 
 def _with_record(mixture: int, linear: int, weights: ExpertWeights) -> Mapping[str, Tensor]:
     """Returns the tensors with the record first, since its offsets are relative to its own address."""
+    assert linear == 0 or weights.groups == 1, "the kernels of down read one group"
     record_F = torch.zeros(RECORD_FIELDS, dtype=torch.int64)
     parts = {"record": record_F, "a": weights.a_ECD, "b": weights.b_EOR, "scale": weights.scale_EG}
     tensors = {_name(mixture, linear, part): tensor for part, tensor in parts.items()}

@@ -46,7 +46,7 @@ class ExtraMemory:
         if num_bytes > self.limit:
             raise AdapterTooLarge(
                 f"adapter {adapter!r} needs {num_bytes} bytes on each GPU besides its low-rank matrices (vectors, "
-                "replaced norms, vocabulary tables, LoRA on experts); "
+                "replaced norms, vocabulary tables, LoRA on experts, a classification head); "
                 f"lora.extra_memory_gib allows {self.limit} for all adapters in slots. "
                 f"Raise lora.extra_memory_gib to at least {num_bytes / 2**30:.3f} and restart; if it is that high "
                 "already, lower gpu_memory_utilization, which leaves the GPU more memory."
@@ -58,7 +58,7 @@ class ExtraMemory:
 
     def is_free(self, num_bytes: int) -> bool:
         """Returns whether place() would find room without waiting."""
-        self._let_go()
+        self.let_go()
         return self._placed + self._leaving_bytes() + num_bytes <= self.limit
 
     def place(self, extra: ExtraBlock) -> ExtraBlock:
@@ -66,7 +66,7 @@ class ExtraMemory:
         assert self.missing(extra.num_bytes) == 0
         for leaving in self._leaving if not self.is_free(extra.num_bytes) else ():
             leaving.quiet.synchronize()
-        self._let_go()
+        self.let_go()
         self._placed += extra.num_bytes
         if self._device.type != "cuda":
             return extra
@@ -85,5 +85,6 @@ class ExtraMemory:
     def _leaving_bytes(self) -> int:
         return sum(leaving.extra.num_bytes for leaving in self._leaving)
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Frees the extras that no queued step can read any more."""
         self._leaving = [leaving for leaving in self._leaving if not leaving.quiet.query()]

@@ -18,9 +18,10 @@ from typing import TypeVar
 import torch
 
 from lorafleet.protocol.adapter_formats.adapter_files import AdapterFolder
-from lorafleet.protocol.errors import LorafleetError
+from lorafleet.protocol.adapter_formats.sealed_memory import SealedContent, map_sealed
+from lorafleet.protocol.errors import AdapterMissing, LorafleetError
 from lorafleet.protocol.lora_config import LoRAConfig
-from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.protocol.lora_request import LoRARequest, SealedAdapter
 from lorafleet.resolvers.fetch_metrics import FetchTotals
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.adapters.content_digest import ContentDigest
@@ -60,8 +61,11 @@ class AdapterLoader:
         device: torch.device,
         store: AdapterStore,
         reader: ParallelReader | None = None,
+        check: Callable[[LoRAModel], None] | None = None,
     ) -> None:
+        """`check` raises an AdapterError for an adapter that this server does not serve."""
         self._store = store
+        self._check = check
         self._base = base
         self._config = config
         self._parts = slots.base_parts
@@ -83,6 +87,8 @@ class AdapterLoader:
 
     def is_here(self, lora: LoRARequest) -> bool:
         """Returns whether the adapter can be read without the network."""
+        if lora.memory is not None:
+            return True
         files = [part.lora for part in lora.parts] or [lora]
         return all(self._store.is_here(file.lora_path, file.digest) for file in files)
 
@@ -106,7 +112,12 @@ class AdapterLoader:
         """Loads one adapter; runs in a pool thread."""
         waited = _Waited()
         try:
-            packed = self._pack(self._mix(lora, waited)) if lora.parts else self._read_files(lora, self._read, waited)
+            if lora.memory is not None:
+                packed = self._read(lora, self._map(lora, lora.memory))
+            elif lora.parts:
+                packed = self._pack(self._mix(lora, waited))
+            else:
+                packed = self._read_files(lora, self._read, waited)
             return replace(packed, times=replace(packed.times, fetch_s=waited.seconds))
         except LorafleetError:
             raise
@@ -124,9 +135,16 @@ class AdapterLoader:
 
         return self._store.read(lora.lora_path, lora.digest, use)
 
-    def _read(self, lora: LoRARequest, folder: AdapterFolder) -> PackedAdapter:
+    @staticmethod
+    def _map(lora: LoRARequest, memory: SealedAdapter) -> SealedContent:
+        content = map_sealed(memory)
+        if content is None:
+            raise AdapterMissing(f"adapter {lora.lora_name!r}: its content is no longer in the memory of this node.")
+        return content
+
+    def _read(self, lora: LoRARequest, source: AdapterFolder | SealedContent) -> PackedAdapter:
         model = LoRAModel.from_local_checkpoint(
-            folder,
+            source,
             base=self._base,
             config=self._config,
             dtype=self._dtype,
@@ -158,6 +176,8 @@ class AdapterLoader:
         return read.forms
 
     def _pack(self, model: LoRAModel) -> PackedAdapter:
+        if self._check is not None:
+            self._check(model)
         adapter = pack(
             model,
             self._parts,

@@ -21,19 +21,24 @@ from torch import Tensor
 from lorafleet.kernels.extras.kronecker import KroneckerPart
 from lorafleet.kernels.moe.expert_lora import ExpertWeights, padded_rank
 from lorafleet.kernels.quant.fp8 import FP8
+from lorafleet.protocol.adapter_formats.sealed_memory import SealedContent
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.yield_gil import yielding_gil
 from lorafleet.workers.adapters.casting import cast
 from lorafleet.workers.adapters.content_digest import ContentDigest
 from lorafleet.workers.adapters.forms import (
+    BASE_ROPE,
     AdapterForms,
+    ClassifierForm,
     ExpertsForm,
     Kronecker,
     LinearForm,
     LowRank,
+    OwnRope,
     StackedLowRank,
 )
 from lorafleet.workers.adapters.kinds.kind import Base
+from lorafleet.workers.adapters.own_rope import check_scaling_factor
 from lorafleet.workers.adapters.parallel_reading import ParallelReader
 from lorafleet.workers.adapters.reader import read_adapter
 from lorafleet.workers.slots.layer_weights import AffineWeights, LoRALayerWeights
@@ -78,6 +83,8 @@ class LoRAModel:
     head: VocabWeights | None = None
     vocab_size: int | None = None  # None if it is the base's
     language: str = ""  # language_digest of the adapter's files
+    own_rope: OwnRope = BASE_ROPE
+    classifier: ClassifierForm | None = None  # whole on every rank
 
     @property
     def digest(self) -> str:
@@ -101,12 +108,13 @@ class LoRAModel:
         ]
         names = (*self.modules, *self.affines, *self.kroneckers, *self.norms, *stacked)
         names += tuple(name for name, own in tables.items() if own is not None)
+        names += () if self.classifier is None else ("score",)
         return sorted({module.rsplit(".", 1)[-1] for module in names})
 
     @classmethod
     def from_local_checkpoint(
         cls,
-        path: str | os.PathLike[str],
+        source: str | os.PathLike[str] | SealedContent,
         *,
         base: Base,
         config: LoRAConfig,
@@ -116,13 +124,14 @@ class LoRAModel:
         sharding: AdapterSharding | None = None,
         reader: ParallelReader | None = None,
     ) -> LoRAModel:
-        """Reads and checks the adapter in the folder `path`, and casts it to `dtype`, the serving dtype.
+        """Reads and checks the adapter in a folder or in memory, and casts it to `dtype`, the serving dtype.
 
         Raises an AdapterError and never returns half an adapter. The whole adapter is checked on every rank, so that
         all ranks come to the same result. Blocks on the disk, so call it in a thread; most of its time is spent
         without the GIL.
 
         Args:
+            source: The folder, or memory whose digest is `expected_digest`.
             base: The whole base model that the adapter is served on.
             name: The adapter's name, for messages.
             expected_digest: If given, other bytes than these raise AdapterChanged.
@@ -131,7 +140,7 @@ class LoRAModel:
         """
         started = time.perf_counter()
         read = read_adapter(
-            path,
+            source,
             base=base,
             max_rank=config.max_lora_rank,
             dtype=dtype,
@@ -139,8 +148,9 @@ class LoRAModel:
             expected_digest=expected_digest,
             reader=reader,
         )
-        if sharding is not None:
-            with read.content.confirmed_first():
+        with read.content.confirmed_first():
+            check_scaling_factor(read.forms, config, name)
+            if sharding is not None:
                 check_vocabulary(read.forms, sharding.shard.whole.vocab_size, config, name)
         own = cls.of(read.forms, read.content, dtype, name, sharding, started, read.read_s)
         return replace(own, language=read.language)
@@ -180,7 +190,8 @@ class LoRAModel:
             + _norm_bytes(forms)
             + _expert_bytes(forms, dtype)
             + vocab_bytes(embedding, tables_dtype)
-            + vocab_bytes(head, tables_dtype),
+            + vocab_bytes(head, tables_dtype)
+            + (0 if forms.classifier is None else forms.classifier.num_bytes),
             read_s,
             time.perf_counter() - started - read_s,
             forms.invocation_tokens,
@@ -192,6 +203,8 @@ class LoRAModel:
             own_embedding,
             own_head,
             vocab_size_of(forms),
+            own_rope=forms.own_rope,
+            classifier=forms.classifier,
         )
 
 
@@ -243,9 +256,12 @@ def _experts(form: ExpertsForm, dtype: torch.dtype, sharding: AdapterSharding | 
     """Returns this rank's part, divided as the experts are: gate_up by output, down by input."""
     gate_up = down = None
     if form.gate_up is not None:
-        b_EGOR = form.gate_up.b_EOR.unflatten(1, (2, -1))
-        own = slice(None) if sharding is None else sharding.shard.of_expert
-        gate_up = _stacked(form.gate_up, form.gate_up.a_EGRD, b_EGOR[:, :, own].flatten(1, 2), dtype)
+        b_EOR = form.gate_up.b_EOR
+        if sharding is not None:
+            # B has the outputs of gate and up, or of up alone.
+            b_EPOR = b_EOR.unflatten(1, (-1, sharding.shard.whole_of_expert))
+            b_EOR = b_EPOR[:, :, sharding.shard.of_expert].flatten(1, 2)
+        gate_up = _stacked(form.gate_up, form.gate_up.a_EGRD, b_EOR, dtype)
     if form.down is not None:
         own = slice(None) if sharding is None else sharding.shard.of_expert
         down = _stacked(form.down, form.down.a_EGRD[..., own], form.down.b_EOR, dtype)

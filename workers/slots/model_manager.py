@@ -13,7 +13,8 @@ from torch import Tensor
 from lorafleet.kernels.lora.lora_batch import TILE_TOKENS, LoRABatch, static_tile_counts
 from lorafleet.kernels.lora.packed_lora import LoRATables
 from lorafleet.protocol.lora_config import LoRAConfig
-from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.bases.rope_config import RopeConfig
+from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.models.slot_heads import SlotHeads
 from lorafleet.workers.slots.base_parts import BaseParts
 from lorafleet.workers.slots.eviction import Demand
@@ -35,7 +36,7 @@ EXCHANGE_BYTES = 2 << 20
 class LoRAModelManager:
     """The adapter slots of one rank. `sharding` says which part of every adapter they hold."""
 
-    def __init__(self, model: DecoderModel, config: LoRAConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, model: EngineModel, config: LoRAConfig, dtype: torch.dtype, device: torch.device) -> None:
         fully = config.is_fully_sharded(device)
         self._peers = open_peer_memory(model.group, device, EXCHANGE_BYTES) if fully else None
         areas = None if self._peers is None else self._peers.areas
@@ -50,13 +51,14 @@ class LoRAModelManager:
         self.tables = LoRATables(len(parts.linears), config.max_loras, device, len(parts.norms), len(parts.mixtures))
         self._layers = SlotLayers.attach(model, self.sharding, self.tables, self.max_rank, dtype)
         self.heads = SlotHeads(model.lm_head)
+        self._ropes = None if model.rotations is None else model.rotations.add_slots(config.max_loras)
         self._slot_bytes = slot_bytes(self._layers.linears, config.max_lora_rank, dtype)
         # Each slot has its own region, so that any max_loras adapters fit without fragmentation and addresses never
         # change.
-        self._arena: Tensor | None = None
+        self.arena: Tensor | None = None
         self._copy_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._arena = torch.empty(config.max_loras, self._slot_bytes, dtype=torch.uint8, device=device)
+            self.arena = torch.empty(config.max_loras, self._slot_bytes, dtype=torch.uint8, device=device)
             self._copy_stream = torch.cuda.Stream(device)
 
     @property
@@ -67,24 +69,35 @@ class LoRAModelManager:
     def arena_bytes(self) -> int:
         """Bytes that this rank's GPU reserves for slots, full or not. It is 0 on a CPU, where slots are views of host
         memory."""
-        return 0 if self._arena is None else self._arena.numel()
+        return 0 if self.arena is None else self.arena.numel()
 
     def tile_counts(self, num_tokens: int, tile_tokens: int = TILE_TOKENS) -> list[int]:
         """Returns the tile counts of the static batches that steps of num_tokens should have."""
         return static_tile_counts(num_tokens, len(self.slots), tile_tokens)
 
     def static_batch(
-        self, num_tokens: int, num_tiles: int, tile_tokens: int = TILE_TOKENS, takes_kronecker: bool = False
+        self,
+        num_tokens: int,
+        num_tiles: int,
+        tile_tokens: int = TILE_TOKENS,
+        takes_rare: bool = False,
+        takes_experts: bool = False,
     ) -> LoRABatch:
-        return LoRABatch.static(num_tokens, num_tiles, self.max_rank, self.tables, tile_tokens, takes_kronecker)
+        return LoRABatch.static(
+            num_tokens, num_tiles, self.max_rank, self.tables, tile_tokens, takes_rare, takes_experts
+        )
 
-    def adds_kronecker(self, slots: Sequence[int]) -> bool:
-        """Returns whether an adapter in one of these slots has Kronecker products. BASE_SLOT never does."""
-        return not self.tables.extras.kronecker_slots.isdisjoint(slots)
+    def has_rare(self, slots: Sequence[int]) -> bool:
+        """Returns what ExtraTables.has_rare does."""
+        return self.tables.extras.has_rare(slots)
+
+    def has_experts(self, slots: Sequence[int]) -> bool:
+        """Returns what ExtraTables.has_experts does."""
+        return self.tables.extras.has_experts(slots)
 
     def mark_quiet(self, slot: Slot) -> None:
         """Records that no step queued from now on reads the slot's present content."""
-        if self._arena is not None:
+        if self.arena is not None:
             slot.quiet = torch.cuda.Event()  # a new event, since extras that are being freed refer to the last one
             slot.quiet.record(torch.cuda.current_stream(self.device))
 
@@ -97,8 +110,8 @@ class LoRAModelManager:
         assert slot.is_idle
         assert adapter.block.numel() <= self._slot_bytes
         self.evict(slot)
-        if self._arena is not None and self._copy_stream is not None:
-            self._upload(adapter, slot, self._arena[slot.index], self._copy_stream)
+        if self.arena is not None and self._copy_stream is not None:
+            self._upload(adapter, slot, self.arena[slot.index], self._copy_stream)
         else:
             self._use_in_place(adapter, slot)
         if adapter.extra is not None and slot.extra is not None:
@@ -119,7 +132,7 @@ class LoRAModelManager:
         if slot.extra is not None:
             self.extra_memory.give_back(slot.extra, slot.quiet)
         self.policy.clear(slot, for_room=for_room)
-        if self._arena is None:
+        if self.arena is None:
             self._layers.set_slot(slot.index, None, None)
 
     def wait_for_copies(self) -> None:
@@ -131,11 +144,22 @@ class LoRAModelManager:
         slot.extra = None if adapter.extra is None else self.extra_memory.place(adapter.extra)
         self._layers.set_slot(slot.index, adapter, slot.extra)
         self._write_extras(slot)
+        self._write_rope(slot, adapter.rope)
 
     def _write_extras(self, slot: Slot) -> None:
         """Writes the slot's column of the device tables, on the current stream."""
         extras = self.tables.extras
         extras.write_slot(slot.index, None if slot.extra is None else address_rows(slot.extra, self.base_parts, extras))
+
+    def _write_rope(self, slot: Slot, rope: RopeConfig | None) -> None:
+        """Writes the angles of the slot's tokens, on the current stream."""
+        assert self._ropes is not None or rope is None, "the reader rejects such an adapter"
+        if self._ropes is not None:
+            self._ropes.write_slot(slot.index, rope)
+        rope_slots = self.tables.extras.rope_slots
+        rope_slots.discard(slot.index)
+        if rope is not None:
+            rope_slots.add(slot.index)
 
     def _upload(self, adapter: PackedAdapter, slot: Slot, target: Tensor, stream: torch.cuda.Stream) -> None:
         """Queues the copy to the GPU. The host launches one copy for each piece and waits for nothing."""
@@ -148,5 +172,6 @@ class LoRAModelManager:
             self.tables.write_slot(slot.index, adapter.table, target.data_ptr())
             slot.extra = None if adapter.extra is None else self.extra_memory.place(adapter.extra)
             self._write_extras(slot)
+            self._write_rope(slot, adapter.rope)
             slot.ready = torch.cuda.Event()
             slot.ready.record(stream)

@@ -28,7 +28,9 @@ from lorafleet.kernels.lora.packed_lora import (
 from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.protocol.lora_request import AdapterInfo
 from lorafleet.protocol.yield_gil import yielding_gil
+from lorafleet.workers.bases.rope_config import RopeConfig
 from lorafleet.workers.slots.base_parts import BaseParts
+from lorafleet.workers.slots.classifier_extras import classifier_tensors
 from lorafleet.workers.slots.extra_block import ExtraBlock, aligned, copy_into
 from lorafleet.workers.slots.layer_weights import LoRALayerWeights
 from lorafleet.workers.slots.linear_extra_parts import extra_tensors
@@ -68,6 +70,7 @@ class PackedAdapter:
     table: AdapterTable  # where each packed linear's matrices begin in the block
     times: LoadTimes
     extra: ExtraBlock | None = None  # None if the adapter has only A and B
+    rope: RopeConfig | None = None  # of its tokens; None if it is the base's
 
     @property
     def blocks(self) -> list[Tensor]:
@@ -124,6 +127,7 @@ def pack(
     started = time.perf_counter()
     linears = [[model.modules.get(name) for name in part.names] for part in base.linears]
     tensors = extra_tensors(model, base) | vocab_tensors(model.embedding, model.head)
+    tensors |= classifier_tensors(model.classifier)
     if check_extra is not None:
         with model.content.confirmed_first():
             check_extra(ExtraBlock.size_of(tensors))
@@ -142,9 +146,11 @@ def pack(
         model.invocation_tokens,
         model.vocab_size,
         model.language,
+        model.own_rope.context_length,
+        "" if model.classifier is None else model.classifier.task,
     )
     times = LoadTimes(model.read_s, model.check_s, packed - started, time.perf_counter() - packed)
-    return PackedAdapter(info, block, dtype, table, times, extra)
+    return PackedAdapter(info, block, dtype, table, times, extra, model.own_rope.rope)
 
 
 def slot_bytes(linears: Sequence[PackedLoRA], rank: int, dtype: torch.dtype) -> int:

@@ -91,9 +91,17 @@ class SlotFiller:
                 self._lives.enter(digest, AdapterState.IN_SLOT)
 
     def empty(self, slot: Slot) -> None:
-        """Empties the slot of a dropped adapter."""
+        """Empties a slot for another reason than lack of room, such as that its adapter is dropped."""
         self._manager.deactivate(slot)
         self._send(EmptySlot(slot.index))
+
+    def empty_all(self) -> None:
+        """Empties all slots, which nobody holds. Pinned adapters get their slots back from place_pins()."""
+        for slot in self._slots.slots:
+            if slot.digest is not None:
+                digest = slot.digest
+                self.empty(slot)
+                self._left(digest)
 
     def _make_room(
         self, adapter: PackedAdapter, slot: Slot, tenant: str, wanted: Sequence[str] = (), keep: Sequence[str] = ()
@@ -113,7 +121,12 @@ class SlotFiller:
     def _evict(self, slot: Slot) -> None:
         digest = slot.digest
         self._manager.evict(slot)
-        if digest is not None and self._lives.state(digest) is not AdapterState.DROPPING:
+        if digest is not None:
+            self._left(digest)
+
+    def _left(self, digest: str) -> None:
+        """Records that an adapter has left its slot."""
+        if self._lives.state(digest) is not AdapterState.DROPPING:
             self._lives.enter(digest, AdapterState.IN_HOST if digest in self._cpu else AdapterState.GONE)
 
     def _check_pins(self, lora: LoRARequest, adapter: PackedAdapter) -> list[tuple[str, AdapterError]]:

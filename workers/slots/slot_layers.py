@@ -13,7 +13,7 @@ from lorafleet.kernels.extras.slot_embedding import EmbeddingSlots
 from lorafleet.kernels.lora.norm_slots import NormSlots
 from lorafleet.kernels.lora.packed_lora import LoRATables, PackedLoRA
 from lorafleet.kernels.moe.expert_lora import ExpertLoRA
-from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.slots.expert_extras import expert_weights
 from lorafleet.workers.slots.extra_block import ExtraBlock
 from lorafleet.workers.slots.linear_extra_parts import linear_extras, norm_weight
@@ -35,7 +35,7 @@ class SlotLayers:
 
     @classmethod
     def attach(
-        cls, model: DecoderModel, sharding: AdapterSharding, tables: LoRATables, max_rank: int, dtype: torch.dtype
+        cls, model: EngineModel, sharding: AdapterSharding, tables: LoRATables, max_rank: int, dtype: torch.dtype
     ) -> SlotLayers:
         """Gives each layer of the model its slots, whose A and B are of this dtype."""
         embeddings = model.embed_tokens.slots = EmbeddingSlots(tables, vocab_dtype(dtype))

@@ -19,7 +19,7 @@ from lorafleet.protocol.errors import AdapterTooLarge, AdapterUnsupported
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.workers.adapters.casting import cast
 from lorafleet.workers.adapters.forms import AdapterForms, VocabForm
-from lorafleet.workers.tp.shard import Shard
+from lorafleet.workers.tp.model_shard import ModelShard
 
 ROWS_ALIGNMENT = 64  # rows of a replaced table on a rank, since the sampler takes rows of logits in parts
 
@@ -71,11 +71,11 @@ def check_vocabulary(forms: AdapterForms, base_size: int, config: LoRAConfig, na
         )
 
 
-def embedding_part(form: VocabForm, shard: Shard | None, dtype: torch.dtype) -> VocabWeights:
+def embedding_part(form: VocabForm, shard: ModelShard | None, dtype: torch.dtype) -> VocabWeights:
     return _part(form, shard, dtype, is_head=False)
 
 
-def head_part(form: VocabForm, shard: Shard | None, dtype: torch.dtype) -> VocabWeights:
+def head_part(form: VocabForm, shard: ModelShard | None, dtype: torch.dtype) -> VocabWeights:
     return _part(form, shard, dtype, is_head=True)
 
 
@@ -90,7 +90,7 @@ def vocab_bytes(form: VocabForm | None, dtype: torch.dtype) -> int:
     return total + (0 if form.bias_V is None else form.bias_V.numel() * torch.float32.itemsize)
 
 
-def _part(form: VocabForm, shard: Shard | None, dtype: torch.dtype, *, is_head: bool) -> VocabWeights:
+def _part(form: VocabForm, shard: ModelShard | None, dtype: torch.dtype, *, is_head: bool) -> VocabWeights:
     vocab_size, own, num_rows = _place(form, shard, is_head=is_head)
     table_WD = place_N = row_ND = a = b = bias_W = None
     if form.table_VD is not None:
@@ -122,7 +122,7 @@ def _part(form: VocabForm, shard: Shard | None, dtype: torch.dtype, *, is_head: 
     )
 
 
-def _place(form: VocabForm, shard: Shard | None, *, is_head: bool) -> tuple[int, slice, int]:
+def _place(form: VocabForm, shard: ModelShard | None, *, is_head: bool) -> tuple[int, slice, int]:
     """Returns the vocabulary's size, this rank's tokens, and the number of rows that every rank has for them.
 
     `shard` is None for the whole form on an unknown base. The vocabulary is then as large as the form needs.

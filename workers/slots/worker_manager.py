@@ -124,6 +124,10 @@ class WorkerLoRAManager:
         if slot is not None:
             slot.pinned = False
 
+    def empty_slots(self) -> None:
+        """Empties all slots, which no sequence may hold. Adapters in host memory stay there."""
+        self._filler.empty_all()
+
     # -- once a step ----------------------------------------------------------------------------------------------
 
     def poll(self) -> list[tuple[str, LorafleetError]]:

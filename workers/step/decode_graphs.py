@@ -1,50 +1,58 @@
-"""Runs decode steps as CUDA graphs: one launch instead of hundreds, for batches in which every sequence computes one
-token.
+"""Decides which CUDA graphs for decode steps are captured and when, and which one a step uses: one launch instead of
+hundreds, for batches in which every sequence computes one token.
 
 There are graphs for each of a dense set of batch sizes: one without adapters, so that base steps pay nothing for them,
-others for few and for many tiles of adapters' tokens, and one that also launches Kronecker products. A step uses the
-smallest graph that fits. Rows without a sequence compute on block `trash` and are ignored. Graphs with adapters may
-leave some of the GPU's SMs to the LoRA kernels (kernels/lora/sm_split.py).
+others for few and for many tiles of adapters' tokens, and one that also launches what hardly any adapter has: Kronecker
+products, and angles by slot. A mixture of experts has graphs for steps with adapters on experts too, so that the other
+steps launch nothing for experts. A step uses the smallest graph that fits.
 
-Attention plans and adapter tables are refilled in place before a replay. A graph begins by reading the last step's
-tokens. It ends by writing its own, chosen greedily, where the next one reads them. All graphs share one memory pool,
-since only one runs at a time.
+A graph takes some 0.1 s to capture. So a start captures the graphs of a few sizes only. A later step that would use
+another one runs meanwhile by a slightly larger graph, or without one, and the graph is captured between two steps: at
+once if there is nothing to do, else at most once every CAPTURE_PERIOD_S. The graphs of the largest size come first,
+since the others fit into their memory. The ranks of a replica capture together, so they capture all of them at the
+start.
 """
-
-# B rows of the graph · W this rank's part of the vocabulary
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from lorafleet.kernels.lora.lora_batch import BASE_SLOT, LoRABatch, count_tiles
-from lorafleet.kernels.lora.sm_split import HIGH_PRIORITY, UNSPLIT, SMSplit, split_for
-from lorafleet.kernels.quant.base_weight import PlainWeight
-from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch, KVCache
-from lorafleet.workers.device.sampler import greedy_of_ranks
-from lorafleet.workers.device.step_inputs import StepInputs
-from lorafleet.workers.models.decoder import DecoderModel
-from lorafleet.workers.slots.model_manager import LoRAModelManager
+from lorafleet.kernels.lora.lora_batch import BASE_SLOT, count_tiles
+from lorafleet.workers.device.step_plan import StepPlan
+from lorafleet.workers.step.decode_capture import DecodeGraph, DecodeKey
 
 log = logging.getLogger(__name__)
 
+FIRST_SIZES = (1, 4, 16, 64)  # batch sizes whose graphs a start captures, besides the largest
+CAPTURE_PERIOD_S = 0.5  # Between two captures beside steps, which wait for each of them.
+LITTLE_PADDING = 32  # a step of fewer rows takes about as long as one of so many
 
-@dataclass(frozen=True, slots=True)
-class DecodeGraph:
-    """A captured decode step. Its outputs, like its tokens, are valid until the next step."""
 
-    num_rows: int  # batch size of the graph
-    graph: torch.cuda.CUDAGraph
-    attention: AttentionBackend
-    lora: LoRABatch | None
-    hidden_BD: Tensor  # the model's output
-    logits_BW: Tensor  # DecoderModel.logits of hidden_BD
+class Capturer(Protocol):
+    """The part of DecodeCapture that is needed here."""
+
+    def capture(self, key: DecodeKey) -> DecodeGraph | None: ...
+
+    def forget(self) -> None: ...
+
+    def fill(self, decode: DecodeGraph, plan: StepPlan) -> None: ...
+
+    def replay(self, decode: DecodeGraph, num_seqs: int) -> tuple[Tensor, Tensor]: ...
+
+
+class AdapterSlotsOfSteps(Protocol):
+    """The part of LoRAModelManager that is needed here."""
+
+    def tile_counts(self, num_tokens: int) -> list[int]: ...
+
+    def has_rare(self, slots: Sequence[int]) -> bool: ...
+
+    def has_experts(self, slots: Sequence[int]) -> bool: ...
 
 
 def graph_sizes(most: int) -> list[int]:
@@ -54,138 +62,155 @@ def graph_sizes(most: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """All graphs for decode steps. The constructor raises what capturing raises. `trash` is a KV block that no
-    sequence is ever given."""
+    """All graphs for decode steps. The constructor raises what capturing raises.
+
+    Args:
+        sizes: Batch sizes of the graphs.
+        first_sizes: Those whose graphs the constructor captures, besides the largest.
+        max_context: Number of tokens that the graphs have room for in each sequence.
+        has_mixtures: Whether the model has mixtures of experts.
+    """
 
     def __init__(
         self,
-        model: DecoderModel,
-        caches: list[KVCache],
-        attention: AttentionBackend,
-        inputs: StepInputs,
+        capturer: Capturer,
         sizes: Sequence[int],
-        trash: int,
-        loras: LoRAModelManager | None,
+        first_sizes: Sequence[int],
+        loras: AdapterSlotsOfSteps | None,
         max_context: int,
-        device: torch.device,
+        has_mixtures: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._model = model
-        self._caches = caches
-        self._device = device
-        self._inputs = inputs
-        self._trash = trash
+        self._capturer = capturer
         self._loras = loras
-        self._pool = torch.cuda.graph_pool_handle()
-        # All captures share these streams, one for each priority, since the allocator reserves memory, and cuBLAS its
-        # workspace, for each stream.
-        self._main = {priority: torch.cuda.Stream(device, priority) for priority in (0, HIGH_PRIORITY)}
-        self._side = {priority: torch.cuda.Stream(device, priority) for priority in (0, HIGH_PRIORITY)}
-        self._may_split = may_split(model)
-        # by batch size and number of LoRA tiles, 0 without adapters
-        self._graphs: dict[tuple[int, int], DecodeGraph] = {}
-        self._with_kronecker: dict[int, DecodeGraph] = {}  # by batch size
-        started = time.monotonic()
-        with torch.inference_mode():
-            self._capture_all(attention, sizes, max_context)
-        count = len(self._graphs) + len(self._with_kronecker)
-        log.info("captured %d CUDA graphs for decode steps in %.1f s", count, time.monotonic() - started)
+        self._max_context = max_context
+        self._has_mixtures = has_mixtures
+        self._clock = clock
+        self._sizes = sorted(sizes, reverse=True)
+        self._tiles = {size: [] if loras is None else loras.tile_counts(size) for size in sizes}
+        self._graphs: dict[DecodeKey, DecodeGraph] = {}
+        self._wanted: dict[DecodeKey, None] = {}  # keys that steps would have used, the latest last
+        self._missing = [key for size in self._sizes for key in self._keys(size)]
+        self._is_usable = True  # whether the attention has graphs
+        self._captured_s = float("-inf")
+        self._first_sizes = {self._sizes[0], *first_sizes}
+        self.capture_first()
 
-    def _capture_all(self, attention: AttentionBackend, sizes: Sequence[int], max_context: int) -> None:
-        for size in sorted(sizes, reverse=True):  # largest first, so that the others fit into its memory
-            backend = attention.for_graph(size, max_context)
-            if backend is None:
-                return
-            self._graphs[size, 0] = self._capture(size, backend, None)
-            if self._loras is not None:
-                for num_tiles in self._loras.tile_counts(size):
-                    lora = self._loras.static_batch(size, num_tiles)
-                    split = split_for(self._device, size, num_tiles, self._loras.max_rank)
-                    self._run_beside(lora, split if self._may_split else UNSPLIT)
-                    self._graphs[size, num_tiles] = self._capture(size, backend, lora)
-                lora = self._loras.static_batch(size, self._loras.tile_counts(size)[-1], takes_kronecker=True)
-                self._run_beside(lora, UNSPLIT)  # no split was measured with Kronecker products
-                self._with_kronecker[size] = self._capture(size, backend, lora)
+    def __len__(self) -> int:
+        return len(self._graphs)
 
-    def _run_beside(self, lora: LoRABatch, split: SMSplit) -> None:
-        lora.run_beside(split, self._side[split.lora_priority])
+    @property
+    def most(self) -> int:
+        """Number of graphs once all are captured."""
+        return len(self._graphs) + len(self._missing)
 
-    def find(self, lora_slots: list[int]) -> DecodeGraph | None:
-        """Returns the graph that fits with the fewest rows, then the fewest tiles, or None if none is large enough.
+    @property
+    def has_more(self) -> bool:
+        """Whether there are graphs to capture when there is nothing else to do."""
+        return self._is_usable and bool(self._missing)
 
-        `lora_slots` has each sequence's slot, or BASE_SLOT.
+    def capture_first(self) -> None:
+        """Captures the graphs of the first sizes. Raises what capturing raises."""
+        started = self._clock()
+        for key in [key for key in self._missing if key.num_rows in self._first_sizes]:
+            if not self._capture(key):
+                break
+        seconds = self._clock() - started
+        log.info("captured %d of %d CUDA graphs for decode steps in %.1f s", len(self), self.most, seconds)
+
+    def restart(self) -> None:
+        """Drops all graphs, after the attention or the addresses have changed, and allows captures again."""
+        self._graphs, self._wanted = {}, {}
+        self._capturer.forget()
+        self._missing = [key for size in self._sizes for key in self._keys(size)]
+        self._is_usable = True
+
+    def capture_one(self, *, is_idle: bool) -> bool:
+        """Captures a graph if it is time for one. Returns whether it did. Call it between two launches.
+
+        Without `is_idle`, only graphs that steps have lacked are captured, and not often.
         """
-        size = min((size for size, _ in self._graphs if size >= len(lora_slots)), default=None)
-        if size is None:
-            return None
-        if all(slot == BASE_SLOT for slot in lora_slots):
-            return self._graphs[size, 0]
-        if self._loras is not None and self._loras.adds_kronecker(lora_slots):
-            return self._with_kronecker[size]
-        needed = count_tiles(lora_slots, size)
-        return self._graphs[size, min(tiles for rows, tiles in self._graphs if rows == size and tiles >= needed)]
+        if not self.has_more or not (is_idle or self._wanted):
+            return False
+        if not is_idle and self._clock() - self._captured_s < CAPTURE_PERIOD_S:
+            return False
+        key = self._missing[0]
+        if self._wanted and key.num_rows != self._sizes[0]:
+            key = next(reversed(self._wanted))
+        try:
+            return self._capture(key)
+        except RuntimeError as error:  # such as a lack of memory
+            log.warning("no more CUDA graphs are captured, since %s failed: %s", key, error)
+            self._missing, self._wanted = [], {}
+            return False
 
-    def run(
-        self, decode: DecodeGraph, batch: AttentionBatch, lora_slots: list[int], slot_ranks: list[int]
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the model's output and its DecoderModel.logits, one row per sequence. Greedy tokens are in
-        StepInputs.sampled_B.
-
-        The inputs must have been uploaded.
+    def find(self, lora_slots: list[int], context_lens: Sequence[int]) -> DecodeGraph | None:
+        """Returns the graph that fits with the fewest rows, then the fewest tiles. Returns None if none is large
+        enough, or none that is captured is nearly as small.
 
         Args:
             lora_slots: Each sequence's slot, or BASE_SLOT.
-            slot_ranks: LoRAModelManager.ranks, of every slot.
+            context_lens: Each sequence's number of tokens. Only an adapter with a rope of its own may have more than
+                the graphs take.
         """
-        num_seqs = len(lora_slots)
-        padding = [1] * (decode.num_rows - num_seqs)
-        decode.attention.plan(
-            AttentionBatch(
-                query_lens=batch.query_lens + padding,
-                context_lens=batch.context_lens + padding,
-                block_tables=[*batch.block_tables, *([self._trash] for _ in padding)],
-            )
-        )
-        if decode.lora is not None:
-            decode.lora.fill(lora_slots, slot_ranks)
-        self._inputs.mark_copied()
-        decode.graph.replay()
-        return decode.hidden_BD[:num_seqs], decode.logits_BW[:num_seqs]
+        if not self._is_usable:
+            return None
+        fitting = [size for size in reversed(self._sizes) if size >= len(lora_slots)]
+        if not fitting:
+            return None
+        has_adapters = any(slot != BASE_SLOT for slot in lora_slots)
+        takes_rare = has_adapters and self._loras is not None and self._loras.has_rare(lora_slots)
+        if takes_rare and max(context_lens) > self._max_context:
+            return None
+        best, *larger = [size for size in fitting if size <= max(LITTLE_PADDING, 2 * fitting[0])]
+        keys = self._fitting_keys(best, lora_slots, has_adapters, takes_rare)
+        if keys[0] in self._graphs:
+            return self._graphs[keys[0]]
+        self._want(keys[0])
+        for size in larger:
+            keys += self._fitting_keys(size, lora_slots, has_adapters, takes_rare)
+        return next((self._graphs[key] for key in keys if key in self._graphs), None)
 
-    def _capture(self, size: int, attention: AttentionBackend, lora: LoRABatch | None) -> DecodeGraph:
-        attention.plan(AttentionBatch([1] * size, [1] * size, [[self._trash]] * size))
-        self._inputs.fill_with_padding(size)
-        inputs = self._inputs.tensors(size)
+    def fill(self, decode: DecodeGraph, plan: StepPlan) -> None:
+        """Does what DecodeCapture.fill does."""
+        self._capturer.fill(decode, plan)
 
-        def forward() -> tuple[Tensor, Tensor]:
-            hidden_BD: Tensor = self._model(
-                inputs.tokens(),
-                inputs.position_T,
-                inputs.rope_length_T,
-                inputs.kv_slot_T,
-                self._caches,
-                attention,
-                lora,
-            )
-            # The logits stay in the model's dtype. Finding the largest needs no float32, and a copy takes 100 us at
-            # 256 rows.
-            logits_BW = self._model.logits(hidden_BD)
-            self._inputs.sampled_B[:size].copy_(greedy_of_ranks(logits_BW, self._model.group))
-            return hidden_BD, logits_BW
+    def replay(self, decode: DecodeGraph, num_seqs: int) -> tuple[Tensor, Tensor]:
+        """Does what DecodeCapture.replay does."""
+        return self._capturer.replay(decode, num_seqs)
 
-        torch.cuda.synchronize(self._device)
-        stream = self._main[0 if lora is None else lora.split.gemm_priority]
-        with torch.cuda.stream(stream):
-            forward()  # compiles kernels and creates library handles, which a capture must not do
-        graph = torch.cuda.CUDAGraph()
-        # The capture is of this thread only, since NCCL's thread queries events meanwhile, which would otherwise break
-        # it.
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            hidden_BD, logits_BW = forward()
-        return DecodeGraph(size, graph, attention, lora, hidden_BD, logits_BW)
+    def _keys(self, size: int) -> list[DecodeKey]:
+        keys = [DecodeKey(size, 0)]
+        tiles = self._tiles[size]
+        for count in tiles:
+            keys.append(DecodeKey(size, count))
+            if self._has_mixtures:
+                keys.append(DecodeKey(size, count, takes_experts=True))
+        if tiles:
+            keys.append(DecodeKey(size, tiles[-1], takes_rare=True, takes_experts=self._has_mixtures))
+        return keys
 
+    def _fitting_keys(self, size: int, lora_slots: list[int], has_adapters: bool, takes_rare: bool) -> list[DecodeKey]:
+        """Returns the graphs of this size that a step may use, the best one first."""
+        if not has_adapters or self._loras is None:
+            return [DecodeKey(size, 0)]
+        if takes_rare:
+            return [DecodeKey(size, self._tiles[size][-1], takes_rare=True, takes_experts=self._has_mixtures)]
+        needed, takes_experts = count_tiles(lora_slots, size), self._loras.has_experts(lora_slots)
+        return [DecodeKey(size, count, False, takes_experts) for count in self._tiles[size] if count >= needed]
 
-def may_split(model: DecoderModel) -> bool:
-    """Returns whether the splits of the GPU were measured with a model like this one: its linears are whole and plain,
-    so cuBLAS multiplies them, and it has no experts."""
-    plain = all(isinstance(linear.weight, PlainWeight) for _, linear in model.packed_linears())
-    return plain and model.shard.size == 1 and not model.mixtures()
+    def _want(self, key: DecodeKey) -> None:
+        if key in self._missing:
+            self._wanted.pop(key, None)
+            self._wanted[key] = None
+
+    def _capture(self, key: DecodeKey) -> bool:
+        graph = self._capturer.capture(key)
+        self._captured_s = self._clock()
+        if graph is None:
+            self._is_usable = False
+            return False
+        self._graphs[key] = graph
+        self._missing.remove(key)
+        self._wanted.pop(key, None)
+        return True

@@ -61,6 +61,17 @@ def plan_step(
         ),
         prompts=[(span.first_row, len(span.tokens)) for span in scored_spans(chunks)],
         slot_ranks=slot_ranks,
+        state_slots=[chunk.sequence.state_slot for chunk in chunks if chunk.sequence.state_slot is not None],
+        resumed_states=[
+            (chunk.resumes_from, chunk.sequence.state_slot)
+            for chunk in chunks
+            if chunk.resumes_from is not None and chunk.sequence.state_slot is not None
+        ],
+        state_snapshots=[
+            (chunk.sequence.state_slot, chunk.snapshot)
+            for chunk in chunks
+            if chunk.snapshot is not None and chunk.sequence.state_slot is not None
+        ],
     )
 
 

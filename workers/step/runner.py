@@ -10,22 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from lorafleet.kernels.decoder.token_mask import mask_tokens
 from lorafleet.kernels.lora.lora_batch import BASE_SLOT
+from lorafleet.kernels.sampling.draw_tokens import DrawFields, draw_tokens
+from lorafleet.kernels.sampling.row_log_softmax import row_log_softmax
+from lorafleet.protocol.limits import LogprobsMode
 from lorafleet.protocol.messages import GPUSteps, TokenLogprobs
+from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.protocol.step_metrics import StepShape
 from lorafleet.workers.device.host_copy import Download, Upload, to_device
 from lorafleet.workers.device.logit_edits import EditedRow, LogitEditor
-from lorafleet.workers.device.sampler import PendingLogprobs, SamplingRow, sample
+from lorafleet.workers.device.sampler import PendingLogprobs, SamplingRow, draw_fields
 from lorafleet.workers.device.step_plan import StepPlan
+from lorafleet.workers.schedule.routed_rows import Rows
 from lorafleet.workers.schedule.sequence import Chunk, Sequence
+from lorafleet.workers.sleep.replica_memory import ReplicaMemory
+from lorafleet.workers.slots.classifier_extras import SlotClassifier, slot_classifier
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
 from lorafleet.workers.step.gpu_step_clock import GPUStepClock
 from lorafleet.workers.step.planner import plan_step, scored_spans
+from lorafleet.workers.step.prompt_pooling import pool_prompts
 from lorafleet.workers.step.step_runner import StepLogits, StepRunner
 from lorafleet.workers.structured.decoding import TokenMasks
 from lorafleet.workers.tp.link import OtherRanks
@@ -41,7 +50,8 @@ class Sampled:
     token: int | None  # the sequence's next token; None if the chunk ends before its last token
     logprobs: TokenLogprobs | None
     prompt: list[TokenLogprobs]  # of the prompt tokens that the chunk's tokens predict, if requested
-    embedding: bytes = b""  # float32, at the end of a prompt that is pooled
+    embedding: bytes = b""  # float32, at the end of a prompt that is pooled, see TokenOutput.embedding
+    routed_TLK: Rows | None = None  # the experts of the chunk's tokens, if requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +62,40 @@ class LaunchedStep:
     shape: StepShape
     sampling: list[Sequence]  # One sequence for each row of StepInputs.sampled_B.
     rows: list[SamplingRow]  # One SamplingRow for each of these sequences.
+    draws: list[DrawFields]  # The draw of each row; empty if the step is greedy.
     edited: list[EditedRow]  # Rows whose logits are changed.
     faults: list[tuple[Sequence, Exception]]  # Sequences that cannot go on after the step, and why.
     row_by_request: dict[str, int]  # Row of each of these sequences, by request id.
     prompt_logprobs: PromptLogprobs
     logits: StepLogits
-    pooled: dict[int, Tensor]  # Pooled vectors by chunk's index, for prompts that end in the step.
+    routed_TLK: Tensor | None  # RoutedExperts.of_step on its way to the host; None if no sequence wants it.
+    pooled: dict[int, list[Tensor]]  # Pooled values by chunk's index, for prompts that end in the step.
     download: Download
 
     @property
     def needs_masks(self) -> bool:
         """Whether a sequence has a grammar, whose mask says which tokens may be chosen."""
         return any(sequence.grammar is not None for sequence in self.sampling)
+
+    def routed_of_chunks(self) -> dict[int, Rows]:
+        """Returns the experts of each chunk's tokens, by the chunk's index, for those that want them. Call it once the
+        download is done."""
+        if self.routed_TLK is None:
+            return {}
+        rows_TLK, ends = self.routed_TLK.numpy(), list(accumulate(chunk.num_tokens for chunk in self.chunks))
+        return {
+            i: rows_TLK[end - chunk.num_tokens : end]
+            for i, (chunk, end) in enumerate(zip(self.chunks, ends, strict=True))
+            if chunk.sequence.routed is not None
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """The requested logprobs of some rows, on their way to the host."""
+
+    rows: list[int]
+    pending: PendingLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +104,7 @@ class ChosenStep:
 
     launched: LaunchedStep
     token_B: Tensor  # On the host; valid once the download is done.
-    logprob_rows: list[int]  # Rows whose logprobs are requested.
-    logprobs: PendingLogprobs | None  # The logprobs of these rows; None if there are none.
+    logprobs: list[RowLogprobs]
     late: Many[Sequence]  # Sequences of the step that get no token from it.
 
     def collect(self) -> list[Sampled]:
@@ -82,8 +113,8 @@ class ChosenStep:
         launched.download.wait()
         tokens = self.token_B.tolist()
         logprobs: dict[int, TokenLogprobs] = {}
-        if self.logprobs is not None:
-            logprobs = dict(zip(self.logprob_rows, self.logprobs.read(), strict=True))
+        for part in self.logprobs:
+            logprobs |= zip(part.rows, part.pending.read(), strict=True)
         prompts: dict[int, list[TokenLogprobs]] = {}
         for i, span in launched.prompt_logprobs:
             prompts.setdefault(i, []).extend(span.read())
@@ -92,27 +123,39 @@ class ChosenStep:
             late = {sequence.request_id for sequence in self.late}
             row_by_request = {name: row for name, row in row_by_request.items() if name not in late}
         results: list[Sampled] = []
+        routed = launched.routed_of_chunks()
         for i, chunk in enumerate(launched.chunks):
             row = row_by_request.get(chunk.sequence.request_id)
             prompt = prompts.get(i, [])
             if row is None:
-                results.append(Sampled(None, None, prompt))
+                results.append(Sampled(None, None, prompt, routed_TLK=routed.get(i)))
             else:
-                embedding = launched.pooled[i].numpy().tobytes() if i in launched.pooled else b""
-                results.append(Sampled(tokens[row], logprobs.get(row), prompt, embedding))
+                embedding = b"".join(part.numpy().tobytes() for part in launched.pooled.get(i, ()))
+                results.append(Sampled(tokens[row], logprobs.get(row), prompt, embedding, routed.get(i)))
         return results
 
 
 class ModelRunner:
-    """Runs steps on rank 0. `others` are the ranks that run each step beside it in a tensor-parallel replica."""
+    """Runs steps on rank 0. `others` are the ranks that run each step beside it in a tensor-parallel replica.
+
+    `logprobs_mode` is for requests that do not name one.
+    """
 
     def __init__(
-        self, steps: StepRunner, loras: WorkerLoRAManager | None, block_size: int, others: OtherRanks | None = None
+        self,
+        steps: StepRunner,
+        memory: ReplicaMemory,
+        loras: WorkerLoRAManager | None,
+        block_size: int,
+        logprobs_mode: LogprobsMode,
+        others: OtherRanks | None = None,
     ) -> None:
         self.steps = steps
+        self.memory = memory
         self._others = others
         self.loras = loras
         self._block_size = block_size
+        self._logprobs_mode = logprobs_mode
         self._inputs = steps.inputs
         self._device = steps.device
         self._upload_masks = Upload(steps.device)
@@ -129,6 +172,10 @@ class ModelRunner:
             slot_ranks=[] if self.loras is None else self.loras.slots.ranks,
         )
 
+    def prepare(self, plan: StepPlan) -> None:
+        """Queues what the step reads, as far as that does not depend on the tokens of the step before."""
+        self.steps.prepare(plan)
+
     @torch.inference_mode()
     def launch(self, chunks: list[Chunk], plan: StepPlan) -> LaunchedStep:
         """Queues a step on the device, up to its logits."""
@@ -141,21 +188,28 @@ class ModelRunner:
         download = Download(self._device, None if self._others is None else self._others.check)
         prompt_logprobs: PromptLogprobs = []
         logits = self._run(chunks, plan, download, prompt_logprobs)
+        routed_TLK = None
+        if self.steps.routed is not None and any(chunk.sequence.routed is not None for chunk in chunks):
+            routed_TLK = download.add(self.steps.routed.of_step(plan.num_tokens))
         if is_timed and self._clock is not None:
             self._clock.end(shape)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        pooled = _pool(chunks, logits.hidden_TD, download)
-        edited, faults = self._prepare_edits(sampling)
+        pooled, faults = pool_prompts(chunks, logits.hidden_TD, self._classifier, download)
+        edited, more_faults = self._prepare_edits(sampling)
+        rows = [SamplingRow(seq.params, len(seq.tokens), seq.seed, seq.vocab_size) for seq in sampling]
+        num_tokens = 0 if logits.sampled_BV is None else logits.sampled_BV.shape[1]
         return LaunchedStep(
             chunks=chunks,
             shape=shape,
             sampling=sampling,
-            rows=[SamplingRow(seq.params, len(seq.tokens), seq.seed, seq.vocab_size) for seq in sampling],
+            rows=rows,
+            draws=[] if logits.sampled_BV is None else draw_fields(rows, edited, num_tokens),
             edited=edited,
-            faults=faults,
+            faults=faults + more_faults,
             row_by_request={sequence.request_id: row for row, sequence in enumerate(sampling)},
             prompt_logprobs=prompt_logprobs,
             logits=logits,
+            routed_TLK=routed_TLK,
             pooled=pooled,
             download=download,
         )
@@ -170,7 +224,8 @@ class ModelRunner:
             span = spans[i]
             chosen_T = to_device(span.tokens, torch.int64, self._device)
             num_top = [chunks[span.chunk].sequence.params.prompt_logprobs or 0] * len(span.tokens)
-            prompt_logprobs.append((span.chunk, PendingLogprobs(logits_TV, chosen_T, num_top, download)))
+            pending = PendingLogprobs(row_log_softmax(logits_TV), chosen_T, num_top, download)
+            prompt_logprobs.append((span.chunk, pending))
 
         return self.steps.run(plan, score)
 
@@ -182,7 +237,7 @@ class ModelRunner:
         `late` are sequences that get no token. The tokens chosen in their rows are dropped and not counted.
         """
         num_rows = len(step.rows)
-        logprob_rows, logprobs = [], None
+        logprobs: list[RowLogprobs] = []
         if step.logits.sampled_BV is not None:
             late_rows = {step.row_by_request[sequence.request_id] for sequence in late}
             edited = [row for row in step.edited if row.index not in late_rows]
@@ -193,11 +248,14 @@ class ModelRunner:
             self.steps.share(num_rows)
         token_B = step.download.add(self._inputs.sampled_B[:num_rows])
         step.download.close()
-        return ChosenStep(step, token_B, logprob_rows, logprobs, late)
+        return ChosenStep(step, token_B, logprobs, late)
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
         self._editor.release(sequence)
+
+    def _classifier(self, slot: int) -> SlotClassifier | None:
+        return None if self.loras is None else slot_classifier(self.loras.slots.slots[slot].extra)
 
     def _prepare_edits(self, sampling: Many[Sequence]) -> tuple[list[EditedRow], list[tuple[Sequence, Exception]]]:
         """Prepares the edits of each row. A row that fails is computed without edits all the same, since others may
@@ -206,12 +264,12 @@ class ModelRunner:
         faults: list[tuple[Sequence, Exception]] = []
         for i, sequence in enumerate(sampling):
             try:
-                edits = self._editor.prepare(sequence)
+                row = self._editor.prepare(i, sequence)
             except Exception as error:
                 faults.append((sequence, error))
                 continue
-            if edits is not None:
-                edited.append(EditedRow(i, edits, sequence.num_generated))
+            if row is not None:
+                edited.append(row)
         return edited, faults
 
     @property
@@ -224,7 +282,9 @@ class ModelRunner:
         return [] if self._clock is None else self._clock.totals()
 
     def close(self) -> None:
-        """Stops the other ranks, and leaves their group."""
+        """Ends what runs in the background. Stops the other ranks, and leaves their group."""
+        self.steps.late.close()
+        self.memory.close()
         if self._others is not None:
             self._others.close()
             self.steps.close()
@@ -243,39 +303,29 @@ class ModelRunner:
         edited: list[EditedRow],
         logprob_rows: list[int],
         masks: TokenMasks | None,
-    ) -> PendingLogprobs | None:
-        """Samples a step's tokens into sampled_B. Returns the logprobs of `logprob_rows`, or None without such rows."""
+    ) -> list[RowLogprobs]:
+        """Samples a step's tokens into sampled_B. Returns the logprobs of `logprob_rows`."""
         rows = step.rows
-        row_P = to_device(logprob_rows, torch.int64, self._device) if logprob_rows else None
-        raw_PV = None if row_P is None else logits_BV[row_P]  # a copy: masks and edits are written in place
+        of_draw = [i for i in logprob_rows if self._is_processed(rows[i].params)]
+        of_model = [i for i in logprob_rows if not self._is_processed(rows[i].params)]
+        # A copy, since masks and edits are written in place.
+        raw_PV = logits_BV[to_device(of_model, torch.int64, self._device)] if of_model else None
         sampled_B = self._inputs.sampled_B[: len(rows)]
         if masks is not None:
             row_N = to_device(masks.rows, torch.int64, self._device)
             mask_tokens(logits_BV, row_N, self._upload_masks(masks.bits_NW))
         logits_BV = self._editor.apply(logits_BV, edited)
-        sampled_B.copy_(sample(logits_BV, rows, edited, self._editor.counts_SV))
+        drawn = draw_tokens(logits_BV, step.draws, self._editor.counts_SV, of_draw)
+        sampled_B.copy_(drawn.token_B)
         self._editor.count(sampled_B, edited)
-        if row_P is None or raw_PV is None:
-            return None
-        num_top = [rows[i].params.logprobs or 0 for i in logprob_rows]
-        return PendingLogprobs(raw_PV, sampled_B[row_P], num_top, step.download)
 
+        def pending(indices: list[int], logprobs_PV: Tensor) -> RowLogprobs:
+            chosen_P = sampled_B[to_device(indices, torch.int64, self._device)]
+            num_top = [rows[i].params.logprobs or 0 for i in indices]
+            return RowLogprobs(indices, PendingLogprobs(logprobs_PV, chosen_P, num_top, step.download))
 
-def _pool(chunks: Many[Chunk], hidden_TD: Tensor, download: Download) -> dict[int, Tensor]:
-    """Returns the pooled vectors [D] of the prompts that end in the step, by chunk. For a mean, partial sums stay with
-    their sequences."""
-    pooled: dict[int, Tensor] = {}
-    start = 0
-    for i, chunk in enumerate(chunks):
-        sequence, end = chunk.sequence, start + chunk.num_tokens
-        if sequence.pooling == "mean":
-            sum_D = hidden_TD[start:end].float().sum(dim=0)
-            if sequence.num_computed > 0 and sequence.pooled_D is not None:  # otherwise it begins, or begins again
-                sum_D += sequence.pooled_D
-            sequence.pooled_D = sum_D
-            if chunk.samples:
-                pooled[i] = download.add(sequence.pooled_D / sequence.num_prompt)
-        elif sequence.pooling == "last" and chunk.samples:
-            pooled[i] = download.add(hidden_TD[end - 1].float())
-        start = end
-    return pooled
+        found = [] if raw_PV is None else [pending(of_model, row_log_softmax(raw_PV))]
+        return found if drawn.logprobs_PV is None else [*found, pending(of_draw, drawn.logprobs_PV)]
+
+    def _is_processed(self, params: SamplingParams) -> bool:
+        return (params.logprobs_mode or self._logprobs_mode) == "processed_logprobs"

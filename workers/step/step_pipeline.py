@@ -6,7 +6,8 @@ The host launches a step before it has read the tokens of the step before, which
     device              step 1 ...............            step 2 ...............
 
 A step passes plan(), launch(), choose() and collect(), in this order. launch() chooses the tokens at once, unless they
-need masks. Masks are computed by other processes beside the step, so choose() comes as late as it can.
+need masks. Masks are computed by other processes beside the step, so choose() comes as late as it can. plan() then
+queues all that the next step reads besides the tokens, so that after choose() only its graph is launched.
 """
 
 from __future__ import annotations
@@ -81,7 +82,10 @@ class StepPipeline:
         if not chunks:
             return PlannedStep(chunks, None)
         before = None if self._in_flight is None else self._in_flight.launched
-        return PlannedStep(chunks, self._runner.plan(chunks, before))
+        plan = self._runner.plan(chunks, before)
+        if self._in_flight is not None and self._in_flight.chosen is None:
+            self._runner.prepare(plan)  # so that less is left to do once the masks have arrived
+        return PlannedStep(chunks, plan)
 
     def choose(self) -> list[Fault]:
         """Queues the choice of the tokens in flight if it waits for masks. Returns the sequences that cannot go on."""

@@ -22,14 +22,19 @@ from lorafleet.kernels.lora.lora_batch import (
 )
 from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch, KVCache
 from lorafleet.workers.device.host_copy import to_device
+from lorafleet.workers.device.routed_experts import RoutedExperts
 from lorafleet.workers.device.sampler import greedy_of_ranks
+from lorafleet.workers.device.state_cache import StateCache, StepStates
 from lorafleet.workers.device.step_inputs import InputTensors, StepInputs
 from lorafleet.workers.device.step_plan import StepPlan
-from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.models.slot_heads import OwnLogits, SlotHeads
 from lorafleet.workers.slots.model_manager import LoRAModelManager
+from lorafleet.workers.step.decode_capture import DecodeGraph
 from lorafleet.workers.step.decode_graphs import DecodeGraphs
-from lorafleet.workers.step.prefill_graphs import PrefillGraphs
+from lorafleet.workers.step.late_work import LateWork
+from lorafleet.workers.step.prefill_graphs import MOST_TOKENS, PrefillGraphs
+from lorafleet.workers.step.single_tokens import single_tokens
 
 # Number of tokens of each warm-up step, and of its tiles. The LoRA kernels have variants for few, some and many small
 # tiles, and one for large tiles.
@@ -55,48 +60,85 @@ class StepLogits:
 class StepRunner:
     def __init__(
         self,
-        model: DecoderModel,
+        model: EngineModel,
         attention: AttentionBackend,
         caches: list[KVCache],
+        states: StateCache | None,
         inputs: StepInputs,
         device: torch.device,
         slots: LoRAModelManager | None,
         decode_graphs: DecodeGraphs | None,
         prefill_graphs: PrefillGraphs | None,
+        late: LateWork,
+        routed: RoutedExperts | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         self.model = model
         self.inputs = inputs
         self.device = device
         self._attention = attention
         self.caches = caches
+        self.states = states
         self._slots = slots
         self.decode_graphs = decode_graphs
         self._prefill_graphs = prefill_graphs
+        self.late = late
+        self.routed = routed  # None if the experts of tokens are not recorded
+        # For the same bits in every batch, a CPU computes each token in a forward pass of its own (single_tokens.py).
+        # On a GPU the LoRA kernels have one variant, and tiles of one size.
+        self._by_token = batch_invariant and device.type == "cpu"
+        self._has_fixed_tiles = batch_invariant
+        self._prepared: tuple[StepPlan, DecodeGraph] | None = None  # a step that prepare() has filled the graph for
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, score: Callable[[int, Tensor], None] = lambda _span, _logits_TV: None) -> StepLogits:
-        """Queues the step and waits for nothing.
+        """Queues the step, with the copies of states before and after it, and waits for nothing.
 
         `score` takes the logits [count, V] of each span of plan.prompts as soon as they are queued. They are not
         stored, since all spans together may be larger than the memory.
         """
+        if self.states is not None:
+            self.states.copy(plan.resumed_states)
+        logits = self._run(plan, score)
+        if self.states is not None:
+            self.states.copy(plan.state_snapshots)
+        return logits
+
+    def _run(self, plan: StepPlan, score: Callable[[int, Tensor], None]) -> StepLogits:
         decoded = self._decode(plan)
         if decoded is not None:  # the graph has chosen the base's greedy tokens too
             return StepLogits(self._sampled(*decoded, plan, plan.slots, chosen=True), decoded[0])
-        hidden_TD = self._forward(plan)
+        hidden_TD = self._forward_tokens(plan) if self._by_token else self._forward(plan)
         heads = self._heads(plan.slots)
         slots_T = plan.lora_slots if heads is not None else [BASE_SLOT] * plan.num_tokens
         for span, (first, count) in enumerate(plan.prompts):
             span_TD = hidden_TD[first : first + count]
-            logits_TW = self.model.logits(span_TD)
+            logits_TW = self._logits(span_TD)
             owned = heads.logits(span_TD, logits_TW, slots_T[first : first + count]) if heads is not None else []
             score(span, self._gathered(logits_TW, owned))
         if not plan.sampling:
             return StepLogits(None, hidden_TD)
         hidden_BD = hidden_TD[to_device(plan.sampling, torch.int64, self.device)]
         slots = [slots_T[row] for row in plan.sampling]
-        sampled_BV = self._sampled(hidden_BD, self.model.logits(hidden_BD), plan, slots, chosen=False)
+        sampled_BV = self._sampled(hidden_BD, self._logits(hidden_BD), plan, slots, chosen=False)
         return StepLogits(sampled_BV, hidden_TD)
+
+    def _logits(self, hidden_BD: Tensor) -> Tensor:
+        if self._by_token:  # copies, since a row's own address may be aligned differently
+            return torch.cat([self.model.logits(row_1D.clone()) for row_1D in hidden_BD.split(1)])
+        return self.model.logits(hidden_BD)
+
+    @torch.inference_mode()
+    def prepare(self, plan: StepPlan) -> None:
+        """Queues what a step of decodes reads besides the last step's tokens, if a captured graph fits. run() then only
+        launches the graph. The tokens of the step before need not be chosen yet."""
+        self._prepared = None
+        if self.decode_graphs is None or not plan.is_decode:
+            return
+        graph = self.decode_graphs.find(plan.slots, plan.attention.context_lens)
+        if graph is not None:
+            self.decode_graphs.fill(graph, plan)
+            self._prepared = plan, graph
 
     def _sampled(
         self, hidden_BD: Tensor, logits_BW: Tensor, plan: StepPlan, slots: list[int], *, chosen: bool
@@ -133,47 +175,68 @@ class StepRunner:
         """Sends rank 0's sampled_B to all ranks, which read the next step's tokens from it."""
         self.model.group.broadcast(self.inputs.sampled_B[:num_rows])
 
+    def release_graphs(self) -> None:
+        """Frees the CUDA graphs and their memory, until capture_graphs()."""
+        self._prepared = None
+        if self.decode_graphs is not None:
+            self.decode_graphs.restart()
+        if self._prefill_graphs is not None:
+            self._prefill_graphs.release()
+
+    def capture_graphs(self) -> None:
+        """Captures the CUDA graphs of a start again. Raises what capturing raises."""
+        if self.decode_graphs is not None:
+            self.decode_graphs.capture_first()
+        if self._prefill_graphs is not None:
+            self._prefill_graphs.capture()
+
     def close(self) -> None:
         """Releases the CUDA graphs. They hold NCCL's communicator, which cannot be destroyed before them."""
-        self.decode_graphs = self._prefill_graphs = None
+        self.late.close()
+        self.decode_graphs = self._prefill_graphs = self._prepared = None
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def _decode(self, plan: StepPlan) -> tuple[Tensor, Tensor] | None:
         """Runs a step of decodes alone by a captured graph. Returns hidden states and logits, or None if no graph
         fits."""
-        if self.decode_graphs is None or not plan.is_decode:
+        if self._prepared is None or self._prepared[0] is not plan:
+            self.prepare(plan)
+        if self.decode_graphs is None or self._prepared is None:
             return None
-        graph = self.decode_graphs.find(plan.slots)
-        if graph is None:
-            return None
-        self.inputs.upload(plan.fields_FT, graph.num_rows)
-        return self.decode_graphs.run(graph, plan.attention, plan.slots, plan.slot_ranks)
+        (_, graph), self._prepared = self._prepared, None
+        return self.decode_graphs.replay(graph, len(plan.slots))
+
+    def _forward_tokens(self, plan: StepPlan) -> Tensor:
+        return torch.cat([self._forward(token) for token in single_tokens(plan, self.inputs.first_known)])
 
     def _forward(self, plan: StepPlan) -> Tensor:
         """Returns the hidden states [T, D] of all tokens."""
-        adds_kronecker = self._slots is not None and self._slots.adds_kronecker(plan.slots)
-        # These graphs do not launch Kronecker products, which hardly any step with prompts needs.
-        if self._prefill_graphs is not None and not adds_kronecker:
+        has_rare = self._slots is not None and self._slots.has_rare(plan.slots)
+        # These graphs do not launch what hardly any step with prompts needs.
+        if self._prefill_graphs is not None and not has_rare:
             uses_lora = any(slot != BASE_SLOT for slot in plan.slots)
-            graph = self._prefill_graphs.find(plan.num_tokens, uses_lora)
+            has_experts = self._slots is not None and self._slots.has_experts(plan.slots)
+            graph = self._prefill_graphs.find(plan.num_tokens, uses_lora, has_experts)
             if graph is not None:
                 self.inputs.upload(plan.fields_FT, graph.num_tokens)
                 return self._prefill_graphs.run(graph, plan.attention, plan.lora_slots, plan.slot_ranks)
         self.inputs.upload(plan.fields_FT, plan.num_tokens)
         self._attention.plan(plan.attention)
+        states = None if self.states is None else self.states.of_step(plan)
         self.inputs.mark_copied()
         inputs = self.inputs.tensors(plan.num_tokens)
         lora = None
         if self._slots is not None:
             max_rank = _rank_class(max((plan.slot_ranks[slot] for slot in plan.slots if slot != BASE_SLOT), default=0))
-            if adds_kronecker:
+            if has_rare or self._has_fixed_tiles:
                 max_rank = self._slots.max_rank  # the variant that the graphs' capture has compiled for so many tokens
-            tile_tokens = TILE_TOKENS if plan.is_decode else prompt_tile_tokens(plan.num_tokens)
+            is_small = plan.is_decode or self._has_fixed_tiles
+            tile_tokens = TILE_TOKENS if is_small else prompt_tile_tokens(plan.num_tokens)
             lora = LoRABatch.build(plan.lora_slots, self._slots.tables, max_rank, tile_tokens)
-        return self._run_model(inputs, lora)
+        return self._run_model(inputs, lora, states)
 
-    def _run_model(self, inputs: InputTensors, lora: LoRABatch | None) -> Tensor:
+    def _run_model(self, inputs: InputTensors, lora: LoRABatch | None, states: StepStates | None) -> Tensor:
         hidden_TD: Tensor = self.model(
             inputs.tokens(),
             inputs.position_T,
@@ -182,6 +245,7 @@ class StepRunner:
             self.caches,
             self._attention,
             lora,
+            states,
         )
         return hidden_TD
 
@@ -192,18 +256,29 @@ class StepRunner:
         assert self._slots is not None
         block_size = self.caches[0].k_NPGD.shape[1]
         steps = WARM_UP_WITHOUT_GRAPHS if self._prefill_graphs is None else WARM_UP_BEYOND_GRAPHS
-        for count, tile_tokens in steps:
+        for count, usual_tokens in (*steps, *self._warm_up_of_mixtures()):
             if count > most_tokens:
                 continue
+            tile_tokens = TILE_TOKENS if self._has_fixed_tiles else usual_tokens
             self.inputs.fill_with_padding(count)
             self._attention.plan(AttentionBatch([count], [count], [[0] * -(-count // block_size)]))
             self.inputs.mark_copied()
             inputs = self.inputs.tensors(count)
+            states = None if self.states is None else self.states.of_padding([count])
             for max_rank in sorted({_rank_class(rank) for rank in range(1, max_lora_rank + 1)}):
                 lora = LoRABatch.build([0] * count, self._slots.tables, max_rank, tile_tokens, any_slots=True)
-                self._run_model(inputs, lora)
+                self._run_model(inputs, lora, states)
         self._warm_up_kronecker()
         torch.cuda.synchronize(self.device)
+
+    def _warm_up_of_mixtures(self) -> list[tuple[int, int]]:
+        """Returns a step for each variant of a mixture's kernels that no graph has compiled."""
+        from lorafleet.kernels.moe.moe_triton import first_tokens  # triton is optional on a CPU
+
+        in_graphs = 0 if self._prefill_graphs is None else MOST_TOKENS
+        experts = {(mixture.experts.count, mixture.experts.rule.per_token) for _, mixture in self.model.mixtures()}
+        counts = sorted({count for sizes in experts for count in first_tokens(*sizes) if count > in_graphs})
+        return [(count, prompt_tile_tokens(count)) for count in counts]
 
     def _warm_up_kronecker(self) -> None:
         """Launches the one kernel that no such step has launched. It is the same for all linears."""

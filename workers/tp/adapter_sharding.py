@@ -22,14 +22,14 @@ from lorafleet.kernels.lora.lora_layout import UNDIVIDED, LoRALayout
 from lorafleet.kernels.lora.packed_lora import LinearPlace
 from lorafleet.kernels.ranks.peer_areas import PeerAreas
 from lorafleet.workers.tp.group import TPGroup
-from lorafleet.workers.tp.shard import ROW_PARALLEL, Shard
+from lorafleet.workers.tp.model_shard import ModelShard
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSharding:
-    """The division of adapters for one rank. A projection is named by its module path, or its last name."""
+    """The division of adapters for one rank. A projection is named by its module path."""
 
-    shard: Shard
+    shard: ModelShard
     group: TPGroup
     fully_sharded: bool = False  # changes nothing in a group of one
     peers: PeerAreas | None = None  # as in LoRALayout
@@ -38,9 +38,12 @@ class AdapterSharding:
         assert (self.shard.rank, self.shard.size) == (self.group.rank, self.group.size)
 
     def layout(self, projection: str) -> LoRALayout:
-        if not self._divides_both:
+        whole = self.shard.projections[projection]
+        # Attention needs the whole A of an absorbed projection for each head. Ranks whose inputs differ cannot share
+        # the product with A.
+        if not self._divides_both or whole.is_absorbed or whole.reads_part:
             return UNDIVIDED
-        if _is_row_parallel(projection):
+        if self.shard.is_row_parallel(projection):
             return LoRALayout("reduce", self.group, self.outputs(projection)[0].start, self.peers)
         return LoRALayout("gather", self.group, peers=self.peers)
 
@@ -51,16 +54,17 @@ class AdapterSharding:
     def outputs(self, projection: str) -> tuple[slice, ...]:
         """Returns the rows of B, in order. If the group does not divide an output evenly, the last ranks have fewer,
         or none."""
-        if not (self._divides_both and _is_row_parallel(projection)):
+        if not (self._divides_both and self.shard.is_row_parallel(projection)):
             return self.shard.outputs(projection)
-        size = self.shard.output(projection).stop
+        size = self.shard.projections[projection].num_outputs
         each = -(-size // self.group.size)
         start = min(self.group.rank * each, size)
         return (slice(start, min(start + each, size)),)
 
     def adds_bias(self, projection: str) -> bool:
         """Returns whether this rank adds the bias. If the output is a sum over the ranks, only one of them does."""
-        return self.group.rank == 0 or not _is_row_parallel(projection)
+        is_sum = self.shard.is_row_parallel(projection) or self.shard.projections[projection].reads_part
+        return self.group.rank == 0 or not is_sum
 
     def place(self, projections: Sequence[str]) -> LinearPlace:
         """Returns the place of a packed linear's part in the whole, whatever part of A and B the rank holds."""
@@ -76,7 +80,3 @@ class AdapterSharding:
     @property
     def _divides_both(self) -> bool:
         return self.fully_sharded and self.group.size > 1
-
-
-def _is_row_parallel(projection: str) -> bool:
-    return projection.rpartition(".")[2] in ROW_PARALLEL

@@ -18,7 +18,16 @@ import zmq
 
 from lorafleet.protocol.errors import EngineDead
 from lorafleet.protocol.transport.addresses import RankAddresses
-from lorafleet.workers.tp.rank_messages import Answer, Order, RankFailed, ShardLoaded, Stop
+from lorafleet.workers.tp.rank_messages import (
+    Answer,
+    BlocksMoved,
+    MemoryMoved,
+    Order,
+    RankFailed,
+    ShardLoaded,
+    Stop,
+    TierContent,
+)
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +47,8 @@ class OtherRanks:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
         self._loaded: deque[ShardLoaded] = deque()
+        self._moved: dict[TierContent, deque[BlocksMoved]] = {"blocks": deque(), "states": deque()}
+        self._memory_moved: deque[MemoryMoved] = deque()
         self._failed: RankFailed | None = None
         self._closing = threading.Event()
         self._receiver = threading.Thread(target=self._receive, name="tp-answers", daemon=True)
@@ -60,6 +71,17 @@ class OtherRanks:
         """Returns the answers since the last call. Raises EngineDead as check() does."""
         self.check()
         return [self._loaded.popleft() for _ in range(len(self._loaded))]
+
+    def moved(self, content: TierContent) -> list[BlocksMoved]:
+        """Returns the answers about a content of the KV tiers since its last call. Raises EngineDead as check()."""
+        self.check()
+        moved = self._moved[content]
+        return [moved.popleft() for _ in range(len(moved))]
+
+    def memory_moved(self) -> list[MemoryMoved]:
+        """Returns the answers to MemoryOrders since the last call. Raises EngineDead as check() does."""
+        self.check()
+        return [self._memory_moved.popleft() for _ in range(len(self._memory_moved))]
 
     def close(self) -> None:
         """Orders the ranks that are still there to stop, and closes the link."""
@@ -85,6 +107,10 @@ class OtherRanks:
             if isinstance(answer, RankFailed):
                 log.error("rank %d has ended: %s", answer.rank, answer.reason)
                 self._failed = answer
+            elif isinstance(answer, BlocksMoved):
+                self._moved[answer.content].append(answer)
+            elif isinstance(answer, MemoryMoved):
+                self._memory_moved.append(answer)
             else:
                 self._loaded.append(answer)
             self._wake()

@@ -1,8 +1,8 @@
 """Defines the messages from rank 0 of a replica to the other ranks, in one order for all, and their answers. They are
 encoded as msgpack.
 
-This is plain data, which workers/tp/link.py carries. Rank 0 decides everything: which steps run, and which adapter
-lies in which slot.
+This is plain data, which workers/tp/link.py carries. Rank 0 decides everything: which steps run, which adapter lies in
+which slot, and where the KV blocks lie that have left the GPU.
 """
 
 # T tokens of the step · F fields of a token
@@ -10,14 +10,18 @@ lies in which slot.
 from __future__ import annotations
 
 from array import array
+from typing import Literal
 
 import msgspec
 import numpy as np
 
+from lorafleet.protocol.engine_control import MemoryTag, SleepLevel
 from lorafleet.protocol.errors import WireError
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.workers.attention.attention_backend import AttentionBatch
 from lorafleet.workers.device.step_plan import FIELDS, StepPlan
+
+TierContent = Literal["blocks", "states"]  # KV blocks, and snapshots of recurrent states
 
 
 class RunStep(msgspec.Struct, tag=True):
@@ -33,6 +37,9 @@ class RunStep(msgspec.Struct, tag=True):
     is_greedy: bool
     prompts: list[tuple[int, int]]
     slot_ranks: list[int]
+    state_slots: list[int]
+    resumed_states: list[tuple[int, int]]
+    state_snapshots: list[tuple[int, int]]
     # (slot, generation) of each slot that the step uses, so that all ranks compute with the same adapters
     generations: list[tuple[int, int]]
 
@@ -53,6 +60,9 @@ class RunStep(msgspec.Struct, tag=True):
             plan.is_greedy,
             plan.prompts,
             plan.slot_ranks,
+            plan.state_slots,
+            plan.resumed_states,
+            plan.state_snapshots,
             generations,
         )
 
@@ -72,6 +82,9 @@ class RunStep(msgspec.Struct, tag=True):
             is_greedy=self.is_greedy,
             prompts=self.prompts,
             slot_ranks=self.slot_ranks,
+            state_slots=self.state_slots,
+            resumed_states=self.resumed_states,
+            state_snapshots=self.state_snapshots,
         )
 
 
@@ -100,6 +113,61 @@ class ForgetShard(msgspec.Struct, tag=True):
     digest: str
 
 
+class ReleaseMemory(msgspec.Struct, tag=True):
+    """An order to give parts of the GPU's memory back, see RankMemory.release. MemoryMoved answers it."""
+
+    tags: list[MemoryTag]
+    level: SleepLevel
+
+
+class TakeMemory(msgspec.Struct, tag=True):
+    """An order to take parts of the GPU's memory again. MemoryMoved answers it."""
+
+    tags: list[MemoryTag]
+
+
+class CaptureGraphs(msgspec.Struct, tag=True):
+    """An order to capture the CUDA graphs again, together with the other ranks. MemoryMoved answers it."""
+
+
+class SaveBlocks(msgspec.Struct, tag=True):
+    """An order to copy KV blocks, or snapshots of states, to slots of the host tier, before the next step."""
+
+    content: TierContent
+    pairs: list[tuple[int, int]]  # (block, slot)
+
+
+class LoadBlocks(msgspec.Struct, tag=True):
+    """An order to copy slots of the host tier to KV blocks, or to snapshots of states."""
+
+    content: TierContent
+    load_id: int
+    pairs: list[tuple[int, int]]  # (slot, block)
+
+
+class AwaitBlocks(msgspec.Struct, tag=True):
+    """An order to run the next steps behind a LoadBlocks. The loads of a content are awaited in their order."""
+
+    content: TierContent
+    load_id: int
+
+
+class WriteBlocks(msgspec.Struct, tag=True):
+    """An order to write slots of the host tier to disk. BlocksMoved answers it."""
+
+    content: TierContent
+    job_id: int
+    pairs: list[tuple[int, int]]  # (host slot, disk slot)
+
+
+class ReadBlocks(msgspec.Struct, tag=True):
+    """An order to read slots of the disk tier into the host tier. BlocksMoved answers it."""
+
+    content: TierContent
+    job_id: int
+    pairs: list[tuple[int, int]]  # (disk slot, host slot)
+
+
 class Stop(msgspec.Struct, tag=True):
     pass
 
@@ -113,6 +181,22 @@ class ShardLoaded(msgspec.Struct, tag=True):
     error: WireError | None = None  # why it was not read
 
 
+class MemoryMoved(msgspec.Struct, tag=True):
+    """The answer to a ReleaseMemory, a TakeMemory or a CaptureGraphs."""
+
+    error: WireError | None = None  # why it was not carried out
+
+
+class BlocksMoved(msgspec.Struct, tag=True):
+    """The answer to a WriteBlocks or a ReadBlocks."""
+
+    rank: int
+    job_id: int
+    failed: list[int] = []  # indices of the pairs that failed
+    fault: str = ""  # why the last of them failed
+    content: TierContent = "blocks"  # as in the order
+
+
 class RankFailed(msgspec.Struct, tag=True):
     """A report that the rank ends, and with it the replica."""
 
@@ -120,8 +204,10 @@ class RankFailed(msgspec.Struct, tag=True):
     reason: str
 
 
-Order = RunStep | LoadShard | FillSlot | EmptySlot | ForgetShard | Stop
-Answer = ShardLoaded | RankFailed
+BlockOrder = SaveBlocks | LoadBlocks | AwaitBlocks | WriteBlocks | ReadBlocks
+MemoryOrder = ReleaseMemory | TakeMemory | CaptureGraphs
+Order = RunStep | LoadShard | FillSlot | EmptySlot | ForgetShard | BlockOrder | MemoryOrder | Stop
+Answer = ShardLoaded | BlocksMoved | MemoryMoved | RankFailed
 
 
 def _num_blocks(length: int, block_size: int) -> int:

@@ -31,24 +31,32 @@ class RankSum:
         self._group = group
         self._peers = open_peer_memory(group, device, _area_bytes(group.size))
 
-    def rms_norm(self, x_TD: Tensor, norm: NormWeight, eps: float) -> tuple[Tensor, Tensor]:
-        """Returns the sum of every rank's x, and its norm."""
+    def rms_norm(self, x_TD: Tensor, norm: NormWeight | None, eps: float) -> tuple[Tensor, Tensor]:
+        """Returns the sum of every rank's x, and its norm, which is the sum itself if there is no norm."""
         if self._group.size == 1:
-            return x_TD, rms_norm(x_TD, norm, eps)
+            return x_TD, x_TD if norm is None else rms_norm(x_TD, norm, eps)
         total_TD = torch.zeros_like(x_TD)
         return total_TD, self.add_rms_norm(LinearOutput(x_TD), total_TD, norm, eps)
 
     def add_rms_norm(
-        self, x: LinearOutput, residual_TD: Tensor, norm: NormWeight, eps: float, branch: NormWeight | None = None
+        self,
+        x: LinearOutput,
+        residual_TD: Tensor,
+        norm: NormWeight | None,
+        eps: float,
+        branch: NormWeight | None = None,
+        scale: float = 1.0,
     ) -> Tensor:
         """Computes add_rms_norm of kernels/decoder/rms_norm.py, for the sum of every rank's x. May overwrite x."""
         if self._group.size == 1:
-            return add_rms_norm(x, residual_TD, norm, eps, branch)
-        if self._peers is not None and self._peers.areas.holds(x.y_TO.nbytes):
+            return add_rms_norm(x, residual_TD, norm, eps, branch, scale)
+        is_common = norm is not None and not norm.is_centered and norm.bias_D is None and scale == 1.0
+        if is_common and self._peers is not None and self._peers.areas.holds(x.y_TO.nbytes):
+            assert norm is not None
             return rank_sum_add_rms_norm(x, residual_TD, norm, eps, self._peers.areas, branch)
         # The affine change comes before the sum, so that one collective carries everything.
         total_TD = self._group.all_reduce(apply_affine(x))
-        return add_rms_norm(LinearOutput(total_TD), residual_TD, norm, eps, branch)
+        return add_rms_norm(LinearOutput(total_TD), residual_TD, norm, eps, branch, scale)
 
 
 def _area_bytes(size: int) -> int:

@@ -11,6 +11,8 @@ from lorafleet.api.access.caller import ANONYMOUS, sent_key
 from lorafleet.api.access.gate import Gate
 from lorafleet.api.routes.build_api import ROUTES
 from lorafleet.api.routes.docs import docs_routes
+from lorafleet.api.routes.unserved import unserved_routes
+from lorafleet.cluster.batches.batch_routes import batch_routes
 from lorafleet.cluster.console.state_api import StateApi
 from lorafleet.cluster.quality.routes import QualityApi
 from lorafleet.cluster.serve.api_routes import routes_beside
@@ -54,12 +56,14 @@ def test_the_key_is_read_from_the_header(headers: dict[str, str], key: str | Non
 
 
 def test_only_what_says_that_the_server_lives_is_open_to_all() -> None:
-    """Of all routes that a replica has. The API's document and the console's files tell what the source code tells."""
+    """Of all routes that a replica has. The API's document and the console's files tell what the source code tells, and
+    so do the refusals of other servers' routes."""
     unused: Any = None
     console = StateApi(unused, unused, unused)
-    routes = [*ROUTES, *routes_beside(unused, console, QualityApi(unused))]
+    routes = [*ROUTES, *routes_beside(unused, console, QualityApi(unused), batch_routes())]
     assert {path for _, path, needed, _ in [*routes, *docs_routes(routes)] if needed == "open"} == {
-        *("/health", "/ping", "/version"),
+        *("/health", "/health_generate", "/liveness", "/ping", "/version", "/finish_session"),
+        *(path for _, path, _, _ in unserved_routes()),
         *("/docs", "/docs/{name}", "/openapi.json"),
         *("/console", "/console/", "/console/{name}"),
     }

@@ -10,6 +10,7 @@ from lorafleet.api.access.caller import ANONYMOUS, Caller
 from lorafleet.api.access.gate import Gate
 from lorafleet.api.request.priority import checked_priority
 from lorafleet.protocol.errors import InvalidRequest
+from lorafleet.protocol.limits import BACKGROUND
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -33,3 +34,11 @@ def test_where_there_are_keys_only_an_administrator_steps_forward() -> None:
         checked_priority(gate, caller, -1)
     admin = Caller(None, "k", frozenset(("infer", "admin")))
     assert checked_priority(gate, admin, -1) == -1
+
+
+def test_a_line_of_a_batch_starts_last_and_cannot_ask_for_another_place() -> None:
+    caller = Caller("acme", "a", frozenset({"infer", "admin"}), is_batch=True)
+    assert {checked_priority(Gate(), caller, given) for given in (None, 0, BACKGROUND)} == {BACKGROUND}
+    for given in (-1, 4):
+        with pytest.raises(InvalidRequest, match="priority"):
+            checked_priority(Gate(), caller, given)

@@ -144,6 +144,7 @@ def adapter(catalog, tmp_path: Path) -> Path:
     from safetensors.torch import save_file
 
     save_file({"x.lora_A.weight": torch.zeros(1, 1)}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text("{}")
     default = {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}}
     (tmp_path / "lorafleet.json").write_text(json.dumps(default))
     catalog.loras["bound"] = LoRARequest("bound", 5, str(tmp_path), "digest of bound")

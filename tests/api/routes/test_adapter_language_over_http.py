@@ -46,6 +46,13 @@ def refusing(own: Tokenizer, catalog: Any) -> None:  # noqa: ARG001  made by it
     path.write_text("{{ raise_exception('not so') }}")
 
 
+@pytest.fixture
+def context(own: Tokenizer, catalog: Any, request: pytest.FixtureRequest) -> int:  # noqa: ARG001  makes the adapter
+    path = Path(catalog.loras["planner"].lora_path, "lorafleet.json")
+    path.write_text(json.dumps({"context_length": request.param}))
+    return int(request.param)
+
+
 async def test_chat_is_rendered_tokenized_and_answered_in_the_adapters_language(
     http: httpx.AsyncClient, engine: Any, own: Tokenizer
 ) -> None:
@@ -95,13 +102,36 @@ async def test_a_template_that_raises_is_the_clients_error(http: httpx.AsyncClie
     assert answer.status_code == 400 and "not so" in answer.text
 
 
+@pytest.mark.parametrize(("context", "limit"), [(280, 280), (400, 300), (100, 100)], indirect=["context"])
+async def test_an_adapters_context_bounds_its_requests(
+    http: httpx.AsyncClient,
+    engine: Any,
+    context: int,
+    limit: int,
+) -> None:
+    """The base's context is 256 tokens, and the longest sequence of an adapter 300."""
+    engine.hello = msgspec.structs.replace(engine.hello, max_adapter_len=300)
+    body = {"model": "planner", "prompt": [5] * (limit - 1)}
+    assert (await http.post("/v1/completions", json=body)).status_code == 200
+    request = engine.requests[-1]
+    assert (request.context_length, request.params.max_tokens) == (context, 1)
+    refused = await http.post("/v1/completions", json=body | {"prompt": [5] * limit})
+    assert refused.status_code == 400 and f"maximum context length is {limit} tokens" in refused.text
+    assert (await http.post("/v1/completions", json=body | {"model": "sql", "prompt": [5] * 256})).status_code == 400
+    [listed] = [card for card in (await http.get("/v1/models")).json()["data"] if card["id"] == "planner"]
+    shown = (await http.get("/v1/models/planner")).json()
+    assert listed["max_model_len"] == shown["max_model_len"] == limit
+    assert (await http.get("/v1/models/sql")).json()["max_model_len"] == 256
+
+
 async def test_an_adapter_in_memory_whose_files_are_gone_is_served_where_it_had_no_language_of_its_own(
     http: httpx.AsyncClient, engine: Any, catalog: Any
 ) -> None:
     body = {"model": "planner", "prompt": "a"}
     catalog.loras["planner"] = LoRARequest("planner", 5, "/nowhere", "digest")
     assert (await http.post("/v1/completions", json=body)).status_code == 200
-    for info in (AdapterInfo("d", 8, 1, [], language="l"), AdapterInfo("d", 8, 1, [], vocab_size=7)):
+    for own in ({"language": "l"}, {"vocab_size": 7}, {"context_length": 7}):
+        info = AdapterInfo("d", 8, 1, [], **own)
         catalog.loras["planner"] = LoRARequest("planner", 5, "/nowhere", f"digest {info}")
 
         async def load(_: LoRARequest, info: AdapterInfo = info) -> AdapterInfo:

@@ -32,11 +32,11 @@ def api(real: RealServer) -> Iterator[openai.OpenAI]:
 def expected(fleet: Callable[[str], Any], ids: list[int], adapter: str | None, pooling: str) -> np.ndarray[Any, Any]:
     made = fleet("llama3")
     hidden_TD = made.reference.hidden(ids, None if adapter is None else made.adapters[adapter])
-    vector_D = hidden_TD[-1] if pooling == "last" else hidden_TD.mean(dim=0)
+    vector_D = {"last": hidden_TD[-1], "mean": hidden_TD.mean(dim=0), "cls": hidden_TD[0]}[pooling]
     return torch.nn.functional.normalize(vector_D, dim=0).numpy()
 
 
-@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("pooling", ["last", "mean", "cls"])
 @pytest.mark.parametrize(("model", "adapter"), [("llama", None), ("sql", "all")])
 def test_embeddings_are_those_of_transformers_and_peft(
     api: openai.OpenAI, real: RealServer, fleet: Any, model: str, adapter: str | None, pooling: str
@@ -106,7 +106,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": "x" * 200}, "input"),
     ({"dimensions": 65}, "dimensions"),
     ({"dimensions": 0}, "dimensions"),
-    ({"pooling": "cls"}, "pooling"),
+    ({"pooling": "max"}, "pooling"),
     ({"encoding_format": "hex"}, "encoding_format"),
     ({"messages": []}, "messages"),
     ({"priority": 2**40}, "priority"),
@@ -125,6 +125,7 @@ async def test_what_cannot_be_is_refused_by_name(real: RealServer, body: dict[st
     [
         (None, "last"),
         ('{"pooling_mode_mean_tokens": true, "pooling_mode_lasttoken": false}', "mean"),
+        ('{"pooling_mode_cls_token": true}', "cls"),
         ('{"pooling_mode_lasttoken": true, "word_embedding_dimension": 64}', "last"),
     ],
 )
@@ -135,7 +136,7 @@ def test_a_models_own_pooling_is_its_default(tmp_path: Path, content: str | None
     assert read_pooling(tmp_path) == pooling
 
 
-@pytest.mark.parametrize("content", ['{"pooling_mode_cls_token": true}', "{}", "nonsense"])
+@pytest.mark.parametrize("content", ['{"pooling_mode_max_tokens": true}', "{}", "nonsense"])
 def test_a_pooling_that_is_not_served_is_refused_at_the_start(tmp_path: Path, content: str) -> None:
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text(content)

@@ -197,15 +197,16 @@ async def test_a_failure_before_the_first_token_has_a_status(http: httpx.AsyncCl
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"store": True}, "store"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"conversation": "c"}, "conversation"),
-    ({"background": True}, "background"),
+    ({"background": True, "store": False}, "store"),
     ({"reasoning": {"effort": "low"}}, "reasoning"),
     ({"truncation": "auto"}, "truncation"),
     ({"input": []}, "input"),
     ({"input": 5}, "input"),
-    ({"input": [{"type": "reasoning", "summary": []}]}, "input.0.type"),
+    ({"input": [{"type": "web_search_call", "id": "x"}]}, "input.0.type"),
+    ({"input": [{"type": "reasoning", "summary": [{"type": "text"}]}]}, "input.0.summary.0"),
+    ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input.0.encrypted_content"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
     ({"input": [{"role": "user", "content": "x", "name": "y"}]}, "input.0.name"),
     ({"input": [{"role": "villain", "content": "x"}]}, "input"),

@@ -60,6 +60,14 @@ def own_tokenizer(base_folder: Path, folder: Path, *added: str, **special: str) 
     return tokenizer
 
 
+def test_an_adapters_context_comes_from_its_scaling(base, sandboxes, adapter):
+    reader = LanguageReader(base, PADDED, [EOS], *sandboxes, rope_positions=4096)
+    (adapter / "lorafleet.json").write_text('{"rope_scaling": {"type": "linear", "factor": 4.0}}')
+    assert reader.read(adapter).context_length == 16384
+    (adapter / "adapter_config.json").write_text('{"context_length": 10000}')
+    assert reader.read(adapter).context_length == 10000
+
+
 def test_an_adapter_without_files_of_its_own_has_the_bases_language(reader, adapter):
     assert reader.read(adapter) == reader.base
 

@@ -8,48 +8,13 @@ from collections.abc import Iterable
 import pytest
 
 from lorafleet.api.tool_calls.known import FORMATS, detect
-from lorafleet.api.tool_calls.parser import Calls, CallStart, Event, Text
-
-ARGUMENTS = '{"a": [1, "x\\"}]", {"b": null, "c": -1.5e3}], "é": "\\u00e9 <tool_call>", "t": true}'
-F, G = f'{{"name": "f", "arguments": {ARGUMENTS}}}', '{"arguments": {}, "type": "function", "name": "g"}'
-TWO = [("f", ARGUMENTS), ("g", "{}")]
-
-# format, text, its content, its calls
-CALLS = [
-    ("hermes", f"Let me see. \n<tool_call>\n{F}\n</tool_call>\n<tool_call>{G}</tool_call>\n", "Let me see.", TWO),
-    ("hermes", f"<tool_call>{G}</tool_call> That was it.", " That was it.", [("g", "{}")]),
-    ("hermes", f"<tool_call>{G}", "", [("g", "{}")]),
-    ("llama3_json", f" {F}; {G}", "", TWO),
-    ("llama3_json", f"<|python_tag|>{F};{G}\n", "", TWO),
-    ("llama3_json", f"Well <|python_tag|>{F.replace('arguments', 'parameters')}", "Well", TWO[:1]),
-    ("mistral", f"Well [TOOL_CALLS] [{F}, {G}]\n", "Well", TWO),
-    ("mistral", f"[TOOL_CALLS]f{ARGUMENTS}[TOOL_CALLS]g[ARGS]{{}}", "", TWO),
-]
-# format, text that only looks like a call: it stays what it is
-TEXTS = [
-    ("hermes", "a < b, and <tool_c"),
-    ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call> x'),
-    ("hermes", "<tool_call>{'name': 'f'}</tool_call>"),
-    ("hermes", '<tool_call>{"name": "f"}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}'),
-    ("hermes", "</tool_call> alone"),
-    ("llama3_json", '{"x": 1} is JSON'),
-    ("llama3_json", '{"name": "f", "parameters": 3}'),
-    ("llama3_json", '<|python_tag|>search.call(query="x")'),
-    ("llama3_json", 'Here: {"name": "f", "parameters": {}}'),
-    ("llama3_json", "<|python"),
-    ("mistral", "[TOOL_CALLS]f(1)"),
-    ("mistral", "[TOOL_CALLS] [1, 2]"),
-    ("mistral", "[TOOL_CALLS]"),
-    ("mistral", '[TOOL_CALLS] [{"name": "f"}]'),
-    ("mistral", "[TOOL"),
-]
+from lorafleet.api.tool_calls.parser import CallArguments, Calls, CallStart, Event, Text
+from tests.api.tool_calls.call_texts import CALLS, DS, JSON_FORMATS, SCHEMAS, TEXT_BEGUN, TEXTS, begun_by, calls_of
 
 
 def read(name: str, pieces: Iterable[str], *, eager: bool) -> tuple[str, list[tuple[str, str]], list[str]]:
     """Content, calls, ids."""
-    known = FORMATS[name]
-    parser = known.make(Calls(("f", "g"), eager=eager, new_id=known.new_id))
+    parser = calls_of(name, eager=eager)
     events: list[Event] = [event for piece in pieces for event in parser.push(piece)]
     events += parser.finish()
     content, calls, ids = "", list[list[str]](), list[str]()
@@ -60,7 +25,7 @@ def read(name: str, pieces: Iterable[str], *, eager: bool) -> tuple[str, list[tu
             assert event.index == len(calls)
             calls.append([event.name, ""])
             ids.append(event.id)
-        else:
+        elif isinstance(event, CallArguments):
             assert event.index == len(calls) - 1
             calls[-1][1] += event.text
     return content, [(name, arguments) for name, arguments in calls], ids
@@ -96,22 +61,76 @@ def test_no_half_of_a_marker_is_shown_before_it_is_known(name: str) -> None:
             assert event.text.strip() in ("H", "i")
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", JSON_FORMATS)
 def test_arguments_come_while_they_are_written(name: str) -> None:
-    known = FORMATS[name]
-    start = {"mistral": "[TOOL_CALLS]f"}.get(name, known.marker + '{"name": "f", "arguments": ')
-    parser = known.make(Calls(("f",), eager=True))
-    assert any(isinstance(event, CallStart) for event in parser.push(start + '{"a'))
+    parser = calls_of(name, eager=True)
+    assert any(isinstance(event, CallStart) for event in parser.push(begun_by(name) + '{"a'))
     assert parser.push('": 1')[0].text == '": 1'  # type: ignore[union-attr]  # it has begun
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", JSON_FORMATS)
 def test_a_call_that_breaks_is_text_whole_and_goes_on_as_its_arguments_in_a_stream(name: str) -> None:
-    start = {"mistral": "[TOOL_CALLS]f"}.get(name, FORMATS[name].marker + '{"name": "f", "arguments": ')
-    text = start + '{"a": nonsense'
+    text = begun_by(name) + '{"a": nonsense'
     assert read(name, [text], eager=False)[:2] == (text, [])
     for pieces in pieces_of(text):
         assert read(name, pieces, eager=True)[:2] == ("", [("f", '{"a": nonsense')]), pieces
+
+
+@pytest.mark.parametrize("name", TEXT_BEGUN)
+def test_texts_without_json_come_while_they_are_written(name: str) -> None:
+    start, broken = TEXT_BEGUN[name]
+    parser = FORMATS[name].make(Calls(("typed",), eager=True, schemas=SCHEMAS))
+    assert any(isinstance(event, CallStart) for event in parser.push(start + "Hi"))
+    assert [event.text for event in parser.push(" you")] == [" you"]  # type: ignore[union-attr]  # it has begun
+    text = start + "Hi" + broken
+    assert read(name, [text], eager=False)[:2] == (text, [])
+    for pieces in pieces_of(text):
+        assert read(name, pieces, eager=True)[:2] == ("", [("typed", '{"text": "Hi"?')]), pieces
+
+
+@pytest.mark.parametrize("name", TEXT_BEGUN)
+def test_a_text_that_is_cut_off_is_shown_whole_and_is_arguments_in_a_stream(name: str) -> None:
+    text = TEXT_BEGUN[name][0] + "Hi"
+    assert read(name, [text], eager=False)[:2] == (text, [])
+    for pieces in pieces_of(text):
+        assert read(name, pieces, eager=True)[:2] == ("", [("typed", '{"text": "Hi')]), pieces
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        *(("[]", "[]"), ("{'a' : {}, }", '{"a": {}}'), ("-0.5e+3", "-0.5e+3"), ("'\\x41\\u00e9\\'\\d\\/'", '"A\\u00e9\'\\\\d/"')),  # noqa: E501
+        *(('"\\ud83d\\ude00"', '"\\ud83d\\ude00"'), ("'a\nb\\\nc'", '"a\\nbc"'), ("[None, [1,], True]", "[null, [1], true]")),  # noqa: E501
+        *(("'\\U0001F600'", '"😀"'), ("'\\U0000d83d'", '"\\ud83d"'), ("'<|\"|>'", '"<|\\"|>"')),
+        *(("1_000", None), ("f'x'", None), ("(1, 2)", None), ("[1 2]", None), ("{a: 1}", None), ("'\\xg0'", None)),
+        *(("nan", None), ("lambda: 1", None), ("'\\UFFFFFFFF'", None), ("[}", None), ("1" * 300, None), ("", None)),
+    ],
+)  # fmt: skip
+def test_literals_of_python_become_json(value: str, expected: str | None) -> None:
+    text = f"[f(a={value})]"
+    calls = [] if expected is None else [("f", f'{{"a": {expected}}}')]
+    for pieces in pieces_of(text):
+        assert read("llama4_pythonic", pieces, eager=False)[:2] == ("" if calls else text, calls), pieces
+    if expected is not None:
+        json.loads(calls[0][1])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        *(("[1, 2]", "[1, 2]"), ("None", "null"), (" 12 ", "12"), ("[1,", '"[1,"'), ("NaN", '"NaN"'), ("</b>", '"</b>"')),  # noqa: E501
+        *(("[" * 100_000, json.dumps("[" * 100_000)), ("a\"b", '"a\\"b"')),
+    ],
+)  # fmt: skip
+def test_values_between_tags_are_json_or_else_texts(value: str, expected: str) -> None:
+    text = f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
+    assert read("glm45", [text], eager=False)[:2] == ("", [("f", f'{{"a": {expected}}}')])
+
+
+def test_kimis_ids_are_its_own_or_have_its_form() -> None:
+    call = "<|tool_call_begin|>functions.f:7<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    assert read("kimi_k2", [f"<|tool_calls_section_begin|>{call}"], eager=False)[2] == ["functions.f:7"]
+    assert FORMATS["kimi_k2"].new_id("f", 2) == "functions.f:2"
 
 
 def test_mistrals_ids_have_nine_letters_and_digits() -> None:
@@ -146,6 +165,12 @@ def test_scanner_refuses_what_json_refuses(text: str) -> None:
         ("{% if tools %}<tool_call>{% endif %}", "<tool_call>"),
         ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]", "[TOOL_CALLS]"),
         ('{% if tools %}<|start_header_id|>{"name": 1, "parameters": 2}{% endif %}<|python_tag|>', "<|python_tag|>"),
+        ("{% if tools %}<tool_call><function=a>{% endif %}", "<tool_call>"),
+        ("{{ tools }}<｜tool▁calls▁begin｜>", DS),
+        ("{{ tools }}<|tool_calls_section_begin|>", "<|tool_calls_section_begin|>"),
+        ("{{ tools }}<|tool_call>call:<tool_call|>", "<|tool_call>"),
+        ("{{ tools }}<|header_start|>[func_name1(a=1)]", "<|python_start|>"),
+        ("{{ tools }}<|tool_call|>", "<|tool_call|>"),
         ("<tool_call>", None),
         ("{% for tool in tools %}{{ tool }}{% endfor %}", None),
     ],

@@ -11,22 +11,35 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from lorafleet.cluster.admin import registration as registration_module
 from lorafleet.cluster.admin import removals as removals_module
 from lorafleet.cluster.admin.administration import Administration
 from lorafleet.cluster.catalogue import catalogue as catalogue_module
 from lorafleet.cluster.catalogue import catalogue_records as records_module
 from lorafleet.cluster.catalogue.catalogue import Catalogue
-from lorafleet.cluster.catalogue.catalogue_files import folder_digest
 from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, Share
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.directory.directory import AdapterDirectory
-from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog
-from lorafleet.protocol.admin_verbs import PushBytes, PushTerms, RegisterAdapter, VerifyAdapter
+from lorafleet.cluster.directory.directory_messages import Order
+from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog, obey
+from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
+from lorafleet.protocol.adapter_formats.sealed_memory import AdapterMemory, map_sealed
+from lorafleet.protocol.admin_verbs import (
+    ControlEngines,
+    PushBytes,
+    PushMemory,
+    PushTerms,
+    RegisterAdapter,
+    VerifyAdapter,
+)
+from lorafleet.protocol.engine_control import PauseEngine, ResumeEngine, SleepEngine, SupersedeAdapter, WakeEngine
 from lorafleet.protocol.errors import (
     AdapterChanged,
     AdapterError,
+    AdapterMalformed,
     AdapterMissing,
     InvalidRequest,
     ModelNotFound,
@@ -303,8 +316,112 @@ async def test_a_name_cannot_be_two_adapters(cluster: Cluster, make: Any) -> Non
 async def test_weights_from_memory_are_stored_and_served_as_a_folders_are(cluster: Cluster) -> None:
     async with cluster.replicas(Engine()) as view:
         terms = PushTerms("memory", metadata={"step": "100"})
-        pushed = await cluster.admin.carry_out(PushBytes("sql", b"weights", '{"r": 8}', terms))
+        pushed = await cluster.admin.carry_out(
+            PushBytes("sql", b'{"r": 8}', np.frombuffer(b"some weights", np.uint8), terms)
+        )
         [version] = pushed.versions
         assert (version.source, version.metadata, cluster.stored) == ("memory", {"step": "100"}, {version.digest})
         assert (await view.resolve("sql")).digest == version.digest
         assert (await cluster.admin.carry_out(VerifyAdapter("sql"))).verified == [1]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 7])
+async def test_weights_that_are_too_short_for_a_header_are_refused(cluster: Cluster, num_bytes: int) -> None:
+    async with cluster.replicas(Engine()):
+        with pytest.raises(AdapterMalformed, match=f"{num_bytes} bytes is truncated"):
+            await cluster.admin.carry_out(PushBytes("sql", b"{}", np.zeros(num_bytes, np.uint8), PushTerms("memory")))
+        assert not list(cluster.folder.glob("adapters/*"))
+
+
+class MappingEngine(Engine):
+    """Also loads content in memory, and remembers what it found there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mapped: list[tuple[bytes, bytes]] = []
+
+    async def load_adapter(self, lora: LoRARequest) -> AdapterInfo:
+        if lora.memory is None:
+            return await super().load_adapter(lora)
+        content = map_sealed(lora.memory)
+        assert content is not None
+        self.mapped.append((content.config, bytes(content.weights)))
+        return AdapterInfo(lora.digest, 8, 1, ["q_proj"])
+
+
+async def test_replicas_of_the_node_load_sealed_memory_and_the_catalogue_keeps_it(cluster: Cluster) -> None:
+    engines = MappingEngine(), MappingEngine()
+    memory = AdapterMemory(b'{"r": 8}', 7)
+    memory.write(b"weights", 0)
+    push = PushMemory("sql", memory.seal(), PushTerms("memory", num_replicas=None))
+    async with cluster.replicas(*engines):
+        [version] = (await cluster.admin.carry_out(push)).versions
+        assert all(engine.mapped == [(b'{"r": 8}', b"weights")] for engine in engines)
+        assert cluster.stored == {version.digest}
+        assert (await cluster.admin.carry_out(VerifyAdapter("sql"))).verified == [1]
+        memory.close()
+        with pytest.raises(AdapterMissing, match="another node"):
+            await cluster.admin.carry_out(push)
+
+
+async def test_a_replica_leaves_memory_of_another_node_to_the_files() -> None:
+    memory = AdapterMemory(b"{}", 8)
+    lora, engine = LoRARequest("sql", 1, "/files", "d", memory=memory.seal()), MappingEngine()
+    info = await obey(engine, Order(1, "load", lora))
+    assert info is not None and len(engine.mapped) == 1
+    memory.close()
+    assert await obey(engine, Order(2, "load", lora)) is None
+    assert len(engine.mapped) == 1 and not engine.reads
+
+
+async def test_a_pause_and_a_resume_reach_every_replica_and_one_that_joins_meanwhile(cluster: Cluster) -> None:
+    engines = Engine(), Engine()
+    pause, late = PauseEngine("keep"), Engine()
+    async with cluster.replicas(*engines):
+        done = await cluster.admin.carry_out(ControlEngines(pause))
+        assert sorted(done.replicas) == ["r0", "r1"]
+        assert [engine.controls for engine in engines] == [[pause], [pause]]
+        async with replica(cluster.directory, "r2", late):
+            await until(lambda: late.controls == [pause])
+            await cluster.admin.carry_out(ControlEngines(ResumeEngine()))
+            assert all(engine.controls == [pause, ResumeEngine()] for engine in (*engines, late))
+
+
+async def test_a_replica_that_joins_during_a_sleep_sleeps_too(cluster: Cluster) -> None:
+    late, later = Engine(), Engine()
+    async with cluster.replicas(Engine()):
+        await cluster.admin.carry_out(ControlEngines(SleepEngine(2, "abort", ("kv_cache",))))
+        await cluster.admin.carry_out(ControlEngines(SleepEngine(2, "abort")))
+        async with replica(cluster.directory, "r1", late):
+            await until(lambda: late.controls == [SleepEngine(2, "keep")])
+            await cluster.admin.carry_out(ControlEngines(WakeEngine(("weights",))))
+            async with replica(cluster.directory, "r2", later):
+                await until(lambda: later.controls == [SleepEngine(2, "keep", ("kv_cache",))])
+                await cluster.admin.carry_out(ControlEngines(WakeEngine()))
+    woken = Engine()
+    async with cluster.replicas(woken):
+        await cluster.admin.carry_out(ControlEngines(ResumeEngine()))
+        assert woken.controls == [ResumeEngine()]
+
+
+async def test_a_push_with_a_policy_is_loaded_and_in_force_on_every_replica(
+    cluster: Cluster, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration_module, "SETTLE_S", 0.01)
+    engines = Engine(), Engine()
+    async with cluster.replicas(*engines) as view:
+        await cluster.push("sql", make("x"))
+        pushed = await cluster.push("sql", make("y"), in_flight="switch")
+        new = await view.resolve("sql")
+        assert (new.digest, new.version) == (pushed.versions[1].digest, 2)
+        order = SupersedeAdapter(new, aborts=False)
+        assert all(new.digest in engine.held for engine in engines)
+        # The second order is for requests that found the former version before the push.
+        await until(lambda: all(engine.controls == [order, order] for engine in engines))
+
+
+async def test_a_push_loads_on_all_replicas_if_no_number_is_given(cluster: Cluster, make: Any) -> None:
+    engines = Engine(), Engine()
+    async with cluster.replicas(*engines):
+        await cluster.push("sql", make("x"), num_replicas=None)
+        assert all(engine.held for engine in engines)

@@ -18,8 +18,9 @@ from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, Version
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.directory.directory import AdapterDirectory
 from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
-from lorafleet.protocol.admin_verbs import PushTerms, RegisterAdapter, Verb
-from lorafleet.protocol.errors import QueueFull, StoreRefused
+from lorafleet.protocol.adapter_formats.tensor_push import PushedTensors
+from lorafleet.protocol.admin_verbs import PreloadAdapter, PushTerms, RegisterAdapter, Verb
+from lorafleet.protocol.errors import AdapterMissing, QueueFull, StoreRefused
 from lorafleet.protocol.names import full_name
 from lorafleet.protocol.sources import SourcesConfig
 from lorafleet.resolvers.store import AdapterStore
@@ -132,3 +133,25 @@ async def test_one_tenant_s_verifications_keep_nobody_else_waiting(tmp_path: Pat
     finally:
         store.released.set()
     await asyncio.gather(*loud)
+
+
+async def test_files_that_a_removal_deletes_during_a_push_are_put_once_more(tmp_path: Path, source: SlowSource) -> None:
+    store = FolderStore(tmp_path / "store")
+    asked: list[str] = []
+
+    async def removing(verb: Verb[Any]) -> Any:
+        if isinstance(verb, PreloadAdapter):
+            return None
+        assert isinstance(verb, RegisterAdapter)
+        asked.append(verb.digest)
+        if len(asked) == 1:
+            store.delete_files(verb.digest)
+            raise AdapterMissing("the catalogue has no files with this digest.")
+        assert store.has_files(verb.digest)
+        return verb.name
+
+    admin = AdapterAdmin(removing, store, [], "app", source)
+    tensors = PushedTensors(b"{}", memoryview(b"weights"))
+    digest, _ = await admin.push_tensors("policy", lambda: tensors, PushTerms("memory"))
+    assert asked == [digest, digest]
+    admin.close()

@@ -15,13 +15,13 @@ from botocore.exceptions import ClientError
 from lorafleet.cluster.admin.administration import Administration
 from lorafleet.cluster.catalogue import stored_files as stored_files_module
 from lorafleet.cluster.catalogue.catalogue import Catalogue
-from lorafleet.cluster.catalogue.catalogue_files import folder_digest
 from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, Share
 from lorafleet.cluster.catalogue.catalogue_store import Store
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.catalogue.s3_store import S3Store
 from lorafleet.cluster.catalogue.stored_files import StoredFiles
 from lorafleet.cluster.directory.directory import AdapterDirectory
+from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
 from lorafleet.protocol.admin_verbs import PushTerms, RegisterAdapter
 from lorafleet.protocol.errors import AdapterMissing, LorafleetError, OutcomeUnknown, StoreError
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest

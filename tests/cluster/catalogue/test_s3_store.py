@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from lorafleet.cluster.catalogue.catalogue_files import folder_digest
 from lorafleet.cluster.catalogue.catalogue_log import CatalogueLog, Fenced
 from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, Entry, VersionRecord
 from lorafleet.cluster.catalogue.packed import unpack
 from lorafleet.cluster.catalogue.s3_store import S3Store
+from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
 from lorafleet.protocol.errors import AdapterMissing, StoreError
 from s3_server import BUCKET, RadosGateway, why_not, write_credentials
 

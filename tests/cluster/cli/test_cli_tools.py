@@ -6,10 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from lorafleet.cluster.cli import cli
+from lorafleet.cluster.cli.cli_inspect_base import CardName
+from lorafleet.tools.checkpoint_inspection import CARDS
 
 ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "demo"
@@ -55,6 +58,19 @@ def test_inspect_says_whether_a_base_would_take_an_adapter(run):
     assert json.loads(said)["fits"][0]["error"] == "RankTooLarge"
 
 
+def test_inspect_says_what_a_base_leaves_of_a_card(run):
+    status, said = run("inspect", DEMO / "model", "--gpu", "l4-24", "--max-loras", "2", "--tp", "1")
+    assert status == 0
+    assert "1 x L4 24 GB" in said
+    assert "KV tokens remain" in said
+    for more, exit_status in (("1", 2), ("16", 0)):
+        status, said = run("inspect", DEMO / "model", "--gpu-memory-gib", more, "--tp", "1", "--json")
+        assert status == exit_status
+        [share] = json.loads(said)["shares"]
+        assert ("no memory is left" in (share["room"]["refusal"] or "")) == bool(exit_status)
+    assert list(get_args(CardName)) == sorted(CARDS)
+
+
 def test_convert_prints_what_a_lower_rank_loses(run, tmp_path):
     status, said = run("convert", JSON, tmp_path / "out", "--rank", "2", "--dtype", "bfloat16")
     assert status == 0
@@ -88,6 +104,9 @@ def test_mistakes_are_one_line(run, tmp_path):
         ): "must be one of base, a",
         ("merge", DEMO / "model", tmp_path, tmp_path / "x"): "has no adapter_config.json",
         ("inspect", tmp_path / "nowhere"): "no folder",
+        ("inspect", JSON, "--gpu", "l4-24"): "--gpu is for bases",
+        ("inspect", DEMO / "model", "--model", DEMO / "model"): "--model is for adapters",
+        ("inspect", DEMO / "model", "--gpu", "l4-24", "--gpu-memory-gib", "24"): "Leave one of them out",
     }.items():
         status, said = run(*arguments)
         assert status == 1

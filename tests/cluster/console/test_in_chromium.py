@@ -212,10 +212,34 @@ def test_the_playground_streams_one_prompt_to_several_models(open_page: Open, sh
     assert answer.locator("pre").evaluate("node => node.textContent") == said
 
 
+HELD_AFTER_ONE_WORD = """
+  const real = window.fetch;
+  window.fetch = async (path, options) => {
+    const answer = await real(path, options);
+    if (!path.includes("completions")) return answer;
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    let text = "";
+    const pull = async (controller) => {
+      if (text) {
+        await new Promise((_, fail) => options.signal.addEventListener("abort", () => fail(options.signal.reason)));
+      }
+      let word = null;
+      while (!word) {
+        text += (await reader.read()).value;
+        word = text.match(/^[^]*?"content": ?"[^"][^]*?\\n\\n/);
+      }
+      controller.enqueue(new TextEncoder().encode(word[0]));
+    };
+    return new Response(new ReadableStream({ pull }, { highWaterMark: 0 }), answer);
+  };
+"""
+
+
 def test_stop_ends_the_answers(open_page: Open) -> None:
-    page = open_page("playground")
+    """The page gets one word of the server's answer and no more, so that the answer cannot end before it is stopped."""
+    page = open_page("playground", prepare=lambda page: page.add_init_script(HELD_AFTER_ONE_WORD))
     page.get_by_label("Prompt").fill("hello")
-    page.get_by_label("Max tokens").fill("900")
+    page.get_by_label("Max tokens").fill("20")
     page.keyboard.press("Control+Enter")
     answer = page.locator(".answer").first
     expect(answer.locator("pre")).not_to_be_empty()

@@ -17,7 +17,6 @@ import pytest
 from lorafleet.cluster.admin.administration import Administration
 from lorafleet.cluster.admin.pushing import AdapterAdmin
 from lorafleet.cluster.catalogue.catalogue import Catalogue
-from lorafleet.cluster.catalogue.catalogue_files import folder_digest
 from lorafleet.cluster.catalogue.catalogue_log import CatalogueLog
 from lorafleet.cluster.catalogue.catalogue_records import RemovalRecord
 from lorafleet.cluster.catalogue.folder_store import FolderStore
@@ -30,7 +29,9 @@ from lorafleet.cluster.directory.membership import Membership
 from lorafleet.cluster.directory.residency import Report, RouteView
 from lorafleet.cluster.routing.routing import ReplicaChooser, ReplicaLoad, Tier
 from lorafleet.cluster.serve.adapter_lookup import SEARCHES, DirectoryCatalog, obey
+from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
 from lorafleet.protocol.admin_verbs import Verb
+from lorafleet.protocol.engine_control import EngineControl
 from lorafleet.protocol.errors import (
     AdapterExists,
     AdapterMissing,
@@ -92,6 +93,7 @@ class Engine:
         self.reads: list[str] = []
         self.held: set[str] = set()
         self.pinned: set[str] = set()
+        self.controls: list[EngineControl] = []
         self.busy: dict[str, asyncio.Event] = {}  # digests with requests in flight, until they end
 
     async def load_adapter(self, lora: LoRARequest) -> AdapterInfo:
@@ -117,6 +119,9 @@ class Engine:
     async def drained(self, digest: str) -> None:
         if digest in self.busy:
             await self.busy[digest].wait()
+
+    async def control(self, control: EngineControl) -> None:
+        self.controls.append(control)
 
 
 class Folder:
@@ -216,7 +221,7 @@ async def test_bad_files_and_names_register_nothing(catalogue: Catalogue, make: 
             with pytest.raises(InvalidAdapterName):
                 await one.add(name, make("x"), load_inplace=False)
         assert await one.listed("", PAST_ALL, 1000) == []
-        assert list((tmp_path / "catalogue" / "adapters").iterdir()) == []
+        assert list((tmp_path / "catalogue").glob("adapters/*")) == []
 
 
 async def test_a_name_that_changes_again_and_again_does_not_leave_replicas_behind(

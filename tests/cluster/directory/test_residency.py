@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from typing import ClassVar
 
@@ -353,7 +354,10 @@ def test_the_engines_stats_become_tiers_and_a_load() -> None:
         resident_cpu=["s", "w", "c"],
     )
     assert tiers_of(stats) == {"s": "gpu", "w": "coming", "cold": "coming", "c": "cpu"}
-    assert load_of(stats, 16) == ReplicaLoad(3, 2, 70, free_slots=-1, free_places=11)
+    assert load_of(stats, 16, 500.0) == ReplicaLoad(3, 2, 70, free_slots=-1, free_places=11, kept_s=500.0)
+    for since_s, kept_s in ((480.0, 20.0), (math.inf, 0.0)):
+        known = msgspec.structs.replace(stats, prefixes_kept_since_s=since_s)
+        assert load_of(known, 16, 500.0).kept_s == kept_s
     assert unread_of(stats) == ["cold"]
 
 

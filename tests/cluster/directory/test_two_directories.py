@@ -13,11 +13,11 @@ import pytest
 
 from lorafleet.cluster.admin.administration import Administration
 from lorafleet.cluster.catalogue.catalogue import Catalogue, keep_reading
-from lorafleet.cluster.catalogue.catalogue_files import folder_digest
 from lorafleet.cluster.catalogue.catalogue_records import Share
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.directory.directory import AdapterDirectory
 from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog
+from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
 from lorafleet.protocol.admin_verbs import PushTerms, RegisterAdapter
 from lorafleet.protocol.errors import ModelNotFound, Overloaded
 from tests.cluster.admin.test_administration import PATIENT

@@ -21,7 +21,7 @@ MODEL = Path(__file__).parents[3] / "demo" / "model"
 PATHS = [
     path
     for path, methods in DOCUMENT["paths"].items()
-    if path not in LEAST and "requestBody" in methods.get("post", {})
+    if path not in LEAST and "application/json" in methods.get("post", {}).get("requestBody", {}).get("content", {})
 ]
 BAD_VALUES = ["1e400", "-1e400", "NaN", "Infinity", "9" * 401, "-" + "9" * 5000, "[" * 3000 + "]" * 3000, '"\\ud800"']
 

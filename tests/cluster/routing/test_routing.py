@@ -113,15 +113,60 @@ def test_a_replica_that_comes_back_is_known_as_before() -> None:
     assert made.rank("sql")[0] == "b"
 
 
-def test_a_prefix_is_sent_where_it_was_seen_unless_that_replica_is_busier_by_more_than_it_saves() -> None:
+PROMPT = tuple(range(21))  # The prefixes of a prompt of 32 KiB.
+
+
+def test_a_prompt_is_sent_where_its_beginning_was_seen_unless_that_replica_is_busier_by_more_than_it_saves() -> None:
     made = chooser("abcd")
-    first = made.rank("", prefix=7, prefix_tokens=2000)[0]
-    made.sent("", first, 100, prefix=7)
-    assert made.rank("", prefix=7, prefix_tokens=2000)[0] == first
-    assert made.rank("", prefix=8, prefix_tokens=2000)[0] != first
-    assert made.rank("sql", prefix=7, prefix_tokens=2000) == made.rank("sql")  # another adapter's KV is of no use
+    first = made.rank("", PROMPT)[0]
+    made.sent("", first, 100, PROMPT)
+    assert made.rank("", PROMPT)[0] == first
+    assert made.rank("", (99,))[0] != first
+    assert made.rank("sql", PROMPT) == made.rank("sql")  # another adapter's KV is of no use
+    made.set_load(first, busy(7_000))
+    assert made.rank("", PROMPT)[0] == first
     made.set_load(first, busy(10_000))
-    assert made.rank("", prefix=7, prefix_tokens=2000)[0] != first
+    assert made.rank("", PROMPT)[0] != first
+
+
+def test_the_replica_that_has_seen_most_of_a_prompt_saves_most() -> None:
+    made = chooser("abcd")
+    made.sent("", "c", 100, PROMPT)
+    for other in "abd":
+        made.sent("", other, 100, PROMPT[:10])
+    for replica_id in "abcd":
+        made.set_load(replica_id, ReplicaLoad(free_slots=4))
+    assert made.rank("", (*PROMPT, 100))[0] == "c"
+    made.set_load("c", busy(6_000))  # It saves 8192 - 1280 tokens more than the others.
+    assert made.rank("", (*PROMPT, 100))[0] == "c"
+    made.set_load("c", busy(7_500))
+    assert made.rank("", (*PROMPT, 100))[0] in "abd"
+
+
+def test_what_has_left_a_replica_s_cache_saves_nothing_there() -> None:
+    now = [100.0]
+    made = ReplicaChooser(seed=0, clock=lambda: now[0])
+    made.set_replicas("abc")
+    made.sent("", "b", 100, PROMPT)
+    for replica_id in "abc":
+        made.set_load(replica_id, busy(1000) if replica_id == "b" else ReplicaLoad(free_slots=4))
+    now[0] = 130.0
+    assert made.rank("", PROMPT)[0] == "b"
+    made.set_load("b", ReplicaLoad(1, 0, 1000, kept_s=31.0))
+    assert made.rank("", PROMPT)[0] == "b"
+    made.set_load("b", ReplicaLoad(1, 0, 1000, kept_s=29.0))
+    assert made.rank("", PROMPT)[0] != "b"
+    made.sent("", "a", 100, PROMPT)
+    assert made.rank("", PROMPT)[0] == "a"
+
+
+def test_cached_tokens_are_no_work_that_others_wait_for() -> None:
+    made = chooser("ab")
+    made.sent("", "a", 9000, PROMPT)
+    made.set_load("a", ReplicaLoad())
+    made.sent("", "a", 9000, PROMPT)  # Of these, 808 are new.
+    made.sent("", "b", 2000)
+    assert made.rank("")[0] == "a"
 
 
 def test_of_many_holders_some_are_looked_at_and_all_are_used() -> None:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import socket
-import string
 import threading
 import time
 from collections.abc import Iterator
@@ -24,52 +22,20 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import torch
-from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from living import command, family
+from living import command
 from lorafleet.api.answer.error_responses import TABLE
 from lorafleet.protocol.adapter_formats.adapter_files import TICK_S
 from lorafleet.protocol.limits import MAX_MODEL_CHARS
-from tests.cluster.harness import descendants_named, running_server
+from tests.cluster.one_replica import OneReplica
 from tests.workers.adapters.bad_adapters.cases import CASES
 from tests.workers.adapters.bad_adapters.damage import CANARY, SECRET
-from tests.workers.conftest import AdapterDir, make_base, peft_warnings_ignored
 
+pytestmark = pytest.mark.xdist_group("one_replica")
 WALL_S = 60.0  # a refusal takes some hundredths of a second; what is meant here would take minutes
 CPU_S = 20.0  # of all processes together, for the same adapter twice and the neighbor's tokens
 READ_BYTES = 48 << 20  # by all of them, sockets included
 GROWTH_BYTES = 192 << 20  # of any one of them, at its peak
-
-
-@dataclass
-class Server:
-    url: str
-    pid: int
-    folder: Path  # the resolver's
-    good: AdapterDir
-
-    def ask(self, model: str, **fields: Any) -> httpx.Response:
-        body = {"model": model, "prompt": [5, 6, 7, 8], "max_tokens": 1, "temperature": 0, "ignore_eos": True}
-        return httpx.post(f"{self.url}/v1/completions", json=body | fields, timeout=300)
-
-    def load(self, name: str, path: str) -> httpx.Response:
-        body = {"lora_name": name, "lora_path": path}
-        return httpx.post(f"{self.url}/v1/load_lora_adapter", json=body, timeout=300)
-
-    def neighbor(self) -> Any:
-        answer = self.ask("good", max_tokens=24, logprobs=1, return_token_ids=True).json()["choices"][0]
-        return answer["token_ids"], answer["logprobs"]["token_logprobs"]
-
-    def copy(self, name: str) -> AdapterDir:
-        shutil.copytree(self.good.path, self.folder / name)
-        return AdapterDir(self.folder / name)
-
-    def processes(self) -> list[psutil.Process]:
-        """Those that adapters' bytes come near to, and the proxy."""
-        return [p for p in family(self.pid) if any(name in " ".join(command(p)) for name in ("ray::", "haproxy"))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +60,7 @@ class Cost:
     """What the server's processes spend within the block. A HAProxy or an idle Ray worker may end meanwhile, as they
     do; the replica and its worker may not."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: OneReplica) -> None:
         self._server = server
 
     def __enter__(self) -> Cost:
@@ -127,47 +93,15 @@ def _peak_bytes(pid: int) -> int | None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    root = tmp_path_factory.mktemp("bad")
-    base = make_base("llama")
-    base.save_pretrained(root / "base")
-    letters = ["<s>", "</s>", *string.ascii_letters, *string.digits]
-    backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(root / "base")
-    folder = root / "resolver"
-    folder.mkdir()
-    good = _good_adapter(root / "good")
-    arguments = ["--model", str(root / "base"), "--served-model-name", "tiny", "--lora-modules", f"good={good.path}"]
-    arguments += ["--lora-resolver-dir", str(folder), "--allow-runtime-lora-updating", "--device", "cpu"]
-    arguments += ["--max-loras", "2", "--max-cpu-loras", "2", "--max-lora-rank", "16", "--kv-cache-tokens", "2048"]
-    with running_server(arguments, root / "serve.log") as url:
-        [pid] = descendants_named(os.getpid(), str(root / "base"))
-        yield Server(url, pid, folder, good)
-
-
-def _good_adapter(path: Path) -> AdapterDir:
-    with peft_warnings_ignored():
-        settings = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        model = get_peft_model(make_base("llama"), settings)
-    torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.2)
-    model.save_pretrained(str(path))
-    return AdapterDir(path)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(server: Server) -> Any:
-    return server.neighbor()
+def undisturbed(one_replica: OneReplica) -> Any:
+    return one_replica.neighbor()
 
 
 @pytest.fixture
-def beside(server: Server, undisturbed: Any) -> Iterator[None]:
+def beside(one_replica: OneReplica, undisturbed: Any) -> Iterator[None]:
     """A neighbor's request runs through the test, and gets the answer that it always gets."""
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(server.neighbor)
+        answer = pool.submit(one_replica.neighbor)
         yield
         tokens, logprobs = answer.result()
     assert tokens == undisturbed[0]
@@ -185,15 +119,15 @@ def check_refused(answer: httpx.Response, code: str, words: str) -> None:
 
 @pytest.mark.usefixtures("beside")
 @pytest.mark.parametrize("case", CASES)
-def test_a_bad_adapter_is_refused_by_name_and_changes_nothing(server: Server, case: str) -> None:
+def test_a_bad_adapter_is_refused_by_name_and_changes_nothing(one_replica: OneReplica, case: str) -> None:
     damage, error, words = CASES[case]
     name = f"case-{list(CASES).index(case)}"
-    adapter = server.copy(name)
+    adapter = one_replica.copy(name)
     damage(adapter)
     started_s = time.monotonic()
-    with Cost(server) as cost:
-        resolved = server.ask(name)
-        loaded = server.load(f"loaded-{name}", str(adapter.path))
+    with Cost(one_replica) as cost:
+        resolved = one_replica.ask(name)
+        loaded = one_replica.load(f"loaded-{name}", str(adapter.path))
     assert time.monotonic() - started_s < WALL_S
     assert cost.cpu_s < CPU_S
     assert cost.read_bytes < READ_BYTES
@@ -211,21 +145,21 @@ def test_a_bad_adapter_is_refused_by_name_and_changes_nothing(server: Server, ca
 
 
 @pytest.mark.usefixtures("beside")
-def test_bytes_swapped_under_a_name_are_one_version_or_the_other(server: Server) -> None:
+def test_bytes_swapped_under_a_name_are_one_version_or_the_other(one_replica: OneReplica) -> None:
     def text(name: str) -> str:
-        return server.ask(name, max_tokens=8).json()["choices"][0]["text"]
+        return one_replica.ask(name, max_tokens=8).json()["choices"][0]["text"]
 
-    adapter = server.copy("swapped")
+    adapter = one_replica.copy("swapped")
     adapter.map(lambda k, v: (k, v * 3))
     old = text("swapped")
     adapter.map(lambda k, v: (k, -v if "lora_B" in k else v))
-    shutil.copytree(adapter.path, server.folder / "swapped-new")
+    shutil.copytree(adapter.path, one_replica.folder / "swapped-new")
     new = text("swapped-new")
     for number in range(4):  # others take its places in memory
-        other = server.copy(f"other-{number}")
+        other = one_replica.copy(f"other-{number}")
         other.map(lambda k, v: (k, v * (2 + number)))  # noqa: B023  # it is called in this turn
-        assert server.ask(other.path.name).status_code == 200
-    answer = server.ask("swapped", max_tokens=8)
+        assert one_replica.ask(other.path.name).status_code == 200
+    answer = one_replica.ask("swapped", max_tokens=8)
     if answer.status_code == 200:
         assert answer.json()["choices"][0]["text"] in (old, new)
     else:
@@ -233,9 +167,9 @@ def test_bytes_swapped_under_a_name_are_one_version_or_the_other(server: Server)
 
 
 @pytest.mark.usefixtures("beside")
-def test_a_file_that_is_written_all_the_time_is_one_version_or_an_error(server: Server) -> None:
+def test_a_file_that_is_written_all_the_time_is_one_version_or_an_error(one_replica: OneReplica) -> None:
     """While its writer goes on, that is: nobody can tell a half that stays for a while from a file that is whole."""
-    adapter, stop = server.copy("written"), threading.Event()
+    adapter, stop = one_replica.copy("written"), threading.Event()
     path = adapter.path / "adapter_model.safetensors"
     stayed_half: list[tuple[float, float]] = []
     one = path.read_bytes()
@@ -256,7 +190,7 @@ def test_a_file_that_is_written_all_the_time_is_one_version_or_an_error(server: 
 
     def load(number: int) -> tuple[httpx.Response, float, float]:
         began_s = time.monotonic()
-        answer = server.load(f"written-{number}", str(adapter.path))
+        answer = one_replica.load(f"written-{number}", str(adapter.path))
         return answer, began_s, time.monotonic()
 
     with ThreadPoolExecutor(1) as pool:
@@ -268,13 +202,13 @@ def test_a_file_that_is_written_all_the_time_is_one_version_or_an_error(server: 
     for data in (one, other):
         path.write_bytes(data)
         name = f"whole-{len(whole)}"
-        assert server.load(name, str(adapter.path)).status_code == 200
-        whole.add(server.ask(name, max_tokens=8).json()["choices"][0]["text"])
+        assert one_replica.load(name, str(adapter.path)).status_code == 200
+        whole.add(one_replica.ask(name, max_tokens=8).json()["choices"][0]["text"])
     for number, (answer, began_s, ended_s) in enumerate(answers):
         if any(start_s < ended_s and began_s < end_s for start_s, end_s in stayed_half):
             continue
         if answer.status_code == 200:
-            assert server.ask(f"written-{number}", max_tokens=8).json()["choices"][0]["text"] in whole
+            assert one_replica.ask(f"written-{number}", max_tokens=8).json()["choices"][0]["text"] in whole
         else:
             assert answer.json()["error"]["code"] in ("adapter_changed", "adapter_malformed"), answer.text
 
@@ -286,10 +220,12 @@ def test_a_file_that_is_written_all_the_time_is_one_version_or_an_error(server: 
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 1.0, "seed": 1}, {"temperature": 0.7, "top_p": 0.5, "top_k": 3}], ids=str
 )
-def test_an_adapter_whose_logits_are_nan_answers_itself_alone(server: Server, sampling: dict[str, Any]) -> None:
+def test_an_adapter_whose_logits_are_nan_answers_itself_alone(
+    one_replica: OneReplica, sampling: dict[str, Any]
+) -> None:
     name = f"absurd-{len(sampling)}"
-    server.copy(name).map(lambda k, v: (k, v * 1e30))
-    answer = server.ask(name, max_tokens=12, logprobs=1, **sampling)
+    one_replica.copy(name).map(lambda k, v: (k, v * 1e30))
+    answer = one_replica.ask(name, max_tokens=12, logprobs=1, **sampling)
     assert answer.status_code == 200
     assert json.loads(answer.text)["usage"]["completion_tokens"] == 12
 
@@ -328,11 +264,13 @@ NAMES = {
 
 @pytest.mark.usefixtures("beside")
 @pytest.mark.parametrize("case", NAMES)
-def test_a_name_that_no_adapter_can_have_finds_nothing_and_registers_nothing(server: Server, case: str) -> None:
+def test_a_name_that_no_adapter_can_have_finds_nothing_and_registers_nothing(
+    one_replica: OneReplica, case: str
+) -> None:
     name = NAMES[case]
-    with Cost(server) as cost:
-        loaded = server.load(name, str(server.good.path))
-        asked = None if case == "the base's" else server.ask(name)
+    with Cost(one_replica) as cost:
+        loaded = one_replica.load(name, str(one_replica.good.path))
+        asked = None if case == "the base's" else one_replica.ask(name)
     is_field_bounded = len(name) > MAX_MODEL_CHARS  # Such a text is refused before it is looked at as a name.
     refusal = (400, None) if is_field_bounded else (400, "invalid_adapter_name")
     assert (loaded.status_code, loaded.json()["error"]["code"]) == refusal, loaded.text
@@ -340,7 +278,7 @@ def test_a_name_that_no_adapter_can_have_finds_nothing_and_registers_nothing(ser
         refusal = (400, None) if is_field_bounded else (404, "model_not_found")
         assert (asked.status_code, asked.json()["error"]["code"]) == refusal, asked.text
     assert cost.cpu_s < CPU_S
-    listed = [model["id"] for model in httpx.get(f"{server.url}/v1/models", timeout=300).json()["data"]]
+    listed = [model["id"] for model in httpx.get(f"{one_replica.url}/v1/models", timeout=300).json()["data"]]
     assert name not in listed or case == "the base's"
 
 
@@ -356,8 +294,8 @@ def test_a_name_that_no_adapter_can_have_finds_nothing_and_registers_nothing(ser
     ],
     ids=lambda path: path[:40],
 )
-def test_a_name_in_a_path_is_no_way_out_either(server: Server, path: str) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
+def test_a_name_in_a_path_is_no_way_out_either(one_replica: OneReplica, path: str) -> None:
+    host, port = one_replica.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=300) as raw:  # httpx would tidy the path
         raw.sendall(f"GET {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode())
         answer = b"".join(iter(lambda: raw.recv(65536), b"")).decode()
@@ -385,13 +323,13 @@ def test_a_name_in_a_path_is_no_way_out_either(server: Server, path: str) -> Non
     ],
     ids=lambda path: repr(path)[:30],
 )
-def test_a_path_without_an_adapter_is_refused_whatever_it_is(server: Server, path: str) -> None:
-    with Cost(server) as cost:
-        answer = server.load("stray", path)
+def test_a_path_without_an_adapter_is_refused_whatever_it_is(one_replica: OneReplica, path: str) -> None:
+    with Cost(one_replica) as cost:
+        answer = one_replica.load("stray", path)
     assert 400 <= answer.status_code < 500, answer.text
     assert len(answer.content) < 1500
     assert cost.cpu_s < CPU_S
-    assert server.ask("stray").status_code == 404
+    assert one_replica.ask("stray").status_code == 404
 
 
 # -- languages of their own ---------------------------------------------------------------------------------------
@@ -409,13 +347,13 @@ TEMPLATES = {
 
 @pytest.mark.usefixtures("beside")
 @pytest.mark.parametrize("case", TEMPLATES)
-def test_a_hostile_chat_template_fails_its_own_requests_alone(server: Server, case: str) -> None:
+def test_a_hostile_chat_template_fails_its_own_requests_alone(one_replica: OneReplica, case: str) -> None:
     source, words = TEMPLATES[case]
     name = f"template-{list(TEMPLATES).index(case)}"
-    (server.copy(name).path / "chat_template.jinja").write_text(source)
+    (one_replica.copy(name).path / "chat_template.jinja").write_text(source)
     body = {"model": name, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     started_s = time.monotonic()
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=300)
+    answer = httpx.post(f"{one_replica.url}/v1/chat/completions", json=body, timeout=300)
     assert time.monotonic() - started_s < WALL_S
     assert answer.status_code == 400, answer.text
     assert words in answer.json()["error"]["message"]
@@ -436,13 +374,13 @@ def test_a_hostile_chat_template_fails_its_own_requests_alone(server: Server, ca
     ],
     ids=["no JSON", "65 MB", "code", "a number for a template", "an id of u32", "a path for a token"],
 )
-def test_a_hostile_tokenizer_is_refused_by_name(server: Server, content: dict[str, str], words: str) -> None:
+def test_a_hostile_tokenizer_is_refused_by_name(one_replica: OneReplica, content: dict[str, str], words: str) -> None:
     name = f"tokenizer-{words}-{len(content)}".replace(" ", "-")
-    folder = server.copy(name).path
+    folder = one_replica.copy(name).path
     for file, text in content.items():
         (folder / file).write_text(text)
     (folder / "evil.py").write_text(f"import os\nos.system('touch {CANARY}')\n")
-    answer = server.ask(name)
+    answer = one_replica.ask(name)
     assert answer.status_code == 400, answer.text
     assert words in answer.json()["error"]["message"]
     assert not CANARY.exists()

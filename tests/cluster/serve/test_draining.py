@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,33 +13,20 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster.harness import descendants_named
-from tests.cluster.nodes import Nodes, running_nodes
+from tests.cluster.nodes import Nodes
 
-NAMES = [f"t{i}" for i in range(12)]
+pytestmark = pytest.mark.xdist_group("three_nodes")
+NAMES = [f"hot{i}" for i in range(12)]
 
 
 @pytest.fixture(scope="module")
-def nodes(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+def nodes(three_nodes: Nodes, tiny_model: Path) -> Nodes:
     """Two replicas, and adapters that are read when they are asked for."""
-    tmp_path = tmp_path_factory.mktemp("adapters")
     for i, name in enumerate(NAMES):
-        shutil.copytree(tiny_model.parent / "a0", tmp_path / name)
-        config = json.loads((tmp_path / name / "adapter_config.json").read_text())
-        (tmp_path / name / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 8 + i}))
-    arguments = {
-        "model": str(tiny_model),
-        "served_model_name": "base",
-        "num_replicas": 2,
-        "device": "cpu",
-        "num_cpus": 1,
-        "cpu_threads": 1,
-        "max_loras": 4,
-        "max_cpu_loras": 32,
-        "kv_cache_tokens": 4096,
-        "lora_resolver_dir": str(tmp_path),
-    }
-    with running_nodes(arguments) as started:
-        yield started
+        shutil.copytree(tiny_model.parent / "a0", three_nodes.folder / name)
+        config = json.loads((three_nodes.folder / name / "adapter_config.json").read_text())
+        (three_nodes.folder / name / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 8 + i}))
+    return three_nodes
 
 
 def held(nodes: Nodes) -> dict[str, set[str]]:

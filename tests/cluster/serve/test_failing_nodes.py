@@ -18,11 +18,15 @@ from openai import AsyncOpenAI
 from safetensors.torch import save_file
 
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
-from tests.cluster.nodes import Nodes, running_nodes
+from tests.cluster.harness import START_S
+from tests.cluster.nodes import Nodes
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [
+    pytest.mark.xdist_group("three_nodes"),
+    pytest.mark.timeout(900),
+]
 NUM_ADAPTERS = int(os.environ.get("FAILING_NODES_ADAPTERS", "500"))
-REPLICAS, SLOTS = 4, 4
+REPLICAS = 4
 CLIENTS = 12
 KILL_WORKER, KILL_DIRECTORY, KILL_NODE, ENOUGH = 60, 130, 200, 350  # answers that there are before
 PROMPT = [40, 41, 42, 43, 44, 45]
@@ -39,9 +43,9 @@ class Answer:
 
 
 @pytest.fixture(scope="module")
-def adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapters(tiny_model: Path, three_nodes: Nodes) -> Path:
     """A folder of them, each with weights of its own."""
-    folder = tmp_path_factory.mktemp("many")
+    folder = three_nodes.folder
     config = json.loads((tiny_model / "config.json").read_text())
     hidden, kv = (
         config["hidden_size"],
@@ -81,21 +85,14 @@ def expected(tiny_model: Path, adapters: Path) -> Iterator[Expected]:
 
 
 @pytest.fixture(scope="module")
-def nodes(tiny_model: Path, adapters: Path) -> Iterator[Nodes]:
-    arguments = {
-        "model": str(tiny_model),
-        "served_model_name": "base",
-        "num_replicas": REPLICAS,
-        "device": "cpu",
-        "num_cpus": 1,
-        "cpu_threads": 1,
-        "max_loras": SLOTS,
-        "max_cpu_loras": 16,
-        "kv_cache_tokens": 4096,
-        "lora_resolver_dir": str(adapters),
-    }
-    with running_nodes(arguments) as started:
-        yield started
+def nodes(three_nodes: Nodes) -> Nodes:
+    """Four replicas."""
+    three_nodes.order(f"scale {REPLICAS}")
+    deadline_s = time.monotonic() + START_S
+    while three_nodes.order("running") < REPLICAS:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.2)
+    return three_nodes
 
 
 async def ask(client: AsyncOpenAI, adapter: str, streamed: bool, began_s: float) -> Answer:

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
-import httpx
+import pytest
 
 from living import command, family, is_alive, kill
-from tests.cluster.answers import logprobs
-from tests.cluster.harness import START_S, serving
+from tests.cluster.harness import START_S
+from tests.cluster.one_replica import OneReplica
 from tests.cluster.rays_turn import rays_turn
 
+pytestmark = pytest.mark.xdist_group("one_replica")
 
-def test_a_server_whose_raylet_has_ended_begins_anew_as_the_same_process(tiny_model: Path, tmp_path: Path) -> None:
-    arguments = ["--model", str(tiny_model), "--served-model-name", "base", "--kv-cache-tokens", "2048"]
-    arguments += ["--lora-modules", f"kept={tiny_model.parent / 'a0'}"]
-    log = tmp_path / "serve.log"
-    with serving(arguments, log) as server, httpx.Client(base_url=server.url, timeout=60) as client:
-        before = logprobs(client, "kept")
-        old = family(server.pid)
-        with rays_turn():
-            kill(one for one in old if any(part.endswith("raylet/raylet") for part in command(one)[:1]))
-            deadline_s = time.monotonic() + START_S
-            while log.read_text().count("\nready: ") < 2:
-                assert time.monotonic() < deadline_s, log.read_text()
-                time.sleep(0.2)
-        assert logprobs(client, "kept") == before
-        assert [command(one) for one in old if is_alive(one)] == []
+
+def test_a_server_whose_raylet_has_ended_begins_anew_as_the_same_process(one_replica: OneReplica) -> None:
+    tokens, logprobs = one_replica.neighbor()
+    old, num_starts = family(one_replica.pid), one_replica.log.read_text().count("\nready: ")
+    with rays_turn():
+        kill(one for one in old if any(part.endswith("raylet/raylet") for part in command(one)[:1]))
+        deadline_s = time.monotonic() + START_S
+        while one_replica.log.read_text().count("\nready: ") == num_starts:
+            assert time.monotonic() < deadline_s, one_replica.log.read_text()
+            time.sleep(0.2)
+    tokens_again, logprobs_again = one_replica.neighbor()
+    assert tokens_again == tokens
+    assert logprobs_again == pytest.approx(logprobs, abs=1e-3)
+    assert [command(one) for one in old if is_alive(one)] == []

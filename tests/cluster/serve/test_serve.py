@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -162,6 +164,32 @@ def test_what_nobody_expected_ends_the_start_with_its_traceback(
     with pytest.raises(SystemExit, match="1"):
         local.serve_locally(parse_args({"model": "m"}), listener)
     assert "RuntimeError: Ray fell over" in "".join(capfd.readouterr())
+
+
+def test_a_signal_that_a_library_swallows_stops_the_start_nevertheless() -> None:
+    code = """
+import os, signal, sys, time
+from lorafleet.cluster.serve import local
+
+class Swallows:
+    def __del__(self):  # Python ignores what is raised here
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+
+def start(*_):
+    Swallows()
+    time.sleep(600)
+
+local.AGAIN_S = 0.1
+local._start = start
+local._leave_nothing = lambda run_dir: os.rmdir(run_dir)
+local._check_address = lambda listener: None
+local.check_exposure = lambda host, args: None
+local.serve_locally(None, local.Listener("127.0.0.1", 1, None, direct_streaming=False))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=START_S)
+    assert "Exception ignored" in ended.stderr
+    assert (ended.returncode, ended.stdout) == (0, "stopping\nstopped\n")
 
 
 @pytest.mark.parametrize("reached", ["starting Ray", "starting 1 replica"])

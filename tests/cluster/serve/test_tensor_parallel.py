@@ -17,12 +17,11 @@ import httpx
 import psutil
 import pytest
 import torch
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 
 from living import is_alive
 from tests.cluster.harness import (
     START_S,
-    RunningServer,
     descendants_named,
     free_port,
     greedy_answers,
@@ -30,8 +29,9 @@ from tests.cluster.harness import (
     start_server,
     stop_server,
 )
+from tests.cluster.two_ranks import KINDS, TwoRanks, arguments_of_two_ranks
 
-KINDS = ("all", "qv", "large")
+pytestmark = pytest.mark.xdist_group("two_ranks")
 
 
 def rank_pids(rank: int, server: int) -> list[int]:
@@ -56,13 +56,12 @@ def made(fleet):
         ),
     ],
 )
-def server(request, made, tmp_path_factory) -> Iterator[RunningServer]:
-    arguments = ["--model", str(made.base), "--served-model-name", "tiny", "--device", request.param, "--tp", "2"]
-    arguments += ["--fully-sharded-loras", "--allow-runtime-lora-updating"]
-    arguments += ["--lora-modules", *(f"{kind}={made.adapters[kind]}" for kind in KINDS), "--max-loras", "2"]
-    arguments += ["--kv-cache-tokens", "4096", "--max-num-batched-tokens", "32", "--max-num-seqs", "8"]
-    with serving(arguments, tmp_path_factory.mktemp("log") / "serve.log") as running:
-        yield running
+def server(request, made, tmp_path_factory) -> Iterator[TwoRanks]:
+    if request.param == "cpu":
+        yield request.getfixturevalue("two_ranks")
+        return
+    with serving(arguments_of_two_ranks(made, request.param), tmp_path_factory.mktemp("log") / "serve.log") as running:
+        yield TwoRanks(running.url, running.pid)
 
 
 def test_a_burst_equals_transformers_and_peft(server, made, prompt):
@@ -70,10 +69,11 @@ def test_a_burst_equals_transformers_and_peft(server, made, prompt):
         f"{server.url}/v1/load_lora_adapter",
         json={"lora_name": "patterns", "lora_path": str(made.adapters["patterns"])},
         timeout=300,
+        verify=server.verify,
     )
     assert loaded.status_code == 200, loaded.text
     jobs = [(prompt(n), kind) for n in (4, 19, 50) for kind in (None, *KINDS, "patterns")]
-    answers = asyncio.run(greedy_answers(server.url, jobs))
+    answers = asyncio.run(greedy_answers(server.url, jobs, verify=server.verify))
     for (ids, kind), answer in zip(jobs, answers, strict=True):
         expected = made.reference.greedy(ids, 10, made.adapters.get(kind))
         assert answer.choices[0].model_extra["token_ids"] == expected.tokens, kind
@@ -82,7 +82,8 @@ def test_a_burst_equals_transformers_and_peft(server, made, prompt):
 
 def test_prompts_and_mixtures_are_scored_as_peft_scores_them(server, made, prompt):
     ids, parts = prompt(30), {made.adapters["qv"]: 0.6, made.adapters["all"]: -0.4}
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
+    http = DefaultHttpxClient(verify=server.verify)
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300, http_client=http) as client:
         for model, extra, expected in (
             ("all", {}, made.reference.logprobs(ids, made.adapters["all"])),
             ("qv+all", {"lora_weights": [0.6, -0.4]}, made.reference.mixed_logprobs(ids, parts)),
@@ -98,7 +99,7 @@ def test_a_rank_lost_amid_a_stream_ends_it_with_an_error_and_the_replica_is_repl
     short = body | {"max_tokens": 8}
     [lost], [peer] = rank_pids(1, server.pid), rank_pids(0, server.pid)
     old = [psutil.Process(pid) for pid in (lost, peer)]
-    with httpx.Client(base_url=server.url, timeout=300) as client:
+    with httpx.Client(base_url=server.url, timeout=300, verify=server.verify) as client:
         expected = client.post("/v1/completions", json=short).json()["choices"]
         with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
             lines = (line for line in stream.iter_lines() if line)

@@ -23,6 +23,7 @@ from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.cluster.admin.admin_api import admin_routes
 from lorafleet.cluster.admin.administration import Administration
 from lorafleet.cluster.admin.pushing import AdapterAdmin
+from lorafleet.cluster.admin.trainer_api import trainer_routes
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.directory.directory import AdapterDirectory
@@ -122,7 +123,7 @@ class House:
         )
         for collector in tenancy.collectors:
             self.front.telemetry.metrics.add(collector)
-        self.api = build_api(lambda: self.front, admin_routes(admin))
+        self.api = build_api(lambda: self.front, [*admin_routes(admin), *trainer_routes(admin)])
         transport = httpx.ASGITransport(self.api)
         try:
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as self.http:

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 from lorafleet.api.access.audit import Audited
-from lorafleet.api.routes.build_api import ROUTES
+from lorafleet.api.routes.build_api import CHANGING_GETS, ROUTES
 from lorafleet.api.telemetry.tenant_metrics import of_tenant
+from lorafleet.client.tensor_packing import pack_tensors
 from lorafleet.cluster.admin.admin_api import admin_routes
+from lorafleet.cluster.admin.trainer_api import trainer_routes
 from lorafleet.cluster.tenancy.audit_log import MAX_REFUSALS_PER_MINUTE, AuditLog, DurableLines
 from lorafleet.cluster.tenancy.line_file import LineFile
 from lorafleet.protocol.errors import LogUnwritable
@@ -75,17 +77,36 @@ async def test_every_route_that_changes_something_writes_it_down_before_and_afte
         ("POST", "/v1/adapters"): {"name": "x", "source": "/nowhere"},
         ("POST", "/v1/load_lora_adapter"): {"lora_name": "x", "lora_path": "/nowhere"},
         ("POST", "/v1/unload_lora_adapter"): {"lora_name": "x"},
+        ("POST", "/load_lora_adapter"): {"lora_name": "x", "lora_path": "/nowhere"},
+        ("POST", "/unload_lora_adapter"): {"lora_name": "x"},
+        ("POST", "/skyrl/v1/load_lora_adapter"): {"lora_name": "x", "lora_path": "/nowhere"},
+        ("POST", "/load_lora_adapter_from_tensors"): {
+            "lora_name": "x",
+            "config_dict": {},
+            "serialized_named_tensors": [""],
+        },
         ("DELETE", "/v1/adapters/sql"): None,
         **{("POST", f"/v1/adapters/sql/{verb}"): {"version": 1} if verb == "alias" else {} for verb in verbs},
+        **{("POST", path): {} for path in ("/pause", "/resume", "/pause_generation", "/continue_generation")},
+        **{("POST", f"/areal_{verb}_generation"): {} for verb in ("pause", "continue")},
+        **{("POST", path): {} for path in ("/flush_cache", "/reset_prefix_cache", "/sleep", "/wake_up")},
+        **{("POST", path): {} for path in ("/release_memory_occupation", "/resume_memory_occupation")},
+        ("GET", "/flush_cache"): None,
+        ("POST", "/abort_request"): {"rid": "x"},
     }
     changing = {
         (method, path.replace("{name:path}", "sql"))
-        for method, path, needed, _ in [*ROUTES, *admin_routes(unused)]
-        if needed in ("admin", "loading") and method != "GET"
+        for method, path, needed, _ in [*ROUTES, *admin_routes(unused), *trainer_routes(unused)]
+        if needed in ("admin", "loading") and (method != "GET" or path in CHANGING_GETS)
     }
-    assert changing - {("PUT", "/v1/adapters/sql/files")} == set(bodies)
+    tensors = ("PUT", "/v1/adapters/sql/tensors")
+    assert changing - {("PUT", "/v1/adapters/sql/files"), tensors} == set(bodies)
     async with house.open():
-        assert (await house.push("operator", "sql", fleet("llama3").adapters["qv"])).status_code == 200
+        folder = fleet("llama3").adapters["qv"]
+        assert (await house.push("operator", "sql", folder)).status_code == 200
+        config = json.loads((folder / "adapter_config.json").read_text())
+        body = b"".join(pack_tensors((folder / "adapter_model.safetensors").read_bytes(), config))
+        assert (await house.ask("operator", *tensors, content=body)).status_code == 200
         removing = ("DELETE", "/v1/adapters/sql")
         for method, path in [*(route for route in bodies if route != removing), removing]:
             answer = await house.ask("operator", method, path, bodies[method, path])

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.decoder.gated_mul import Activation, gated_mul
+from lorafleet.kernels.decoder.gated_mul import Activation, activated, gated_mul
 from lorafleet.kernels.lora.linear_output import LinearOutput
 from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
 from tests.kernels.vector_cases import OwnAffine, own_affine
 
-ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu2")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
@@ -34,10 +34,24 @@ def check(
     gate, up = summed.chunk(2, dim=1)
     assert out.dtype == gate_up.dtype
     tolerance = TOLERANCE[out.dtype]
-    active = gate / (1 + (-gate).exp())
+    want = (active(gate, activation) * up).to(out.dtype)  # so that what float16 cannot hold is infinite in both
+    torch.testing.assert_close(out.double(), want.double(), atol=tolerance, rtol=tolerance)
+
+
+def active(gate: Tensor, activation: str) -> Tensor:
+    """The formulas, in float64."""
     if activation == "gelu_tanh":
-        active = gate / 2 * (1 + ((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)).tanh())
-    torch.testing.assert_close(out.double(), active * up, atol=tolerance, rtol=tolerance)
+        return gate / 2 * (1 + ((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)).tanh())
+    if activation == "gelu":
+        return gate / 2 * (1 + torch.special.erf(gate / 2**0.5))
+    return gate.clamp(min=0) ** 2 if activation == "relu2" else gate / (1 + (-gate).exp())
+
+
+def check_without_gate(x: Tensor, delta: Tensor | None, out: Tensor, activation: str) -> None:
+    summed = x.double() if delta is None else x.double() + delta.double()
+    tolerance = TOLERANCE[out.dtype]
+    assert out.shape == x.shape and out.dtype == x.dtype
+    torch.testing.assert_close(out.double(), active(summed, activation), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -46,6 +60,32 @@ def test_on_a_cpu(dtype: torch.dtype, activation: Activation) -> None:
     gate_up = make_input(3, 50, dtype)
     for delta in deltas(gate_up):
         check(gate_up, delta, gated_mul(LinearOutput(gate_up.clone(), delta), activation), activation)
+        check_without_gate(gate_up, delta, activated(LinearOutput(gate_up.clone(), delta), activation), activation)
+
+
+def xielu_numbers(dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    """alpha_p and alpha_n before softplus, beta and eps."""
+    return torch.tensor([0.7, -1.3, 0.5, -1e-6], dtype=dtype, device=device)
+
+
+def check_xielu(x: Tensor, delta: Tensor | None, out: Tensor, numbers: Tensor) -> None:
+    """x of make_input has both signs, and far ones among them."""
+    summed = x.double() if delta is None else x.double() + delta.double()
+    p, n, beta, eps = numbers.double()
+    positive = (1 + p.exp()).log() * summed**2 + beta * summed
+    negative = (summed.clamp(max=eps).exp() - 1 - summed) * (beta + (1 + n.exp()).log()) + beta * summed
+    assert out.dtype == x.dtype
+    tolerance = TOLERANCE[out.dtype]
+    torch.testing.assert_close(
+        out.double(), torch.where(summed > 0, positive, negative), atol=tolerance, rtol=tolerance
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_xielu_on_a_cpu(dtype: torch.dtype) -> None:
+    x, numbers = make_input(3, 25, dtype), xielu_numbers(dtype)
+    for delta in deltas(x):
+        check_xielu(x, delta, activated(LinearOutput(x.clone(), delta), "xielu", numbers), numbers)
 
 
 def test_interpreted_kernel() -> None:
@@ -53,7 +93,9 @@ def test_interpreted_kernel() -> None:
         import torch
         from lorafleet.kernels.decoder import gated_mul_triton
         from lorafleet.kernels.lora.linear_output import LinearOutput
-        from tests.kernels.decoder.test_gated_mul import ACTIVATIONS, check, deltas, make_input
+        from tests.kernels.decoder.test_gated_mul import (
+            ACTIVATIONS, check, check_without_gate, check_xielu, deltas, make_input, xielu_numbers
+        )
         from tests.kernels.vector_cases import own_affine
 
         gated_mul_triton.BLOCK_I = 32
@@ -63,6 +105,11 @@ def test_interpreted_kernel() -> None:
                 for activation in ACTIVATIONS:
                     out = gated_mul_triton.gated_mul_triton(LinearOutput(gate_up, delta), activation)
                     check(gate_up, delta, out, activation)
+                    out = gated_mul_triton.gated_mul_triton(LinearOutput(gate_up, delta), activation, has_gate=False)
+                    check_without_gate(gate_up, delta, out, activation)
+                numbers = xielu_numbers(torch.float32)
+                out = gated_mul_triton.gated_mul_triton(LinearOutput(gate_up, delta), "xielu", False, numbers)
+                check_xielu(gate_up, delta, out, numbers)
                 own = own_affine(num_tokens, 2 * size)
                 out = gated_mul_triton.gated_mul_triton(LinearOutput(gate_up, delta, own.affine_2T))
                 check(gate_up, delta, out, own=own)
@@ -81,6 +128,15 @@ class TestOnGPU:
         for delta in deltas(gate_up):
             poison_free_memory()
             check(gate_up, delta, gated_mul(LinearOutput(gate_up, delta), activation), activation)
+            check_without_gate(gate_up, delta, activated(LinearOutput(gate_up, delta), activation), activation)
+
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize(("num_tokens", "size"), [(1, 77), (256, 1024), (7, 10752)])
+    def test_xielu(self, num_tokens: int, size: int, dtype: torch.dtype) -> None:
+        x, numbers = make_input(num_tokens, size, dtype, "cuda"), xielu_numbers(dtype, "cuda")
+        for delta in deltas(x):
+            poison_free_memory()
+            check_xielu(x, delta, activated(LinearOutput(x, delta), "xielu", numbers), numbers)
 
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize(("num_tokens", "size"), [(1, 77), (7, 14336), (256, 1024), (2049, 77)])

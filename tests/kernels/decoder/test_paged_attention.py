@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.attention_cases import BATCHES, HEADS, PAGE, WINDOW, PagedCase, in_fp8, make_case, naive_attention
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.harness import needs_gpu, needs_triton, poison_free_memory, run_interpreted
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
@@ -15,24 +15,23 @@ def attend(
     window: int | None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
     softcap: float | None = None,
+    chunk: int | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     from lorafleet.kernels.decoder.paged_attention import PagedBatch, paged_attention
 
-    group = case.q_THD.shape[1] // case.k_NPGD.shape[2]
-    batch = PagedBatch.build(
-        case.query_lens, case.context_lens, case.block_tables, PAGE, group, case.q_THD.dtype, case.q_THD.device
-    )
-    return paged_attention(case.q_THD, case.k_NPGD, case.v_NPGD, batch, scale, window, *kv_scales, softcap)
+    q_THD, lens = case.q_THD, (case.query_lens, case.context_lens)
+    group, head_dim = q_THD.shape[1] // case.k_NPGD.shape[2], max(q_THD.shape[2], case.v_NPGD.shape[3])
+    batch = PagedBatch.build(*lens, case.block_tables, PAGE, group, head_dim, q_THD.dtype, q_THD.device)
+    return paged_attention(q_THD, case.k_NPGD, case.v_NPGD, batch, scale, window, *kv_scales, softcap, chunk, sinks_H)
 
 
 def test_interpreted_kernel_equals_naive_attention() -> None:
     run_interpreted("""
         import torch
-        from lorafleet.kernels.decoder import paged_attention
         from tests.kernels.attention_cases import in_fp8, make_case, naive_attention
         from tests.kernels.decoder.test_paged_attention import attend
 
-        paged_attention.SPLIT_KEYS = 64
         decodes, mixed = [(1, 5), (1, 130)], [(1, 9), (17, 17), (3, 70)]
         for lens, heads, head_dim, dtype, tolerance in (
             (decodes, (4, 2), 32, torch.float32, 1e-5),
@@ -122,3 +121,18 @@ def check(case: PagedCase, window: int | None, fp8: bool = False, softcap: float
     out, want = attend(case, scale, window, kv_scales, softcap), naive_attention(case, scale, window, softcap)
     tolerance = TOLERANCE[case.q_THD.dtype] * (1 if softcap is None else 3)
     torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
+
+
+@needs_triton
+@pytest.mark.parametrize("num_seqs", [1, 2, 3, 5, 8])
+def test_every_table_of_a_batch_is_aligned_since_triton_compiles_for_each_mix_of_alignments(num_seqs: int) -> None:
+    from lorafleet.kernels.decoder.paged_attention import PagedBatch
+
+    lens = [1] * num_seqs, [17] * num_seqs
+    cpu = torch.device("cpu")
+    batch = PagedBatch.build(*lens, [[3, 4, 5]] * num_seqs, 16, 4, 64, torch.float32, cpu)
+    for table in (batch.starts_B, batch.context_B, batch.tables_BL):
+        assert (table.data_ptr() - batch.tiles_K2.data_ptr()) % 16 == 0
+    assert batch.starts_B.tolist() == list(range(num_seqs + 1))
+    assert batch.context_B.tolist() == [17] * num_seqs
+    assert batch.tables_BL.tolist() == [[3, 4]] * num_seqs

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.decoder.rms_norm import NormWeight
-from lorafleet.kernels.decoder.rope_store import rotate_and_store
+from lorafleet.kernels.decoder.rope_store import RowHeads, num_stored_heads, rotate_and_store
 from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.kernels.quant.fp8 import FP8
 from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
@@ -35,6 +35,8 @@ class Case:
     scales: tuple[float, float] = (1.0, 1.0)
     affine: OwnAffine | None = None
     own_norms: tuple[OwnVectors, OwnVectors] | None = None
+    row_heads: RowHeads = "qkv"
+    norms_values: bool = False
 
     def with_own_vectors(self) -> Case:
         """Tokens have their own scale and bias of qkv, and of the norms' weights where there are norms."""
@@ -58,6 +60,19 @@ class Case:
         norms = [None if w is None else NormWeight(w, own_T) for w, own_T in zip(self.norms, owns, strict=True)]
         out = LinearOutput(self.qkv, self.delta, None if self.affine is None else self.affine.affine_2T)
         return (out, self.cos, self.sin, *norms, self.k, self.v, self.slots, EPS, *self.scales)
+
+    def with_rows_of(self, row_heads: RowHeads) -> Case:
+        """The same rows without the values, or without keys and values. Stored values are normed."""
+        behind = num_stored_heads("qkv", self.k.shape[2]) - num_stored_heads(row_heads, self.k.shape[2])
+        width = self.qkv.shape[1] - behind * self.k.shape[3]
+        delta = None if self.delta is None else self.delta[:, :width].contiguous()
+        norms = (self.norms[0], None) if row_heads == "q" and self.norms[0] is not None else self.norms
+        qkv = self.qkv[:, :width].contiguous()
+        return replace(self, qkv=qkv, delta=delta, norms=norms, row_heads=row_heads, norms_values=True)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"row_heads": self.row_heads, "norms_values": self.norms_values}
 
     def in_fp8(self, k_scale: float, v_scale: float) -> Case:
         return replace(self, k=self.k.to(FP8), v=self.v.to(FP8), scales=(k_scale, v_scale))
@@ -97,18 +112,25 @@ def make_case(
 def check(case: Case, q: Tensor) -> None:
     """Against complex numbers in float64; places that no token maps to must still hold NaN."""
     num_kv_heads, head_dim = case.k.shape[2:]
-    num_heads = case.qkv.shape[1] // head_dim - 2 * num_kv_heads
+    num_stored = num_stored_heads(case.row_heads, num_kv_heads)
+    num_heads = case.qkv.shape[1] // head_dim - num_stored
     qkv = case.qkv.double() if case.delta is None else case.qkv.double() + case.delta.double()
     if case.affine is not None:
         qkv = case.affine.of(case.qkv, case.delta)
     heads = qkv.view(len(case.qkv), -1, head_dim)
-    want_q, want_k, want_v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    want_q, want_stored = heads.split((num_heads, num_stored), dim=1)
     assert q.dtype == case.qkv.dtype
     tolerance = TOLERANCE[q.dtype]
     stored = case.slots >= 0
     torch.testing.assert_close(
         q.double(), rotated(case, want_q, case.norm_of_tokens(0)), atol=tolerance, rtol=tolerance
     )
+    if not num_stored:
+        assert case.k.isnan().all() and case.v.isnan().all()
+        return
+    want_k, want_v = want_stored[:, :num_kv_heads], want_stored[:, -num_kv_heads:]
+    if case.norms_values:
+        want_v = want_v / (want_v.square().mean(-1, keepdim=True) + EPS).sqrt()
     places = case.slots[stored]
     # In double, since torch indexes no float8 on a CPU.
     rows = [cache.double().view(-1, num_kv_heads, head_dim) for cache in (case.k, case.v)]
@@ -147,6 +169,14 @@ def test_on_a_cpu(heads: str, delta: bool, norm: bool, dtype: torch.dtype) -> No
 def test_the_end_of_a_head_may_stay_as_it_is(dtype: torch.dtype) -> None:
     case = make_case(9, HEADS["gqa"], 24, True, dtype, pairs=9)
     check(case, rotate_and_store(*case.arguments()))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("row_heads", ["qkv", "qk", "q"])
+def test_values_may_be_normed_keys_and_queries_may_stand_alone(row_heads: RowHeads, norm: bool) -> None:
+    for dtype in TOLERANCE:
+        case = make_case(9, HEADS["gqa"], 24, norm, dtype, delta=True).with_rows_of(row_heads)
+        check(case, rotate_and_store(*case.arguments(), **case.options))
 
 
 def test_a_norms_weight_may_be_float32() -> None:
@@ -206,6 +236,11 @@ def test_interpreted_kernel() -> None:
         for head_dim, pairs in ((16, 6), (24, 1), (10, 4)):
             case = make_case(3, (4, 2), head_dim, True, torch.float32, delta=True, pairs=pairs)
             check(case, rotate_and_store_triton(*case.arguments()))
+        for row_heads in ("qkv", "qk", "q"):
+            for norm in (False, True):
+                case = make_case(3, (9, 3), 10, norm, torch.float32, delta=True).with_rows_of(row_heads)
+                case = case if row_heads == "q" else case.with_own_vectors()
+                check(case, rotate_and_store_triton(*case.arguments(), **case.options))
         # The interpreter's rounding to float8 forgets the carry into the exponent: only numbers that need none.
         case = make_case(3, (4, 2), 24, False, torch.float32).in_fp8(0.5, 2.0)
         case.qkv.round_()
@@ -250,6 +285,17 @@ class TestOnGPU:
             case = make_case(19, HEADS["gqa"], head_dim, norm, dtype, "cuda", True, pairs)
             poison_free_memory()
             check(case, rotate_and_store(*case.arguments()))
+
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize("row_heads", ["qkv", "qk", "q"])
+    @pytest.mark.parametrize("head_dim", [128, 512])
+    def test_values_may_be_normed_keys_and_queries_may_stand_alone(
+        self, head_dim: int, row_heads: RowHeads, dtype: torch.dtype
+    ) -> None:
+        for norm in (False, True):
+            case = make_case(19, HEADS["gqa"], head_dim, norm, dtype, "cuda", True).with_rows_of(row_heads)
+            poison_free_memory()
+            check(case, rotate_and_store(*case.arguments(), **case.options))
 
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("norm", [False, True])

@@ -152,9 +152,9 @@ def test_a_static_batch_takes_slots_with_products_where_it_launches_them() -> No
     batch = LoRABatch.static(4, 4, 16, case.packed.tables)
     batch.fill([3, BASE_SLOT], [16] * 5)
     assert not batch.has_kronecker
-    with pytest.raises(AssertionError, match="launches none"):
+    with pytest.raises(AssertionError, match="does not launch"):
         batch.fill([1], [16] * 5)
-    taking = LoRABatch.static(4, 4, 16, case.packed.tables, takes_kronecker=True)
+    taking = LoRABatch.static(4, 4, 16, case.packed.tables, takes_rare=True)
     for slots in ([1], [3, BASE_SLOT]):
         taking.fill(slots, [16] * 5)
         assert taking.has_kronecker

@@ -111,6 +111,10 @@ def test_static_batch_keeps_its_memory_and_takes_any_mix() -> None:
         assert sorted(t for _, tokens in found for t in tokens) == list(range(40))
         assert {t: slot for slot, tokens in found for t in tokens} == dict(enumerate(slots + [BASE_SLOT] * 7))
         assert len(found) == count_tiles(slots, 40)
+        order = batch.plan.order_T.tolist()
+        assert sorted(order) == list(range(40))
+        in_order = batch.plan.slot_T[order].tolist()
+        assert len(list(itertools.groupby(in_order))) == len(set(in_order)), "tokens of a slot follow each other"
     batch.fill([BASE_SLOT] * 40, [0] * 5)
     assert {slot for slot, _ in tiles(batch)} == {BASE_SLOT}
 

@@ -229,7 +229,7 @@ def delta_of(x: Tensor, packed: PackedLoRA, slots: Sequence[int]) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: PackedLoRA, batch: LoRABatch) -> Tensor:
     """The sum that the next kernel sees, in a step of this linear alone."""
     batch.begin()
-    y, delta, _ = linear_with_lora(x, PlainWeight(weight), bias, packed, batch)
+    y, delta, *_ = linear_with_lora(x, PlainWeight(weight), bias, packed, batch)
     return y if delta is None else y.float() + delta.float()
 
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lorafleet.kernels.moe.expert_lora import ExpertWeights, StepExperts
-from lorafleet.kernels.moe.moe import Routing, experts_mlp, route
+from lorafleet.kernels.moe.moe import ExpertMatrices, Routing, experts_mlp, route
+from lorafleet.kernels.moe.routing_rule import RoutingRule
 from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -39,7 +40,7 @@ def make_case(
     logits[:, -1] = -50
     gate_up = normal(experts, 2 * inner, hidden, dtype=dtype, device=device, seed=3) / hidden**0.5
     down = normal(experts, hidden, inner, dtype=dtype, device=device, seed=4) / inner**0.5
-    return x, route(logits, per_token, sums_to_one=True), gate_up, down
+    return x, route(logits, RoutingRule(per_token, sums_to_one=True)), gate_up, down
 
 
 def make_adapters(
@@ -51,6 +52,7 @@ def make_adapters(
     generator = torch.Generator(device).manual_seed(7)
     slot_T = torch.randint(-1, 4, (num_tokens,), generator=generator, dtype=torch.int32, device=device)
     slot_T[: num_tokens // 2] = 1  # as of one prompt
+    order_T = slot_T.argsort(stable=True).to(torch.int32)
 
     def weights(rank: int, groups: int, inputs: int, outputs: int) -> ExpertWeights:
         a = torch.randn(experts, rank * groups, inputs, generator=generator, device=device) / inputs**0.5
@@ -67,7 +69,7 @@ def make_adapters(
         blocks += [torch.zeros(0, dtype=torch.uint8) if one is None else with_record(one) for one in slots]
         records = [0 if one is None else block.data_ptr() for one, block in zip(slots, blocks[-4:], strict=True)]
         record_S = torch.tensor(records, dtype=torch.int64, device=device)
-        made.append(StepExperts(slot_T, slots, record_S, max_rank, dtype, side))
+        made.append(StepExperts(slot_T, order_T, slots, record_S, max_rank, dtype, side))
     return (made[0], made[1]), blocks
 
 
@@ -98,6 +100,13 @@ def adapted(w: Tensor, expert: int, adapters: StepExperts | None, token: int) ->
     scales = own.scale_EG[expert].tolist()
     deltas = [scale * (b_OR @ a_RD) for a_RD, b_OR, scale in zip(a, b, scales, strict=True)]
     return w[expert].double() + torch.cat(deltas)
+
+
+def run(
+    case: tuple[Tensor, Routing, Tensor, Tensor], adapters: tuple[StepExperts, StepExperts] | None = None
+) -> Tensor:
+    x, routing, gate_up, down = case
+    return experts_mlp(x, routing, ExpertMatrices(gate_up, down), adapters)
 
 
 def reference(
@@ -142,46 +151,48 @@ def check_route(logits: Tensor, per_token: int, sums_to_one: bool, found: Routin
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_on_a_cpu(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     case = make_case(sizes, dtype)
-    check(case, experts_mlp(*case))
+    check(case, run(case))
 
 
 @pytest.mark.parametrize("sizes", SMALL.values(), ids=SMALL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_adapters_on_a_cpu(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     case, (adapters, _) = make_case(sizes, dtype), make_adapters(sizes, dtype)
-    check(case, experts_mlp(*case, adapters), adapters)
+    check(case, run(case, adapters), adapters)
 
 
 @pytest.mark.parametrize("sums_to_one", [True, False])
 def test_the_router_on_a_cpu(sums_to_one: bool) -> None:
     logits = normal(7, 6, dtype=torch.float32, device="cpu", seed=1)
-    check_route(logits, 3, sums_to_one, route(logits, 3, sums_to_one))
+    check_route(logits, 3, sums_to_one, route(logits, RoutingRule(3, sums_to_one)))
 
 
 def test_interpreted_kernels() -> None:
     run_interpreted("""
         import torch
-        from lorafleet.kernels.moe import expert_lora_triton, moe_tiles_triton, moe_triton
-        from lorafleet.kernels.decoder.gated_mul import gated_mul
+        from lorafleet.kernels.moe import adapted_activation_triton, adapted_combine_triton, expert_lora_triton
+        from lorafleet.kernels.moe import moe, moe_tiles_triton, moe_triton
         from lorafleet.kernels.moe.moe import Routing
-        from lorafleet.kernels.moe.moe_route_triton import combine_triton, route_triton
-        from tests.kernels.moe.test_moe import SMALL, check, check_route, make_adapters, make_case, normal
+        from lorafleet.kernels.moe.moe_route_triton import route_triton
+        from lorafleet.kernels.moe.routing_rule import RoutingRule
+        from tests.kernels.moe.test_moe import SMALL, check, check_route, make_adapters, make_case, normal, run
 
-        moe_tiles_triton.BLOCK_N = 16  # several turns of each loop
+        moe._grouped = moe_triton.PairTiles.of
+        # Several turns of each loop.
+        moe_tiles_triton.FEW = 16, 1
         expert_lora_triton.SPLIT_FEATURES, expert_lora_triton.SHRINK_D, expert_lora_triton.EXPAND_O = 16, 4, 16
-        moe_triton._SHAPES = ((float("inf"), moe_triton._Shape(16, 16, 8, 1, 1, lora_pairs=32)),)
+        adapted_activation_triton.MOST_PROGRAMS = expert_lora_triton.MOST_PROGRAMS = 3
+        adapted_activation_triton.BLOCK_I, adapted_combine_triton.BLOCK_NUMBERS = 4, 16
+        moe_triton._SHAPES = ((float("inf"), moe_triton._Shape(16, 16, 8, 1, 1, adapter_pairs=2)),)
         for sums_to_one in (True, False):
             logits = normal(7, 6, dtype=torch.float32, device="cpu", seed=1)
-            check_route(logits, 3, sums_to_one, Routing(*route_triton(logits, 3, sums_to_one)))
+            check_route(logits, 3, sums_to_one, Routing(*route_triton(logits, RoutingRule(3, sums_to_one))))
         for sizes in SMALL.values():
-            case = x, routing, gate_up, down = make_case(sizes, torch.float32)
-            pairs = moe_triton.PairTiles.of(routing.expert_TK, len(down), True)
+            case = make_case(sizes, torch.float32)
             own, blocks = make_adapters(sizes, torch.float32)
-            for adapters in (None, own):
-                to_gate_up, to_down = adapters or (None, None)
-                hidden = gated_mul(pairs.linear(x, gate_up, to_gate_up))
-                out = combine_triton(pairs.linear(hidden, down, to_down), routing.weight_TK)
-                check(case, out, adapters)
+            for adapters, folded in ((None, 0), (own, 0), (own, 1024)):
+                moe_triton.MOST_FOLDED_PAIRS = folded
+                check(case, run(case, adapters), adapters)
     """)
 
 
@@ -193,7 +204,7 @@ class TestOnGPU:
     def test_equals_a_loop_over_tokens(self, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
         case = make_case(sizes, dtype, "cuda")
         poison_free_memory()
-        out = experts_mlp(*case)
+        out = run(case)
         few = torch.linspace(0, len(out) - 1, min(len(out), 12)).long().tolist()
         x, routing, gate_up, down = case
         some = x[few], Routing(routing.expert_TK[few], routing.weight_TK[few]), gate_up, down
@@ -204,30 +215,30 @@ class TestOnGPU:
     def test_adapters_equal_a_loop_over_tokens(self, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
         case, (adapters, _blocks) = make_case(sizes, dtype, "cuda"), make_adapters(sizes, dtype, "cuda")
         poison_free_memory()
-        out = experts_mlp(*case, adapters)
+        out = run(case, adapters)
         few = torch.linspace(0, len(out) - 1, min(len(out), 12)).long().tolist()
         x, routing, gate_up, down = case
         some = x[few], Routing(routing.expert_TK[few], routing.weight_TK[few]), gate_up, down
         to_gate_up, to_down = (replace(one, slot_T=one.slot_T[few]) for one in adapters)
         check(some, out[few], (to_gate_up, to_down))
-        assert torch.equal(out, experts_mlp(*case, adapters))
+        assert torch.equal(out, run(case, adapters))
 
     @pytest.mark.parametrize("experts", [4, 60, 128])
     def test_the_router(self, experts: int) -> None:
         logits = normal(333, experts, dtype=torch.float32, device="cuda", seed=1)
         for sums_to_one in (True, False):
-            check_route(logits, 4, sums_to_one, route(logits, 4, sums_to_one))
+            check_route(logits, 4, sums_to_one, route(logits, RoutingRule(4, sums_to_one)))
 
     def test_a_captured_graph_serves_any_choice(self) -> None:
         sizes = LARGE["decode"]
         x, routing, gate_up, down = make_case(sizes, torch.bfloat16, "cuda")
         static = Routing(routing.expert_TK.clone(), routing.weight_TK.clone())
-        experts_mlp(x, static, gate_up, down)
+        run((x, static, gate_up, down))
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = experts_mlp(x, static, gate_up, down)
+            out = run((x, static, gate_up, down))
         for shift in (0, 17, 99):
             static.expert_TK.copy_((routing.expert_TK + shift) % sizes[1])
             graph.replay()
-            assert torch.equal(out, experts_mlp(x, static, gate_up, down))
+            assert torch.equal(out, run((x, static, gate_up, down)))

@@ -82,6 +82,31 @@ def check(case: Case, tokens: list[int], tolerance: float = 2e-5) -> None:
         assert start - tolerance <= row.draw <= end + tolerance, (i, row, token, start, end)
 
 
+def kept_logprobs(logits_V: Tensor, row: DrawFields, counts_SV: Tensor) -> Tensor:
+    """Returns the logprobs of the distribution that is drawn from, by the definitions. Greedy rows have temperature 1
+    and no filters."""
+    logits_V = logits_V.float().clone()
+    if row.counts_row >= 0:
+        penalize(logits_V, counts_SV[row.counts_row], row.repetition, row.presence, row.frequency)
+    if row.temperature == 0:
+        return logits_V.log_softmax(-1)
+    scaled_V = (logits_V - logits_V.max()).double() / row.temperature
+    scaled_V[scaled_V < row.log_min_p] = NEVER
+    order_V = scaled_V.argsort(descending=True, stable=True)
+    scaled_V[order_V[row.top_k :]] = NEVER
+    if row.top_p < 1:
+        chance_V = scaled_V[order_V].softmax(-1)
+        scaled_V[order_V[chance_V.cumsum(-1) - chance_V >= row.top_p]] = NEVER
+    return scaled_V.log_softmax(-1).float()
+
+
+def check_logprobs(case: Case, tokens: list[int], wanted, logprobs_PV: Tensor) -> None:
+    for i, logprobs_V in zip(wanted, logprobs_PV, strict=True):
+        expected_V = kept_logprobs(case.logits_BV[i], case.rows[i], case.counts_SV)
+        torch.testing.assert_close(logprobs_V, expected_V, atol=1e-4, rtol=1e-4)
+        assert logprobs_V[tokens[i]] > NEVER, "a token that was drawn has a chance"
+
+
 CASES = (
     {"num_rows": 24, "vocab": 200, "spread": 2.0},
     {"num_rows": 24, "vocab": 200, "spread": 2.0, "coarse": True},
@@ -95,7 +120,15 @@ CASES = (
 @pytest.mark.parametrize("sizes", CASES, ids=str)
 def test_each_draw_leads_to_the_token_whose_interval_holds_it(sizes) -> None:
     case = make_case(**sizes)
-    check(case, draw_tokens(case.logits_BV.clone(), case.rows, case.counts_SV).tolist())
+    check(case, draw_tokens(case.logits_BV.clone(), case.rows, case.counts_SV).token_B.tolist())
+
+
+@pytest.mark.parametrize("sizes", CASES, ids=str)
+def test_logprobs_are_those_of_the_distribution_that_is_drawn_from(sizes) -> None:
+    case = make_case(**sizes)
+    wanted = list(range(0, len(case.rows), 2))[::-1]
+    drawn = draw_tokens(case.logits_BV.clone(), case.rows, case.counts_SV, wanted)
+    check_logprobs(case, drawn.token_B.tolist(), wanted, drawn.logprobs_PV)
 
 
 def odd_rows(vocab: int) -> tuple[Tensor, list[DrawFields]]:
@@ -124,14 +157,16 @@ def check_odd(tokens: list[int]) -> None:
 
 def test_rows_without_a_distribution_give_a_token_of_their_vocabulary() -> None:
     logits_BV, rows = odd_rows(50)
-    check_odd(draw_tokens(logits_BV, rows, torch.zeros((0, 50), dtype=torch.int32)).tolist())
+    check_odd(draw_tokens(logits_BV, rows, torch.zeros((0, 50), dtype=torch.int32)).token_B.tolist())
 
 
 def test_interpreted_kernel() -> None:
     run_interpreted("""
-        from lorafleet.kernels.sampling import draw_tokens_triton
+        from lorafleet.kernels.sampling import draw_tokens_triton, kept_bounds
         from lorafleet.kernels.sampling.draw_tokens import draw_tokens
-        from tests.kernels.sampling.test_draw_tokens import CASES, check, check_odd, make_case, odd_rows
+        from tests.kernels.sampling.test_draw_tokens import (
+            CASES, check, check_logprobs, check_odd, make_case, odd_rows,
+        )
 
         import triton.language as tl
 
@@ -143,13 +178,19 @@ def test_interpreted_kernel() -> None:
             wide = torch.full((len(table), case.logits_BV.shape[1] + 3), 99.0)
             view = wide[:, :-3]
             view.copy_(case.logits_BV)
-            tokens = draw_tokens_triton.draw_tokens_triton(view, table, case.counts_SV, penalizes=True).tolist()
+            drawn_B, bounds = draw_tokens_triton.draw_tokens_triton(view, table, case.counts_SV, penalizes=True)
+            tokens = drawn_B.tolist()
             check(case, tokens)
             assert (wide[:, -3:] == 99).all()
-            assert tokens == draw_tokens(case.logits_BV.clone(), case.rows, case.counts_SV).tolist()
+            every = range(len(tokens))
+            kept_bounds.SPAN_ROWS = 5
+            check_logprobs(case, tokens, every, bounds.logprobs(every))
+            twin = draw_tokens(case.logits_BV.clone(), case.rows, case.counts_SV, every)
+            assert tokens == twin.token_B.tolist()
+            torch.testing.assert_close(bounds.logprobs(every), twin.logprobs_PV, atol=1e-5, rtol=1e-5)
         logits, rows = odd_rows(50)
         table, counts = torch.tensor(rows, dtype=torch.float64), torch.zeros((0, 50), dtype=torch.int32)
-        check_odd(draw_tokens_triton.draw_tokens_triton(logits, table, counts, penalizes=False).tolist())
+        check_odd(draw_tokens_triton.draw_tokens_triton(logits, table, counts, penalizes=False)[0].tolist())
     """)
 
 
@@ -163,15 +204,23 @@ class TestOnGPU:
         case = make_case(num_rows, 32_003, spread)
         logits_BV = case.logits_BV.to(dtype)
         case = Case(logits_BV.float(), case.rows, case.counts_SV)
-        tokens = draw_tokens(logits_BV.cuda(), case.rows, case.counts_SV.cuda()).tolist()
+        drawn = draw_tokens(logits_BV.cuda(), case.rows, case.counts_SV.cuda(), range(num_rows))
+        tokens = drawn.token_B.tolist()
         # bf16 logits have many ties, which one weight at the border of top_p decides.
         check(case, tokens, tolerance=1e-3 if spread > 1 else 1e-4)
-        twin = draw_tokens(logits_BV.clone(), case.rows, case.counts_SV).tolist()
+        twin = draw_tokens(logits_BV.clone(), case.rows, case.counts_SV).token_B.tolist()
         assert sum(a == b for a, b in zip(tokens, twin, strict=True)) >= 0.98 * num_rows
+        own_B = drawn.logprobs_PV.cpu().gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+        assert (own_B > NEVER).all()
+        wanted_BV = draw_tokens(logits_BV.clone(), case.rows, case.counts_SV, range(num_rows)).logprobs_PV
+        # A token at the border of top_p may be kept by one alone.
+        torch.testing.assert_close(
+            own_B.exp(), wanted_BV.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1).exp(), atol=2e-3, rtol=2e-3
+        )
 
     def test_rows_without_a_distribution(self) -> None:
         logits_BV, rows = odd_rows(50)
-        check_odd(draw_tokens(logits_BV.cuda(), rows, torch.zeros((0, 50), dtype=torch.int32).cuda()).tolist())
+        check_odd(draw_tokens(logits_BV.cuda(), rows, torch.zeros((0, 50), dtype=torch.int32).cuda()).token_B.tolist())
 
     def test_draws_follow_the_distribution(self) -> None:
         logits_V = torch.randn(5000, generator=torch.Generator().manual_seed(1)) * 2
@@ -181,7 +230,7 @@ class TestOnGPU:
         found = torch.zeros(5000)
         for start in range(0, len(rows), 10_000):
             part = rows[start : start + 10_000]
-            tokens = draw_tokens(logits_V.cuda().expand(len(part), -1).contiguous(), part, counts)
+            tokens = draw_tokens(logits_V.cuda().expand(len(part), -1).contiguous(), part, counts).token_B
             found += torch.bincount(tokens.cpu(), minlength=5000)
         order_V = (logits_V / 0.9).argsort(descending=True)
         scaled_V = logits_V.double() / 0.9

@@ -166,3 +166,44 @@ def test_of_experts_in_one_parameter_is_refused(model: Path, stacked: Path, case
 def test_an_experts_rank_counts(model: Path, stacked: Path) -> None:
     with pytest.raises(RankTooLarge, match="rank 3"):
         read(stacked, model, max_rank=2)
+
+
+@pytest.mark.parametrize(
+    ("names", "targets"),
+    [
+        (("w1", "w3", "w2"), ["w1", "w2", "w3"]),
+        (("w1", "w3", "w2"), ["gate_proj", "up_proj", "down_proj"]),
+        (("gate_proj", "up_proj", "down_proj"), r".*\.experts\.(gate|up|down)_proj"),
+    ],
+)
+@pytest.mark.parametrize("shares", [True, False])
+def test_matrices_of_all_experts_may_be_shared(
+    model: Path, tmp_path: Path, names: tuple[str, ...], targets: Any, shares: bool
+) -> None:
+    """A of gate and up, and B of down, have a first dimension of 1, as SGLang's shared outer LoRA."""
+    count, rank, hidden, inner = 4, 3, 64, 48
+    tensors: dict[str, Tensor] = {}
+    for layer in range(3):
+        for name in names:
+            is_down = name == names[2]
+            a_ERD = torch.randn(1 if shares and not is_down else count, rank, inner if is_down else hidden)
+            b_EOR = torch.randn(1 if shares and is_down else count, hidden if is_down else inner, rank)
+            prefix = f"base_model.model.model.layers.{layer}.mlp.experts.{name}"
+            tensors |= {f"{prefix}.lora_A.weight": a_ERD, f"{prefix}.lora_B.weight": b_EOR}
+    save_file(tensors, tmp_path / WEIGHTS)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 6, "target_modules": targets}
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    experts = read(tmp_path, model).experts
+    for layer in range(3):
+        prefix = f"base_model.model.model.layers.{layer}.mlp.experts"
+        products = [2 * tensors[f"{prefix}.{n}.lora_B.weight"] @ tensors[f"{prefix}.{n}.lora_A.weight"] for n in names]
+        form = experts[f"layers.{layer}.mlp.experts"]
+        for expert in range(count):
+            gate_up = torch.cat([product[expert] for product in products[:2]])
+            torch.testing.assert_close(delta(form.gate_up, expert), gate_up)
+            torch.testing.assert_close(delta(form.down, expert), products[2][expert])
+    for name, wrong in ((f"{prefix}.{names[0]}.lora_A.weight", 2), (f"{prefix}.{names[2]}.lora_B.weight", 5)):
+        damaged = tensors | {name: tensors[name][:1].repeat(wrong, 1, 1)}
+        save_file(damaged, tmp_path / WEIGHTS)
+        with pytest.raises(AdapterMismatch, match=r"require \[4, "):
+            read(tmp_path, model)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from lorafleet.protocol.adapter_formats.adapter_files import AdapterFolder, OpenFile, folder_digest
+from lorafleet.protocol.adapter_formats.sealed_memory import SealedContent
 from lorafleet.protocol.errors import AdapterChanged, AdapterMalformed
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.workers.adapters.content_digest import KnownDigests, combined
@@ -49,6 +50,34 @@ def read(path: Path, base: Base, reader: ParallelReader | None, expected: str = 
     return read_adapter(
         path, base=base, max_rank=64, dtype=torch.float32, name="sql", expected_digest=expected, reader=reader
     )
+
+
+def test_memory_is_read_like_the_files_without_a_copy(adapter: Any, base: Base, reader: ParallelReader) -> None:
+    weights = (adapter.path / WEIGHTS).read_bytes()
+    content = SealedContent((adapter.path / "adapter_config.json").read_bytes(), memoryview(bytearray(weights)))
+    files = read(adapter.path, base, reader)
+    for use in (None, reader):
+        found = read_adapter(
+            content, base=base, max_rank=64, dtype=torch.float32, name="sql", expected_digest="d", reader=use
+        )
+        assert found.digest == "d", "whoever sealed the memory has computed it"
+        for module, form in files.forms.linears.items():
+            low_rank = found.forms.linears[module].low_rank
+            assert form.low_rank is not None and low_rank is not None
+            assert torch.equal(low_rank.a_RD, form.low_rank.a_RD) and torch.equal(low_rank.b_OR, form.low_rank.b_OR)
+        one = next(iter(found.forms.linears.values())).low_rank
+        assert one is not None
+        offset = one.a_RD.data_ptr() - torch.frombuffer(content.weights, dtype=torch.uint8).data_ptr()
+        assert 0 < offset < len(weights)
+
+
+def test_faults_in_memory_are_found(adapter: Any, base: Base, reader: ParallelReader) -> None:
+    config = (adapter.path / "adapter_config.json").read_bytes()
+    weights = bytearray((adapter.path / WEIGHTS).read_bytes())
+    for fault in (weights[:-4], weights[:4], weights[:-4] + b"\xff\xff\xff\x7f"):
+        content = SealedContent(config, memoryview(fault))
+        with pytest.raises(AdapterMalformed):
+            read_adapter(content, base=base, max_rank=64, dtype=torch.float32, name="sql", reader=reader)
 
 
 def overwrite_end(path: Path, data: bytes) -> None:

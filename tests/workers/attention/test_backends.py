@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from lorafleet.kernels.quant.fp8 import FP8
-from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch, AttentionSpec, KVCache
+from lorafleet.workers.attention.attention_backend import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    KVCache,
+    LayerAttention,
+)
 from lorafleet.workers.attention.flashinfer_backend import FlashInferAttention
 from lorafleet.workers.attention.torch_backend import TorchAttention, _split
 from lorafleet.workers.attention.xqa_attention import xqa_refusal
@@ -34,17 +40,13 @@ def make_spec(
     softcap: float | None = None,
 ) -> AttentionSpec:
     """Scores are made so large that a cap counts."""
+    scale = (1.3 if softcap is None else softcap) * head_dim**-0.5
     return AttentionSpec(
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_dim=head_dim,
-        scale=(1.3 if softcap is None else softcap) * head_dim**-0.5,
-        sliding_windows=windows,
+        layers=tuple(LayerAttention(*heads, head_dim, scale, window, softcap=softcap) for window in windows),
         block_size=PAGE,
         dtype=dtype,
         kv_dtype=kv_dtype or dtype,
         device=torch.device(device),
-        softcap=softcap,
     )
 
 
@@ -61,21 +63,23 @@ def check_batch(
         unused: What an FP8 cache holds in rows that must not be seen.
         decode_tolerance: Of the decodes at the front, if theirs is another one.
     """
-    case = make_case(lens, (spec.num_heads, spec.num_kv_heads), spec.head_dim, spec.dtype, spec.device.type)
+    first = spec.layers[0]
+    heads = first.num_heads, first.num_kv_heads
+    case = make_case(lens, heads, first.head_dim, spec.dtype, spec.device.type)
     case.write_new_tokens()
     scales = (1.0, 1.0)
     if spec.kv_dtype == FP8:
         scales = KV_SCALES
         case = in_fp8(case, *scales, unused)
-    caches = [KVCache(case.k_NPGD.clone(), case.v_NPGD.clone(), *scales) for _ in spec.sliding_windows]
+    caches = [KVCache(case.k_NPGD.clone(), case.v_NPGD.clone(), *scales) for _ in spec.layers]
     backend = make(spec, caches)
     backend.plan(AttentionBatch(case.query_lens, case.context_lens, case.block_tables))
     tolerance = TOLERANCE[spec.dtype]
-    for layer, window in enumerate(spec.sliding_windows):
+    for layer, own in enumerate(spec.layers):
         out = backend.attend(layer, case.q_THD)
         assert out.dtype == spec.dtype
         assert out.shape == case.q_THD.shape
-        want = naive_attention(case, spec.scale, window, spec.softcap)
+        want = naive_attention(case, own.scale, own.window, own.softcap)
         count = 0
         if decode_tolerance is not None:
             count = next((i for i, length in enumerate(case.query_lens) if length > 1), len(case.query_lens))
@@ -121,7 +125,9 @@ def test_torch_takes_one_backend_through_many_steps() -> None:
         cache.k_NPGD[: len(case.k_NPGD)], cache.v_NPGD[: len(case.v_NPGD)] = case.k_NPGD, case.v_NPGD
         backend.plan(AttentionBatch(case.query_lens, case.context_lens, case.block_tables))
         out = backend.attend(0, case.q_THD)
-        torch.testing.assert_close(out.double(), naive_attention(case, spec.scale, None), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            out.double(), naive_attention(case, spec.layers[0].scale, None), atol=1e-5, rtol=1e-5
+        )
 
 
 def test_like_sequences_share_a_group_and_a_long_one_does_not_pad_the_others() -> None:
@@ -212,7 +218,7 @@ class TestFlashInferPlans:
             case.write_new_tokens()
         most = max(len(case.k_NPGD) for case in cases)
         cache = KVCache(*(torch.zeros(most, PAGE, 2, 128, dtype=torch.bfloat16, device="cuda") for _ in "kv"))
-        caches = [cache] * len(spec.sliding_windows)
+        caches = [cache] * len(spec.layers)
         backend = FlashInferAttention(spec, caches).for_graph(len(CONTEXTS[0]), 2048)
         q_THD = cases[0].q_THD.clone()
         for layer in range(len(caches)):
@@ -226,8 +232,8 @@ class TestFlashInferPlans:
             spare = [array("i", [*table, 10**6]) for table in case.block_tables]  # a block that is not filled yet
             backend.plan(AttentionBatch(case.query_lens, case.context_lens, spare))
             graph.replay()
-            for out, window in zip(outs, spec.sliding_windows, strict=True):
-                want = naive_attention(case, spec.scale, window, softcap)
+            for out, own in zip(outs, spec.layers, strict=True):
+                want = naive_attention(case, own.scale, own.window, softcap)
                 torch.testing.assert_close(out.double(), want, atol=2e-2, rtol=2e-2)
 
 

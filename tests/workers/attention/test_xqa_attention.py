@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.quant.fp8 import FP8
-from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache
+from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache, LayerAttention
 from lorafleet.workers.attention.flashinfer_backend import FlashInferAttention
 from lorafleet.workers.attention.kv_pages import BlockTables, KVPages
 from lorafleet.workers.attention.torch_backend import TorchAttention
@@ -29,12 +29,9 @@ WINDOW = 300
 # Largest relative errors of all heads together, and of one. In e4m3, the rounding of weights alone makes 0.024 and 0.04
 # (computed in float64); rounding the queries, which the reference does too, would double that.
 BOUND_OF_ALL, BOUND_OF_ONE = 0.035, 0.08
+LAYER = LayerAttention(num_heads=32, num_kv_heads=8, head_dim=128, scale=1.3 * 128**-0.5)
 SPEC = AttentionSpec(
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    scale=1.3 * 128**-0.5,
-    sliding_windows=(None, None),
+    layers=(LAYER, LAYER),
     block_size=PAGE,
     dtype=torch.bfloat16,
     kv_dtype=FP8,
@@ -53,18 +50,23 @@ def test_xqa_serves_what_was_tested(spec: AttentionSpec) -> None:
         (SPEC, (8, 9), "the GPU's compute capability is 8.9, not 9.0"),
         (SPEC, (10, 0), "the GPU's compute capability is 10.0, not 9.0"),
         (
-            replace(SPEC, head_dim=256),
+            replace(SPEC, layers=(replace(LAYER, head_dim=256),)),
             HOPPER,
             "it has not been tested with head_dim=256 and 4 query heads for each KV head",
         ),
         (
-            replace(SPEC, num_kv_heads=4),
+            replace(SPEC, layers=(replace(LAYER, num_kv_heads=4),)),
             HOPPER,
             "it has not been tested with head_dim=128 and 8 query heads for each KV head",
         ),
-        (replace(SPEC, sliding_windows=(None, 1024)), HOPPER, "it has not been tested with sliding windows"),
+        (
+            replace(SPEC, layers=(LAYER, replace(LAYER, window=1024))),
+            HOPPER,
+            "it has not been tested with sliding windows",
+        ),
+        (replace(SPEC, layers=(replace(LAYER, chunk=64),)), HOPPER, "it has not been tested with chunks or sinks"),
         (replace(SPEC, block_size=8), HOPPER, "blocks have 8 tokens, not 16, 32, 64, 128"),
-        (replace(SPEC, softcap=50.0), HOPPER, "scores are capped"),
+        (replace(SPEC, layers=(replace(LAYER, softcap=50.0),)), HOPPER, "scores are capped"),
         (replace(SPEC, kv_dtype=torch.bfloat16), HOPPER, "it is faster for FP8 caches only"),
     ],
 )
@@ -99,6 +101,7 @@ class Decodes:
     """Random caches on the GPU, whose unused rows hold what must not be seen, the largest number of e4m3."""
 
     def __init__(self, spec: AttentionSpec, context_lens: list[int], seed: int) -> None:
+        layer = spec.layers[0]
         rng = random.Random(seed)
         generator = torch.Generator("cuda").manual_seed(seed)
         counts = [-(-length // PAGE) for length in context_lens]
@@ -113,12 +116,12 @@ class Decodes:
         used_NP11 = used.cuda()[:, :, None, None]
 
         def cache(scale: float) -> Tensor:
-            shape = (*used.shape, spec.num_kv_heads, spec.head_dim)
+            shape = (*used.shape, layer.num_kv_heads, layer.head_dim)
             drawn = (torch.randn(shape, generator=generator, device="cuda") / scale).clamp(-448, 448)  # e4m3's range
             return torch.where(used_NP11, drawn, 448.0).to(FP8)
 
         self.k_NPGD, self.v_NPGD = cache(K_SCALE), cache(V_SCALE)
-        shape = (len(counts), spec.num_heads, spec.head_dim)
+        shape = (len(counts), layer.num_heads, layer.head_dim)
         self.q_THD = torch.randn(shape, generator=generator, device="cuda").to(spec.dtype)
         self.want_THD = self._attention_in_float32(spec)
 
@@ -171,13 +174,9 @@ class TestOnGPU:
     ) -> None:
         self.needs_hopper()
         compile_xqa()
-        spec = replace(
-            SPEC,
-            num_heads=2 * group,
-            num_kv_heads=2,
-            head_dim=head_dim,
-            sliding_windows=(WINDOW if has_window else None,),
-        )
+        window = WINDOW if has_window else None
+        layer = replace(LAYER, num_heads=2 * group, num_kv_heads=2, head_dim=head_dim, window=window)
+        spec = replace(SPEC, layers=(layer,))
         cases = [Decodes(spec, ragged(num_seqs, seed), seed) for seed in (2, 3)]
         # A graph's padding: two rows, or the only one, with one token of the same block.
         padded = ragged(num_seqs, 4)[:-2] + [1] * min(2, num_seqs)
@@ -208,7 +207,7 @@ class TestOnGPU:
     def test_steps_without_a_graph(self) -> None:
         self.needs_hopper()
         compile_xqa()
-        spec = replace(SPEC, num_heads=8, num_kv_heads=2, sliding_windows=(None,))
+        spec = replace(SPEC, layers=(replace(LAYER, num_heads=8, num_kv_heads=2),))
         for num_seqs in (1, 8, 70):
             case = Decodes(spec, ragged(num_seqs, 5), 5)
             backend = self.make(spec, KVCache(case.k_NPGD, case.v_NPGD, K_SCALE, V_SCALE), None)
@@ -219,7 +218,7 @@ class TestOnGPU:
         self.needs_hopper()
         compile_xqa()
         buffers = [torch.zeros(4, PAGE, 2, 128, dtype=FP8, device="cuda") for _ in "kv"]
-        spec = replace(SPEC, num_heads=8, num_kv_heads=2, sliding_windows=(None,))
+        spec = replace(SPEC, layers=(replace(LAYER, num_heads=8, num_kv_heads=2),))
         backend = FlashInferAttention(spec, [KVCache(*buffers)])
         assert isinstance(backend.for_graph(8, 8192), XQAAttention)
         half = FlashInferAttention(
@@ -229,7 +228,7 @@ class TestOnGPU:
 
     @pytest.mark.parametrize("in_graph", [False, True])
     def test_plans_do_not_wait_for_the_device(self, in_graph: bool) -> None:
-        spec = replace(SPEC, num_heads=8, num_kv_heads=2, sliding_windows=(None,))
+        spec = replace(SPEC, layers=(replace(LAYER, num_heads=8, num_kv_heads=2),))
         case = Decodes(spec, ragged(8, 5), 5)
         backend = self.make(spec, KVCache(case.k_NPGD, case.v_NPGD), 8 if in_graph else None)
         backend.plan(case.batch)

@@ -33,8 +33,8 @@ def edit(model: Path, **changes: object) -> Path:
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
         ({"architectures": []}, "missing"),
-        ({"hidden_act": "gelu"}, "gelu"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"hidden_act": "mish"}, "mish"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "hqq"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
@@ -128,24 +128,27 @@ def test_gemma_3_as_transformers_4_wrote_it_means_the_same(tmp_path):
 
 
 def test_what_a_config_leaves_out_is_the_familys_default(tmp_path):
-    for family in ("Gemma2", "Gemma3", "Phi3"):
+    for family in ("Gemma2", "Gemma3", "Gemma3n", "Gemma4", "Gemma4Unified", "Phi3"):
         name = f"{family}ForCausalLM"
         default = getattr(transformers, name).config_class()
         (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
         found = read_model_config(tmp_path)
         assert found.vocab_size == default.vocab_size
         assert found.hidden_size == default.hidden_size
-        assert found.intermediate_size == default.intermediate_size
+        sizes = default.intermediate_size
+        assert found.layers[0].mlp.intermediate_size in (sizes if isinstance(sizes, list) else [sizes])
         assert found.num_layers == default.num_hidden_layers
-        assert (found.num_heads, found.num_kv_heads) == (default.num_attention_heads, default.num_key_value_heads)
-        assert found.rms_norm_eps == default.rms_norm_eps
+        attention = found.layers[0].attention
+        heads = default.num_attention_heads, default.num_key_value_heads
+        assert (attention.num_heads, attention.num_kv_heads) == heads
+        assert found.norm.eps == default.rms_norm_eps
         assert found.max_position_embeddings == default.max_position_embeddings
         assert found.tie_word_embeddings == default.tie_word_embeddings
         assert found.final_softcap == getattr(default, "final_logit_softcapping", None)
-        assert found.attention_softcap == getattr(default, "attn_logit_softcapping", None)
+        assert attention.softcap == getattr(default, "attn_logit_softcapping", None)
         kinds = getattr(default, "layer_types", ["sliding_attention"] * default.num_hidden_layers)
         windows = [default.sliding_window if kind == "sliding_attention" else None for kind in kinds]
-        assert list(found.sliding_windows) == windows
+        assert [layer.attention.window for layer in found.layers] == windows
         assert found.eos_token_ids == (default.eos_token_id,)
 
 
@@ -182,3 +185,10 @@ def test_context_over_the_cache_is_refused_with_both_numbers(model):
 
 def test_context_shrinks_to_the_cache_where_none_is_asked_for(model):
     assert build_engine(EngineConfig(model=str(model), kv_cache_tokens=64)).hello.max_model_len == 64
+
+
+def test_answers_end_at_the_generation_configs_tokens_else_at_the_configs(model: Path) -> None:
+    edit(model, eos_token_id=[3, 4])
+    for written, expected in (("{}", (3, 4)), ('{"eos_token_id": null}', (3, 4)), ('{"eos_token_id": [5, 6]}', (5, 6))):
+        (model / "generation_config.json").write_text(written)
+        assert read_model_config(model).eos_token_ids == expected

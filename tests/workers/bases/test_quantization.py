@@ -10,12 +10,17 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from lorafleet.kernels.quant.fp8_weight import FUSED_TOKENS, FP8Matrix, FP8Weight, quantize_rows
-from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
+from lorafleet.kernels.quant.e4m3_pairs import joined, split_pairs
+from lorafleet.kernels.quant.nf4 import NF4Scheme
+from lorafleet.kernels.quant.scaled_matrix import quantize_rows
+from lorafleet.kernels.quant.scaled_weight import ScaledWeight
+from lorafleet.offline.llm import LLM, SamplingParams
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
 from lorafleet.workers.bases.checkpoint import read_model_config
 from lorafleet.workers.bases.quantization import Quantization, resolved
+from lorafleet.workers.bases.weights import held_tensors
 from lorafleet.workers.slots.base_weights import FileWeights, ModelWeights
+from quantized_answers import assert_answers_as, served
 from quantized_models import (
     ROUNDED,
     bitsandbytes_checkpoint,
@@ -24,12 +29,10 @@ from quantized_models import (
     with_values,
 )
 from ranks import start_llm
-from tiny_models import Reference, make_adapter, make_model
+from tiny_models import make_model
 
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 # Of these, linears of 64 and 96 inputs have blocks that end amid rows.
 FAMILIES = ["llama_bias", "qwen3", "gemma2", "phi3"]
-ADAPTERS = {"plain": {"r": 4}, "dora": {"r": 4, "use_dora": True}, "some": {"r": 3, "target_modules": ["q_proj"]}}
 
 
 @pytest.fixture(scope="module")
@@ -37,29 +40,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows are whole blocks: bitsandbytes 0.50 on a CPU gives wrong values for some others."""
     folder = tmp_path_factory.mktemp("plain") / "model"
     return make_model(folder, "qwen3", num_hidden_layers=2, intermediate_size=128)
-
-
-def adapters_of(values: Path) -> dict[str, Path]:
-    """Made over the values, which DoRA's magnitudes are of."""
-    return {name: make_adapter(values.parent / f"{values.name}-{name}", values, **o) for name, o in ADAPTERS.items()}
-
-
-def assert_answers_as(llm: LLM, values: Path, prompt) -> None:
-    """Base and adapters in one batch."""
-    adapters = adapters_of(values)
-    jobs = [(prompt(n), name) for n in (3, 20) for name in (None, *adapters)]
-    loras = [name and LoRARequest(name, 1 + list(adapters).index(name), str(adapters[name])) for _, name in jobs]
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids, _ in jobs], GREEDY, lora_request=loras)
-    reference = Reference(values)
-    for (ids, name), output in zip(jobs, outputs, strict=True):
-        expected = reference.greedy(ids, GREEDY.max_tokens, adapters.get(name))
-        [answer] = output.outputs
-        assert answer.token_ids == expected.tokens
-        assert [p.logprob for p in answer.logprobs] == pytest.approx(expected.logprobs, abs=1e-3)
-
-
-def served(folder: Path, **options: object) -> LLM:
-    return LLM(str(folder), enable_lora=True, kv_cache_tokens=2048, **options)
 
 
 @pytest.mark.parametrize("method", ["nf4", "fp8"])
@@ -125,7 +105,10 @@ def test_adapters_that_need_the_bases_weights_get_the_values_that_are_served(tmp
     folder, values, options = quantized(model, tmp_path, checkpoint)
     engine = served(folder, **options)._engine.runner.steps.model
     config = engine.config
-    held, files = ModelWeights(engine), FileWeights(folder, torch.float32, False, config.quantization)
+    held, files = (
+        ModelWeights(engine, held_tensors(engine)),
+        FileWeights(folder, torch.float32, False, config.quantization),
+    )
     for name, want in load_file(values / "model.safetensors").items():
         module = name.removesuffix(".weight").removeprefix("model.")
         assert torch.equal(held.weight(module), want)
@@ -136,11 +119,11 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("config", "named"),
         [
-            ({"quant_method": "gptq", "bits": 4}, "gptq"),
-            ({"quant_method": "awq", "bits": 4}, "awq"),
-            ({"quant_method": "fbgemm_fp8"}, "fbgemm_fp8"),
-            ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "8 bits"),
-            ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4}}}}, "FP8"),
+            ({"quant_method": "hqq"}, "hqq"),
+            ({"quant_method": "quanto"}, "quanto"),
+            ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "stores no linear quantized"),
+            ({"quant_method": "bitsandbytes"}, "load_in_8bit"),
+            ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 3}}}}, "num_bits"),
             ({}, None),
         ],
     )
@@ -154,14 +137,10 @@ class TestRefusals:
         assert "quantization=nf4" in str(refusal.value)
 
     def test_a_checkpoint_is_not_quantized_twice(self) -> None:
-        stored = Quantization("nf4", frozenset())
+        stored = Quantization(rounding=NF4Scheme())
         assert resolved(stored, None) is resolved(stored, "nf4") is stored
         with pytest.raises(ConfigError, match="already"):
             resolved(stored, "fp8")
-
-    def test_experts_are_not_quantized(self, tmp_path) -> None:
-        with pytest.raises(UnsupportedModel, match="mixture of experts"):
-            served(make_model(tmp_path / "model", "mixtral"), quantization="nf4")
 
     @pytest.mark.parametrize("damage", ["state", "blocksize", "absmax", "weight", "lacking"])
     def test_damaged_checkpoints_are_refused_by_the_tensors_name(self, tmp_path, model, damage) -> None:
@@ -199,11 +178,12 @@ def test_the_weights_take_the_bytes_that_the_method_promises(model) -> None:
     assert sizes["nf4"] < sizes[None] / 5
 
 
-def exact_fp8_linear(weight: FP8Weight, x_TD: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+def exact_fp8_linear(weight: ScaledWeight, x_TD: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
     """In float32: what the kernels round, and nothing else."""
-    if weight._multiplies_e4m3 and len(x_TD) > FUSED_TOKENS:
-        x_TD = quantize_rows(x_TD).values()
-    values_OD = FP8Matrix(weight.weight_OD, weight.scale_O).values()
+    if weight.rounds(len(x_TD)):
+        by_kernel = len(x_TD) <= weight.pair_tokens
+        x_TD = joined(split_pairs(x_TD, rounds_x=True)) if by_kernel else quantize_rows(x_TD)[...]
+    values_OD = weight.code_OD.float() * weight.scale_OG
     return F.linear(x_TD.float(), values_OD, None if bias_O is None else bias_O.float()).to(weight.dtype)
 
 
@@ -231,7 +211,7 @@ def test_a_gpu_answers_as_over_the_plain_values(tmp_path, prompt, monkeypatch, m
     if method == "nf4":
         assert error < 0.02
         return
-    monkeypatch.setattr(FP8Weight, "linear", exact_fp8_linear)
+    monkeypatch.setattr(ScaledWeight, "linear", exact_fp8_linear)
     error_of_rounding = (logprobs(plain, method) - expected).abs().mean()
     assert 0.02 < error_of_rounding < 0.1
     assert error < 1.2 * error_of_rounding

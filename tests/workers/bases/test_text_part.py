@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -11,8 +12,15 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
+from float_checkpoints import FP8, compressed, group, scaled, whole
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
 from lorafleet.protocol.errors import AdapterUnsupported
+from lorafleet.workers.bases.checkpoint import read_model_config
+from lorafleet.workers.bases.formats.compressed_tensors_format import KV_SCHEME
+from lorafleet.workers.bases.weights import held_tensors, load_weights, read_kv_scales
+from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.tp.group import TPGroup
+from quantized_models import written
 from tests.workers.conftest import peft_warnings_ignored
 from tiny_models import COMMON, FAMILIES, tokenizer
 
@@ -78,6 +86,43 @@ def test_the_names_of_transformers_4_mean_the_same(checkpoint, prompt, tmp_path)
     llm.close()
     found = [p.logprob for p in output.prompt_logprobs[1:]]
     assert found == pytest.approx(reference(checkpoint, prompt(40)), abs=1e-3)
+
+
+@pytest.mark.parametrize("spelling", ["model.language_model.", "language_model.model."])
+@pytest.mark.parametrize("place", ["top", "text_config"])
+def test_a_quantized_checkpoint_has_names_in_either_spelling(checkpoint, tmp_path, spelling, place):
+    """down_proj has scales by channel and the others by tensor, so that targets matter. The pictures' part may be
+    quantized too, and K and V of the cache have scales."""
+    values: dict[str, torch.Tensor] = {}
+
+    def entries(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        if not name.endswith("_proj.weight"):
+            return {name: weight}
+        block = (1, weight.shape[1]) if "down_proj" in name else whole(weight)
+        stored, values[name] = scaled(weight, block, FP8)
+        return {f"{name.removesuffix('weight')}{leaf}": tensor for leaf, tensor in stored.items()}
+
+    layers = json.loads((checkpoint / "config.json").read_text())["text_config"]["num_hidden_layers"]
+    down = [f"{spelling}layers.{i}.mlp.down_proj" for i in range(layers)]
+    groups = {"down": group(8, "float", "channel"), "others": group(8, "float", "tensor")}
+    groups["down"]["targets"] = down
+    raw = json.loads((checkpoint / "config.json").read_text())
+    ours = compressed(groups, ["re:.*multi_modal_projector.*"]) | {"kv_cache_scheme": KV_SCHEME}
+    configs = {"quantization_config": ours if place == "top" else None}
+    configs["text_config"] = raw["text_config"] | {"quantization_config": ours if place == "text_config" else None}
+    folder = written(checkpoint, tmp_path / "quantized", entries, configs)
+    tensors = load_file(folder / "model.safetensors")
+    [prefix] = [name.partition("layers.0.mlp")[0] for name in values if name.endswith("layers.0.mlp.down_proj.weight")]
+    scales = {f"{prefix}layers.{i}.self_attn.{kind}_scale": torch.tensor(0.5) for i in range(layers) for kind in "kv"}
+    save_file(tensors | scales, folder / "model.safetensors")
+
+    model = DecoderModel(read_model_config(folder), TPGroup(0, 1), torch.float32, torch.device("cpu"))
+    load_weights(model, folder)
+    held = held_tensors(model)
+    own = {f"model.{name.removeprefix(prefix)}": want for name, want in values.items() if name.startswith(prefix)}
+    assert len(own) == 7 * layers and len(values) > len(own), "pictures' linears are quantized too"
+    assert all(torch.equal(held[name](), want) for name, want in own.items())
+    assert read_kv_scales(folder, dict.fromkeys(range(layers), True)) == [(0.5, 0.5)] * layers
 
 
 def save(folder: Path, base: Path, config: LoraConfig) -> Path:

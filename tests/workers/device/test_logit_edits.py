@@ -32,8 +32,8 @@ def logits(rows: int = 1, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
 
 
 def edited_rows(editor: LogitEditor, batch: list[Sequence]) -> list[EditedRow]:
-    prepared = [editor.prepare(one) for one in batch]
-    return [EditedRow(i, e, batch[i].num_generated) for i, e in enumerate(prepared) if e is not None]
+    prepared = [editor.prepare(i, one) for i, one in enumerate(batch)]
+    return [row for row in prepared if row is not None]
 
 
 def apply(editor: LogitEditor, logits_BV: torch.Tensor, rows: list[EditedRow]) -> None:
@@ -59,6 +59,14 @@ def reference(logits_V: torch.Tensor, one: Sequence) -> None:
     params = one.params
     if params.logit_bias:
         logits_V[list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()))
+    if params.allowed_token_ids:
+        forbidden = torch.ones(len(logits_V), dtype=torch.bool)
+        forbidden[params.allowed_token_ids] = False
+        logits_V[forbidden] = NEVER
+    answer = one.tokens[one.num_prompt :]
+    for *before, last in params.bad_words_token_ids or ():
+        if len(before) <= len(answer) and answer[len(answer) - len(before) :] == before:
+            logits_V[last] = NEVER
     if one.stop_ids and one.num_generated < params.min_tokens:
         logits_V[list(one.stop_ids)] = NEVER
     if params.repetition_penalty != 1.0:
@@ -112,6 +120,10 @@ def random_sequence(rng: random.Random) -> Sequence:
         params["logit_bias"] = {rng.randrange(VOCAB): rng.uniform(-5, 5) for _ in range(rng.randrange(1, 9))}
     if rng.random() < 0.4:
         params["min_tokens"] = rng.randrange(1, 8)
+    if rng.random() < 0.3:
+        params["allowed_token_ids"] = rng.choices(range(VOCAB), k=30)
+    if rng.random() < 0.4:
+        params["bad_words_token_ids"] = [rng.choices(range(4), k=rng.randrange(1, 5)) for _ in range(20)]
     tokens = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))]
     return sequence(tokens, len(tokens), stop_ids=rng.sample(range(VOCAB), 3), **params)
 
@@ -132,7 +144,7 @@ def test_many_rows_over_many_steps_have_the_numbers_of_the_whole_history():
         batch = [one for one in running if one.num_generated == 0 or rng.random() < 0.9]
         found = logits(len(batch), seed=step)
         expected = found.clone()
-        chosen = [rng.randrange(VOCAB) for _ in batch]
+        chosen = [rng.randrange(rng.choice([4, VOCAB])) for _ in batch]  # banned sequences have tokens below 4
         rows = edited_rows(editor, batch)
         for logits_V, one in zip(expected, batch, strict=True):
             assert one.tokens[-1] != UNKNOWN
@@ -163,14 +175,14 @@ def test_memory_grows_with_the_rows_that_are_held_up_to_the_sequences_of_a_step(
     held = [sequence(repetition_penalty=1.1) for _ in range(20)]
     sizes = []
     for one in held:
-        editor.prepare(one)
+        editor.prepare(0, one)
         sizes.append(len(editor.counts_SV))
     assert sizes == [8] * 8 + [16] * 8 + [20] * 4
     for one in held:
         editor.release(one)
     for _ in range(100):
         one = sequence(presence_penalty=0.5)
-        editor.prepare(one)
+        editor.prepare(0, one)
         editor.release(one)
     assert len(editor.counts_SV) == 20
     assert not editor._edits
@@ -203,7 +215,7 @@ def test_a_wider_vocabulary_of_an_adapter_keeps_the_counts_of_the_others():
 def test_a_row_of_counts_keeps_nothing_of_a_wider_vocabulary():
     editor = LogitEditor(2, VOCAB, CPU)
     wide = sequence(range(VOCAB, VOCAB + 30), 30, repetition_penalty=2.0, vocab_size=VOCAB + 30)
-    editor.prepare(wide)
+    editor.prepare(0, wide)
     editor.release(wide)
     batch = [sequence((1,), 1, repetition_penalty=2.0), sequence(range(20), 20, repetition_penalty=2.0)]
     found = logits(2)
@@ -220,7 +232,7 @@ def test_a_first_token_has_nothing_to_be_penalized_for():
 
 def test_a_sequence_whose_tokens_are_not_known_cannot_begin():
     with pytest.raises(RuntimeError, match="not known"):
-        LogitEditor(2, VOCAB, CPU).prepare(sequence((1, 2, UNKNOWN), 2, repetition_penalty=2.0))
+        LogitEditor(2, VOCAB, CPU).prepare(0, sequence((1, 2, UNKNOWN), 2, repetition_penalty=2.0))
 
 
 def test_biases_are_added_in_float32():
@@ -234,7 +246,7 @@ def test_biases_are_added_in_float32():
 def test_what_a_sequence_edits_is_uploaded_once(monkeypatch):
     editor = LogitEditor(2, VOCAB, CPU)
     one = sequence(logit_bias={3: 1.0}, min_tokens=9, stop_ids=[4], repetition_penalty=1.5)
-    editor.prepare(one)
+    editor.prepare(0, one)
     monkeypatch.setattr(editor, "_upload", None)
     monkeypatch.setattr(editor._counts, "_fill", None)
     for _ in range(3):

@@ -3,10 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lorafleet.kernels.sampling.draw_tokens import draw_tokens
+from lorafleet.kernels.sampling.row_log_softmax import row_log_softmax
 from lorafleet.protocol.sampling_params import SamplingParams
-from lorafleet.workers.device import sampler
 from lorafleet.workers.device.host_copy import Download
-from lorafleet.workers.device.sampler import PendingLogprobs, SamplingRow, greedy
+from lorafleet.workers.device.sampler import PendingLogprobs, SamplingRow, draw_fields, greedy
 
 VOCAB = 50
 
@@ -16,7 +17,8 @@ def row(num_tokens=3, seed=0, vocab_size=VOCAB, **params) -> SamplingRow:
 
 
 def sample(logits_BV: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
-    return sampler.sample(logits_BV, rows, [], torch.zeros((0, VOCAB), dtype=torch.int32)).tolist()
+    draws = draw_fields(rows, [], logits_BV.shape[1])
+    return draw_tokens(logits_BV, draws, torch.zeros((0, VOCAB), dtype=torch.int32)).token_B.tolist()
 
 
 def logits(rows: int = 1) -> torch.Tensor:
@@ -80,7 +82,7 @@ def test_logprobs_are_of_the_raw_distribution_with_ranks():
     raw = logits()[0].log_softmax(-1)
     order = raw.argsort(descending=True).tolist()
     download = Download(torch.device("cpu"))
-    [found] = PendingLogprobs(logits(), torch.tensor([order[3]]), [2], download).read()
+    [found] = PendingLogprobs(row_log_softmax(logits()), torch.tensor([order[3]]), [2], download).read()
     assert found.logprob == pytest.approx(float(raw[order[3]]))
     assert found.rank == 4
     assert found.top_ids == order[:2]

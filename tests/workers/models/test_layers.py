@@ -8,8 +8,9 @@ from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.kernels.lora.lora_batch import LoRABatch
 from lorafleet.kernels.lora.packed_lora import LoRATables, PackedLoRA
 from lorafleet.kernels.quant.base_weight import BaseWeight, PlainWeight
+from lorafleet.workers.bases.model_config import NormStyle
 from lorafleet.workers.models import layers
-from lorafleet.workers.models.layers import PackedLinear, ResidualNorm
+from lorafleet.workers.models.layers import Norm, PackedLinear, ResidualSum
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.row_parallel_sum import RankSum
 
@@ -55,16 +56,16 @@ def forward(linear: PackedLinear) -> LinearOutput:
     return linear(torch.ones(2, 4), batch)
 
 
-def norm_of(group: TPGroup) -> ResidualNorm:
-    norm = ResidualNorm(3, 0.0, torch.float32, CPU, RankSum(group, CPU))
+def norm_of(group: TPGroup) -> ResidualSum:
+    norm = Norm(3, NormStyle(0.0), torch.float32, CPU)
     norm.weight.fill_(1.0)
-    return norm
+    return ResidualSum(norm, 1.0, 0.0, RankSum(group, CPU))
 
 
 @pytest.mark.usefixtures("with_delta")
 @pytest.mark.parametrize(("adds_bias", "y"), [(True, 14.0), (False, 4.0)])
 def test_a_linear_leaves_the_adapters_part_to_who_reads_it_and_the_bias_to_one_rank(adds_bias: bool, y: float) -> None:
-    found, delta, _ = forward(linear_of_ones(adds_bias=adds_bias))
+    found, delta, *_ = forward(linear_of_ones(adds_bias=adds_bias))
     assert found.tolist() == [[y] * 3] * 2
     assert delta is not None and delta.tolist() == [[100.0] * 3] * 2
 

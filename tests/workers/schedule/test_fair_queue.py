@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from lorafleet.protocol.limits import BACKGROUND
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.schedule.fair_queue import MAX_IDLE_FLOWS, OUTPUT_WEIGHT, PROMPT_WEIGHT, FairQueue
@@ -244,6 +245,38 @@ def test_priority_orders_an_adapters_requests_and_takes_no_turn_from_another():
     order = [serve_next(queue, num_output=1).request_id for _ in range(6)]
     assert [name for name in order if name != "other"] == ["urgent", "first", "second", "late", "later"]
     assert order.index("other") == 1
+
+
+def in_background(one: Sequence) -> Sequence:
+    one.priority = BACKGROUND
+    return one
+
+
+def test_the_background_starts_after_all_tenants_and_adapters_and_shares_what_is_left():
+    queue = FairQueue(slot_credit=0)
+    for _ in range(2):
+        queue.add(in_background(of_tenant("idle", "a", "background")))
+        queue.add(in_background(of_tenant("busy", "b", "background")))
+    assert not queue.waiting_tenants()  # Nothing may be preempted for them.
+    for _ in range(3):
+        for _ in range(4):
+            queue.add(of_tenant("busy", "a", "foreground", num_prompt=50))
+        assert [serve_next(queue).request_id for _ in range(4)] == ["foreground"] * 4
+    assert queue.tokens_of("busy") == 20
+    assert [serve_next(queue).tenant for _ in range(4)] in (["idle", "busy"] * 2, ["idle", "busy", "busy", "idle"])
+    assert not len(queue)
+
+
+def test_a_starved_background_gives_nobody_turns():
+    queue = FairQueue(slot_credit=0)
+    queue.add(in_background(of_tenant("x", "a", "background")))
+    for _ in range(9):
+        queue.add(of_tenant("x", "a", "first"))
+    for _ in range(5):
+        serve_next(queue)
+    for _ in range(4):
+        queue.add(of_tenant("y", "b", "second"))  # It has saved up nothing.
+    assert Counter(serve_next(queue).request_id for _ in range(4)) == {"first": 2, "second": 2}
 
 
 def of_tenant(tenant: str, adapter: str, name: str = "r", num_prompt: int = 10) -> Sequence:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 
 TOKENS = list(range(100, 140))
@@ -184,3 +186,22 @@ def test_the_prefix_of_a_sequence_that_waits_is_taken_for_others_last():
         kv.refresh(found)
     assert len(kv.find_prefix(waiting, TOKENS, found).table) == 9
     assert kv.reuse_prefix(waiting, TOKENS, found) == 36
+
+
+def test_the_time_is_known_since_which_no_prompt_in_use_was_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("lorafleet.workers.schedule.kv_cache.time.monotonic", lambda: now[0])
+    kv = KVCacheManager(num_blocks=4, block_size=4, enable_prefix_caching=True)
+    for first in (0, 50):
+        blocks = kv.open("salt")
+        tokens = list(range(first, first + 8))
+        assert kv.grow(blocks, 8)
+        kv.commit(blocks, tokens, 8)
+        now[0] += 10.0
+        kv.release(blocks)
+    assert kv.counts.forgotten_s == 0.0
+    third = kv.open("salt")
+    assert kv.grow(third, 8)
+    assert kv.counts.forgotten_s == 110.0, "when the first prompt was in use"
+    kv.flush()
+    assert kv.counts.forgotten_s == 120.0

@@ -1,34 +1,180 @@
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
+import logging
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
-import torch
 
-from lorafleet.protocol.quantization_methods import Method
-from lorafleet.workers.bases.checkpoint import read_model_config
-from lorafleet.workers.bases.quantization import resolved
-from lorafleet.workers.models.decoder import DecoderModel
-from lorafleet.workers.step.decode_graphs import may_split
-from lorafleet.workers.tp.group import TPGroup
-from tiny_models import make_model
+from lorafleet.kernels.lora.lora_batch import BASE_SLOT
+from lorafleet.workers.step import decode_graphs
+from lorafleet.workers.step.decode_capture import DecodeKey
+from lorafleet.workers.step.decode_graphs import CAPTURE_PERIOD_S, DecodeGraphs
+
+SIZES = [1, 2, 4, 8, 40, 64, 128]
+RARE_SLOT = 7
+EXPERT_SLOT = 6
 
 
-@pytest.mark.parametrize(
-    ("family", "quantization", "tp_size", "expected"),
-    [
-        ("llama3", None, 1, True),
-        ("qwen2", None, 1, True),
-        ("llama3", None, 2, False),
-        ("llama3", "fp8", 1, False),
-        ("mixtral", None, 1, False),
-    ],
-)
-def test_only_models_like_the_measured_one_split_the_gpu(
-    tmp_path: Path, family: str, quantization: Method | None, tp_size: int, expected: bool
-) -> None:
-    config = read_model_config(make_model(tmp_path / "base", family))
-    config = replace(config, quantization=resolved(config.quantization, quantization))
-    model = DecoderModel(config, TPGroup(0, tp_size), torch.bfloat16, torch.device("cpu"))
-    assert may_split(model) is expected
+class Capturer:
+    """Captures keys instead of graphs."""
+
+    def __init__(self) -> None:
+        self.captured: list[DecodeKey] = []
+        self.has_graphs = True
+        self.num_forgotten = 0
+        self.error: Exception | None = None
+
+    def capture(self, key: DecodeKey) -> Any:
+        if self.error is not None:
+            raise self.error
+        if not self.has_graphs:
+            return None
+        self.captured.append(key)
+        return key
+
+    def forget(self) -> None:
+        self.num_forgotten += 1
+
+    def fill(self, decode: Any, plan: Any) -> None:
+        raise AssertionError(f"nothing runs here: {decode}, {plan}")
+
+    def replay(self, decode: Any, num_seqs: int) -> Any:
+        raise AssertionError(f"nothing runs here: {decode}, {num_seqs}")
+
+
+class Slots:
+    def tile_counts(self, num_tokens: int) -> list[int]:
+        return sorted({min(2, num_tokens), num_tokens})
+
+    def has_rare(self, slots: Sequence[int]) -> bool:
+        return RARE_SLOT in slots
+
+    def has_experts(self, slots: Sequence[int]) -> bool:
+        return EXPERT_SLOT in slots
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def find(graphs: DecodeGraphs, *slots: int) -> Any:
+    return graphs.find(list(slots), [5] * len(slots))
+
+
+def test_a_start_captures_the_largest_size_first_and_then_only_the_first_sizes() -> None:
+    capturer = Capturer()
+    graphs = DecodeGraphs(capturer, SIZES, (1, 8), Slots(), max_context=100)
+    assert [key.num_rows for key in capturer.captured] == [128] * 4 + [8] * 4 + [1] * 3
+    assert capturer.captured[:4] == [
+        DecodeKey(128, 0),
+        DecodeKey(128, 2),
+        DecodeKey(128, 128),
+        DecodeKey(128, 128, True),
+    ]
+    assert graphs.most == 26
+    everything = DecodeGraphs(Capturer(), SIZES, SIZES, Slots(), max_context=100)
+    assert len(everything) == everything.most
+    assert not everything.has_more
+
+
+def test_a_step_has_a_graph_with_experts_only_if_an_adapter_is_on_them() -> None:
+    capturer = Capturer()
+    graphs = DecodeGraphs(capturer, [8], [8], Slots(), max_context=100, has_mixtures=True)
+    kinds = [
+        (0, False, False),
+        (2, False, False),
+        (2, False, True),
+        (8, False, False),
+        (8, False, True),
+        (8, True, True),
+    ]
+    assert capturer.captured == [DecodeKey(8, *kind) for kind in kinds]
+    assert find(graphs, 0) == DecodeKey(8, 2)
+    assert find(graphs, EXPERT_SLOT) == DecodeKey(8, 2, takes_experts=True)
+    assert find(graphs, 0, RARE_SLOT) == DecodeKey(8, 8, takes_rare=True, takes_experts=True)
+    assert find(graphs, BASE_SLOT, BASE_SLOT) == DecodeKey(8, 0)
+
+
+def test_a_step_uses_the_next_captured_size_until_its_own_is_captured() -> None:
+    capturer, clock = Capturer(), Clock()
+    graphs = DecodeGraphs(capturer, SIZES, (1, 8), Slots(), max_context=100, clock=clock)
+    assert find(graphs, BASE_SLOT) == DecodeKey(1, 0)
+    assert not graphs._wanted
+    assert find(graphs, *[BASE_SLOT] * 3) == DecodeKey(8, 0)
+    assert find(graphs, 0, 1, BASE_SLOT) == DecodeKey(8, 8)  # three tiles
+    assert find(graphs, 0, RARE_SLOT) == DecodeKey(8, 8, True)
+    assert not graphs.capture_one(is_idle=False)  # the start has just captured
+    clock.now_s += CAPTURE_PERIOD_S
+    assert graphs.capture_one(is_idle=False)
+    assert capturer.captured[-1] == DecodeKey(2, 2, True)  # the latest one
+    assert not graphs.capture_one(is_idle=False)
+    clock.now_s += CAPTURE_PERIOD_S
+    assert graphs.capture_one(is_idle=False)
+    assert find(graphs, 0, 1, BASE_SLOT) == capturer.captured[-1] == DecodeKey(4, 4)
+    clock.now_s += CAPTURE_PERIOD_S
+    assert graphs.capture_one(is_idle=False)
+    assert find(graphs, *[BASE_SLOT] * 3) == DecodeKey(4, 0)
+    clock.now_s += CAPTURE_PERIOD_S
+    assert not graphs.capture_one(is_idle=False)  # no step lacks any
+
+
+def test_a_much_larger_graph_or_one_for_shorter_contexts_is_not_used() -> None:
+    graphs = DecodeGraphs(Capturer(), SIZES, (1, 8), Slots(), max_context=100)
+    assert find(graphs, *[BASE_SLOT] * 9) is None  # 128 rows would take much longer than 40
+    assert find(graphs, *[BASE_SLOT] * 64) == DecodeKey(128, 0)
+    assert find(graphs, *[BASE_SLOT] * 129) is None
+    assert graphs.find([0, RARE_SLOT], [5, 101]) is None
+
+
+def test_idle_time_captures_all_that_is_missing() -> None:
+    capturer = Capturer()
+    graphs = DecodeGraphs(capturer, SIZES, (1,), Slots(), max_context=100, clock=Clock())
+    find(graphs, BASE_SLOT, BASE_SLOT)
+    assert graphs.capture_one(is_idle=True)
+    assert capturer.captured[-1] == DecodeKey(2, 0)  # what a step has lacked comes first
+    while graphs.has_more:
+        assert graphs.capture_one(is_idle=True)
+    assert len(graphs) == graphs.most == len(set(capturer.captured)) == len(capturer.captured)
+    assert not graphs.capture_one(is_idle=True)
+
+
+def test_another_attention_has_graphs_of_its_own() -> None:
+    capturer, clock = Capturer(), Clock()
+    capturer.has_graphs = False
+    graphs = DecodeGraphs(capturer, SIZES, (1, 8), None, max_context=100, clock=clock)
+    assert find(graphs, BASE_SLOT) is None
+    assert not graphs.has_more
+    assert not graphs.capture_one(is_idle=True)
+    capturer.has_graphs = True
+    graphs.restart()
+    clock.now_s += CAPTURE_PERIOD_S
+    assert find(graphs, BASE_SLOT) is None
+    assert graphs.capture_one(is_idle=False)
+    assert capturer.captured == [DecodeKey(128, 0)]  # the others fit into its memory
+    assert find(graphs, BASE_SLOT) is None
+    clock.now_s += CAPTURE_PERIOD_S
+    assert graphs.capture_one(is_idle=False)
+    assert find(graphs, BASE_SLOT) == DecodeKey(1, 0)
+    graphs.restart()
+    assert capturer.num_forgotten == 2
+    assert find(graphs, BASE_SLOT) is None
+    while graphs.has_more:
+        assert graphs.capture_one(is_idle=True)
+    assert len(graphs) == graphs.most == len(SIZES)
+
+
+def test_a_late_capture_that_fails_is_the_last_one_and_ends_no_step(caplog: pytest.LogCaptureFixture) -> None:
+    capturer = Capturer()
+    graphs = DecodeGraphs(capturer, SIZES, (1,), None, max_context=100, clock=Clock())
+    capturer.error = RuntimeError("out of memory")
+    with caplog.at_level(logging.WARNING, decode_graphs.__name__):
+        assert not graphs.capture_one(is_idle=True)
+    assert "out of memory" in caplog.text
+    assert not graphs.has_more
+    assert find(graphs, BASE_SLOT) == DecodeKey(1, 0)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        DecodeGraphs(capturer, SIZES, (1,), None, max_context=100)

@@ -55,6 +55,26 @@ def test_adapters_of_every_kind_in_one_batch(pair, fleet, prompt, request):
         assert logprobs(mine) == pytest.approx(logprobs(theirs), abs=1e-3)
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_all_ranks_sleep_and_answer_as_before_when_they_wake_up(pair, fleet, prompt, request, level):
+    family = request.node.callspec.params["pair"][0]
+    loras = [None, *(LoRARequest(*named) for named in _some_adapters(fleet(family)))]
+    prompts = [{"prompt_token_ids": prompt(30)} for _ in loras]
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    alone, shared = pair
+    expected = tokens(alone.generate(prompts, params, lora_request=loras))
+    assert tokens(shared.generate(prompts, params, lora_request=loras)) == expected
+    shared.sleep(level)
+    assert shared._engine.stats().sleeping and not any(shared._engine.stats().resident_slots)
+    shared.wake_up(["weights"])
+    shared.wake_up(["kv_cache"])
+    assert tokens(shared.generate(prompts, params, lora_request=loras)) == expected
+
+
+def _some_adapters(made):
+    return [(name, i, str(path)) for i, (name, path) in enumerate(list(made.adapters.items())[:2], 1)]
+
+
 def test_drawn_answers_and_logprobs_are_the_same(pair, prompt):
     """Rank 0 draws, and the other ranks go on from its tokens."""
     params = [

@@ -23,7 +23,7 @@ from lorafleet.workers.slots.lora_model import LoRAModel
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.packed_adapter import pack
 from lorafleet.workers.tp.group import TPGroup
-from lorafleet.workers.tp.shard import ROW_PARALLEL, Shard
+from lorafleet.workers.tp.shard import Shard
 from ranks import on_ranks
 from tiny_models import make_model
 
@@ -60,9 +60,9 @@ def run(
     outputs: Outputs = []
     for i, (names, linear) in enumerate(model.packed_linears()):
         random = torch.Generator().manual_seed(i)
-        x_TD = torch.randn(NUM_TOKENS, config.linear_shapes()[names[0]][0], generator=random)
+        x_TD = torch.randn(NUM_TOKENS, config.projections()[names[0]].shape[0], generator=random)
         y_TO = linear(x_TD[:, model.shard.input(names[0])].contiguous(), batch).y_TO
-        is_sum = names[0].rpartition(".")[2] in ROW_PARALLEL
+        is_sum = model.shard.is_row_parallel(names[0])
         outputs.append((names, group.all_reduce(y_TO) if is_sum else y_TO))
     norms = [(name, norm.for_step(batch).weight) for name, norm in model.norms()]
     return outputs, infos, norms
@@ -89,7 +89,7 @@ def test_every_linear_and_norm_gives_what_it_gives_on_one_rank(folders: list[Pat
             shard = Shard.of(config, rank, 2)
             assert own_infos == infos, "all ranks say the same of an adapter"
             for (names, y_TO), (_, whole_TO) in zip(outputs, whole, strict=True):
-                sizes = [config.linear_shapes()[name][1] for name in names]
+                sizes = [config.projections()[name].shape[1] for name in names]
                 slices = zip(names, whole_TO.split(sizes, dim=1), strict=True)
                 want_TO = torch.cat([s[:, own] for name, s in slices for own in shard.outputs(name)], dim=1)
                 torch.testing.assert_close(y_TO, want_TO, atol=1e-4, rtol=1e-4)

@@ -27,7 +27,7 @@ from lorafleet.workers.slots.loader import AdapterLoader
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.tp.adapter_sharding import AdapterSharding
 from lorafleet.workers.tp.group import TPGroup
-from lorafleet.workers.tp.shard import ROW_PARALLEL, Shard
+from lorafleet.workers.tp.shard import Shard
 from ranks import on_ranks
 from tiny_models import ALL_TARGETS, make_adapter, make_model
 
@@ -98,11 +98,11 @@ def run(group: TPGroup, model_folder: Path, adapters: list[Path], fully_sharded:
         ys = []
         for num_tokens in NUM_TOKENS:
             random = torch.Generator().manual_seed(i)
-            x_TD = torch.randn(num_tokens, config.linear_shapes()[names[0]][0], generator=random).to(dtype)
+            x_TD = torch.randn(num_tokens, config.projections()[names[0]].shape[0], generator=random).to(dtype)
             batch = LoRABatch.build(slots_of(num_tokens), manager.tables)
             own_TD = x_TD[:, model.shard.input(names[0])].contiguous()
             y_TO = linear(own_TD, batch).y_TO
-            is_sum = names[0].rpartition(".")[2] in ROW_PARALLEL
+            is_sum = model.shard.is_row_parallel(names[0])
             ys.append(group.all_reduce(y_TO) if is_sum else y_TO)
         outputs.append((names, ys))
     loras = [linear.lora for _, linear in model.packed_linears()]
@@ -151,7 +151,7 @@ def test_every_linear_gives_what_it_gives_on_one_rank(
         shard = Shard.of(config, rank, len(ranks))
         for (names, ys), (_, whole_ys) in zip(results[case].outputs, alone[case].outputs, strict=True):
             for y_TO, whole_TO in zip(ys, whole_ys, strict=True):
-                whole_sizes = [config.linear_shapes()[name][1] for name in names]
+                whole_sizes = [config.projections()[name].shape[1] for name in names]
                 slices = zip(names, whole_TO.split(whole_sizes, dim=1), strict=True)
                 want_TO = torch.cat([columns[:, rows] for n, columns in slices for rows in shard.outputs(n)], dim=1)
                 torch.testing.assert_close(y_TO, want_TO, atol=tolerance, rtol=tolerance)
@@ -163,7 +163,7 @@ def test_adapters_count_in_the_comparison(alone: list[Result], folders: Folders)
     adapters_used = torch.tensor(slots_of(NUM_TOKENS[0])) != BASE_SLOT
     for i, (names, linear) in enumerate(model.packed_linears()):
         x_TD = torch.randn(
-            NUM_TOKENS[0], config.linear_shapes()[names[0]][0], generator=torch.Generator().manual_seed(i)
+            NUM_TOKENS[0], config.projections()[names[0]].shape[0], generator=torch.Generator().manual_seed(i)
         )
         changed = (alone[2].outputs[i][1][0] - linear(x_TD, None)[0]).abs().amax(dim=1) > 1e-2
         assert not changed[~adapters_used].any() and changed[adapters_used].float().mean() > 0.4
@@ -194,7 +194,8 @@ def test_ranks_that_do_not_divide_cost_no_more_than_rounding_up(
     config = read_model_config(folders["odd"][0])
     case = CASES.index(("odd", True, torch.float32))
     total = sum(results[case].matrix_bytes[2] for results in ranks)
-    shared_kv = max(0, len(ranks) - config.num_kv_heads) * config.head_dim * 3 * 4
+    attention = config.layers[0].attention
+    shared_kv = max(0, len(ranks) - attention.num_kv_heads) * attention.head_dim * 3 * 4
     assert total == alone[case].matrix_bytes[2] + shared_kv, "nothing is held twice but the KV heads' B"
 
 

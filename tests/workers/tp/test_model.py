@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lorafleet.protocol.errors import ConfigError
-from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache
+from lorafleet.workers.attention.attention_backend import AttentionBatch, KVCache
 from lorafleet.workers.attention.torch_backend import TorchAttention
+from lorafleet.workers.attention_spec import attention_spec
 from lorafleet.workers.bases.checkpoint import read_model_config
 from lorafleet.workers.bases.weights import load_weights
 from lorafleet.workers.device.sampler import greedy, greedy_of_ranks
@@ -46,19 +47,8 @@ def run(model: DecoderModel) -> tuple[list[Tensor], list[list[int]]]:
     """Two prompts in one step, then decodes of both, all with random tokens: every step's logits [T, V], and the
     tokens that would be chosen."""
     config, local = model.config, model.shard.local
-    spec = AttentionSpec(
-        local.num_heads,
-        local.num_kv_heads,
-        local.head_dim,
-        local.attention_scale,
-        local.sliding_windows,
-        BLOCK,
-        torch.float32,
-        torch.float32,
-        CPU,
-        local.attention_softcap,
-    )
-    shape = (2 * BLOCKS_A_SEQUENCE, BLOCK, local.num_kv_heads, local.head_dim)
+    spec = attention_spec(local, BLOCK, torch.float32, torch.float32, CPU, {})
+    shape = (2 * BLOCKS_A_SEQUENCE, BLOCK, local.attentions[0].num_kv_heads, local.attentions[0].head_dim)
     caches = [KVCache(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.num_layers)]
     attention = TorchAttention(spec, caches)
     tables = [list(range(b * BLOCKS_A_SEQUENCE, (b + 1) * BLOCKS_A_SEQUENCE)) for b in range(2)]

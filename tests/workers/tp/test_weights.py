@@ -60,13 +60,13 @@ def test_a_rank_holds_its_rows_and_columns(folder: Path, rank: int) -> None:
 
     qkv_weight, gate_up_weight = rows("weight")
     qkv_bias, gate_up_bias = rows("bias")
-    assert torch.equal(layer.self_attn.qkv_proj.weight.weight, qkv_weight)
-    assert torch.equal(layer.self_attn.qkv_proj.bias, qkv_bias)
-    assert torch.equal(layer.mlp.gate_up_proj.weight.weight, gate_up_weight)
-    assert torch.equal(layer.mlp.gate_up_proj.bias, gate_up_bias)
-    assert torch.equal(layer.self_attn.o_proj.weight.weight, whole[f"{ATTENTION}.o_proj.weight"][:, heads])
+    assert torch.equal(layer.mixer.qkv_proj.weight.weight, qkv_weight)
+    assert torch.equal(layer.mixer.qkv_proj.bias, qkv_bias)
+    assert torch.equal(layer.mlp.up_proj.weight.weight, gate_up_weight)
+    assert torch.equal(layer.mlp.up_proj.bias, gate_up_bias)
+    assert torch.equal(layer.mixer.o_proj.weight.weight, whole[f"{ATTENTION}.o_proj.weight"][:, heads])
     assert torch.equal(layer.mlp.down_proj.weight.weight, whole[f"{MLP}.down_proj.weight"][:, inner])
-    assert torch.equal(layer.input_layernorm.weight, whole["model.layers.1.input_layernorm.weight"])
+    assert torch.equal(layer.attention_in.norm.weight, whole["model.layers.1.input_layernorm.weight"])
 
 
 @pytest.mark.parametrize("table", ["model.embed_tokens", "lm_head"])

@@ -79,14 +79,25 @@ def _untargeted(module: str, other: Target) -> Target:
 def _move(inputs: dict[str, Tensor], outputs: dict[str, Tensor], base: Base) -> dict[str, Tensor]:
     """Moves the input scales into `outputs` or into norms, and returns the changed norms."""
     norms = {}
+    if inputs and base.layout.is_generic:
+        raise AdapterUnsupported(
+            f"IA3 on the inputs of {next(iter(inputs))} (feedforward_modules) is not supported for a base that runs as "
+            "transformers' own module (model_impl=transformers). Train it with feedforward_modules=[]."
+        )
     for module in list(inputs):
         if module not in inputs:  # already moved with another reader of its norm
             continue
         scale_D = inputs[module]
         leaf = module.rpartition(".")[2]
         if leaf == "down_proj":
+            _check_gate(module, base)
             _multiply(outputs, module, ("up_proj", "gate_up_proj"), scale_D, base)
         elif leaf == "o_proj":
+            if base.layout.norms_values:
+                raise AdapterUnsupported(
+                    f"IA3 on the inputs of {module} (feedforward_modules) is not supported, since {base.named} norms "
+                    "the values before they are attended to."
+                )
             _multiply(outputs, module, ("v_proj", "qkv_proj"), _by_kv_head(scale_D, module, base), base)
         else:
             norm, readers = _norm_of(module, base)
@@ -95,6 +106,16 @@ def _move(inputs: dict[str, Tensor], outputs: dict[str, Tensor], base: Base) -> 
                 del inputs[reader]
             norms[norm] = _scaled_norm(norm, scale_D, base, module)
     return norms
+
+
+def _check_gate(down: str, base: Base) -> None:
+    """Raises AdapterUnsupported if no gate is multiplied with up_proj, whose outputs the activation changes then."""
+    parent = down.rpartition(".")[0]
+    if not {f"{parent}.gate_proj", f"{parent}.gate_up_proj"} & base.layout.linears.keys():
+        raise AdapterUnsupported(
+            f"IA3 on the inputs of {down} (feedforward_modules) is not supported for an MLP without a gate. Train it "
+            "on its outputs."
+        )
 
 
 def _multiply(outputs: dict[str, Tensor], reader: str, names: Sequence[str], scale_O: Tensor, base: Base) -> None:
@@ -129,6 +150,11 @@ def _by_kv_head(scale_D: Tensor, module: str, base: Base) -> Tensor:
 
 def _norm_of(module: str, base: Base) -> tuple[str, tuple[str, ...]]:
     """Returns the norm that the module reads, and all modules that read that norm."""
+    if not base.layout.can_scale_norms:
+        raise AdapterUnsupported(
+            f"IA3 on the inputs of {module} (feedforward_modules) is not supported for the norms of {base.named}. "
+            "Train it on down_proj, as IA3 does by default."
+        )
     if module == HEAD:
         return "norm", (HEAD,)
     parent, _, leaf = module.rpartition(".")

@@ -3,6 +3,8 @@
 An adapter can replace them (modules_to_save, or a resized vocabulary), replace rows of them (trained tokens), and add
 LoRA to them. If the base ties the two, PEFT also ties replacements of the base's own weight and trained tokens of the
 embedding. It ties LoRA and modules_to_save only with ensure_weight_tying.
+
+If the base's head has a bias, PEFT saves one with every table that replaces the head's, and with the option bias.
 """
 
 # V vocabulary of the adapter · R rank · D hidden size · N trained tokens
@@ -27,8 +29,10 @@ from lorafleet.workers.adapters.kinds.mutated_base import mutates
 from lorafleet.workers.adapters.kinds.trained_tokens import ROWS, token_rows, trained_tokens
 from lorafleet.workers.adapters.peft_helper import PEFTHelper
 from lorafleet.workers.adapters.peft_names import (
+    BASE_BIAS,
     BASE_COPY,
     SAVED,
+    SAVED_BIAS,
     SAVED_ORIGINAL,
     SAVED_TWICE,
     TOKEN_BASE,
@@ -48,6 +52,7 @@ class Table:
     tokens: tuple[int, ...] = ()  # trained tokens, in the order of their rows
     rows: str | None = None  # tensor of the trained tokens' rows
     target: Target | None = None  # set if the adapter targets the table itself
+    bias: str | None = None  # tensor that replaces the bias of the base's head
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +85,11 @@ def take_vocabulary(
     for name, table in tables.items():
         leaves = named.by_module.get(name, {})
         twice += _take_table(name, table, leaves, name in saved)
+        if name in base.layout.biased:
+            table.bias = _take_bias(table, helper, leaves, name in targeted)
         if name in targeted:
             table.target = _target(name, named, helper, infos, base, max_rank)
+            table.target.saved_bias = table.bias
     for name, own in tokens.items():
         tables[name].tokens = own
         tables[name].rows = _take_rows(name, named.by_module.get(name, {}), helper, own == tokens.get(EMBEDDING), tied)
@@ -123,6 +131,18 @@ def _take_table(name: str, table: Table, leaves: dict[str, str], is_saved: bool)
         return []
     leaves.pop(SAVED_ORIGINAL, None)  # the table before training; PEFT does not use it either
     return [(replacing[0], leaves.pop(SAVED_TWICE))] if SAVED_TWICE in leaves else []
+
+
+def _take_bias(table: Table, helper: PEFTHelper, leaves: dict[str, str], is_targeted: bool) -> str | None:
+    """Takes the tensor that replaces the head's bias. `table` has what replaces its weight."""
+    found = [leaves.pop(leaf) for leaf in (SAVED_BIAS, BASE_BIAS) if leaf in leaves]
+    is_wanted = table.tensor is not None or helper.bias == "all" or (helper.bias == "lora_only" and is_targeted)
+    if len(found) != int(is_wanted):
+        raise AdapterMalformed(
+            f"the weights file has {len(found)} biases of {HEAD}; adapter_config.json and the other tensors require "
+            f"{int(is_wanted)}."
+        )
+    return found[0] if found else None
 
 
 def _target(
@@ -193,6 +213,16 @@ def _check_parts(vocabulary: VocabularyChanges, infos: Mapping[str, TensorInfo],
                 f"the tensor {shown(table.rows)} has shape {shown(list(infos[table.rows].shape))}; adapter_config.json "
                 f"and {base.named} require {[len(table.tokens), hidden]}."
             )
+        if table.bias is not None and tensor_shape(table.bias, infos) != (size,):
+            raise AdapterMismatch(
+                f"the tensor {shown(table.bias)} has shape {shown(list(infos[table.bias].shape))}; the adapter's "
+                f"vocabulary requires {[size]}."
+            )
+        if table.tokens and name in base.layout.biased:
+            raise AdapterUnsupported(
+                f"trained tokens of {HEAD}, which has a bias, are not supported; PEFT 0.21 leaves the bias out. Save "
+                f"{HEAD} whole (modules_to_save)."
+            )
         if table.tokens and max(table.tokens) >= size:
             raise AdapterMalformed(f"token {max(table.tokens)} is trained, but the vocabulary has only {size} tokens.")
         if table.tokens and table.target is not None and name == EMBEDDING:
@@ -235,11 +265,14 @@ def embedding_form(table: Table, values: Mapping[str, Tensor], base: Base) -> Vo
 def head_form(table: Table, linear: LinearForm | None, values: Mapping[str, Tensor], base: Base) -> VocabForm | None:
     """Returns the form of the head. `linear` is the kind's form of it, if the head is targeted."""
     form = _replaced(HEAD, table, values, base)
-    if linear is None or table.target is None:
-        return form
+    bias_V = None if table.bias is None else values[table.bias].float()
     table_VD, rows = (None, None) if form is None else (form.table_VD, form.rows)
+    if linear is None or table.target is None:
+        return VocabForm(None, table_VD, rows, bias_V) if form is not None or bias_V is not None else None
+    if linear.bias_O is not None:
+        bias_V = linear.bias_O
     if linear.kronecker is None and linear.out_scale_O is None:
-        return VocabForm(linear.low_rank, table_VD, rows, linear.bias_O)
+        return VocabForm(linear.low_rank, table_VD, rows, bias_V)
     if rows is not None:
         raise AdapterUnsupported(f"trained tokens together with more than a low rank on {HEAD} are not supported.")
     if linear.kronecker is not None:
@@ -247,7 +280,7 @@ def head_form(table: Table, linear: LinearForm | None, values: Mapping[str, Tens
     with table.target.weights.beside_the_steps():
         weight_VD, dtype = table.target.base_weight(), _served_dtype(table.target)
         table_VD = _computed(weight_VD, linear.low_rank, None, linear.out_scale_O, dtype)
-    return VocabForm(table_VD=table_VD, bias_V=linear.bias_O)
+    return VocabForm(table_VD=table_VD, bias_V=bias_V)
 
 
 def _served_dtype(target: Target) -> torch.dtype:

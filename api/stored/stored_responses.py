@@ -1,0 +1,99 @@
+"""Finds and changes stored responses, here or at the replica that has generated them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import msgspec
+
+from lorafleet.api.answer.responses import encode_json
+from lorafleet.api.stored.response_query import AskReplicas, ResponseFound, ResponseQuery
+from lorafleet.api.stored.response_store import ResponseStore, StoredResponse
+from lorafleet.protocol.errors import InvalidRequest, ResponseNotFound
+from lorafleet.protocol.limits import cut
+
+WAIT_FOR_EVENTS_S = 1.0  # How long a query for events waits for the first one.
+
+Items = list[dict[str, Any]]
+
+
+class StoredResponses:
+    """The stored responses of all replicas, as one replica sees them.
+
+    Args:
+        store: The responses of this replica.
+        ask_replicas: Asks all replicas; None if there is only this one.
+    """
+
+    def __init__(self, store: ResponseStore, ask_replicas: AskReplicas | None = None) -> None:
+        self.store = store
+        self._ask_replicas = ask_replicas
+
+    @property
+    def is_on(self) -> bool:
+        return self.store.max_bytes > 0
+
+    async def find(self, query: ResponseQuery) -> ResponseFound:
+        """Carries out a query, here or elsewhere. Raises ResponseNotFound."""
+        found = await self.find_here(query)
+        if found is None and self._ask_replicas is not None and self.is_on:
+            found = await self._ask_replicas(query)
+        if found is None:
+            raise ResponseNotFound(
+                f"There is no response {cut(repr(query.response_id))}. Responses are stored for a limited time, while "
+                "their replica runs, unless `store` is false."
+            )
+        return found
+
+    async def find_here(self, query: ResponseQuery) -> ResponseFound | None:
+        """Carries out a query if this replica has the response."""
+        entry = self.store.get(query.owner, query.response_id)
+        if entry is None:
+            return None
+        events: list[bytes] = []
+        if query.action == "delete":
+            self.store.pop(query.owner, query.response_id)
+        if query.action in ("cancel", "delete") and entry.run is not None:
+            await entry.run.cancel()
+        if query.action == "events" and entry.run is not None:
+            events = await entry.run.wait_for_events(query.after, WAIT_FOR_EVENTS_S)
+        content = _conversation(entry) if query.action == "conversation" else _current(entry)
+        if query.action == "items":
+            content = entry.own_input
+        return ResponseFound(content, entry.is_running, entry.run is not None, events, entry.streams)
+
+    async def conversation(self, owner: str, response_id: str) -> bytes:
+        """Returns the items of the conversation up to the end of a response. Raises InvalidRequest."""
+        param = "previous_response_id"
+        try:
+            found = await self.find(ResponseQuery(owner, response_id, "conversation"))
+        except ResponseNotFound as error:
+            raise InvalidRequest(error.message, param) from None
+        if found.is_running or not found.content:
+            state = "has not ended yet" if found.is_running else "was canceled or has failed"
+            raise InvalidRequest(
+                f"`{param}` names a response that {state}; continue another one, or send the whole conversation as "
+                "`input`.",
+                param,
+            )
+        return found.content
+
+
+def _current(entry: StoredResponse) -> bytes:
+    return entry.run.answer.encoded() if entry.run is not None and not entry.content else entry.content
+
+
+def own_items(given: object) -> Items:
+    """Returns the items of a request's input."""
+    return [{"role": "user", "content": given}] if isinstance(given, str) else list(given)  # type: ignore[call-overload]  # messages_of has checked it
+
+
+def _conversation(entry: StoredResponse) -> bytes:
+    if not entry.content:
+        return b""
+    response = msgspec.json.decode(entry.content)
+    if response["status"] not in ("completed", "incomplete"):
+        return b""
+    lists = [msgspec.json.decode(items) for items in (entry.history, entry.own_input) if items]
+    return encode_json([*itertools.chain(*lists), *response["output"]])

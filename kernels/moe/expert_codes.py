@@ -1,0 +1,53 @@
+"""The quantized weights of all experts in one of a mixture's linears.
+
+They are one quantized weight of kernels/quant, whose rows are those of the first expert, then those of the second, and
+so on. So experts have the same codes, scales and values as dense linears, and are filled in the same way.
+
+On a CPU the values of the chosen experts are computed when they are needed, one expert at a time. On a GPU
+kernels/moe/moe_codes_triton.py reads the codes.
+"""
+
+# E experts · O out · D in
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from lorafleet.kernels.decoder.scratch import Scratch
+from lorafleet.kernels.quant.base_weight import Scheme
+from lorafleet.kernels.quant.int_weight import IntScheme, IntWeight
+from lorafleet.kernels.quant.nf4 import NF4Weight
+from lorafleet.kernels.quant.scaled_weight import ScaledWeight
+
+MAX_FUSED = 2  # gate and up share a weight
+
+
+class ExpertCodes(nn.Module):
+    """The weights [E, O, D] of all experts, or this rank's part of them."""
+
+    def __init__(self, scheme: Scheme, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.scheme = scheme
+        self.shape = shape
+        num_experts, outputs, inputs = shape
+        if isinstance(scheme, IntScheme) and scheme.ordered_groups:
+            scheme = replace(scheme, max_orders=MAX_FUSED * num_experts)
+        # Values are never written out on a GPU, so the scratch memory has a device that allocates nothing.
+        unused = Scratch(dtype, torch.device("meta"))
+        weight = scheme.empty(num_experts * outputs, inputs, dtype, device, unused)
+        assert isinstance(weight, (ScaledWeight, NF4Weight, IntWeight))
+        self.weight = weight  # its rows are those of all experts
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def __getitem__(self, expert: int) -> Tensor:
+        """Returns the values of one expert's weight, [O, D] in the served dtype."""
+        return self.weight.dequantized(slice(expert * self.shape[1], (expert + 1) * self.shape[1]))
+
+
+ExpertMatrix = Tensor | ExpertCodes  # The weights [E, O, D] of all experts, plain or quantized.

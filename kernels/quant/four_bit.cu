@@ -1,0 +1,538 @@
+// x @ W.T with weights of four bits, for few tokens. kernels/quant/four_bit_cuda.py compiles this file with NVRTC.
+//
+// Idea: with few tokens, the cost of a GEMM is the weight's bytes. A byte names a pair of values. A table of all 256 pairs
+// lies in shared memory, a copy for each lane, so that a lookup has no bank conflict. It gives two values at once, which
+// are one register of the tensor cores' first operand. So any code of 16 values is served, and codes go from memory
+// to registers in the order that the tensor cores want (kernels/quant/code_tiles.py writes them so). Zero points are
+// subtracted in registers, which is exact. Scales multiply the sums of a group in float32.
+//
+// Weights are the rows of the product and tokens its columns. The work is divided evenly: all blocks of 64 inputs of all
+// items, one item after the other, are cut into as many runs as there are programs. Programs that share an item write
+// float32 parts, and the last of them to finish adds the parts in a fixed order. So results never depend on timing.
+// Sources: FLUTE, arXiv 2407.10960 (table of pairs); Stream-K, arXiv 2301.03598 (runs); Marlin, arXiv 2408.11743.
+//
+// The compiler is given:
+//   IS_HALF  1 if x and y are float16, 0 if they are bfloat16
+//   SCALE    0 if scales are float32, 1 bfloat16, 2 float16
+//   SUB      groups in a block of 64 inputs: 4, 2, or 1 if a group is one block or several
+//   ZEROS    1 if groups have zero points
+//   FEW_8_WARPS, FEW_16_WARPS, FEW_32_WARPS  warps of a program, as many as have enough registers; 0 for no such kernel
+#define BLOCK_BYTES 2048  // codes of 64 rows and 64 inputs
+#define STEPS 4          // products of 16 inputs in a block
+#define SCALE_BYTES (SCALE == 0 ? 4 : 2)
+#define MANY_WARPS 8
+#define MANY_ROWS 128
+#define X_PITCH (SUB == 4 ? 160 : 128)  // bytes of a token's 64 inputs in shared memory, see x_place()
+#define STAGE_BYTES 98304  // shared memory of many()'s copies in flight
+
+// Arguments of a launch; FourBitArguments in four_bit_cuda.py is the same. T tokens, O outputs, D inputs, G groups of a row.
+struct Linear {
+  const unsigned char* codes;    // [O / 64, D / 64, 2048], see code_tiles.py
+  const unsigned char* scales;   // [O / 64, G, 8, 2, 4]
+  const unsigned char* zeros;    // [O / 64, G, 8, 2, 4] uint8
+  const unsigned* pairs;         // [256] pairs of values
+  const float* book;             // [16] values
+  const unsigned short* x;       // [T, D]
+  const unsigned short* bias;    // [O] or null
+  unsigned short* y;             // [T, O]
+  float* parts;                  // [programs, 2, numbers of an item's sums]
+  int* tickets;                  // [items] zeros, which are left as zeros
+  int tokens, outputs, inputs;
+  int blocks_a_group;            // blocks of 64 inputs that share a scale; 1 if SUB > 1
+  int ahead;                     // for few(): steps of a warp ahead of which codes are fetched into the L2 cache, or 0
+  int first_tile, rounded;       // for dequantize(): its first tile of 64 rows, and the dtype before quantization, as SCALE
+};
+
+DEVICE float to_float(unsigned short bits) { return IS_HALF ? half_to_float(bits) : bfloat_to_float(bits); }
+DEVICE unsigned short to_number(float value) { return IS_HALF ? to_half(value) : to_bfloat(value); }
+
+// Returns the first of the four inputs in a row of lane t in a step: see code_tiles.py.
+DEVICE int first_input(int step, int t) { return SUB == 4 ? step * 16 + t * 4 : step / 2 * 32 + t * 8 + step % 2 * 4; }
+
+// Returns one of several scales that lie in registers as they lie in memory.
+DEVICE float scale_of(const unsigned* word, int index) {
+  if (SCALE == 0) return __uint_as_float(word[index]);
+  const unsigned short bits = word[index >> 1] >> (index & 1) * 16;
+  return SCALE == 1 ? bfloat_to_float(bits) : half_to_float(bits);
+}
+
+// Returns zero - 8 twice, from byte `index` of a word. The byte becomes the mantissa of 128 or of 1024, so all is exact.
+DEVICE unsigned zero_pair(unsigned word, int index) {
+  const unsigned byte = word >> index * 8 & 255;
+  const unsigned pair = byte * 0x10001u + (IS_HALF ? 0x64006400u : 0x43004300u);
+  return fma_pair(pair, IS_HALF ? 0x3C003C00u : 0x3F803F80u, IS_HALF ? 0xE408E408u : 0xC308C308u);
+}
+
+DEVICE unsigned minus_zero(unsigned pair, unsigned zero) {
+  return fma_pair(zero, IS_HALF ? 0xBC00BC00u : 0xBF80BF80u, pair);
+}
+
+// The place of a block in a run: its number through all items, and its item and number there.
+struct Place {
+  int at, item, block;
+  DEVICE void move(int count, int blocks) {
+    at += count;
+    block += count;
+    while (block >= blocks) {  // a division would take more instructions than all other addresses
+      block -= blocks;
+      item++;
+    }
+  }
+};
+
+// A program's run of blocks. Blocks are counted through all items.
+struct Run {
+  int begin, end, blocks, total;
+  DEVICE Run(const Linear& p, int items) : blocks(p.inputs / 64) {
+    total = items * blocks;
+    begin = first_of(blockIdx.x);
+    end = first_of(blockIdx.x + 1);
+  }
+  DEVICE int first_of(int program) const { return (int)((long long)program * total / gridDim.x); }
+  DEVICE int owner(int at) const { return (int)(((long long)(at + 1) * gridDim.x - 1) / total); }
+  DEVICE int item_of(int at) const { return at / blocks; }
+  DEVICE Place place(int at) const { return Place{at, at / blocks, at % blocks}; }
+  // Returns which part of a program's two an item is: 0 if the run begins in the item.
+  DEVICE int part_of(int program, int item) const { return first_of(program) / blocks != item; }
+  DEVICE bool has_whole(int item) const { return item * blocks >= begin && (item + 1) * blocks <= end; }
+};
+
+// Finds the first of the groups of a block of 64 rows, through all of them. Rows have a whole number of groups, so the
+// blocks before it do too.
+struct Groups {
+  int blocks;  // of a group
+  float inverse;
+  DEVICE Groups(const Linear& p) : blocks(p.blocks_a_group), inverse(1.f / p.blocks_a_group) {}
+  DEVICE int first_of(int at) const {
+    if (SUB > 1) return at * SUB;
+    int group = (int)((float)at * inverse);  // off by one at most
+    if (group * blocks > at) group--;
+    if ((group + 1) * blocks <= at) group++;
+    return group;
+  }
+};
+
+// Fills the table of pairs. All loads of a thread are in flight together, since every launch waits for them.
+template <int THREADS> DEVICE unsigned fill_table(const Linear& p) {
+  constexpr int COUNT = (256 * 8 + THREADS - 1) / THREADS;
+  unsigned pair[COUNT];
+#pragma unroll
+  for (int k = 0; k < COUNT; k++) pair[k] = p.pairs[min(k * THREADS + (int)threadIdx.x, 256 * 8 - 1) >> 3];
+#pragma unroll
+  for (int k = 0; k < COUNT; k++) {
+    const int i = k * THREADS + threadIdx.x;
+    if (i < 256 * 8) store_entries(i >> 3, i & 7, pair[k]);
+  }
+  __syncthreads();
+  return lane_part(threadIdx.x & 31);
+}
+
+DEVICE void store_sum(const Linear& p, int token, int row, float sum) {
+  if (row >= p.outputs) return;
+  if (p.bias) sum += to_float(p.bias[row]);
+  p.y[(size_t)token * p.outputs + row] = to_number(sum);
+}
+
+// The sums of an item in shared memory, and what becomes of them. They lie several times, to be added.
+template <int ROWS, int TOKENS, int COPIES, int THREADS> struct Sums {
+  static constexpr int PITCH = ROWS + 4;  // lanes that write sums of 8 rows and 4 tokens meet no bank twice
+  static constexpr int SIZE = COPIES * TOKENS * PITCH;
+  static_assert(SIZE * 4 + 8 <= 63 * 1024, "the sums must fit below the table");
+  const Linear& p;
+  const Run& run;
+  float* sums;
+  int* is_last;  // of the program's two parts
+
+  DEVICE Sums(const Linear& p, const Run& run) : p(p), run(run), sums((float*)below_table()), is_last((int*)(sums + SIZE)) {}
+
+  // Writes, or adds, a warp's sums of MT tiles of 16 rows from `row` on, as the tensor cores leave them.
+  template <bool ADDS, int MT, int NT> DEVICE void put(int copy, int row, float (*own)[NT][4]) const {
+    const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          float* at = sums + (copy * TOKENS + n * 8 + t * 2 + (i & 1)) * PITCH + row + m * 16 + g + (i >> 1) * 8;
+          *at = ADDS ? *at + own[m][n][i] : own[m][n][i];
+        }
+  }
+
+  DEVICE float* part(int program, int item) const {
+    return p.parts + (size_t)(program * 2 + run.part_of(program, item)) * TOKENS * ROWS;
+  }
+
+  // Stores the item's sums if the program has all of it, or its part of them. All threads call it after put().
+  DEVICE void store(int item) const {
+    const bool whole = run.has_whole(item);
+    float* own_part = part(blockIdx.x, item);
+    __syncthreads();
+    for (int i = threadIdx.x; i < p.tokens * ROWS; i += THREADS) {
+      const int token = i / ROWS, row = i % ROWS;
+      float sum = 0.f;
+#pragma unroll
+      for (int c = 0; c < COPIES; c++) sum += sums[(c * TOKENS + token) * PITCH + row];
+      if (whole)
+        store_sum(p, token, item * ROWS + row, sum);
+      else
+        own_part[i] = sum;
+    }
+  }
+
+  // Adds the parts of the items that this program is the last one to finish. Both of its items wait until here, so that
+  // no copies or products wait for another program's memory.
+  DEVICE void finish() const {
+    const int first_item = run.item_of(run.begin), last_item = run.item_of(run.end - 1);
+    const bool shares_first = !run.has_whole(first_item);
+    const bool shares_last = last_item != first_item && !run.has_whole(last_item);
+    if (!shares_first && !shares_last) return;
+    __syncthreads();
+    if (threadIdx.x < 2) {  // this thread's fences are the whole program's, as it is behind a barrier and before one
+      const int item = threadIdx.x ? last_item : first_item;
+      bool last = false;
+      if (threadIdx.x ? shares_last : shares_first) {
+        const int others = run.owner((item + 1) * run.blocks - 1) - run.owner(item * run.blocks);
+        __threadfence();
+        last = atomicAdd(p.tickets + item, 1) == others;
+        if (last) p.tickets[item] = 0;
+        __threadfence();
+      }
+      is_last[threadIdx.x] = last;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int which = 0; which < 2; which++) {
+      if (!is_last[which]) continue;
+      const int item = which ? last_item : first_item;
+      const int first = run.owner(item * run.blocks), last = run.owner((item + 1) * run.blocks - 1);
+      for (int i = threadIdx.x; i < p.tokens * ROWS; i += THREADS) {
+        // All programs but the first one begin in the item, or they would not share it.
+        float sum = load_shared_by_programs(part(first, item) + i);
+#pragma unroll 4
+        for (int program = first + 1; program <= last; program++)
+          sum += load_shared_by_programs(p.parts + (size_t)program * 2 * TOKENS * ROWS + i);
+        store_sum(p, i / ROWS, item * ROWS + i % ROWS, sum);
+      }
+    }
+  }
+};
+
+// The operands of a block in few(), in registers. A block is 64 rows by 64 inputs.
+template <int NT> struct Operands {
+  U4 code[4];                            // of a tile of 16 rows: byte 4 * step + register
+  unsigned scale[SUB][2 * SCALE_BYTES];  // rows g and g + 8 of the four tiles of 16 rows
+  U2 zero[SUB];                          // the same rows' zeros
+  U2 x[NT][STEPS];
+
+  DEVICE void load(const Linear& p, const Groups& groups, const Place& place, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int m = 0; m < 4; m++) code[m] = load_once(p.codes + (size_t)place.at * BLOCK_BYTES + m * 512 + lane * 16);
+    const size_t group = (size_t)groups.first_of(place.at) * 64 + g * 8;
+#pragma unroll
+    for (int s = 0; s < SUB; s++) {
+#pragma unroll
+      for (int i = 0; i < SCALE_BYTES / 2; i++) {
+        const U4 r = load_16(p.scales + (group + s * 64) * SCALE_BYTES + i * 16);
+#pragma unroll
+        for (int j = 0; j < 4; j++) scale[s][i * 4 + j] = r.v[j];
+      }
+      if (ZEROS) zero[s] = load_8(p.zeros + group + s * 64);
+    }
+    const unsigned short* from = p.x + (size_t)g * p.inputs + place.block * 64 + t * (SUB == 4 ? 4 : 8);
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+#pragma unroll
+      for (int q = 0; q < STEPS; q++) x[n][q] = U2{{0, 0}};
+      if (n * 8 + g < p.tokens) {
+        if (SUB == 4) {
+#pragma unroll
+          for (int q = 0; q < STEPS; q++) x[n][q] = load_8(from + q * 16);
+        } else {
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            const U4 r = load_16(from + h * 32);
+            x[n][h * 2] = U2{{r.v[0], r.v[1]}};
+            x[n][h * 2 + 1] = U2{{r.v[2], r.v[3]}};
+          }
+        }
+      }
+      from += (size_t)8 * p.inputs;
+    }
+  }
+
+  // Adds the block's products to the sums.
+  DEVICE void multiply(float (*sums)[NT][4], unsigned lane) const {
+#pragma unroll
+    for (int m = 0; m < 4; m++) {
+#pragma unroll
+      for (int s = 0; s < SUB; s++) {
+        float c[NT][4] = {};
+        const unsigned upper = ZEROS ? zero_pair(zero[s].v[0], m) : 0, lower = ZEROS ? zero_pair(zero[s].v[1], m) : 0;
+#pragma unroll
+        for (int q = s * (STEPS / SUB); q < (s + 1) * (STEPS / SUB); q++) {
+          unsigned a[4];
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            a[i] = lookup(code[m].v[q], i, lane);
+            if (ZEROS) a[i] = minus_zero(a[i], i & 1 ? lower : upper);
+          }
+#pragma unroll
+          for (int n = 0; n < NT; n++) mma(c[n], a, x[n][q]);
+        }
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) sums[m][n][i] += scale_of(scale[s], (i >> 1) * 4 + m) * c[n][i];
+      }
+    }
+  }
+};
+
+// Fetches a block's codes and its groups' numbers into the L2 cache, if the run has the block.
+DEVICE void fetch(const Linear& p, const Run& run, const Groups& groups, int at, int lane) {
+  if (at >= run.end || lane != 0) return;
+  const size_t group = (size_t)groups.first_of(at) * 64;
+  fetch_into_cache(p.codes + (size_t)at * BLOCK_BYTES, BLOCK_BYTES);
+  fetch_into_cache(p.scales + group * SCALE_BYTES, 64 * SUB * SCALE_BYTES);
+  if (ZEROS) fetch_into_cache(p.zeros + group, 64 * SUB);
+}
+
+// Up to 8 * NT tokens. An item is 64 rows. The warps of a program take its blocks in turn, and add up at an item's end.
+// A warp loads the next block's operands into registers while it multiplies one: codes that went through shared memory
+// would take a third of the bandwidth that lookups leave.
+template <int NT, int WARPS> DEVICE void few(const Linear& p) {
+  constexpr bool HALVES = NT == 4;  // half of the warps add to the other half's sums, or they would not fit
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const Run run(p, p.outputs / 64);
+  const Groups groups(p);
+  const Sums<64, NT * 8, HALVES ? WARPS / 2 : WARPS, WARPS * 32> all_sums(p, run);
+  Operands<NT> now, next;
+  Place place = run.place(run.begin + warp);
+  if (place.at < run.end) now.load(p, groups, place, lane);
+#pragma unroll 1
+  for (int i = 1; i < p.ahead; i++) fetch(p, run, groups, place.at + i * WARPS, lane);
+  const unsigned lane_bits = fill_table<WARPS * 32>(p);
+  const int last_item = run.item_of(run.end - 1);
+  for (int item = run.item_of(run.begin); item <= last_item; item++) {
+    const int end = min((item + 1) * run.blocks, run.end);
+    float sums[4][NT][4] = {};
+    while (place.at < end) {
+      if (p.ahead) fetch(p, run, groups, place.at + p.ahead * WARPS, lane);
+      place.move(WARPS, run.blocks);
+      if (place.at < run.end) next.load(p, groups, place, lane);
+      now.multiply(sums, lane_bits);
+      now = next;
+    }
+    __syncthreads();
+    if (!HALVES) {
+      all_sums.template put<false, 4, NT>(warp, 0, sums);
+    } else {
+      if (warp >= WARPS / 2) all_sums.template put<false, 4, NT>(warp - WARPS / 2, 0, sums);
+      __syncthreads();
+      if (warp < WARPS / 2) all_sums.template put<true, 4, NT>(warp, 0, sums);
+    }
+    all_sums.store(item);
+  }
+  all_sums.finish();
+}
+
+// Returns where 16 bytes of x lie in a token's part of shared memory. Lanes read 16 bytes of four pieces in a row and
+// two tokens at a time, so odd tokens have their halves swapped. With 8 bytes of four tokens, the pitch is enough.
+DEVICE int x_place(int token, int piece) { return (SUB == 4 ? piece : piece ^ (token & 1) << 2) * 16; }
+
+// Up to 8 * NT tokens. An item is 128 rows. At each step a program multiplies two blocks of 64 inputs, one by its even
+// warps and one by its odd ones. A warp has two tiles of 16 rows. All warps share x, which lies in shared memory; codes and
+// scales are copied there too, so that several steps are in flight, but each thread reads its own copies only.
+template <int NT> struct Many {
+  static constexpr int TOKENS = NT * 8, THREADS = MANY_WARPS * 32;
+  static constexpr int X_BYTES = 2 * TOKENS * X_PITCH, CODE_BYTES = THREADS * 32;
+  static constexpr int SCALES = 4 * SCALE_BYTES;  // bytes of a thread's scales of a group: two tiles, rows g and g + 8
+  static constexpr int SCALES_AT = X_BYTES + CODE_BYTES, ZEROS_AT = SCALES_AT + THREADS * SUB * SCALES;
+  static constexpr int BYTES = ZEROS_AT + (ZEROS ? THREADS * SUB * 8 : 0);
+  static constexpr int FITTING = STAGE_BYTES / BYTES, STAGES = FITTING < 6 ? FITTING : 6;
+  static_assert(STAGES >= 2, "the copies of two steps must fit");
+  const Linear& p;
+  const Run run;
+  const Groups groups;
+  const int lane, g, t, half, tile, rows;  // tile: first of the warp's two; rows: its tile of 64 rows in the item
+
+  DEVICE Many(const Linear& p)
+      : p(p), run(p, (p.outputs + MANY_ROWS - 1) / MANY_ROWS), groups(p), lane(threadIdx.x & 31), g(lane >> 2), t(lane & 3),
+        half(threadIdx.x >> 5 & 1), tile((threadIdx.x >> 6 & 1) * 2), rows(threadIdx.x >> 7) {}
+
+  // Returns the number of blocks of the step that begins at a place.
+  DEVICE int step_of(const Place& place) const { return min(2, min(run.blocks - place.block, run.end - place.at)); }
+  DEVICE bool has_rows(int item) const { return item * 2 + rows < p.outputs / 64; }
+
+  // Begins the copies of the step at a place and moves on to where the next one begins.
+  DEVICE void copy(unsigned char* stage, Place& place) const {
+    if (place.at < run.end) {
+      const int count = step_of(place), tid = threadIdx.x;
+#pragma unroll
+      for (int i = tid; i < TOKENS * 16; i += THREADS) {
+        const int token = i >> 4, piece = i & 15;  // a piece is 8 inputs
+        if (piece >= count * 8) continue;
+        const bool inside = token < p.tokens;
+        const unsigned short* from = p.x + (size_t)(inside ? token : 0) * p.inputs + place.block * 64 + piece * 8;
+        copy_to_shared<16>(stage + ((piece >> 3) * TOKENS + token) * X_PITCH + x_place(token, piece & 7), from, inside);
+      }
+      if (half < count && has_rows(place.item)) {
+        const int block = (place.item * 2 + rows) * run.blocks + place.block + half;  // through all tiles of 64 rows
+        const unsigned char* codes = p.codes + (size_t)block * BLOCK_BYTES + tile * 512 + lane * 16;
+        copy_to_shared<16>(stage + X_BYTES + tid * 16, codes);
+        copy_to_shared<16>(stage + X_BYTES + (THREADS + tid) * 16, codes + 512);
+        const size_t group = (size_t)groups.first_of(block) * 64 + g * 8;
+#pragma unroll
+        for (int s = 0; s < SUB; s++) {
+#pragma unroll
+          for (int h = 0; h < 2; h++)
+            copy_to_shared<2 * SCALE_BYTES>(stage + SCALES_AT + (s * THREADS + tid) * SCALES + h * 2 * SCALE_BYTES,
+                                            p.scales + (group + s * 64 + h * 4 + tile) * SCALE_BYTES);
+          if (ZEROS) copy_to_shared<8>(stage + ZEROS_AT + (s * THREADS + tid) * 8, p.zeros + group + s * 64);
+        }
+      }
+      place.move(count, run.blocks);
+    }
+    close_copies();
+  }
+
+  DEVICE void multiply(const unsigned char* stage, float (*sums)[NT][4], unsigned lane_bits) const {
+    const int tid = threadIdx.x;
+    const U4 code[2] = {*(const U4*)(stage + X_BYTES + tid * 16), *(const U4*)(stage + X_BYTES + (THREADS + tid) * 16)};
+    const unsigned char* x = stage + (half * TOKENS + g) * X_PITCH;
+    U4 b[NT];  // of two steps, or of one in the lower half
+#pragma unroll
+    for (int s = 0; s < SUB; s++) {
+      float c[2][NT][4] = {};
+      unsigned zero[2][2] = {};
+      if (ZEROS) {
+        const U2 word = *(const U2*)(stage + ZEROS_AT + (s * THREADS + tid) * 8);
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+          for (int m = 0; m < 2; m++) zero[m][h] = zero_pair(word.v[h] >> tile * 8, m);
+      }
+#pragma unroll
+      for (int q = s * (STEPS / SUB); q < (s + 1) * (STEPS / SUB); q++) {
+        unsigned a[2][4];
+#pragma unroll
+        for (int m = 0; m < 2; m++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            a[m][i] = lookup(code[m].v[q], i, lane_bits);
+            if (ZEROS) a[m][i] = minus_zero(a[m][i], zero[m][i & 1]);
+          }
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+          if (SUB == 4) {
+            const U2 r = *(const U2*)(x + n * 8 * X_PITCH + q * 32 + t * 8);
+            b[n] = U4{{r.v[0], r.v[1], 0, 0}};
+          } else if (q % 2 == 0) {
+            b[n] = *(const U4*)(x + n * 8 * X_PITCH + x_place(g, q * 2 + t));
+          }
+          const int upper = SUB == 4 ? 0 : q % 2 * 2;
+          const U2 own = {{b[n].v[upper], b[n].v[upper + 1]}};
+          mma(c[0][n], a[0], own);
+          mma(c[1][n], a[1], own);
+        }
+      }
+      unsigned scale[SCALE_BYTES];  // [h, m]
+#pragma unroll
+      for (int i = 0; i < SCALE_BYTES; i++) scale[i] = ((const unsigned*)(stage + SCALES_AT + (s * THREADS + tid) * SCALES))[i];
+#pragma unroll
+      for (int m = 0; m < 2; m++)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) sums[m][n][i] += scale_of(scale, (i >> 1) * 2 + m) * c[m][n][i];
+    }
+  }
+
+  DEVICE void work() const {
+    const Sums<MANY_ROWS, TOKENS, 1, THREADS> all_sums(p, run);
+    const int row = rows * 64 + tile * 16;
+    unsigned char* stages = above_table();
+    Place place = run.place(run.begin), ahead = place;
+    int fill = 0, use = 0;
+    for (; fill < STAGES - 1; fill++) copy(stages + fill * BYTES, ahead);
+    const unsigned lane_bits = fill_table<THREADS>(p);
+    while (place.at < run.end) {
+      const int item = place.item, end = min((item + 1) * run.blocks, run.end);
+      float sums[2][NT][4] = {};
+      while (place.at < end) {
+        const int count = step_of(place);
+        wait_copies<STAGES - 2>();
+        __syncthreads();
+        copy(stages + fill * BYTES, ahead);
+        if (half < count && has_rows(item)) multiply(stages + use * BYTES, sums, lane_bits);
+        fill = fill + 1 == STAGES ? 0 : fill + 1;
+        use = use + 1 == STAGES ? 0 : use + 1;
+        place.move(count, run.blocks);
+      }
+      if (half) all_sums.template put<false, 2, NT>(0, row, sums);
+      __syncthreads();
+      if (!half) all_sums.template put<true, 2, NT>(0, row, sums);
+      all_sums.store(item);
+    }
+    all_sums.finish();
+  }
+};
+
+KERNEL void __launch_bounds__(FEW_8_WARPS * 32, 1) few_8(const Linear p) { few<1, FEW_8_WARPS>(p); }
+KERNEL void __launch_bounds__(FEW_16_WARPS * 32, 1) few_16(const Linear p) { few<2, FEW_16_WARPS>(p); }
+#if FEW_32_WARPS
+KERNEL void __launch_bounds__(FEW_32_WARPS * 32, 1) few_32(const Linear p) { few<4, FEW_32_WARPS>(p); }
+#endif
+KERNEL void __launch_bounds__(MANY_WARPS * 32, 1) many_32(const Linear p) { Many<4>(p).work(); }
+KERNEL void __launch_bounds__(MANY_WARPS * 32, 1) many_64(const Linear p) { Many<8>(p).work(); }
+
+// Rounds as NF4Weight and IntWeight do: to the dtype before quantization, then to the served one.
+DEVICE unsigned short served(float value, int rounded) {
+  if (rounded == 1) value = bfloat_to_float(to_bfloat(value));
+  if (rounded == 2) value = half_to_float(to_half(value));
+  return to_number(value);
+}
+
+// Writes the values of `outputs` rows from first_tile on to y, [outputs, D]. A warp writes a block.
+KERNEL void __launch_bounds__(256) dequantize(const Linear p) {
+  __shared__ float book[16];  // in 16 banks, so that lookups of a warp never conflict
+  if (threadIdx.x < 16) book[threadIdx.x] = p.book[threadIdx.x];
+  __syncthreads();
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, blocks = p.inputs / 64;
+  const int at = blockIdx.x * 8 + (threadIdx.x >> 5);
+  if (at >= p.outputs / 64 * blocks) return;
+  const int tile_rows = at / blocks, block = at - tile_rows * blocks;
+  const size_t from = (size_t)(p.first_tile + tile_rows);
+  const unsigned char* codes = p.codes + (from * blocks + block) * BLOCK_BYTES + lane * 16;
+  const size_t group = (size_t)Groups(p).first_of((int)from * blocks + block) * 64 + g * 8;
+#pragma unroll
+  for (int m = 0; m < 4; m++) {
+    const U4 code = load_once(codes + m * 512);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const size_t row = (size_t)(tile_rows * 64 + m * 16 + h * 8 + g) * p.inputs + block * 64;
+      U4 out;  // of two products, whose inputs are eight side by side, or of one if groups have 16 inputs
+#pragma unroll
+      for (int q = 0; q < STEPS; q++) {
+        const size_t its = group + q * SUB / STEPS * 64 + h * 4 + m;
+        const unsigned short bits = SCALE == 0 ? 0 : ((const unsigned short*)p.scales)[its];
+        const float scale = SCALE == 0 ? ((const float*)p.scales)[its] : SCALE == 1 ? bfloat_to_float(bits) : half_to_float(bits);
+        const float zero = ZEROS ? (float)p.zeros[its] - 8.f : 0.f;
+#pragma unroll
+        for (int k = 0; k < 2; k++) {  // bytes of inputs 0 and 1, 2 and 3 of the lane's four
+          const unsigned byte = code.v[q] >> (k * 2 + h) * 8 & 255;
+          const unsigned low = served((book[byte & 15] - zero) * scale, p.rounded);
+          const unsigned high = served((book[byte >> 4] - zero) * scale, p.rounded);
+          out.v[q % 2 * 2 + k] = low | high << 16;
+        }
+        if (SUB == 4) {
+          *(U2*)(p.y + row + first_input(q, t)) = U2{{out.v[q % 2 * 2], out.v[q % 2 * 2 + 1]}};
+        } else if (q % 2 == 1) {
+          *(U4*)(p.y + row + first_input(q - 1, t)) = out;
+        }
+      }
+    }
+  }
+}

@@ -1,0 +1,210 @@
+"""Compiles and launches kernels/quant/four_bit.cu: products with weights of four bits, and their values."""
+
+# T tokens · D in · O out
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lorafleet.kernels.nvrtc import CudaCode, CudaCodeError, machine_code
+from lorafleet.kernels.quant.code_tiles import TILE
+
+if TYPE_CHECKING:
+    from lorafleet.kernels.quant.tiled_weight import TiledWeight
+
+log = logging.getLogger(__name__)
+
+DTYPE_INDEX = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # SCALE and `rounded` in four_bit.cu
+SHARED_BYTES = 0x20000  # up to the end of the table of pairs
+COPIES_BYTES = 0x18000  # above it, for copies in flight
+LEAST_CAPABILITY = (8, 0)  # bfloat16 in tensor cores and asynchronous copies
+MANY_WARPS = 8
+MAX_AHEAD = 16
+DEQUANTIZE_WARPS = 8  # each writes a tile
+
+
+class FourBitArguments(ctypes.Structure):
+    """The arguments of all kernels: struct Linear in four_bit.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "pairs", "book")),
+        *((name, ctypes.c_void_p) for name in ("x", "bias", "y", "parts", "tickets")),
+        *((name, ctypes.c_int) for name in ("tokens", "outputs", "inputs", "blocks_a_group")),
+        *((name, ctypes.c_int) for name in ("ahead", "first_tile", "rounded")),
+    )
+
+
+Launch = Callable[[int, FourBitArguments], None]  # Takes the number of programs.
+
+
+@dataclass(frozen=True, slots=True)
+class FourBitVariant:
+    """The weights and numbers that one compilation of four_bit.cu serves."""
+
+    dtype: torch.dtype  # of x and y: bfloat16 or float16
+    scale_dtype: torch.dtype
+    groups_a_block: int  # groups in 64 inputs: 4, 2, or 1 if a group is 64 inputs or several times 64
+    has_zeros: bool
+
+    @property
+    def few_warps(self) -> dict[str, int]:
+        """Returns the number of warps of each kernel for few tokens, 0 if it would not have enough registers.
+
+        Each scale of a small group takes a register.
+        """
+        few_8, few_16, few_32 = {1: (16, 12, 8), 2: (12, 8, 0), 4: (8, 8, 0)}[self.groups_a_block]
+        return {"few_8": few_8, "few_16": few_16, "few_32": few_32}
+
+    @property
+    def options(self) -> list[str]:
+        return [
+            "--std=c++17",
+            f"-DIS_HALF={int(self.dtype == torch.float16)}",
+            f"-DSCALE={DTYPE_INDEX[self.scale_dtype]}",
+            f"-DSUB={self.groups_a_block}",
+            f"-DZEROS={int(self.has_zeros)}",
+            *(f"-D{name.upper()}_WARPS={warps}" for name, warps in self.few_warps.items()),
+        ]
+
+    @property
+    def shapes(self) -> list[KernelShape]:
+        """Returns the kernels for products, in the order in which they are tried for a number of tokens."""
+        return [shape for shape in KERNEL_SHAPES if self.few_warps.get(shape.name) != 0]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelShape:
+    """A kernel for products, and how its work is divided."""
+
+    name: str
+    tokens: int  # most tokens of a launch
+    serves: int  # most tokens for which it is chosen, in several launches if they are more than `tokens`
+    rows: int  # rows of W of an item
+    least_blocks: int  # blocks of 64 inputs that a program has at least, or adding its parts would be more work
+    ahead: int = 0  # for few tokens: steps of a warp ahead of which codes are fetched into the L2 cache
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.ahead <= MAX_AHEAD
+
+
+KERNEL_SHAPES = (
+    KernelShape("few_8", 8, 8, TILE, 8),
+    KernelShape("few_16", 16, 16, TILE, 8),
+    KernelShape("few_32", 32, 64, TILE, 8),
+    KernelShape("many_32", 32, 32, 2 * TILE, 4),  # for groups of 16 and 32, for which few_32 has no registers
+    KernelShape("many_64", 64, 128, 2 * TILE, 4),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FourBitKernels:
+    """The compiled kernels of a variant on one GPU."""
+
+    by_name: dict[str, Launch]  # Those of KERNEL_SHAPES.
+    dequantize: Launch
+    num_sms: int
+
+
+def source() -> str:
+    folder = Path(__file__).parent
+    return "".join((folder / name).read_text() for name in ("four_bit_primitives.cuh", "four_bit.cu"))
+
+
+def four_bit_kernels(variant: FourBitVariant, device: torch.device) -> FourBitKernels | None:
+    """Returns the kernels, or None if this machine cannot compile or run them. The cause is logged once."""
+    return _kernels(variant, torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _kernels(variant: FourBitVariant, index: int) -> FourBitKernels | None:
+    device = torch.device("cuda", index)
+    properties = torch.cuda.get_device_properties(device)
+    room = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stub does not have it
+    if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY or room < SHARED_BYTES + COPIES_BYTES:
+        return None  # Such a GPU is served by the Triton kernels, as it always was.
+    try:
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # makes the device's context current in this thread
+            code = CudaCode(machine_code(source(), variant.options, device))
+            products: dict[str, Launch] = {}
+            for name in (shape.name for shape in variant.shapes):
+                warps = variant.few_warps.get(name)
+                threads, copies = (MANY_WARPS * 32, COPIES_BYTES) if warps is None else (warps * 32, 0)
+                products[name] = code.kernel(name, threads, SHARED_BYTES + copies)
+            dequantize = code.kernel("dequantize", DEQUANTIZE_WARPS * 32, 0)
+            return FourBitKernels(products, dequantize, properties.multi_processor_count)
+    except CudaCodeError as error:
+        log.warning("weights of four bits are served by slower kernels: %s", error)
+        return None
+
+
+def shape_of(tokens: int, variant: FourBitVariant) -> KernelShape:
+    """Returns the kernel for a number of tokens: the first one that serves so many, or the last."""
+    shapes = variant.shapes
+    return next((shape for shape in shapes if tokens <= shape.serves), shapes[-1])
+
+
+def four_bit_linear(x_TD: Tensor, weight: TiledWeight, bias_O: Tensor | None, kernels: FourBitKernels) -> Tensor:
+    """Returns x @ W.T + bias."""
+    return launch(x_TD, weight, bias_O, kernels, shape_of(len(x_TD), weight.variant))
+
+
+def launch(
+    x_TD: Tensor, weight: TiledWeight, bias_O: Tensor | None, kernels: FourBitKernels, shape: KernelShape
+) -> Tensor:
+    """Returns x @ W.T + bias by one kernel, which is launched several times if there are more tokens than it takes.
+
+    x is contiguous, begins at a multiple of 16 bytes, and has the weight's dtype, as the bias has.
+    """
+    assert x_TD.shape[1] == weight.num_inputs and x_TD.is_contiguous() and x_TD.dtype == weight.dtype
+    assert x_TD.data_ptr() % 16 == 0
+    assert bias_O is None or (bias_O.is_contiguous() and bias_O.dtype == weight.dtype)
+    outputs, device = weight.num_outputs, x_TD.device
+    blocks = -(-outputs // shape.rows) * (weight.num_inputs // TILE)
+    programs = min(kernels.num_sms, -(-blocks // shape.least_blocks))
+    y_TO = torch.empty(len(x_TD), outputs, dtype=weight.dtype, device=device)
+    parts = torch.empty(programs * 2 * shape.tokens * shape.rows, dtype=torch.float32, device=device)
+    arguments = _arguments(weight)
+    arguments.parts, arguments.outputs, arguments.ahead = parts.data_ptr(), outputs, shape.ahead
+    arguments.bias = None if bias_O is None else bias_O.data_ptr()
+    for first in range(0, len(x_TD), shape.tokens):
+        arguments.x, arguments.y = x_TD[first:].data_ptr(), y_TO[first:].data_ptr()
+        arguments.tokens = min(shape.tokens, len(x_TD) - first)
+        kernels.by_name[shape.name](programs, arguments)
+    return y_TO
+
+
+def four_bit_values(weight: TiledWeight, out_OD: Tensor, first_row: int, kernels: FourBitKernels) -> Tensor:
+    """Writes values of W into out_OD and returns it. It has rows of W from first_row on, whole tiles of them."""
+    rows = len(out_OD)
+    assert rows % TILE == first_row % TILE == 0 and first_row + rows <= weight.num_outputs
+    assert out_OD.is_contiguous() and out_OD.dtype == weight.dtype
+    assert weight.quantized_from is not None
+    arguments = _arguments(weight)
+    arguments.y, arguments.outputs, arguments.first_tile = out_OD.data_ptr(), rows, first_row // TILE
+    arguments.rounded = DTYPE_INDEX[weight.quantized_from]
+    tiles = rows // TILE * (weight.num_inputs // TILE)
+    kernels.dequantize(-(-tiles // DEQUANTIZE_WARPS), arguments)
+    return out_OD
+
+
+def _arguments(weight: TiledWeight) -> FourBitArguments:
+    return FourBitArguments(
+        codes=weight.codes.data_ptr(),
+        scales=weight.scales.data_ptr(),
+        zeros=None if weight.zeros is None else weight.zeros.data_ptr(),
+        pairs=weight.pairs.data_ptr(),
+        book=weight.book.data_ptr(),
+        tickets=weight.tickets.data_ptr(),
+        inputs=weight.num_inputs,
+        blocks_a_group=max(1, weight.group // TILE),
+    )

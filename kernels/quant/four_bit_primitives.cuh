@@ -1,0 +1,122 @@
+// Instructions that four_bit.cu needs and that C++ does not have. They are written in PTX, so that no header is needed.
+#define DEVICE __device__ __forceinline__
+#define KERNEL extern "C" __global__
+#if IS_HALF
+#define NUMBER "f16"
+#else
+#define NUMBER "bf16"
+#endif
+
+struct __align__(8) U2 { unsigned v[2]; };
+struct __align__(16) U4 { unsigned v[4]; };
+
+// A table of 256 pairs lies at this address of the shared window, 32 times: 64 KB in all. The address is a multiple of
+// 64 KB, so that one byte permutation makes the address of an entry.
+#define TABLE_AT 0x10000u
+#define ABOVE_TABLE 0x20000u
+
+extern __shared__ unsigned char shared_start[];
+
+DEVICE unsigned shared_address(const void* at) { return (unsigned)__cvta_generic_to_shared(at); }
+
+// Shared memory below the table, of nearly 63 KB, and above it. The driver uses the first KB of the window.
+DEVICE unsigned char* below_table() { return shared_start; }
+DEVICE unsigned char* above_table() { return shared_start + (ABOVE_TABLE - shared_address(shared_start)); }
+
+// Reads 16 bytes that are used once.
+DEVICE U4 load_once(const void* at) {
+  U4 r;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r.v[0]), "=r"(r.v[1]), "=r"(r.v[2]), "=r"(r.v[3]) : "l"(at));
+  return r;
+}
+
+DEVICE U4 load_16(const void* at) {
+  U4 r;
+  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r.v[0]), "=r"(r.v[1]), "=r"(r.v[2]), "=r"(r.v[3]) : "l"(at));
+  return r;
+}
+
+DEVICE U2 load_8(const void* at) {
+  U2 r;
+  asm volatile("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(r.v[0]), "=r"(r.v[1]) : "l"(at));
+  return r;
+}
+
+// Begins to fetch bytes, a multiple of 16, into the L2 cache. Older GPUs than compute capability 9.0 do not.
+DEVICE void fetch_into_cache(const void* at, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(at), "r"(bytes));
+#endif
+}
+
+// Reads what another program of this launch has written, past the L1 cache.
+DEVICE float load_shared_by_programs(const float* at) { return __ldcg(at); }
+
+template <int BYTES> DEVICE void copy_to_shared(void* to, const void* from, bool inside = true) {
+  const int bytes = inside ? BYTES : 0;  // the rest is filled with zeros
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                 :: "r"(shared_address(to)), "l"(from), "n"(BYTES), "r"(bytes) : "memory");
+}
+
+DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most LEFT groups of this thread's copies are in flight.
+template <int LEFT> DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
+
+// Writes the pair of a byte for four lanes.
+DEVICE void store_entries(unsigned byte, unsigned lanes, unsigned pair) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" :: "r"(TABLE_AT + byte * 256 + lanes * 16), "r"(pair) : "memory");
+}
+
+// Returns what lookup() needs of a lane. It stays behind the barrier after the table is written.
+DEVICE unsigned lane_part(unsigned lane) {
+  unsigned r;
+  asm volatile("mov.u32 %0, %1;" : "=r"(r) : "r"(lane * 4 | (TABLE_AT >> 8)) : "memory");
+  return r;
+}
+
+// Returns the pair of byte `index` of the word, from this lane's own bank: TABLE_AT | byte << 8 | lane * 4.
+DEVICE unsigned lookup(unsigned word, int index, unsigned lane) {
+  unsigned r;
+  asm("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(__byte_perm(word, lane, 0x6504 | (index << 4))));
+  return r;
+}
+
+// Adds A [16, 16] times B [16, 8] to C [16, 8].
+DEVICE void mma(float* c, const unsigned* a, U2 b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." NUMBER "." NUMBER ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.v[0]), "r"(b.v[1]));
+}
+
+// Returns a * b + c for two numbers.
+DEVICE unsigned fma_pair(unsigned a, unsigned b, unsigned c) {
+  unsigned r;
+  asm("fma.rn." NUMBER "x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+
+DEVICE float half_to_float(unsigned short bits) {
+  float r;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(bits));
+  return r;
+}
+
+DEVICE float bfloat_to_float(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }
+
+DEVICE unsigned short to_half(float value) {
+  unsigned short r;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(value));
+  return r;
+}
+
+DEVICE unsigned short to_bfloat(float value) {
+  unsigned short r;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(value));
+  return r;
+}

@@ -1,0 +1,119 @@
+"""The gated delta rule in one launch, token by token. kernels/recurrent/delta_rule.py has its formulas and its twin.
+
+Idea: a program has BLOCK_V columns of one head's memory for one sequence in registers. Columns do not depend on each
+other. It reads them once, advances them by all tokens of the sequence in the step, and writes them back. This suits
+decodes, which have one token, and the few tokens of short prompts. Sequences of more than FEW_TOKENS tokens are left to
+kernels/recurrent/delta_chunks_triton.py.
+
+Memory: rows of qkv are all queries, then all keys, then all values. The memories are float32 [S, H, K, V].
+"""
+
+# T tokens of the step · B sequences · H value heads · G key heads · K numbers of a key · V numbers of a value
+# C = 2 G K + H V channels · S state slots
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lorafleet.kernels.jit import jit
+from lorafleet.kernels.recurrent.delta_chunks_triton import delta_chunks_triton
+from lorafleet.kernels.recurrent.delta_rule import NORM_EPS, HeadGates
+from lorafleet.kernels.recurrent.recurrent_batch import FEW_TOKENS, RecurrentBatch
+from lorafleet.kernels.softplus_triton import softplus
+
+BLOCK_V = 32
+
+
+@jit(do_not_specialize=["slot_ptr", "new_ptr", "start_ptr"])
+def _delta_rule_kernel(
+    qkv_ptr: tl.tensor,
+    b_ptr: tl.tensor,
+    a_ptr: tl.tensor,
+    a_log_ptr: tl.tensor,
+    dt_bias_ptr: tl.tensor,
+    memory_ptr: tl.tensor,
+    slot_ptr: tl.tensor,
+    new_ptr: tl.tensor,
+    start_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    b_stride: tl.tensor,
+    a_stride: tl.tensor,
+    heads: tl.constexpr,
+    key_heads: tl.constexpr,
+    k_dim: tl.constexpr,
+    v_dim: tl.constexpr,
+    beta_scale: tl.constexpr,
+    eps: tl.constexpr,
+    block_k: tl.constexpr,
+    block_v: tl.constexpr,
+    few_tokens: tl.constexpr,
+) -> None:
+    keys: tl.constexpr = key_heads * k_dim
+    channels: tl.constexpr = 2 * keys + heads * v_dim
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(start_ptr + sequence).to(tl.int64), tl.load(start_ptr + sequence + 1).to(tl.int64)
+    if end - start > few_tokens:
+        return
+    k, v = tl.arange(0, block_k), tl.program_id(2) * block_v + tl.arange(0, block_v)
+    in_k, in_v = k < k_dim, v < v_dim
+    slot = tl.load(slot_ptr + sequence).to(tl.int64)
+    has_state = tl.load(new_ptr + sequence) == 0
+    in_memory = in_k[:, None] & in_v[None, :]
+    place = memory_ptr + ((slot * heads + head) * k_dim + k[:, None]) * v_dim + v[None, :]
+    memory = tl.load(place, mask=in_memory & has_state, other=0.0)
+    forgetting = tl.exp(tl.load(a_log_ptr + head))
+    dt_bias = tl.load(dt_bias_ptr + head)
+    key = (head // (heads // key_heads)) * k_dim + k
+    for token in range(start, end):
+        row = qkv_ptr + token * channels
+        q_K = tl.load(row + key, mask=in_k, other=0.0).to(tl.float32)
+        k_K = tl.load(row + keys + key, mask=in_k, other=0.0).to(tl.float32)
+        v_V = tl.load(row + 2 * keys + head * v_dim + v, mask=in_v, other=0.0).to(tl.float32)
+        q_K *= tl.rsqrt(tl.sum(q_K * q_K, axis=0) + eps) * (k_dim**-0.5)
+        k_K *= tl.rsqrt(tl.sum(k_K * k_K, axis=0) + eps)
+        a = tl.load(a_ptr + token * a_stride + head).to(tl.float32) + dt_bias
+        beta = tl.sigmoid(tl.load(b_ptr + token * b_stride + head).to(tl.float32)) * beta_scale
+        memory *= tl.exp(-forgetting * softplus(a))
+        correction_V = beta * (v_V - tl.sum(memory * k_K[:, None], axis=0))
+        memory += k_K[:, None] * correction_V[None, :]
+        out_V = tl.sum(memory * q_K[:, None], axis=0)
+        tl.store(out_ptr + (token * heads + head) * v_dim + v, out_V.to(out_ptr.dtype.element_ty), mask=in_v)
+    tl.store(place, memory, mask=in_memory)
+
+
+def delta_rule_triton(
+    qkv_TC: Tensor, gates: HeadGates, memory_SHKV: Tensor, num_k_heads: int, batch: RecurrentBatch
+) -> Tensor:
+    _, heads, k_dim, v_dim = memory_SHKV.shape
+    assert qkv_TC.is_contiguous() and qkv_TC.shape[1] == 2 * num_k_heads * k_dim + heads * v_dim
+    assert memory_SHKV.is_contiguous() and memory_SHKV.dtype is torch.float32
+    assert gates.b_TH.stride(1) == gates.a_TH.stride(1) == 1 and gates.a_log_H.dtype is torch.float32
+    out_THV = torch.empty(len(qkv_TC), heads, v_dim, dtype=qkv_TC.dtype, device=qkv_TC.device)
+    block_v = min(BLOCK_V, triton.next_power_of_2(v_dim))
+    _delta_rule_kernel[len(batch.slot_B), heads, triton.cdiv(v_dim, block_v)](
+        qkv_TC,
+        *gates.tensors,
+        memory_SHKV,
+        batch.slot_B,
+        batch.is_new_B,
+        batch.start_B,
+        out_THV,
+        gates.b_TH.stride(0),
+        gates.a_TH.stride(0),
+        heads=heads,
+        key_heads=num_k_heads,
+        k_dim=k_dim,
+        v_dim=v_dim,
+        beta_scale=gates.beta_scale,
+        eps=NORM_EPS,
+        block_k=triton.next_power_of_2(k_dim),
+        block_v=block_v,
+        few_tokens=FEW_TOKENS,
+        num_warps=4,
+    )
+    if batch.long is not None:
+        delta_chunks_triton(qkv_TC, gates, memory_SHKV, num_k_heads, batch, batch.long, out_THV)
+    return out_THV

@@ -1,0 +1,173 @@
+"""The state space of Mamba-2 in one launch for decodes and one for prompts. kernels/recurrent/state_space.py has its
+formulas and its twin.
+
+Idea: a program has BLOCK_V columns of one head's memory for one sequence in registers. Columns do not depend on each
+other. For a sequence with one token, it decays them, adds the token, and writes them back. For a sequence with more, it
+takes CHUNK tokens after another: their results are two matrix products, one with each other and one with the memory
+before them, and a third product advances the memory. Each kernel leaves the other's sequences alone.
+
+Memory: rows of xkq are x of all heads, then k and then q of all groups. The memories are float32 [S, H, K, V].
+"""
+
+# T tokens of the step · B sequences · H heads · G groups · K numbers of a key · V numbers of a head
+# C = H V + 2 G K channels · S state slots · N tokens of a chunk
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lorafleet.kernels.jit import jit
+from lorafleet.kernels.recurrent.recurrent_batch import CHUNK, RecurrentBatch
+from lorafleet.kernels.recurrent.state_space import HeadSteps
+from lorafleet.kernels.softplus_triton import softplus
+
+BLOCK_V = 64
+LARGE_K = 128  # Keys with more numbers get half the columns, since registers hold both dimensions.
+
+
+@jit(do_not_specialize=["slot_ptr", "new_ptr", "start_ptr"])
+def _step_kernel(
+    xkq_ptr: tl.tensor,
+    dt_ptr: tl.tensor,
+    a_log_ptr: tl.tensor,
+    dt_bias_ptr: tl.tensor,
+    d_ptr: tl.tensor,
+    memory_ptr: tl.tensor,
+    slot_ptr: tl.tensor,
+    new_ptr: tl.tensor,
+    start_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    dt_stride: tl.tensor,
+    heads: tl.constexpr,
+    groups: tl.constexpr,
+    k_dim: tl.constexpr,
+    v_dim: tl.constexpr,
+    dt_min: tl.constexpr,
+    dt_max: tl.constexpr,
+    block_k: tl.constexpr,
+    block_v: tl.constexpr,
+) -> None:
+    channels: tl.constexpr = heads * v_dim + 2 * groups * k_dim
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    token = tl.load(start_ptr + sequence).to(tl.int64)
+    if tl.load(start_ptr + sequence + 1) - token != 1:
+        return
+    k, v = tl.arange(0, block_k), tl.program_id(2) * block_v + tl.arange(0, block_v)
+    in_k, in_v = k < k_dim, v < v_dim
+    slot = tl.load(slot_ptr + sequence).to(tl.int64)
+    has_state = tl.load(new_ptr + sequence) == 0
+    in_memory = in_k[:, None] & in_v[None, :]
+    place = memory_ptr + ((slot * heads + head) * k_dim + k[:, None]) * v_dim + v[None, :]
+    memory = tl.load(place, mask=in_memory & has_state, other=0.0)
+    row = xkq_ptr + token * channels
+    key = row + heads * v_dim + (head // (heads // groups)) * k_dim + k
+    x_V = tl.load(row + head * v_dim + v, mask=in_v, other=0.0).to(tl.float32)
+    k_K = tl.load(key, mask=in_k, other=0.0).to(tl.float32)
+    q_K = tl.load(key + groups * k_dim, mask=in_k, other=0.0).to(tl.float32)
+    dt = softplus(tl.load(dt_ptr + token * dt_stride + head).to(tl.float32) + tl.load(dt_bias_ptr + head))
+    dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
+    memory *= tl.exp(-tl.exp(tl.load(a_log_ptr + head)) * dt)
+    memory += k_K[:, None] * (dt * x_V)[None, :]
+    out_V = tl.sum(memory * q_K[:, None], axis=0) + tl.load(d_ptr + head) * x_V
+    tl.store(out_ptr + (token * heads + head) * v_dim + v, out_V.to(out_ptr.dtype.element_ty), mask=in_v)
+    tl.store(place, memory, mask=in_memory)
+
+
+@jit(do_not_specialize=["slot_ptr", "new_ptr", "start_ptr"])
+def _chunk_kernel(
+    xkq_ptr: tl.tensor,
+    dt_ptr: tl.tensor,
+    a_log_ptr: tl.tensor,
+    dt_bias_ptr: tl.tensor,
+    d_ptr: tl.tensor,
+    memory_ptr: tl.tensor,
+    slot_ptr: tl.tensor,
+    new_ptr: tl.tensor,
+    start_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    dt_stride: tl.tensor,
+    heads: tl.constexpr,
+    groups: tl.constexpr,
+    k_dim: tl.constexpr,
+    v_dim: tl.constexpr,
+    dt_min: tl.constexpr,
+    dt_max: tl.constexpr,
+    block_k: tl.constexpr,
+    block_v: tl.constexpr,
+    chunk: tl.constexpr,
+    precision: tl.constexpr,
+) -> None:
+    channels: tl.constexpr = heads * v_dim + 2 * groups * k_dim
+    operand = xkq_ptr.dtype.element_ty  # of the products, whose sums are float32
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(start_ptr + sequence).to(tl.int64), tl.load(start_ptr + sequence + 1).to(tl.int64)
+    if end - start < 2:
+        return
+    k, v, n = tl.arange(0, block_k), tl.program_id(2) * block_v + tl.arange(0, block_v), tl.arange(0, chunk)
+    in_k, in_v = k < k_dim, v < v_dim
+    slot = tl.load(slot_ptr + sequence).to(tl.int64)
+    has_state = tl.load(new_ptr + sequence) == 0
+    in_memory = in_k[:, None] & in_v[None, :]
+    place = memory_ptr + ((slot * heads + head) * k_dim + k[:, None]) * v_dim + v[None, :]
+    memory = tl.load(place, mask=in_memory & has_state, other=0.0)
+    forgetting = tl.exp(tl.load(a_log_ptr + head))
+    dt_bias, passed = tl.load(dt_bias_ptr + head), tl.load(d_ptr + head)
+    key = heads * v_dim + (head // (heads // groups)) * k_dim + k
+    for first in range(start, end, chunk):
+        token = first + n
+        inside = token < end
+        row = xkq_ptr + token[:, None] * channels
+        x_NV = tl.load(row + head * v_dim + v[None, :], mask=inside[:, None] & in_v[None, :], other=0.0)
+        k_NK = tl.load(row + key[None, :], mask=inside[:, None] & in_k[None, :], other=0.0)
+        q_NK = tl.load(row + groups * k_dim + key[None, :], mask=inside[:, None] & in_k[None, :], other=0.0)
+        dt_N = softplus(tl.load(dt_ptr + token * dt_stride + head, mask=inside, other=0.0).to(tl.float32) + dt_bias)
+        dt_N = tl.where(inside, tl.minimum(tl.maximum(dt_N, dt_min), dt_max), 0.0)
+        decay_N = -forgetting * dt_N
+        total_N = tl.cumsum(decay_N, axis=0)
+        whole = tl.sum(decay_N, axis=0)
+        scores_NN = tl.dot(q_NK, tl.trans(k_NK), input_precision=precision)
+        # Above the diagonal, the difference would be positive and without bound.
+        between_NN = tl.exp(tl.minimum(total_N[:, None] - total_N[None, :], 0.0)) * dt_N[None, :]
+        scores_NN = tl.where(n[:, None] >= n[None, :], scores_NN * between_NN, 0.0)
+        out_NV = passed * x_NV.to(tl.float32)
+        out_NV = tl.dot(scores_NN.to(operand), x_NV, out_NV, input_precision=precision)
+        decayed_NK = (q_NK.to(tl.float32) * tl.exp(total_N)[:, None]).to(operand)
+        out_NV = tl.dot(decayed_NK, memory.to(operand), out_NV, input_precision=precision)
+        left_NK = (k_NK.to(tl.float32) * (dt_N * tl.exp(whole - total_N))[:, None]).to(operand)
+        memory = tl.dot(tl.trans(left_NK), x_NV, memory * tl.exp(whole), input_precision=precision)
+        to = out_ptr + (token[:, None] * heads + head) * v_dim + v[None, :]
+        tl.store(to, out_NV.to(out_ptr.dtype.element_ty), mask=inside[:, None] & in_v[None, :])
+    tl.store(place, memory, mask=in_memory)
+
+
+def state_space_triton(
+    xkq_TC: Tensor, steps: HeadSteps, memory_SHKV: Tensor, num_groups: int, batch: RecurrentBatch
+) -> Tensor:
+    _, heads, k_dim, v_dim = memory_SHKV.shape
+    assert xkq_TC.is_contiguous() and xkq_TC.shape[1] == heads * v_dim + 2 * num_groups * k_dim
+    assert memory_SHKV.is_contiguous() and memory_SHKV.dtype is torch.float32
+    assert steps.dt_TH.stride(1) == 1 and steps.a_log_H.dtype is steps.d_H.dtype is torch.float32
+    out_THV = torch.empty(len(xkq_TC), heads, v_dim, dtype=xkq_TC.dtype, device=xkq_TC.device)
+    block_k, widest = max(16, triton.next_power_of_2(k_dim)), BLOCK_V if k_dim <= LARGE_K else BLOCK_V // 2
+    block_v = min(widest, max(16, triton.next_power_of_2(v_dim)))
+    grid = len(batch.slot_B), heads, triton.cdiv(v_dim, block_v)
+    tensors = xkq_TC, *steps[:-1], memory_SHKV, batch.slot_B, batch.is_new_B, batch.start_B, out_THV
+    dt_min, dt_max = steps.dt_limits
+    sizes: dict[str, int | float | str] = {
+        "heads": heads,
+        "groups": num_groups,
+        "k_dim": k_dim,
+        "v_dim": v_dim,
+        "block_k": block_k,
+    }
+    sizes |= {"dt_min": dt_min, "dt_max": dt_max, "block_v": block_v}
+    if 1 in batch.query_lens:
+        _step_kernel[grid](*tensors, steps.dt_TH.stride(0), **sizes, num_warps=4)
+    if any(count > 1 for count in batch.query_lens):
+        # Three products of TensorFloat-32 are as exact as float32, which tensor cores do not have.
+        sizes |= {"chunk": CHUNK, "precision": "tf32x3", "num_warps": 8, "num_stages": 1}
+        _chunk_kernel[grid](*tensors, steps.dt_TH.stride(0), **sizes)
+    return out_THV

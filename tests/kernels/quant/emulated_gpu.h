@@ -1,0 +1,148 @@
+// Runs four_bit.cu on a CPU: threads of the host are those of a program, and programs run one after the other. It has
+// the primitives of four_bit_primitives.cuh, with the register layouts of PTX's mma.m16n8k16. Asynchronous copies happen
+// as late as they may, so that a missing wait is noticed.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <barrier>
+#include <cmath>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+using std::max;
+using std::min;
+
+#define DEVICE inline
+#define KERNEL extern "C"
+#define __launch_bounds__(...)
+#define __shared__ static
+
+struct alignas(8) U2 { unsigned v[2]; };
+struct alignas(16) U4 { unsigned v[4]; };
+struct Index { int x; };
+
+constexpr unsigned TABLE_AT = 0x10000, ABOVE_TABLE = 0x20000, WINDOW = 228 * 1024, DRIVER = 1024;
+struct Warp {
+  std::barrier<> barrier{32};
+  unsigned a[32][4], b[32][2];
+};
+inline std::vector<unsigned char> window(WINDOW);
+inline std::unique_ptr<std::barrier<>> program_barrier;
+inline std::vector<std::unique_ptr<Warp>> warps;
+inline thread_local Index threadIdx, blockIdx;
+inline Index gridDim;
+inline thread_local std::deque<std::vector<std::function<void()>>> copies;
+inline thread_local std::vector<std::function<void()>> open_copies;
+
+inline unsigned char* at_window(unsigned address, unsigned size) {
+  if (address < DRIVER || address + size > WINDOW) abort();
+  return window.data() + address;
+}
+inline void __syncthreads() { program_barrier->arrive_and_wait(); }
+inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline int atomicAdd(int* at, int value) { return __sync_fetch_and_add(at, value); }
+inline float __uint_as_float(unsigned bits) { float r; memcpy(&r, &bits, 4); return r; }
+
+inline unsigned char* below_table() { return at_window(DRIVER, 0); }
+inline unsigned char* above_table() { return at_window(ABOVE_TABLE, 0); }
+template <class T> T read(const void* at) {
+  if ((size_t)at % sizeof(T)) abort();
+  T r; memcpy(&r, at, sizeof(T)); return r;
+}
+inline U4 load_once(const void* at) { return read<U4>(at); }
+inline U4 load_16(const void* at) { return read<U4>(at); }
+inline U2 load_8(const void* at) { return read<U2>(at); }
+inline void fetch_into_cache(const void* at, int bytes) { if ((size_t)at % 16 || bytes % 16) abort(); }
+inline float load_shared_by_programs(const float* at) { return *at; }
+
+template <int BYTES> void copy_to_shared(void* to, const void* from, bool inside = true) {
+  const size_t offset = (unsigned char*)to - window.data();
+  if ((size_t)from % BYTES || offset % BYTES || offset < DRIVER || offset + BYTES > WINDOW) abort();
+  open_copies.push_back([=] { if (inside) memcpy(to, from, BYTES); else memset(to, 0, BYTES); });
+}
+inline void close_copies() { copies.push_back(std::move(open_copies)); open_copies.clear(); }
+template <int LEFT> void wait_copies() {
+  for (; copies.size() > LEFT; copies.pop_front()) for (auto& copy : copies.front()) copy();
+}
+
+inline void store_entries(unsigned byte, unsigned lanes, unsigned pair) {
+  for (int i = 0; i < 4; i++) memcpy(at_window(TABLE_AT + byte * 256 + lanes * 16 + i * 4, 4), &pair, 4);
+}
+inline unsigned lane_part(unsigned lane) { return lane; }
+inline unsigned lookup(unsigned word, int index, unsigned lane) {
+  return read<unsigned>(at_window(TABLE_AT + (word >> index * 8 & 255) * 256 + lane * 4, 4));
+}
+
+inline float half_to_float(unsigned short bits) { _Float16 r; memcpy(&r, &bits, 2); return (float)r; }
+inline float bfloat_to_float(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }
+inline unsigned short to_half(float value) { _Float16 h = (_Float16)value; unsigned short r; memcpy(&r, &h, 2); return r; }
+inline unsigned short to_bfloat(float value) {
+  unsigned bits; memcpy(&bits, &value, 4);
+  return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+inline float number_at(unsigned pair, int index) {
+  const unsigned short bits = pair >> index * 16;
+  return IS_HALF ? half_to_float(bits) : bfloat_to_float(bits);
+}
+inline unsigned fma_pair(unsigned a, unsigned b, unsigned c) {
+  unsigned r = 0;
+  for (int i = 0; i < 2; i++) {
+    const float value = std::fma(number_at(a, i), number_at(b, i), number_at(c, i));
+    r |= (unsigned)(IS_HALF ? to_half(value) : to_bfloat(value)) << i * 16;
+  }
+  return r;
+}
+
+inline void mma(float* c, const unsigned* a, U2 b) {
+  Warp& warp = *warps[threadIdx.x >> 5];
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  memcpy(warp.a[lane], a, 16);
+  memcpy(warp.b[lane], b.v, 8);
+  warp.barrier.arrive_and_wait();
+  for (int i = 0; i < 4; i++) {
+    const int row = g + (i >> 1) * 8, column = t * 2 + (i & 1);
+    for (int k = 0; k < 16; k++) {
+      const int upper = k >> 3, at = k & 7;
+      const unsigned left = warp.a[(row & 7) * 4 + (at >> 1)][upper * 2 + (row >> 3)];
+      c[i] += number_at(left, at & 1) * number_at(warp.b[column * 4 + (at >> 1)][upper], at & 1);
+    }
+  }
+  warp.barrier.arrive_and_wait();
+}
+
+template <class Arguments> void launch(void (*kernel)(Arguments), int programs, int num_threads, const Arguments* arguments) {
+  gridDim.x = programs;
+  for (int program = 0; program < programs; program++) {
+    std::fill(window.begin(), window.end(), 0xFF);  // numbers that nobody has written are NaN
+    program_barrier = std::make_unique<std::barrier<>>(num_threads);
+    warps.clear();
+    for (int i = 0; i < num_threads / 32; i++) warps.push_back(std::make_unique<Warp>());
+    std::vector<std::thread> threads;
+    for (int i = 0; i < num_threads; i++)
+      threads.emplace_back([=] {
+        threadIdx.x = i;
+        blockIdx.x = program;
+        kernel(*arguments);
+        program_barrier->arrive_and_drop();
+      });
+    for (auto& thread : threads) thread.join();
+  }
+}
+
+#include EMULATED_SOURCE
+
+extern "C" void emulate(int kernel, int programs, const Linear* arguments) {
+  using Kernel = void (*)(Linear);
+#if FEW_32_WARPS
+  const Kernel few_of_32 = few_32;
+#else
+  const Kernel few_of_32 = nullptr;
+#endif
+  const Kernel kernels[] = {few_8, few_16, few_of_32, many_32, many_64, dequantize};
+  const int warps[] = {FEW_8_WARPS, FEW_16_WARPS, FEW_32_WARPS, MANY_WARPS, MANY_WARPS, 8};
+  launch<Linear>(kernels[kernel], programs, warps[kernel] * 32, arguments);
+}

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorafleet.kernels.nvrtc import MAX_CACHED, CudaCodeError, cached_code, compile_source
+
+
+class CountingCompiler:
+    """Has NVRTC's functions. Its machine code is the number of compilations; it rejects the source "wrong"."""
+
+    def __init__(self) -> None:
+        self.compilations = 0
+        self._source = b""
+
+    def nvrtcVersion(self, major: Any, minor: Any) -> int:
+        major._obj.value, minor._obj.value = 13, 0
+        return 0
+
+    def nvrtcCreateProgram(self, _program: Any, source: bytes, *_rest: Any) -> int:
+        self._source = source
+        return 0
+
+    def nvrtcCompileProgram(self, *_arguments: Any) -> int:
+        self.compilations += 1
+        return 6 if self._source == b"wrong" else 0
+
+    def nvrtcDestroyProgram(self, _program: Any) -> int:
+        return 0
+
+    def nvrtcGetCUBINSize(self, _program: Any, size: Any) -> int:
+        size._obj.value = 1
+        return 0
+
+    def nvrtcGetCUBIN(self, _program: Any, buffer: ctypes.Array[ctypes.c_char]) -> int:
+        buffer[0] = bytes([self.compilations % 256])
+        return 0
+
+    def nvrtcGetProgramLogSize(self, _program: Any, size: Any) -> int:
+        size._obj.value = 8
+        return 0
+
+    def nvrtcGetProgramLog(self, _program: Any, buffer: ctypes.Array[ctypes.c_char]) -> int:
+        buffer.value = b"line 1?"
+        return 0
+
+
+def test_code_is_compiled_once_for_a_source_and_its_options(tmp_path: Path) -> None:
+    compiler = CountingCompiler()
+    first = cached_code(compiler, "source", ["-DA=1"], tmp_path / "new")
+    assert cached_code(compiler, "source", ["-DA=1"], tmp_path / "new") == first
+    assert compiler.compilations == 1
+    assert cached_code(compiler, "source", ["-DA=2"], tmp_path / "new") != first
+    assert cached_code(compiler, "other", ["-DA=1"], tmp_path / "new") != first
+
+
+def test_a_damaged_file_is_compiled_again(tmp_path: Path) -> None:
+    compiler = CountingCompiler()
+    cached_code(compiler, "source", [], tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert cached_code(compiler, "source", [], tmp_path) == bytes([2])
+    assert cached_code(compiler, "source", [], tmp_path) == bytes([2])
+
+
+def test_the_cache_is_bounded(tmp_path: Path) -> None:
+    compiler = CountingCompiler()
+    for number in range(MAX_CACHED + 5):
+        cached_code(compiler, str(number), [], tmp_path)
+    assert len(list(tmp_path.iterdir())) == MAX_CACHED
+
+
+def test_a_directory_that_cannot_be_written_costs_only_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    compiler = CountingCompiler()
+    assert cached_code(compiler, "source", [], tmp_path / "file" / "cache") == bytes([1])
+
+
+def test_a_rejected_source_is_reported_with_the_compilers_messages() -> None:
+    with pytest.raises(CudaCodeError, match=r"line 1\?"):
+        compile_source(CountingCompiler(), "wrong", [])

@@ -1,0 +1,139 @@
+"""The command `inspect` reports of a base the sizes and choices that an engine has for it."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from family_cases import CASES, FamilyCase, make_case
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.errors import LorafleetError
+from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.tools.checkpoint_contents import read_contents
+from lorafleet.tools.checkpoint_inspection import CARDS, inspect_checkpoint
+from lorafleet.workers import kv_cache_sizing, memory_estimate
+from lorafleet.workers.memory_estimate import Card, MetaEngine
+from lorafleet.workers.startup import build_rank
+from tiny_models import make_model
+
+CACHE_BYTES = 3 << 20
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama2", {}),
+        ("llama2", {"kv_cache_dtype": "fp8", "quantization": "nf4", "block_size": 32}),
+        ("llama2", {"dtype": "bfloat16", "quantization": "fp8", "max_model_len": 300}),
+        ("gemma3", {}),
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"quantization": "nf4"}),
+        ("gemma3n", {}),
+        ("gemma4_experts", {}),
+    ],
+)
+def test_an_engine_on_a_cpu_has_the_cache_and_the_weights_that_inspect_states(
+    family: str, options: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Small, so that the memory and not the limit of tokens decides.
+    for module in (kv_cache_sizing, memory_estimate):
+        monkeypatch.setattr(module, "CPU_CACHE_BYTES", CACHE_BYTES)
+    folder = tmp_path / "base"
+    is_case = family in CASES
+    base = make_case(folder, CASES[family]) if is_case else make_model(folder, family, num_hidden_layers=2)
+    config = EngineConfig(str(base), device="cpu", lora=LoRAConfig(max_loras=2, max_lora_rank=8), **options)  # type: ignore[arg-type]  # One dict for all cases.
+    found, has_experts = inspect_checkpoint(config, None, (1,)), family in ("qwen3_moe", "gemma4_experts")
+    [share] = found.shares
+    assert found.experts.keys() == ({"nf4" if options else "plain"} if has_experts else set())
+    assert share.needs is not None
+    assert share.room is not None
+    rank = build_rank(config)
+    assert share.room.kv_cache_tokens == rank.num_blocks * config.block_size < kv_cache_sizing.CPU_CACHE_TOKENS
+    assert share.room.max_model_len == rank.max_model_len
+    assert share.needs.weights == sum(p.numel() * p.itemsize for p in rank.steps.model.parameters())
+    [first, *_] = rank.steps.caches
+    cache_bytes = sum(c.k_NPGD.nbytes + c.v_NPGD.nbytes for c in set(rank.steps.caches))
+    assert share.needs.kv_token == cache_bytes // (len(first.k_NPGD) * config.block_size)
+
+
+def test_what_would_fit_starts_and_one_more_does_not(base: Path) -> None:
+    config = EngineConfig(str(base), max_model_len=256, lora=LoRAConfig(max_loras=1, max_lora_rank=16))
+    card = Card("tiny", 1 << 30, (9, 0), other_bytes=64 << 20)
+    [one, two] = inspect_checkpoint(config, card, (1, 2)).shares
+    assert one.needs is not None
+    assert two.needs is not None
+    assert one.room is not None
+    assert one.room.refusal is None
+    # On two GPUs each has half of a slot, and rows of the tables as before.
+    assert one.needs.slot // 2 <= two.needs.slot < one.needs.slot
+    assert two.needs.kv_token == one.needs.kv_token // 2
+    taken = one.needs.weights + one.needs.slot + one.needs.activations + one.needs.others + one.room.kv_cache_bytes
+    budget = int(card.total_bytes * 0.9) - card.other_bytes
+    assert 0 <= budget - taken < config.block_size * one.needs.kv_token
+    tight = replace(card, total_bytes=int((card.total_bytes * 0.9 - one.room.kv_cache_bytes + (4 << 20)) / 0.9))
+    most = MetaEngine.build(config, tight).room(tight).most_loras
+    assert most is not None
+    assert most > 1
+    for max_loras, starts in ((most, True), (most + 1, False)):
+        wanted = replace(config, lora=LoRAConfig(max_loras=max_loras, max_lora_rank=16))
+        found = inspect_checkpoint(wanted, tight, (1,))
+        assert found.is_refused != starts
+        [share] = found.shares
+        assert share.room is not None
+        assert ("less than max_model_len=256" in (share.room.refusal or "")) != starts
+
+
+def test_a_refusal_is_the_servers_own(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((base / "config.json").read_text().replace("LlamaForCausalLM", "OtherLM"))
+    (tmp_path / "model.safetensors").symlink_to(base / "model.safetensors")
+    for config in (
+        EngineConfig(str(tmp_path), device="cpu"),
+        EngineConfig(str(base), device="cpu", max_model_len=4096),
+    ):
+        with pytest.raises(LorafleetError) as caught:
+            build_rank(config)
+        found = inspect_checkpoint(config, None, (1,))
+        assert (found.refusal, found.error) == (caught.value.message, type(caught.value).__name__)
+        assert found.is_refused
+        assert found.tensors  # The contents of the files are reported nevertheless.
+    old = inspect_checkpoint(EngineConfig(str(base), kv_cache_dtype="fp8"), CARDS["a100-80"], (1,))
+    assert "A100 80 GB is older" in (old.refusal or "")
+    [share] = inspect_checkpoint(EngineConfig(str(base)), None, (3,)).shares
+    assert "does not divide" in (share.refusal or "")
+
+
+def test_only_the_headers_of_the_files_are_read(base: Path, tmp_path: Path) -> None:
+    """The file has a hole of 100 GB in place of its weights."""
+    (tmp_path / "config.json").write_bytes((base / "config.json").read_bytes())
+    sizes = {"model.embed_tokens.weight": 30 << 30, "model.layers.0.mlp.up_proj.weight": 20 << 30}
+    header, end = {}, 0
+    for name, values in sizes.items():
+        header[name] = {"dtype": "BF16", "shape": [1024, values >> 10], "data_offsets": [end, end + 2 * values]}
+        end += 2 * values
+    raw = json.dumps(header).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        file.truncate(8 + len(raw) + end)
+    groups = read_contents(tmp_path)
+    assert [(g.kind, g.dtype, g.num_bytes >> 30) for g in groups] == [("embedding", "BF16", 60), ("MLP", "BF16", 40)]
+
+
+def test_kinds_of_tensors_add_up_to_the_files(base: Path) -> None:
+    groups = read_contents(base)
+    assert {g.kind for g in groups} == {"embedding", "head", "attention", "MLP", "norms"}
+    found = inspect_checkpoint(EngineConfig(str(base)), None, (1,))
+    assert sum(g.num_values for g in groups) == found.num_parameters
+    assert found.linears == {"plain": 8}
+    assert found.dtype == str(torch.float32).removeprefix("torch.")
+
+
+def test_a_module_of_transformers_is_named_as_such(tmp_path: Path) -> None:
+    folder = make_case(tmp_path / "neox", FamilyCase("GPTNeoX"))
+    found = inspect_checkpoint(EngineConfig(str(folder)), None, (1,))
+    assert (found.architecture, found.is_generic, found.is_refused) == ("GPTNeoXForCausalLM", True, False)
+    assert found.context_limit == 512 and found.linears == {"plain": 2 * 4} and not found.shares

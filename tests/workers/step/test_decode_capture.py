@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.quantization_methods import Method
+from lorafleet.workers.attention.torch_backend import TorchAttention
+from lorafleet.workers.bases.checkpoint import read_model_config
+from lorafleet.workers.bases.quantization import resolved
+from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.startup import build_engine
+from lorafleet.workers.step import decode_capture
+from lorafleet.workers.step.decode_capture import DecodeCapture, DecodeKey, may_split
+from lorafleet.workers.tp.group import TPGroup
+from tiny_models import make_model
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization", "tp_size", "expected"),
+    [
+        ("llama3", None, 1, True),
+        ("qwen2", None, 1, True),
+        ("llama3", None, 2, False),
+        ("llama3", "fp8", 1, False),
+        ("mixtral", None, 1, False),
+    ],
+)
+def test_only_models_like_the_measured_one_split_the_gpu(
+    tmp_path: Path, family: str, quantization: Method | None, tp_size: int, expected: bool
+) -> None:
+    config = read_model_config(make_model(tmp_path / "base", family))
+    config = replace(config, quantization=resolved(config.quantization, quantization))
+    model = DecoderModel(config, TPGroup(0, tp_size), torch.bfloat16, torch.device("cpu"))
+    assert may_split(model) is expected
+
+
+class NoStream:
+    def __init__(self, *_: object) -> None:
+        pass
+
+
+class NoGraph:
+    """Replays nothing: on a CPU, a capture has already computed."""
+
+    def replay(self) -> None:
+        pass
+
+
+class WithGraphs(TorchAttention):
+    def for_graph(self, num_seqs: int, max_context: int) -> WithGraphs:  # type: ignore[override]  # a stand-in
+        assert max_context == 64
+        assert num_seqs in (2, 4)
+        return self
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_late_capture_leaves_the_tokens_and_the_stream_of_the_steps(
+    fleet, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """The device's part is left out. A capture computes a step of padding, whose tokens overwrite those in flight."""
+    for name, stand_in in (
+        ("Stream", NoStream),
+        ("CUDAGraph", NoGraph),
+        ("graph_pool_handle", lambda: (0, 0)),
+        ("stream", lambda _: nullcontext()),
+        ("synchronize", lambda _: None),
+        ("graph", lambda *_, **__: nullcontext()),
+        ("current_stream", lambda _: "the steps'"),
+        ("set_stream", (streams := []).append),
+    ):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(decode_capture, "borrowed", lambda tensor: tensor)
+    engine = build_engine(EngineConfig(str(fleet("llama3").base), kv_cache_tokens=64, max_num_seqs=4))
+    steps = engine.runner.steps
+    spec = steps._attention._spec  # type: ignore[attr-defined]  # TorchAttention's
+    attention = WithGraphs(spec, steps.caches)
+    capture = DecodeCapture(steps.model, steps.caches, None, attention, steps.inputs, 0, None, 64, torch.device("cpu"))
+    steps.inputs.sampled_B.copy_(torch.tensor([3, 1, 4, 1]))
+    if fails:
+        monkeypatch.setattr(steps.model, "logits", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            capture.capture(DecodeKey(4, 0))
+    else:
+        graph = capture.capture(DecodeKey(2, 0))
+        assert graph is not None
+        assert graph.hidden_BD.shape[0] == graph.logits_BW.shape[0] == graph.num_rows == 2
+    assert steps.inputs.sampled_B.tolist() == [3, 1, 4, 1]
+    assert streams == ["the steps'"]
+    engine.close()

@@ -1,0 +1,123 @@
+"""Reads linears that bitsandbytes quantized to four bits, NF4 or FP4, or to int8 (LLM.int8).
+
+In eight bits, `SCB` has the largest magnitude of each row, which the code 127 stands for. x is not rounded, so that
+its outliers need no product of their own. bitsandbytes stores these tensors for each linear of four bits:
+- W's codes are one column of bytes, with the first of two codes in the upper bits.
+- The blocks' magnitudes may themselves be 8-bit codes of another codebook, with their own magnitudes and an offset.
+- Everything else is JSON in a tensor of bytes.
+"""
+
+# B blocks · N bytes
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lorafleet.kernels.quant.base_weight import QuantizedMatrix, Scheme
+from lorafleet.kernels.quant.nf4 import BLOCK, NF4Matrix, NF4Scheme
+from lorafleet.kernels.quant.scaled_matrix import ScaledMatrix
+from lorafleet.kernels.quant.scaled_weight import ScaledScheme
+from lorafleet.protocol.errors import ConfigError, UnsupportedModel
+from lorafleet.workers.bases.formats.checkpoint_format import REMEDY, LinearTensors, StoredLinears
+from lorafleet.workers.bases.formats.float_codes import BY_ROW, scaled_matrix
+
+_STATE = r"weight\.quant_state\.bitsandbytes__(?:nf4|fp4)"
+INT8 = ScaledScheme("int8", torch.int8, rounds_x=False)
+LARGEST_CODE = 127
+BITS = ("load_in_4bit", "_load_in_4bit", "load_in_8bit", "_load_in_8bit")
+DTypeName = Literal["float32", "bfloat16", "float16"]
+
+
+class _State(msgspec.Struct, frozen=True):
+    """The QuantState of bitsandbytes, without its tensors."""
+
+    quant_type: Literal["nf4", "fp4"]
+    blocksize: int
+    dtype: DTypeName
+    shape: tuple[int, int]
+    nested_blocksize: int | None = None
+    nested_offset: float = 0.0
+
+
+class BitsandbytesFormat:
+    tensors = re.compile(
+        rf"SCB|weight_format|weight(?:\.(?:absmax|quant_map|nested_absmax|nested_quant_map))?|{_STATE}"
+    )
+    stacked: frozenset[str] = frozenset()
+
+    def __init__(self, config: Mapping[str, Any], linears: StoredLinears) -> None:
+        if not any(config.get(key) for key in BITS):
+            raise UnsupportedModel(f"quantization_config: bitsandbytes has none of {', '.join(BITS)}. {REMEDY}")
+        self.schemes: dict[str, Scheme] = dict.fromkeys(linears.with_tensor(re.compile(_STATE)), NF4Scheme())
+        self.schemes |= dict.fromkeys(linears.with_tensor(re.compile("SCB")), INT8)
+
+    def matrix(self, linear: LinearTensors) -> QuantizedMatrix:
+        return _eight_bits(linear) if "SCB" in linear else _four_bits(linear)
+
+
+def _eight_bits(linear: LinearTensors) -> ScaledMatrix:
+    if "weight_format" in linear and linear.tensor("weight_format").any():
+        raise ConfigError(
+            f"{linear.path('weight_format')} is not 0: the codes' order is that of an old GPU. Quantize it again.",
+            "model",
+        )
+    return scaled_matrix(linear, torch.int8, BY_ROW, "SCB", 1 / LARGEST_CODE)
+
+
+def _four_bits(linear: LinearTensors) -> NF4Matrix:
+    kind = "nf4" if "weight.quant_state.bitsandbytes__nf4" in linear else "fp4"
+    name, packed_state = linear.path("weight"), linear.tensor(f"weight.quant_state.bitsandbytes__{kind}")
+    try:
+        state = msgspec.convert(json.loads(bytes(packed_state.tolist())), _State)
+    except (ValueError, TypeError) as error:  # msgspec's errors are ValueErrors too
+        raise ConfigError(f"{name}: its bitsandbytes state cannot be read: {error}", "model") from None
+    if state.blocksize % BLOCK:
+        raise ConfigError(
+            f"{name} is quantized in blocks of {state.blocksize}; only multiples of {BLOCK} are supported. "
+            "Quantize it again.",
+            "model",
+        )
+    outputs, inputs = state.shape
+    packed_N = linear.tensor("weight").contiguous().flatten().view(torch.uint8)
+    absmax_B, book = _absmax(linear, state), linear.tensor("weight.quant_map").float()
+    blocks = -(-outputs * inputs // state.blocksize)
+    if outputs * inputs != 2 * len(packed_N) or absmax_B.shape != (blocks,) or book.shape != (16,):
+        raise ConfigError(
+            f"{name}: {len(packed_N)} bytes, {absmax_B.numel()} absmax values and a codebook of {book.numel()} "
+            f"entries do not match a weight of {outputs} x {inputs} values in blocks of {state.blocksize}.",
+            "model",
+        )
+    codes = _Codes(packed_N, inputs)
+    return NF4Matrix(codes, absmax_B, book, (outputs, inputs), getattr(torch, state.dtype), state.blocksize)
+
+
+@dataclass(frozen=True, slots=True)
+class _Codes:
+    """The codes [O, D] of bytes of two each. They are unpacked as they are read."""
+
+    packed_N: Tensor
+    inputs: int  # D, which is even: NF4Scheme refuses other linears
+
+    def __getitem__(self, place: tuple[slice, ...]) -> Tensor:
+        rows, columns = place
+        packed_N = self.packed_N[rows.start * self.inputs // 2 : rows.stop * self.inputs // 2]
+        return torch.stack([packed_N >> 4, packed_N & 15], dim=1).view(-1, self.inputs)[:, columns]
+
+
+def _absmax(linear: LinearTensors, state: _State) -> Tensor:
+    absmax_B = linear.tensor("weight.absmax")
+    if "weight.nested_absmax" not in linear:
+        return absmax_B.float()
+    book, outer = linear.tensor("weight.nested_quant_map").float(), linear.tensor("weight.nested_absmax").float()
+    size = state.nested_blocksize or 0
+    if absmax_B.dtype != torch.uint8 or book.shape != (256,) or size < 1 or len(outer) != -(-len(absmax_B) // size):
+        raise ConfigError(f"{linear.path('weight')}: its nested quantization is damaged.", "model")
+    return book[absmax_B.int()] * outer.repeat_interleave(size)[: len(absmax_B)] + state.nested_offset

@@ -1,0 +1,104 @@
+"""Holds the states of recurrent layers: one slot for each running sequence, one for the padding of captured steps, and
+one for each snapshot from which the prefix cache lets other sequences resume.
+
+Rank 0's scheduler assigns the slots (workers/schedule/state_slots.py, state_snapshots.py). A slot is never cleared: a
+sequence's first step takes its state to be zero, whatever the slot holds, unless it begins with a snapshot's copy.
+"""
+
+# S state slots · C channels · J earlier tokens · H value heads · K numbers of a key · V numbers of a value
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lorafleet.kernels.recurrent.recurrent_batch import RecurrentBatch
+from lorafleet.kernels.recurrent.slot_copies import SlotCopies
+from lorafleet.workers.bases.recurrence_config import StateShape
+from lorafleet.workers.device.step_plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """The states of one recurrent layer."""
+
+    conv_SCJ: Tensor  # In the model's dtype.
+    memory_SHKV: Tensor  # float32
+
+
+@dataclass(frozen=True, slots=True)
+class StepStates:
+    """The states and the batch that a step's recurrent layers work on."""
+
+    layers: list[LayerStates]  # One per recurrent layer.
+    batch: RecurrentBatch
+
+
+class StateCache:
+    """The states of all recurrent layers on one rank, for at most max_num_seqs sequences at a time, and snapshots."""
+
+    def __init__(
+        self,
+        shapes: Sequence[StateShape],
+        max_num_seqs: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_snapshots: int = 0,
+    ) -> None:
+        """`shapes` are this rank's, as in Shard.local."""
+        self.padding_slot = max_num_seqs  # No sequence has it.
+        self._device = device
+        num_slots = max_num_seqs + 1 + num_snapshots
+        self.snapshot_slots = range(max_num_seqs + 1, num_slots)
+        self.layers = [
+            LayerStates(
+                torch.zeros(num_slots, *shape.conv, dtype=dtype, device=device),
+                torch.zeros(num_slots, *shape.memory, dtype=torch.float32, device=device),
+            )
+            for shape in shapes
+        ]
+        self._copies = SlotCopies(self.tensors)
+        if device.type == "cuda" and num_snapshots:
+            self.copy([(self.padding_slot, self.padding_slot)])  # compiles the kernel before the first request
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The states of all layers, [S, ...]."""
+        return [tensor for layer in self.layers for tensor in (layer.conv_SCJ, layer.memory_SHKV)]
+
+    def find_addresses(self) -> None:
+        """Must be called after the tensors have got other memory."""
+        self._copies = SlotCopies(self.tensors)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        return self.num_bytes // self.snapshot_slots.stop
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(layer.conv_SCJ.nbytes + layer.memory_SHKV.nbytes for layer in self.layers)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of the snapshot slots."""
+        return self.slot_bytes * len(self.snapshot_slots)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies the states of all layers for each pair (from, to) of slots. No slot is in two pairs as `to`, or as
+        both."""
+        if pairs:
+            self._copies.run(pairs)
+
+    def of_step(self, plan: StepPlan) -> StepStates:
+        lens = plan.attention.query_lens
+        return StepStates(self.layers, RecurrentBatch.build(lens, plan.state_slots, plan.begins, self._device))
+
+    def of_padding(self, query_lens: Sequence[int]) -> StepStates:
+        """Returns the states of a step that no sequence has, such as one that warms up or is captured."""
+        slots, is_new = [self.padding_slot] * len(query_lens), [True] * len(query_lens)
+        return StepStates(self.layers, RecurrentBatch.build(query_lens, slots, is_new, self._device))

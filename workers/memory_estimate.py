@@ -1,0 +1,273 @@
+"""Computes what serving a base's checkpoint takes on each GPU, and the KV cache that remains.
+
+The engine's own classes are built on torch's meta device, which has shapes and no memory, and the engine's own
+functions size the KV cache. An engine on a GPU measures the activations of its largest step. Here they come from the
+same step on the meta device, whose operations are those of a CPU, so they are an estimate.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lorafleet.kernels.lora.linear_output import LinearOutput
+from lorafleet.kernels.lora.lora_batch import LoRABatch
+from lorafleet.kernels.lora.packed_lora import LoRATables
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.errors import ConfigError
+from lorafleet.protocol.lora_config import MAX_LORAS_BOUND, LoRAConfig
+from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec
+from lorafleet.workers.attention_spec import attention_spec
+from lorafleet.workers.auto_options import base_dtype, check_fp8, kv_dtype
+from lorafleet.workers.bases.checkpoint import read_model_config
+from lorafleet.workers.bases.model_config import ModelConfig
+from lorafleet.workers.bases.quantization import resolved
+from lorafleet.workers.device.state_cache import StateCache
+from lorafleet.workers.kv_cache_sizing import (
+    CPU_CACHE_BYTES,
+    allocate_caches,
+    budget_bytes,
+    bytes_per_token,
+    cache_tokens,
+    check_context,
+    check_tiers,
+    largest_step,
+    longest_sequence,
+    snapshots_for,
+    unmeasured_bytes,
+)
+from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.models.sparse_mlp import SparseMLP
+from lorafleet.workers.slots.packed_adapter import slot_bytes
+from lorafleet.workers.slots.slot_layers import SlotLayers
+from lorafleet.workers.tp.adapter_sharding import AdapterSharding
+from lorafleet.workers.tp.group import TPGroup
+
+META, CUDA, CPU = torch.device("meta"), torch.device("cuda"), torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU of each rank. `other_bytes` is what the driver, the libraries and other processes take of it."""
+
+    name: str
+    total_bytes: int
+    capability: tuple[int, int] | None = None  # None if it is not known.
+    other_bytes: int = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """The bytes that one rank needs. The parts of all ranks are equally large, except for a few biases."""
+
+    weights: int
+    slot: int  # One adapter of max_lora_rank on every projection, with its rows of the tables. 0 without adapters.
+    activations: int  # Of the largest step, estimated.
+    others: int  # Sampling, CUDA graphs, LoRA on experts and a reserve.
+    kv_token: int  # Keys and values of a token.
+    states: int  # Recurrent states of max_num_seqs sequences and of the padding. 0 without recurrent layers.
+    state_snapshots: int  # Snapshots of recurrent states. 0 without recurrent layers.
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The memory that a budget leaves beside the needs, and what fits into it."""
+
+    kv_cache_bytes: int
+    kv_cache_tokens: int
+    max_model_len: int | None  # The longest sequence served; None if `refusal` is set.
+    most_loras: int | None  # The largest max_loras beside one sequence of `beside_tokens`; None without adapters.
+    beside_tokens: int
+    refusal: str | None = None  # The error with which an engine would not start.
+
+
+@dataclass(frozen=True, slots=True)
+class MetaEngine:
+    """One rank's model on the meta device, with the settings of the engine."""
+
+    config: EngineConfig
+    model: DecoderModel
+    dtype: torch.dtype
+    spec: AttentionSpec
+    needs: Needs = field(repr=False)
+
+    @classmethod
+    def build(cls, config: EngineConfig, card: Card | None) -> MetaEngine:
+        """Builds rank 0 for a GPU, or for a CPU if `card` is None. Raises as build_rank() does."""
+        folder = Path(config.model)
+        model_config = read_model_config(folder)
+        model_config = replace(model_config, quantization=resolved(model_config.quantization, config.quantization))
+        check_context(config, model_config.context_limit, model_config.rope_positions)
+        check_tiers(config, model_config)
+        dtype = base_dtype(config, model_config, folder)
+        cached_dtype = kv_dtype(config, dtype, META)
+        if card is not None and card.capability is not None:
+            for option, asked in (
+                ("kv_cache_dtype", config.kv_cache_dtype),
+                ("lora_dtype", config.lora.lora_dtype if config.lora else "auto"),
+            ):
+                if asked == "fp8":
+                    check_fp8(option, card.capability, card.name)
+        group = TPGroup(0, config.tensor_parallel_size)
+        model = DecoderModel(model_config, group, dtype, META)
+        weights = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+        device = CPU if card is None else CUDA
+        spec = attention_spec(model.shard.local, config.block_size, dtype, cached_dtype, device, model.sinks())
+        slot = 0 if config.lora is None else _slot_bytes(model, dtype, config.lora, device)
+        activations = _activation_bytes(config, model.shard.local, spec)
+        others = unmeasured_bytes(config, model, dtype, activations)
+        shapes = model.shard.local.states
+        states = StateCache(shapes, config.max_num_seqs, dtype, META, snapshots_for(config, model_config))
+        held, snapshots = states.num_bytes - states.snapshot_bytes, states.snapshot_bytes
+        needs = Needs(weights, slot, activations, others, bytes_per_token(spec), held, snapshots)
+        return cls(config, model, dtype, spec, needs)
+
+    def room(self, card: Card | None) -> Room:
+        """Returns what remains on the card, or on a CPU if it is None, with the errors of a start."""
+        config, needs, limit = self.config, self.needs, self.model.config.context_limit
+        wanted = min(config.max_model_len or limit, limit)
+        if card is None:
+            free, most_loras = CPU_CACHE_BYTES, None
+        else:
+            free = budget_bytes(config, card.total_bytes) - card.other_bytes
+            free -= needs.weights + needs.activations + needs.others + needs.states + needs.state_snapshots
+            most_loras = None
+            if config.lora is not None:
+                blocks = -(-wanted // config.block_size)
+                left = free - blocks * config.block_size * needs.kv_token
+                most_loras = max(0, min(MAX_LORAS_BOUND, left // needs.slot))
+                free -= config.lora.max_loras * needs.slot
+        tokens = cache_tokens(config, self.spec, free) if config.kv_cache_tokens is None else config.kv_cache_tokens
+        tokens = max(0, tokens // config.block_size * config.block_size)
+        try:
+            longest, refusal = longest_sequence(config, limit, tokens), None
+        except ConfigError as error:
+            longest, refusal = None, error.message
+        return Room(tokens * needs.kv_token, tokens, longest, most_loras, wanted, refusal)
+
+
+def unquantized_model(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> DecoderModel:
+    """Returns the whole model on the meta device, as it is without quantization."""
+    return DecoderModel(replace(config, quantization=None), TPGroup(), dtype, META)
+
+
+def _slot_bytes(model: DecoderModel, base_dtype: torch.dtype, lora: LoRAConfig, device: torch.device) -> int:
+    dtype = lora.serving_dtype(base_dtype)
+    sharding = AdapterSharding(model.shard, model.group, lora.is_fully_sharded(device))
+    linears, norms, mixtures = model.packed_linears(), model.norms(), model.mixtures()
+    with _Allocations() as allocated:
+        tables = LoRATables(len(linears), lora.max_loras, META, len(norms), len(mixtures))
+        table_bytes: int = allocated.live_bytes
+    layers = SlotLayers.attach(model, sharding, tables, lora.max_lora_rank, dtype)
+    return slot_bytes(layers.linears, lora.max_lora_rank, dtype) + -(-table_bytes // lora.max_loras)
+
+
+def _activation_bytes(config: EngineConfig, local: ModelConfig, spec: AttentionSpec) -> int:
+    """Returns the peak of the largest step beyond what is allocated before it.
+
+    The rank's part, `local`, runs as a model of its own, since the meta device has no collectives.
+    """
+    local = _first_layers(local)
+    model = unquantized_model(local, spec.dtype)
+    for layer in model.decoder_layers():
+        if isinstance(layer.mlp, SparseMLP):
+            layer.mlp = _ExpertShapes(layer.mlp)  # type: ignore[assignment]  # It is called in the same way.
+        if layer.beside is not None:
+            layer.beside.mixture = _ExpertShapes(layer.beside.mixture)  # type: ignore[assignment]  # As above.
+    num_tokens = largest_step(config, local)
+    num_blocks = -(-num_tokens // config.block_size)
+    spec = attention_spec(local, config.block_size, spec.dtype, spec.kv_dtype, META, model.sinks())
+    caches = allocate_caches(replace(config, load_format="dummy"), local, spec, num_blocks)
+    position_T = torch.arange(num_tokens, device=META)
+    states = StateCache(local.states, 1, spec.dtype, META).of_padding([num_tokens]) if local.states else None
+    with torch.inference_mode(), _Allocations() as allocated:
+        token_T, attention = torch.zeros_like(position_T), _AttentionShapes(spec)
+        hidden_TD = model(token_T, position_T, position_T + 1, position_T, caches, attention, None, states)
+        model.gather_logits(model.logits(hidden_TD[: config.max_num_seqs])).float()
+    peak: int = allocated.peak_bytes
+    return peak
+
+
+def _first_layers(config: ModelConfig) -> ModelConfig:
+    """Returns the model with as many layers as have every kind of layer. A layer's activations end with it, but
+    per-layer embeddings of all layers are held at once."""
+    if config.per_layer is not None:
+        return config
+    kinds = [(layer, config.experts_of(i) is not None) for i, layer in enumerate(config.layers)]
+    return replace(config, layers=config.layers[: 1 + max(map(kinds.index, set(kinds)))])
+
+
+class _AttentionShapes:
+    """An attention backend whose result has a shape and no values."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self._spec = spec
+
+    def plan(self, batch: AttentionBatch) -> None:  # noqa: ARG002  # as AttentionBackend
+        raise AssertionError("there is nothing to plan on the meta device")
+
+    def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:  # noqa: ARG002  # as AttentionBackend
+        return q_THD.new_empty(*q_THD.shape[:2], self._spec.layers[layer].out_dim)
+
+
+class _ExpertShapes(nn.Module):
+    """A mixture whose results have shapes and no values, since a token's experts depend on values."""
+
+    def __init__(self, mixture: SparseMLP) -> None:
+        super().__init__()
+        self.mixture = mixture
+
+    def forward(self, x_TD: Tensor, batch: LoRABatch | None, router_x_TD: Tensor | None = None) -> LinearOutput:  # noqa: ARG002  # as SparseMLP
+        mixture = self.mixture
+        num_pairs = len(x_TD) * mixture.experts.per_token
+        up_NU = x_TD.new_empty(num_pairs, mixture.gate_up_EUD.shape[1])
+        inner_NI = x_TD.new_empty(num_pairs, mixture.down_EDI.shape[2])
+        del up_NU
+        y_ND = x_TD.new_empty(num_pairs, mixture.down_shape[1])
+        del inner_NI, y_ND
+        if mixture.shared is not None:
+            mixture.shared(x_TD, batch)
+        return LinearOutput(torch.empty_like(x_TD))
+
+
+class _Allocations(TorchDispatchMode):
+    """Counts the bytes of the tensors that are created within the block."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it.
+        self.live_bytes: int = 0
+        self.peak_bytes: int = 0
+        self._counted: set[int] = set()  # Addresses of live storages.
+        self._earlier: set[int] = set()  # Addresses of storages from before the block, which live on.
+
+    def __torch_dispatch__(
+        self, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = [
+            tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
+        ]
+        self._earlier.update(address for address in given if address not in self._counted)
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        address = storage._cdata
+        if address not in self._counted and address not in self._earlier:
+            self._counted.add(address)
+            weakref.finalize(storage, self._free, address, storage.nbytes())
+            self.live_bytes += storage.nbytes()
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _free(self, address: int, num_bytes: int) -> None:
+        self._counted.discard(address)
+        self.live_bytes -= num_bytes

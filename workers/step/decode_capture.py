@@ -1,0 +1,193 @@
+"""Captures decode steps as CUDA graphs, and replays them. decode_graphs.py decides which are captured, and when.
+
+Attention plans and adapter tables are refilled in place before a replay. A graph begins by reading the last step's
+tokens. It ends by writing its own, chosen greedily, where the next one reads them. Rows without a sequence compute on
+block `trash` and are ignored. Graphs with adapters may leave some of the GPU's SMs to the LoRA kernels
+(kernels/lora/sm_split.py). Those without may compute the linears by kernels of our own (workers/step/own_linears.py).
+All graphs share one memory pool, since only one runs at a time.
+"""
+
+# B rows of the graph · W this rank's part of the vocabulary
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lorafleet.kernels.lora.lora_batch import LoRABatch
+from lorafleet.kernels.lora.sm_split import HIGH_PRIORITY, UNSPLIT, SMSplit, split_for
+from lorafleet.kernels.quant.base_weight import PlainWeight
+from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch, KVCache
+from lorafleet.workers.device.sampler import greedy_of_ranks
+from lorafleet.workers.device.state_cache import StateCache, StepStates
+from lorafleet.workers.device.step_inputs import StepInputs
+from lorafleet.workers.device.step_plan import StepPlan
+from lorafleet.workers.models.engine_model import EngineModel
+from lorafleet.workers.slots.model_manager import LoRAModelManager
+from lorafleet.workers.step.borrowed_memory import borrowed
+from lorafleet.workers.step.own_linears import own_linears
+
+
+class DecodeKey(NamedTuple):
+    """The kind of a decode graph."""
+
+    num_rows: int  # Batch size of the graph.
+    num_tiles: int  # Number of LoRA tiles that it has room for; 0 without adapters.
+    takes_rare: bool = False  # Whether it also launches what hardly any adapter has (ExtraTables.has_rare).
+    takes_experts: bool = False  # Whether it also launches what adapters on experts need.
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGraph:
+    """A captured decode step. Its outputs, like its tokens, are valid until the next step."""
+
+    num_rows: int
+    graph: torch.cuda.CUDAGraph
+    attention: AttentionBackend
+    lora: LoRABatch | None
+    states: StepStates | None
+    hidden_BD: Tensor  # The model's output.
+    logits_BW: Tensor  # EngineModel.logits of hidden_BD.
+
+
+class DecodeCapture:
+    """Captures and replays decode steps. `trash` is a KV block that no sequence is ever given."""
+
+    def __init__(
+        self,
+        model: EngineModel,
+        caches: list[KVCache],
+        states: StateCache | None,
+        attention: AttentionBackend,
+        inputs: StepInputs,
+        trash: int,
+        loras: LoRAModelManager | None,
+        max_context: int,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._caches = caches
+        self._states = states
+        self._attention = attention
+        self._backends: dict[int, AttentionBackend] = {}  # by batch size
+        self._device = device
+        self._inputs = inputs
+        self._trash = trash
+        self._loras = loras
+        self._max_context = max_context
+        self._pool = torch.cuda.graph_pool_handle()
+        # All captures share these streams, one for each priority, since the allocator reserves memory, and cuBLAS its
+        # workspace, for each stream.
+        self._main = {priority: torch.cuda.Stream(device, priority) for priority in (0, HIGH_PRIORITY)}
+        self._side = {priority: torch.cuda.Stream(device, priority) for priority in (0, HIGH_PRIORITY)}
+        self._may_split = may_split(model)
+
+    @torch.inference_mode()
+    def capture(self, key: DecodeKey) -> DecodeGraph | None:
+        """Captures a graph, or returns None if the attention has none. Raises what capturing raises.
+
+        A step may be in flight. Its tokens, which the next step reads, survive the capture.
+        """
+        if key.num_rows not in self._backends:
+            backend = self._attention.for_graph(key.num_rows, self._max_context)
+            if backend is None:
+                return None
+            self._backends[key.num_rows] = backend
+        last_tokens_B, stream = self._inputs.sampled_B.clone(), torch.cuda.current_stream(self._device)
+        try:
+            return self._capture(key.num_rows, self._backends[key.num_rows], self._lora_batch(key))
+        finally:
+            torch.cuda.set_stream(stream)  # a capture that fails leaves its own
+            self._inputs.sampled_B.copy_(last_tokens_B)
+
+    def forget(self) -> None:
+        """Forgets the attention's backends, after it has been replaced. No graph may be used any more."""
+        torch.cuda.synchronize(self._device)  # a graph's memory must outlive its run
+        self._backends = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def _lora_batch(self, key: DecodeKey) -> LoRABatch | None:
+        if key.num_tiles == 0:
+            return None
+        assert self._loras is not None
+        lora = self._loras.static_batch(
+            key.num_rows, key.num_tiles, takes_rare=key.takes_rare, takes_experts=key.takes_experts
+        )
+        split = UNSPLIT  # no split was measured with Kronecker products
+        if self._may_split and not key.takes_rare:
+            split = split_for(self._device, key.num_rows, key.num_tiles, self._loras.max_rank)
+        self._run_beside(lora, split)
+        return lora
+
+    def _run_beside(self, lora: LoRABatch, split: SMSplit) -> None:
+        lora.run_beside(split, self._side[split.lora_priority])
+
+    def fill(self, decode: DecodeGraph, plan: StepPlan) -> None:
+        """Queues the copies of what the graph reads besides the last step's tokens."""
+        self._inputs.upload(plan.fields_FT, decode.num_rows)
+        batch, num_seqs = plan.attention, len(plan.slots)
+        padding = [1] * (decode.num_rows - num_seqs)
+        decode.attention.plan(
+            AttentionBatch(
+                query_lens=batch.query_lens + padding,
+                context_lens=batch.context_lens + padding,
+                block_tables=[*batch.block_tables, *([self._trash] for _ in padding)],
+            )
+        )
+        if decode.lora is not None:
+            decode.lora.fill(plan.slots, plan.slot_ranks)
+        if decode.states is not None and self._states is not None:
+            decode.states.batch.refill(plan.state_slots, plan.begins, self._states.padding_slot)
+        self._inputs.mark_copied()
+
+    def replay(self, decode: DecodeGraph, num_seqs: int) -> tuple[Tensor, Tensor]:
+        """Launches the graph, which has been filled. Returns the model's output and its EngineModel.logits, one row per
+        sequence. Greedy tokens are in StepInputs.sampled_B."""
+        decode.graph.replay()
+        return decode.hidden_BD[:num_seqs], decode.logits_BW[:num_seqs]
+
+    def _capture(self, size: int, attention: AttentionBackend, lora: LoRABatch | None) -> DecodeGraph:
+        attention.plan(AttentionBatch([1] * size, [1] * size, [[self._trash]] * size))
+        self._inputs.fill_with_padding(size)
+        inputs = self._inputs.tensors(size)
+        states = None if self._states is None else self._states.of_padding([1] * size)
+
+        def forward() -> tuple[Tensor, Tensor]:
+            hidden_BD: Tensor = self._model(
+                inputs.tokens(),
+                inputs.position_T,
+                inputs.rope_length_T,
+                inputs.kv_slot_T,
+                self._caches,
+                attention,
+                lora,
+                states,
+            )
+            # The logits stay in the model's dtype. Finding the largest needs no float32, and a copy takes 100 us at
+            # 256 rows.
+            logits_BW = self._model.logits(hidden_BD)
+            self._inputs.sampled_B[:size].copy_(greedy_of_ranks(logits_BW, self._model.group))
+            return hidden_BD, logits_BW
+
+        torch.cuda.synchronize(self._device)
+        stream = self._main[0 if lora is None else lora.split.gemm_priority]
+        with own_linears(self._model, size) if lora is None else nullcontext():
+            with torch.cuda.stream(stream):
+                forward()  # compiles kernels and creates library handles, which a capture must not do
+            graph = torch.cuda.CUDAGraph()
+            # The capture is of this thread only, since NCCL's thread queries events meanwhile, which would otherwise
+            # break it.
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                hidden_BD, logits_BW = forward()
+        return DecodeGraph(size, graph, attention, lora, states, borrowed(hidden_BD), borrowed(logits_BW))
+
+
+def may_split(model: EngineModel) -> bool:
+    """Returns whether the splits of the GPU were measured with a model like this one: its linears are whole and plain,
+    so cuBLAS multiplies them, and it has no experts."""
+    plain = all(isinstance(linear.weight, PlainWeight) for _, linear in model.packed_linears())
+    return plain and model.shard.size == 1 and not model.mixtures()
