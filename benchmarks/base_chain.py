@@ -39,9 +39,9 @@ from lorafleet.kernels.linear.linear_tuning import (
     LinearShape,
     LinearShapes,
     choose_shape,
+    measured_shapes_path,
     name_of,
     read_shapes,
-    shapes_path,
 )
 from lorafleet.kernels.linear.split_linear import split_linear
 from lorafleet.kernels.linear.tune_linear import starting_shape
@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="a file of shapes; the default is the engine's for this GPU")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    data = read_shapes(args.data or shapes_path(torch.cuda.get_device_name()))
+    data = read_shapes(args.data or measured_shapes_path(torch.cuda.get_device_name()))
     chain = Chain(args.layers, max(args.rows), args.context, args.attention)
     source = "tuned" if data else "not tuned: those that tuning starts from"
     print(f"{args.layers} layers, shapes {source}; {time.monotonic() - started:.0f} s to start", flush=True)

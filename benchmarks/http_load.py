@@ -176,7 +176,8 @@ async def run(job: Job) -> Report:
 
 def run_apart(job: Job) -> Report:
     """Runs the job in a process of its own."""
-    done = subprocess.run([sys.executable, __file__], input=msgspec.json.encode(job), stdout=subprocess.PIPE, check=True)
+    command, given = [sys.executable, __file__], msgspec.json.encode(job)
+    done = subprocess.run(command, input=given, stdout=subprocess.PIPE, check=True)
     return msgspec.json.decode(done.stdout, type=Report)
 
 

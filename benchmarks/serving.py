@@ -17,8 +17,6 @@ import argparse
 import dataclasses
 import json
 import shlex
-import subprocess
-import sys
 import tempfile
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -32,7 +30,7 @@ import numpy as np
 import torch
 
 from engine_e2e import CONFIG
-from http_load import Call, Job, Report
+from http_load import Call, Job, Report, run_apart
 from latency import Percentiles, Summary, gaps_s, summarize
 from local_server import LocalServer, running
 from random_llama import write_adapters, write_model

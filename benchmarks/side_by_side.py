@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import urllib.request
@@ -31,11 +30,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from benchmark_results import Case, Results, Value, read_results, write_results
-from http_load import NO_BOUND_S, Call, Job, Report
+from http_load import NO_BOUND_S, Call, Job, Report, run_apart
 from latency import Percentiles, Summary, summarize
 from slora_workload import Workload, draw
 

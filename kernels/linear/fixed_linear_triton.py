@@ -40,7 +40,7 @@ def _fixed_linear_kernel(
     stages: tl.constexpr,
 ) -> None:
     tiles_t = tl.cdiv(num_rows, block_t)
-    tiles_o: tl.constexpr = tl.cdiv(outputs, block_o)
+    tiles_o: tl.constexpr = (outputs + block_o - 1) // block_o  # tl.cdiv makes no constant in Triton 3.6.
     program = tl.program_id(0)
     group = program // (group_t * tiles_o)
     group_size = tl.minimum(tiles_t - group * group_t, group_t)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from lorafleet.kernels.tuned_data import measured_path, tuned_path
+
 FOLDER = Path(__file__).parent / "tuned"
 # Upper bounds of the classes of steps by their number of rows. cuBLAS computes larger steps.
 ROW_BOUNDS = (1, 8, 16, 32, 64)
@@ -94,7 +96,9 @@ def linear_shape(
     gpu = torch.cuda.get_device_name(device)
     shape = choose_shape(_of_gpu(gpu), outputs, inputs, num_rows)
     if shape is not None and shape.early and torch.cuda.get_device_capability(device) < EARLY_CAPABILITY:
-        raise ValueError(f"{shapes_path(gpu)}: {gpu} cannot start kernels early. Use early=false, or measure it again.")
+        raise ValueError(
+            f"{measured_shapes_path(gpu)}: {gpu} cannot start kernels early. Use early=false, or measure it again."
+        )
     return shape
 
 
@@ -106,7 +110,13 @@ def choose_shape(
 
 
 def shapes_path(gpu: str) -> Path:
-    return FOLDER / (gpu.replace(" ", "_").replace("/", "_") + ".json")
+    """Returns the file that tuning writes for the GPU."""
+    return tuned_path(FOLDER, gpu)
+
+
+def measured_shapes_path(gpu: str) -> Path:
+    """Returns the file that the engine reads for the GPU."""
+    return measured_path(FOLDER, gpu)
 
 
 def read_shapes(path: Path) -> LinearShapes:
@@ -138,4 +148,4 @@ def write_shapes(path: Path, shapes: Mapping[str, Mapping[int, LinearShape]]) ->
 
 @cache
 def _of_gpu(gpu: str) -> LinearShapes:
-    return read_shapes(shapes_path(gpu))
+    return read_shapes(measured_shapes_path(gpu))

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from lorafleet.kernels.tuned_data import measured_path, tuned_path
+
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent / "tuned"
@@ -69,12 +71,8 @@ def tuning_for(device: torch.device, num_tiles: int, prefill: bool) -> Tuning:
     return _of_gpu(torch.cuda.get_device_name(device)).get(class_of(num_tiles, prefill), DEFAULT)
 
 
-def path_of(gpu: str) -> Path:
-    return FOLDER / (gpu.replace(" ", "_").replace("/", "_") + ".json")
-
-
 def save(gpu: str, tunings: dict[str, Tuning]) -> Path:
-    path = path_of(gpu)
+    path = tuned_path(FOLDER, gpu)
     path.write_text(json.dumps({name: asdict(tunings[name]) for name in CLASSES}, indent=1) + "\n")
     _of_gpu.cache_clear()
     return path
@@ -82,7 +80,7 @@ def save(gpu: str, tunings: dict[str, Tuning]) -> Path:
 
 @cache
 def _of_gpu(gpu: str) -> dict[str, Tuning]:
-    path = path_of(gpu)
+    path = measured_path(FOLDER, gpu)
     if not path.exists():
         log.warning("no tuned LoRA kernel shapes for %s; `python -m lorafleet.kernels.lora.tune` measures them", gpu)
         return {}

@@ -18,8 +18,10 @@ from typing import Any, Literal
 
 import torch
 
-from lorafleet.kernels.lora.lora_tuning import class_of, path_of
+from lorafleet.kernels.lora.lora_tuning import FOLDER, class_of
+from lorafleet.kernels.tuned_data import measured_path, tuned_path
 
+SUFFIX = ".sm_split.json"
 # Upper bounds of the classes of steps by their number of tokens. Larger steps are not split.
 TOKEN_BOUNDS = (4, 16, 64, 128, 256, 512)
 NARROW_RANK = 16  # classes by the largest rank that a step's adapters may have: up to this one, and above it
@@ -92,7 +94,8 @@ def choose(splits: Mapping[str, SMSplit], step: StepClass | None) -> SMSplit:
 
 
 def split_path(gpu: str) -> Path:
-    return path_of(gpu).with_suffix(".sm_split.json")
+    """Returns the file that tuning writes for the GPU."""
+    return tuned_path(FOLDER, gpu, SUFFIX)
 
 
 def read_splits(path: Path) -> dict[str, SMSplit]:
@@ -111,4 +114,4 @@ def write_splits(path: Path, splits: Mapping[str, SMSplit]) -> None:
 
 @cache
 def _of_gpu(gpu: str) -> dict[str, SMSplit]:
-    return read_splits(split_path(gpu))
+    return read_splits(measured_path(FOLDER, gpu, SUFFIX))

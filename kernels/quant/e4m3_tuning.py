@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from lorafleet.kernels.tuned_data import measured_path, tuned_path
+
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent / "tuned"
@@ -90,12 +92,8 @@ def e4m3_tuning(device: torch.device) -> E4M3Tuning:
     return _of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else E4M3Tuning()
 
 
-def path_of(gpu: str) -> Path:
-    return FOLDER / (gpu.replace(" ", "_").replace("/", "_") + ".json")
-
-
 def save(gpu: str, tuning: E4M3Tuning) -> Path:
-    path = path_of(gpu)
+    path = tuned_path(FOLDER, gpu)
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(asdict(tuning), indent=1) + "\n")
     _of_gpu.cache_clear()
@@ -104,7 +102,7 @@ def save(gpu: str, tuning: E4M3Tuning) -> Path:
 
 @cache
 def _of_gpu(gpu: str) -> E4M3Tuning:
-    path = path_of(gpu)
+    path = measured_path(FOLDER, gpu)
     if not path.exists():
         log.warning("no tuned e4m3 shapes for %s; `python -m lorafleet.kernels.quant.tune_e4m3` measures them", gpu)
         return E4M3Tuning()

@@ -40,7 +40,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     def run_apart(job: Job) -> Report:
         asked.append(job)
         takes_s = 0.1 if started[-1][0] == "affinity" else 0.2
-        outcomes = [Outcome(call.at_s, call.at_s, [call.at_s + takes_s, call.at_s + 2 * takes_s], 2) for call in job.calls]
+        outcomes = [Outcome(c.at_s, c.at_s, [c.at_s + takes_s, c.at_s + 2 * takes_s], 2) for c in job.calls]
         return Report(outcomes, 1.0, 10.0)
 
     monkeypatch.setattr(fleet, "served", served)
