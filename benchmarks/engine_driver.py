@@ -90,8 +90,17 @@ def until_all_answer(engine: Engine, name: str, count: int) -> float:
     waiting = {f"{name} {i}" for i in range(count)}
     started = time.perf_counter()
     while waiting:
-        waiting -= {output.request_id for output in engine.step()}
+        waiting -= {output.request_id for output in good_outputs(engine)}
     return time.perf_counter() - started
+
+
+def good_outputs(engine: Engine) -> list[TokenOutput]:
+    """Runs a step and returns its outputs. Raises RuntimeError if a request has failed."""
+    outputs = engine.step()
+    for output in outputs:
+        if output.error is not None:
+            raise RuntimeError(f"{output.request_id}: {output.error}")
+    return outputs
 
 
 def prefill_tokens_per_s(
@@ -115,7 +124,7 @@ def decode_step_ms(engine: Engine, batch: int, num_tokens: int, generated: int, 
     steps: list[float] = []
     while engine.has_work:
         before = time.perf_counter()
-        if len(engine.step()) == batch:
+        if len(good_outputs(engine)) == batch:
             steps.append(time.perf_counter() - before)
     return statistics.median(steps) * 1e3
 

@@ -33,7 +33,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmark_results import Case, write_results
-from engine_driver import decode_step_ms, load
+from engine_driver import copy_bandwidth, decode_step_ms, load
 from lorafleet.protocol.engine_config import AttentionName, Device, EngineConfig
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.lora_request import LoRARequest
@@ -378,17 +378,19 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--attention-backend", choices=get_args(AttentionName), default="auto")
     parser.add_argument("--seconds", type=float, default=150.0, help="no family begins later than this")
-    parser.add_argument("--bandwidth", type=float, default=4.2, help="TB/s")
+    parser.add_argument("--bandwidth", type=float, help="TB/s; default: that of a copy in the same run")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
+    bandwidth = args.bandwidth or copy_bandwidth() / 1e12
+    print(f"floors are for {bandwidth:.2f} TB/s", flush=True)
     began_s, longest_s, rows = time.monotonic(), 0.0, []
     for family in args.only:
         started_s = time.monotonic()
         if started_s - began_s + longest_s > args.seconds:
             print(f"{family}: left out, since {args.seconds:.0f} s would pass before its end", flush=True)
             continue
-        rows += measure(family, sorted(args.batches), args.attention_backend, args.bandwidth)
+        rows += measure(family, sorted(args.batches), args.attention_backend, bandwidth)
         gc.collect()
         if DEVICE == "cuda":
             torch.cuda.empty_cache()

@@ -26,7 +26,7 @@ import torch
 
 import families_decode
 from benchmark_results import Case, write_results
-from engine_driver import decode_step_ms, load, prefill_tokens_per_s
+from engine_driver import copy_bandwidth, decode_step_ms, load, prefill_tokens_per_s
 from families_decode import FAMILIES, floor_bytes, make_engine, write_adapters
 from lorafleet.protocol.engine_config import AttentionName
 from lorafleet.workers.engine import Engine
@@ -146,10 +146,12 @@ def main() -> None:
     parser.add_argument("--without-attention-model", action="store_true", help="compare with no other model")
     parser.add_argument("--attention-backend", choices=get_args(AttentionName), default="triton")
     parser.add_argument("--seconds", type=float, default=60.0, help="no shape begins later than this")
-    parser.add_argument("--bandwidth", type=float, default=4.2, help="TB/s")
+    parser.add_argument("--bandwidth", type=float, help="TB/s; default: that of a copy in the same run")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
+    args.bandwidth = args.bandwidth or copy_bandwidth() / 1e12
+    print(f"floors are for {args.bandwidth:.2f} TB/s", flush=True)
     began_s, cases = time.monotonic(), []
     for shape in args.only:
         started_s = time.monotonic()

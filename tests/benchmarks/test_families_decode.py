@@ -52,7 +52,7 @@ def test_all_figures_of_a_family_are_measured_and_recorded(monkeypatch: pytest.M
     for name, value in {"DEVICE": "cpu", "PROMPT": 12, "GENERATED": 4, "ROUNDS": 1, "ADAPTERS": 2}.items():
         monkeypatch.setattr(families_decode, name, value)
     file = tmp_path / "results.json"
-    words = ["--only", "deepseek-v3", "--batches", "1", "3", "--json", str(file)]
+    words = ["--only", "deepseek-v3", "--batches", "1", "3", "--bandwidth", "4.2", "--json", str(file)]
     monkeypatch.setattr(sys, "argv", ["families_decode.py", *words])
     families_decode.main()
     one, three = read_results(file).cases

@@ -26,7 +26,7 @@ def test_all_figures_of_a_shape_are_measured_and_recorded(
     monkeypatch.setattr(recurrent_decode, "PROMPT", 30)
     file = tmp_path / "results.json"
     options = ["--batches", "1", "3", "--adapted", "3", "--prompts", "4", "--attention-backend", "torch"]
-    words = ["--only", shape, *options, "--json", str(file)]
+    words = ["--only", shape, *options, "--bandwidth", "4.2", "--json", str(file)]
     monkeypatch.setattr(sys, "argv", ["recurrent_decode.py", *words])
     recurrent_decode.main()
     one, three, prefill = read_results(file).cases

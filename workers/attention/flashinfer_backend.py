@@ -3,9 +3,11 @@
 It serves only half precision and the usual head sizes, and neither sinks nor chunks (flashinfer_refusal). Decodes at
 the front of a step use FlashInfer's XQA if the cache is FP8 (xqa_attention.py), else its tensor-core decode. The other
 sequences use its paged prefill. On Hopper that is FA3, which gives each decode a tile of 128 queries: 120 decodes would
-take 0.4 ms per layer there. Each kind of layer has its own wrappers, since its shape and its window are compiled in and
-planned for. FlashInfer compiles its kernels on first use, which takes a minute or two with nvcc. The constructor does
-that, so that no request waits for it, unless a start finds that they are missing (flashinfer_modules.py).
+take 0.4 ms per layer there. Short chunks of long prompts would leave most of the GPU idle (prompt_tiles.py), so FA2
+computes them, which divides keys too. Each kind of layer has its own wrappers, since its shape and its window are
+compiled in and planned for. FlashInfer compiles its kernels on first use, which takes a minute or two with nvcc. The
+constructor does that, so that no request waits for it, unless a start finds that they are missing
+(flashinfer_modules.py).
 FlashInfer plans on the host, except for XQA. A plan takes lengths and blocks there and copies them to the device from
 pinned memory, so that it never waits for the steps before it.
 Measured on an H200 (D=128, 32 heads, 8 KV heads, block 16, bf16): decode takes 16 us for 1 x 8192 tokens of context
@@ -29,13 +31,18 @@ from torch import Tensor
 from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache, LayerAttention
 from lorafleet.workers.attention.kv_pages import BlockTables, KVPages, pinned_copy, running_sums
+from lorafleet.workers.attention.prompt_tiles import TILE_QUERIES, filled_share
 from lorafleet.workers.attention.xqa_attention import SEMAPHORE_BYTES, XQAAttention, xqa_refusal
 
 log = logging.getLogger(__name__)
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
+FA3_CAPABILITY = (9, 0)
+FA2_SPEED = 305 / 438  # of FA3's, while both fill the GPU
+LONG_CONTEXT = 4096  # keys from which dividing them is worth another launch
 WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation; shared, since only one wrapper runs at a time
+MOST_WORKSPACE_BYTES = 256 << 20
 
 
 def flashinfer_refusal(dtype: torch.dtype, layer: LayerAttention) -> str | None:
@@ -66,7 +73,8 @@ class FlashInferAttention:
         assert len(caches) == len(spec.layers)
         self._spec = spec
         self._caches = caches
-        self._workspace = workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
+        self._num_sms = torch.cuda.get_device_properties(spec.device).multi_processor_count
+        self._workspace = workspace = torch.zeros(self._workspace_bytes(), dtype=torch.uint8, device=spec.device)
         self._graph_memory = torch.zeros(0, dtype=torch.int32, device=spec.device)
         self._kinds = spec.kinds
         self._kind_of_layer = spec.kind_of_layer
@@ -80,6 +88,12 @@ class FlashInferAttention:
                 BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True) for _ in self._kinds
             ]
         self._prefill: list[Any] = [BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD") for _ in self._kinds]
+        # For short chunks with long contexts. None for kinds whose prompts are computed by FA2 anyway, or see few keys.
+        self._divided: list[Any] = [
+            BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2") if self._divides(kind) else None
+            for kind in self._kinds
+        ]
+        self._chosen = list(self._prefill)  # The wrappers of this step's prompts, by kind.
         self._num_decodes = 0
         self._copied = torch.cuda.Event()
         if compiles:
@@ -95,6 +109,28 @@ class FlashInferAttention:
             return None
         log.info("attention of decodes: FlashInfer's XQA")
         return torch.zeros(SEMAPHORE_BYTES // 4, dtype=torch.int32, device=spec.device)
+
+    def _workspace_bytes(self) -> int:
+        return max(WORKSPACE_BYTES, *(self._divided_bytes(kind) for kind in self._spec.kinds if self._divides(kind)), 0)
+
+    def _divides(self, layer: LayerAttention) -> bool:
+        """Returns whether FA2 may compute prompts of these layers that FA3 would compute otherwise."""
+        has_fa3 = torch.cuda.get_device_capability(self._spec.device) == FA3_CAPABILITY
+        is_plain = self._spec.kv_dtype == self._spec.dtype and layer.window is None
+        return has_fa3 and is_plain and self._divided_bytes(layer) <= MOST_WORKSPACE_BYTES
+
+    def _divided_bytes(self, layer: LayerAttention) -> int:
+        """Returns the bytes of FA2's partial results: float32 values and a sum of each query of two programs for each
+        multiprocessor."""
+        programs = 2 * self._num_sms // layer.num_kv_heads
+        return programs * layer.num_heads * TILE_QUERIES * (layer.head_dim + 1) * 4 + (1 << 20)
+
+    def _wrapper_for(self, kind: int, batch: AttentionBatch) -> Any:
+        """Returns the wrapper that computes these prompts fastest."""
+        if self._divided[kind] is None or max(batch.context_lens) < LONG_CONTEXT:
+            return self._prefill[kind]
+        share = filled_share(batch.query_lens, batch.context_lens, self._kinds[kind].num_heads, self._num_sms)
+        return self._divided[kind] if share < FA2_SPEED else self._prefill[kind]
 
     def for_graph(self, num_seqs: int, max_context: int) -> FlashInferGraphAttention | XQAAttention:
         spec = self._spec
@@ -138,13 +174,14 @@ class FlashInferAttention:
         query_starts = pinned_copy(running_sums(np.array(batch.query_lens)))
         blocks = pages.blocks.to(self._spec.device, non_blocking=True)
         for kind in range(len(self._kinds)):
+            self._chosen[kind] = self._wrapper_for(kind, batch)
             self._plan_prompts_of(kind, batch, query_starts, pages, blocks)
 
     def _plan_prompts_of(
         self, kind: int, batch: AttentionBatch, query_starts: Tensor, pages: KVPages, blocks: Tensor
     ) -> None:
         spec, layer = self._spec, self._kinds[kind]
-        self._prefill[kind].plan(
+        self._chosen[kind].plan(
             query_starts,
             pages.starts,
             blocks,
@@ -165,7 +202,7 @@ class FlashInferAttention:
         elif count > 0:
             _run(self._decode[kind], q_THD[:count], cache, out_THD[:count])
         if count < len(q_THD):
-            _run(self._prefill[kind], q_THD[count:], cache, out_THD[count:])
+            _run(self._chosen[kind], q_THD[count:], cache, out_THD[count:])
         return out_THD
 
     def first_uses(self) -> Iterator[Callable[[], None]]:
@@ -173,16 +210,19 @@ class FlashInferAttention:
         block 0 of the first layer of its kind, whatever lies there."""
         for kind in range(len(self._kinds)):
             yield partial(self._use, kind, 1)
-            yield partial(self._use, kind, 2)
+            for wrapper in (self._divided[kind], self._prefill[kind]):
+                if wrapper is not None:
+                    yield partial(self._use, kind, 2, wrapper)
 
-    def _use(self, kind: int, tokens: int) -> None:
-        """Runs a sequence of so many tokens through the wrapper of one kind of layer: as a decode, or as a prompt."""
+    def _use(self, kind: int, tokens: int, prompts_by: Any = None) -> None:
+        """Runs a sequence of so many tokens through a wrapper of one kind of layer: as a decode, or as a prompt."""
         spec, layer = self._spec, self._kinds[kind]
         batch = AttentionBatch([tokens], [tokens], [[0]])
         pages = KVPages.of(batch, spec.block_size)
         blocks = pages.blocks.to(spec.device, non_blocking=True)
         self._num_decodes = 1 if tokens == 1 else 0
         if tokens > 1:
+            self._chosen[kind] = prompts_by
             self._plan_prompts_of(kind, batch, pinned_copy(running_sums(np.array([tokens]))), pages, blocks)
         elif self._xqa is not None:
             self._xqa.plan(batch)

@@ -163,6 +163,26 @@ class TestOnGPU:
         check_batch(TorchAttention, spec, BATCHES[name])
 
 
+# FA3 would leave most of a GPU idle, so FA2 divides the keys, beside decodes and short prompts too.
+LONG_CHUNKS = {
+    "alone": [(300, 6000)],
+    "several": [(200, 5000), (64, 4500), (7, 7)],
+    "behind_decodes": [(1, 900), (1, 5), (260, 8000), (16, 16)],
+}
+
+
+@needs_flashinfer
+@pytest.mark.filterwarnings("ignore")  # FlashInfer and its compiler warn as they please
+@pytest.mark.parametrize("heads", [(32, 8), (8, 1)], ids=str)
+@pytest.mark.parametrize("name", LONG_CHUNKS)
+class TestLongChunksOnGPU:
+    pytestmark = needs_gpu
+
+    def test_flashinfer(self, name: str, heads: tuple[int, int]) -> None:
+        spec = make_spec(heads, (None, None), 128, torch.bfloat16, "cuda")
+        check_batch(FlashInferAttention, spec, LONG_CHUNKS[name])
+
+
 @pytest.mark.parametrize("name", BATCHES)
 class TestFP8OnGPU:
     pytestmark = needs_gpu
