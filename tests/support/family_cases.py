@@ -293,7 +293,13 @@ CASES: dict[str, FamilyCase] = {
     ),
     "minimax_m2": FamilyCase(
         "MiniMaxM2",
-        {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2},
+        {
+            "head_dim": 16,
+            "rotary_dim": 8,
+            "partial_rotary_factor": 0.5,  # Checkpoints have rotary_dim alone, which transformers 5.17 does not read.
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+        },
         dora_targets=ATTENTION,
     ),
     "deepseek_v2": FamilyCase(
