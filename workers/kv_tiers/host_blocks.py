@@ -7,6 +7,8 @@ All memory is allocated and locked at the start, since the driver launches no ke
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,8 @@ class HostBlocks:
         start = -memory.data_ptr() % PAGE_BYTES
         self._slots_SB = memory[start : start + num_slots * num_bytes].view(num_slots, num_bytes)
         self._locked: list[int] = []  # addresses of the locked pieces
+        # Memory must not be freed while it is locked: what is allocated there later would pass for pinned memory.
+        weakref.finalize(self, _unlock, self._locked).atexit = False
         if device.type == "cuda":
             self._lock(max(1, PIECE_BYTES // num_bytes))
 
@@ -54,8 +58,7 @@ class HostBlocks:
 
     def close(self) -> None:
         """Unlocks the memory, which no copy may read or write any more."""
-        while self._locked:
-            torch.cuda.cudart().cudaHostUnregister(self._locked.pop())
+        _unlock(self._locked)
 
     def _lock(self, slots_per_piece: int) -> None:
         self._slots_SB.zero_()  # locking is much faster if the pages exist
@@ -65,6 +68,11 @@ class HostBlocks:
                 self.close()
                 raise ConfigError(_refusal(self._slots_SB.numel(), "page-locked"), "kv_host_gib")
             self._locked.append(piece_SB.data_ptr())
+
+
+def _unlock(locked: list[int]) -> None:
+    while locked:
+        torch.cuda.cudart().cudaHostUnregister(locked.pop())
 
 
 def _refusal(num_bytes: int, done: str) -> str:

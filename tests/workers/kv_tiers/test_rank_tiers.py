@@ -6,12 +6,14 @@ import errno
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lorafleet.kernels.decoder.block_copies import BlockCopies
 from lorafleet.protocol.errors import ConfigError
+from lorafleet.workers.kv_tiers import host_blocks
 from lorafleet.workers.kv_tiers.block_movers import HostMover, StreamMover, cache_tensors
 from lorafleet.workers.kv_tiers.block_names import ROOT, block_name
 from lorafleet.workers.kv_tiers.disk_blocks import DamagedBlockError, DiskBlocks
@@ -93,6 +95,23 @@ def test_a_folder_that_cannot_hold_the_tier_is_refused(tmp_path: Path) -> None:
 def test_host_memory_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be allocated"):
         HostBlocks(1 << 50, PAGE_BYTES, CPU)
+
+
+def test_host_memory_is_unlocked_before_it_is_freed_though_nobody_has_closed_it(monkeypatch) -> None:
+    """Else torch would take what lies there later for pinned memory, and its copies would not wait."""
+    locked: set[int] = set()
+
+    def lock(address: int, num_bytes: int, flags: int) -> int:  # noqa: ARG001  as CUDA's
+        locked.add(address)
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=lock, cudaHostUnregister=locked.remove)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(host_blocks, "PIECE_BYTES", 2 * PAGE_BYTES)
+    host = HostBlocks(5, PAGE_BYTES, torch.device("cuda"))
+    assert locked == {host.slot(first).data_ptr() for first in (0, 2, 4)}
+    del host
+    assert not locked
 
 
 def test_names_depend_on_all_before_on_the_salt_and_on_the_tokens() -> None:
