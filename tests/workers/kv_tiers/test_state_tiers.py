@@ -32,8 +32,9 @@ from tiny_models import Reference
 # A gated delta rule, two kinds of Mamba-2 hybrids, and convolutions without a memory.
 FAMILIES = ["qwen3_5", "nemotron_h", "falcon_h1", "lfm2"]
 NUM_ON_GPU = 4  # snapshots
-NUM_IN_HOST = 16  # snapshots, where there is a disk
-COUNT = 22  # prompts, so that the first ones are on disk alone
+NUM_IN_HOST = 16  # snapshots, where there is a disk and KV blocks do not need more room
+BLOCKS_IN_HOST = 32  # KV blocks at least, where there is a disk: those of a prompt that comes and of one that leaves
+COUNT = NUM_IN_HOST + NUM_ON_GPU + 2  # prompts, so that the first ones are on disk alone
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +49,11 @@ def options(**others: Any) -> dict[str, Any]:
 
 
 def with_disk(base: Path, folder: Path, **others: Any) -> dict[str, Any]:
-    """Adds a disk tier behind a host tier of NUM_IN_HOST snapshots."""
+    """Adds a disk tier behind a host tier of NUM_IN_HOST snapshots, or of more if they are no larger than KV blocks."""
     llm = LLM(str(base), **options(**others))
-    [_, states] = tiers_of(llm)._contents()
-    num_bytes = states[2]
+    block_bytes, state_bytes = (slot_bytes for _, _, slot_bytes in tiers_of(llm)._contents())
     llm.close()
-    host = (2 * NUM_IN_HOST * num_bytes + 2) / GIB
+    host = (2 * max(NUM_IN_HOST * state_bytes, BLOCKS_IN_HOST * block_bytes) + 2) / GIB
     return options(kv_host_gib=host, kv_disk_dir=str(folder), kv_disk_gib=0.05, **others)
 
 
@@ -61,6 +61,11 @@ def tiers_of(llm: LLM) -> KVTiers:
     tiers = llm._engine.scheduler.memory.tiers
     assert tiers is not None
     return tiers
+
+
+def num_prompts(llm: LLM, tier: str) -> int:
+    """Returns how many prompts it takes until the states of the first ones are in this tier alone."""
+    return 8 if tier == "host" else states_of(llm).stored.host_slots + NUM_ON_GPU + 2
 
 
 def states_of(llm: LLM) -> StateTiers:
@@ -116,14 +121,17 @@ def check_bounds(llm: LLM) -> None:
 )
 def test_states_from_each_tier_have_the_bits_that_were_computed(base, prompt, tmp_path: Path, tier: str) -> None:
     llm = LLM(str(base), **(options() if tier == "host" else with_disk(base, tmp_path)))
-    check_bits(llm, prompt, count=8 if tier == "host" else COUNT)
+    check_bits(llm, prompt, count=num_prompts(llm, tier))
     assert stats(llm).hit_tokens_total[tier] > 0
     assert (states_of(llm).counts.moved_blocks["disk_to_host"] > 0) == (tier == "disk")
     assert llm._engine.stats().memory_bytes["kv_host"] <= 0.05 * GIB
 
 
-def test_states_of_a_bfloat16_model_come_back(base, prompt) -> None:
-    check_bits(LLM(str(base), **options(dtype="bfloat16")), prompt)
+@pytest.mark.parametrize(("base", "tier"), [("qwen3_5", "host"), ("nemotron_h", "disk")], indirect=["base"])
+def test_states_of_a_bfloat16_model_come_back(base, prompt, tmp_path: Path, tier: str) -> None:
+    sizes = {"dtype": "bfloat16"}
+    llm = LLM(str(base), **(options(**sizes) if tier == "host" else with_disk(base, tmp_path, **sizes)))
+    check_bits(llm, prompt, count=num_prompts(llm, tier))
 
 
 def test_a_state_comes_back_to_blocks_that_have_stayed_on_the_gpu(base, prompt) -> None:
@@ -298,7 +306,7 @@ class TestOnAGPU:
         on_gpu = {"device": "cuda", "dtype": "bfloat16", "enforce_eager": eager, "attention_backend": "triton"}
         chosen = options(**on_gpu) if tier == "host" else with_disk(base, tmp_path, **on_gpu)
         llm = LLM(str(base), **chosen)
-        check_bits(llm, prompt, count=8 if tier == "host" else COUNT)
+        check_bits(llm, prompt, count=num_prompts(llm, tier))
         assert (states_of(llm).counts.moved_blocks["disk_to_host"] > 0) == (tier == "disk")
         torch.cuda.synchronize()
         llm.close()
