@@ -241,6 +241,13 @@ def rounded_to_fp8(adapter: Path, folder: Path) -> Path:
     return folder
 
 
+def attention_with_caps(model: Path) -> str | None:
+    """Returns the attention of transformers that caps the model's scores, or None if any does. In transformers 5.17
+    Gemma 2's usual attention lets the caps go."""
+    config = json.loads((model / "config.json").read_text())
+    return None if config.get("attn_logit_softcapping") is None else "eager"
+
+
 class Reference:
     """Runs transformers + PEFT, in float32 by default."""
 
@@ -252,7 +259,9 @@ class Reference:
 
     def model(self, adapter: Path | None) -> Any:
         if adapter not in self._models:
-            model = AutoModelForCausalLM.from_pretrained(self._path, dtype=self._dtype).eval().to(self._device)
+            attention = attention_with_caps(self._path)
+            model = AutoModelForCausalLM.from_pretrained(self._path, dtype=self._dtype, attn_implementation=attention)
+            model = model.eval().to(self._device)
             if adapter is not None:
                 import peft
 

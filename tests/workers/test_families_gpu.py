@@ -64,9 +64,9 @@ CASES = {
 
 
 class Changed(Reference):
-    """Whose adapters are added to the base's weights. Eager attention, since others have let caps of scores go."""
+    """Whose adapters are added to the base's weights. It has eager attention, whose products are the plainest."""
 
-    def _model(self, adapter: Path | None) -> nn.Module:
+    def model(self, adapter: Path | None) -> nn.Module:
         if adapter not in self._models:
             model = AutoModelForCausalLM.from_pretrained(self._path, dtype=self._dtype, attn_implementation="eager")
             if adapter is not None:

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
-from tiny_models import FAMILIES
+from tests.workers.test_families_gpu import Changed, save_adapter
+from tiny_models import FAMILIES, Reference, make_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
 TOLERANCE = 1e-3
@@ -28,6 +29,18 @@ def test_base_model_answers_as_transformers_does(fleet, prompt, family):
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], GREEDY)
     for p, output in zip(prompts, outputs, strict=True):
         assert_same(output, made.reference.greedy(p, 12))
+
+
+def test_both_references_cap_scores_and_add_adapters_in_ways_of_their_own(tmp_path, prompt):
+    base = make_model(tmp_path / "base", "gemma2")
+    adapter, ids = save_adapter(tmp_path / "adapter", base), prompt(40)
+    peft, changed = Reference(base), Changed(base)
+    for reference in (peft, changed):
+        assert reference.model(None).config._attn_implementation == "eager"
+    assert hasattr(peft.model(adapter), "peft_config")
+    assert not hasattr(changed.model(adapter), "peft_config")
+    assert changed.logprobs(ids, adapter) == pytest.approx(peft.logprobs(ids, adapter), abs=1e-4)
+    assert changed.logprobs(ids, adapter) != pytest.approx(changed.logprobs(ids), abs=1e-3)
 
 
 @pytest.mark.parametrize(
