@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save
 
 from lorafleet.cluster.admin.administration import Administration
 from lorafleet.cluster.admin.pushing import PUSHES, AdapterAdmin
@@ -151,7 +153,7 @@ async def test_files_that_a_removal_deletes_during_a_push_are_put_once_more(tmp_
         return verb.name
 
     admin = AdapterAdmin(removing, store, [], "app", source)
-    tensors = PushedTensors(b"{}", memoryview(b"weights"))
+    tensors = PushedTensors(b"{}", memoryview(save({"weights": torch.ones(2)})))
     digest, _ = await admin.push_tensors("policy", lambda: tensors, PushTerms("memory"))
     assert asked == [digest, digest]
     admin.close()

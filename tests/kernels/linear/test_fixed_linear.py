@@ -13,7 +13,9 @@ from tests.kernels.harness import needs_gpu, run_interpreted
 def test_interpreted_kernel() -> None:
     run_interpreted("""
         from lorafleet.kernels.linear import fixed_linear_triton as module
+        from tests.kernels.interpreter import add_in_order
 
+        add_in_order()
         module.BLOCK_T, module.GROUP_T = 16, 2
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 4e-3)):
             for outputs, inputs in ((48, 64), (70, 90)):

@@ -44,9 +44,11 @@ def check(packed: PackedLoRA, num_tokens: int, dtype: torch.dtype) -> None:
 def test_interpreted_kernels() -> None:
     run_interpreted("""
         from lorafleet.kernels.quant.fp8 import FP8
+        from tests.kernels.interpreter import add_in_order
         from tests.kernels.lora.test_fixed_tiles import RANKS, check
         from tests.kernels.lora_cases import make_packed
 
+        add_in_order()
         for lora_dtype, dtype in ((torch.float32, torch.float32), (FP8, torch.float16)):
             check(make_packed(48, (40, 24), RANKS, lora_dtype), 19, dtype)
         check(make_packed(530, (9,), RANKS, torch.float16), 8, torch.float16)

@@ -56,8 +56,10 @@ def attend(
 
 def test_interpreted_kernel() -> None:
     run_interpreted("""
+        from tests.kernels.interpreter import add_in_order
         from tests.workers.attention.test_paged_backend import check
 
+        add_in_order()
         check(torch.float32, "cpu", 16, 1e-5)
     """)
 
