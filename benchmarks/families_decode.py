@@ -1,17 +1,16 @@
-"""Measures decode steps of model families with random weights in their real shapes, with and without CUDA graphs.
+"""Measures decode steps of model families with random weights in their real shapes.
 
     python benchmarks/families_decode.py [--only gpt-oss-20b ...] [--batches 1 8 64] [--attention-backend auto]
         [--seconds 150] [--json FILE]
 
 Each family gets an engine as a server has it, with all layers or as many of them as fit into memory and time (FAMILIES
 below; the output states them). Contexts begin with 512 random tokens, and the figure is the median host time of the
-steps in which every sequence decodes. "eager" is the same engine without its graphs. The last column has 8 adapters of
-rank 16 on attention, delta nets and dense MLPs, at the largest batch, relative to the base. The floor is the time to
-read at --bandwidth what a step needs: all weights but tables that are only looked up, the experts that so many tokens
-choose if all are equally likely, and the keys and values that the layers see. A family that would end after
---seconds is left out. FlashInfer compiles for minutes at its first use on a machine, which --attention-backend triton
-avoids. gemma-4-12b has the sizes of Gemma 3's 12B model with Gemma 4's kinds of layers,
-and gpt-oss has its experts in bf16.
+steps in which every sequence decodes. The last column has 8 adapters of rank 16 on attention, delta nets and dense
+MLPs, at the largest batch, relative to the base. The floor is the time to read at --bandwidth what a step needs: all
+weights but tables that are only looked up, the experts that so many tokens choose if all are equally likely, and the
+keys and values that the layers see. A family that would end after --seconds is left out. FlashInfer compiles for
+minutes at its first use on a machine, which --attention-backend triton avoids. gemma-4-12b has the sizes of Gemma 3's
+12B model with Gemma 4's kinds of layers, and gpt-oss has its experts in bf16.
 """
 
 from __future__ import annotations
@@ -237,7 +236,6 @@ FAMILIES: dict[str, tuple[int, int, dict[str, Any]]] = {
 DEFAULT = ["gpt-oss-20b", "gemma-4-12b", "mistral-small-24b", "glm-4.5-air", "deepseek-v3"]
 UNITS = {
     "step_ms": "ms, median",
-    "eager_ms": "ms, median",
     "floor_ms": "ms",
     "allowed_ms": "ms",
     "adapted_ms": "ms, median",
@@ -250,7 +248,6 @@ class Measured:
     layers: int
     batch: int
     graph_ms: float
-    eager_ms: float
     floor_ms: float
     adapted_ms: float | None  # With the adapters; None at batches where they are not measured.
 
@@ -260,14 +257,14 @@ class Measured:
 
     def case(self) -> Case:
         settings = {"family": self.family, "layers": self.layers, "batch": self.batch}
-        figures = {"step_ms": self.graph_ms, "eager_ms": self.eager_ms, "floor_ms": self.floor_ms}
+        figures = {"step_ms": self.graph_ms, "floor_ms": self.floor_ms}
         return Case(settings, figures | {"allowed_ms": self.allowed_ms, "adapted_ms": self.adapted_ms})
 
     def line(self) -> str:
         of_layers = f"{self.layers} of {FAMILIES[self.family][0]} layers"
         text = (
             f"{self.family:18} {of_layers:18} batch {self.batch:3}: "
-            f"{self.graph_ms:6.2f} ms (eager {self.eager_ms:6.2f}), "
+            f"{self.graph_ms:6.2f} ms, "
             f"floor {self.floor_ms:5.2f}, {self.graph_ms / self.floor_ms:.2f} x, "
             f"{'within' if self.graph_ms <= self.allowed_ms else 'MISSES'} {self.allowed_ms:.2f}"
         )
@@ -356,17 +353,15 @@ def measure(family: str, batches: list[int], backend: AttentionName, bandwidth: 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         engine = make_engine(folder, config | {"num_hidden_layers": layers}, batches, backend)
-        steps = engine.runner.steps
-        loras = load(engine, write_adapters(folder / "adapters", steps.model))
+        model = engine.runner.steps.model
+        loras = load(engine, write_adapters(folder / "adapters", model))
         graph_ms = {batch: step_ms(engine, batch, []) for batch in batches}
         adapted_ms = {max(batches): step_ms(engine, max(batches), loras)}
-        steps.decode_graphs = None
-        eager_ms = {batch: step_ms(engine, batch, []) for batch in batches}
         rows = []
         for batch in batches:
-            floor_ms = floor_bytes(steps.model, batch, PROMPT + GENERATED / 2) / bandwidth / 1e9
+            floor_ms = floor_bytes(model, batch, PROMPT + GENERATED / 2) / bandwidth / 1e9
             adapted = adapted_ms.get(batch)
-            rows.append(Measured(family, layers, batch, graph_ms[batch], eager_ms[batch], floor_ms, adapted))
+            rows.append(Measured(family, layers, batch, graph_ms[batch], floor_ms, adapted))
             print(rows[-1].line(), flush=True)
         engine.close()
     return rows

@@ -4,7 +4,8 @@ formulas and its twin.
 Idea: a program has BLOCK_V columns of one head's memory for one sequence in registers. Columns do not depend on each
 other. For a sequence with one token, it decays them, adds the token, and writes them back. For a sequence with more, it
 takes CHUNK tokens after another: their results are two matrix products, one with each other and one with the memory
-before them, and a third product advances the memory. Each kernel leaves the other's sequences alone.
+before them, and a third product advances the memory. Each kernel leaves the other's sequences alone. In float32, which
+tensor cores do not have, the kernel for one token walks through all tokens.
 
 Memory: rows of xkq are x of all heads, then k and then q of all groups. The memories are float32 [S, H, K, V].
 """
@@ -49,11 +50,12 @@ def _step_kernel(
     dt_max: tl.constexpr,
     block_k: tl.constexpr,
     block_v: tl.constexpr,
+    any_length: tl.constexpr,
 ) -> None:
     channels: tl.constexpr = heads * v_dim + 2 * groups * k_dim
     sequence, head = tl.program_id(0), tl.program_id(1)
-    token = tl.load(start_ptr + sequence).to(tl.int64)
-    if tl.load(start_ptr + sequence + 1) - token != 1:
+    start, end = tl.load(start_ptr + sequence).to(tl.int64), tl.load(start_ptr + sequence + 1).to(tl.int64)
+    if end - start != 1 and (not any_length or end == start):
         return
     k, v = tl.arange(0, block_k), tl.program_id(2) * block_v + tl.arange(0, block_v)
     in_k, in_v = k < k_dim, v < v_dim
@@ -62,17 +64,20 @@ def _step_kernel(
     in_memory = in_k[:, None] & in_v[None, :]
     place = memory_ptr + ((slot * heads + head) * k_dim + k[:, None]) * v_dim + v[None, :]
     memory = tl.load(place, mask=in_memory & has_state, other=0.0)
-    row = xkq_ptr + token * channels
-    key = row + heads * v_dim + (head // (heads // groups)) * k_dim + k
-    x_V = tl.load(row + head * v_dim + v, mask=in_v, other=0.0).to(tl.float32)
-    k_K = tl.load(key, mask=in_k, other=0.0).to(tl.float32)
-    q_K = tl.load(key + groups * k_dim, mask=in_k, other=0.0).to(tl.float32)
-    dt = softplus(tl.load(dt_ptr + token * dt_stride + head).to(tl.float32) + tl.load(dt_bias_ptr + head))
-    dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
-    memory *= tl.exp(-tl.exp(tl.load(a_log_ptr + head)) * dt)
-    memory += k_K[:, None] * (dt * x_V)[None, :]
-    out_V = tl.sum(memory * q_K[:, None], axis=0) + tl.load(d_ptr + head) * x_V
-    tl.store(out_ptr + (token * heads + head) * v_dim + v, out_V.to(out_ptr.dtype.element_ty), mask=in_v)
+    forgetting = tl.exp(tl.load(a_log_ptr + head))
+    dt_bias, passed = tl.load(dt_bias_ptr + head), tl.load(d_ptr + head)
+    for token in range(start, end):
+        row = xkq_ptr + token * channels
+        key = row + heads * v_dim + (head // (heads // groups)) * k_dim + k
+        x_V = tl.load(row + head * v_dim + v, mask=in_v, other=0.0).to(tl.float32)
+        k_K = tl.load(key, mask=in_k, other=0.0).to(tl.float32)
+        q_K = tl.load(key + groups * k_dim, mask=in_k, other=0.0).to(tl.float32)
+        dt = softplus(tl.load(dt_ptr + token * dt_stride + head).to(tl.float32) + dt_bias)
+        dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
+        memory *= tl.exp(-forgetting * dt)
+        memory += k_K[:, None] * (dt * x_V)[None, :]
+        out_V = tl.sum(memory * q_K[:, None], axis=0) + passed * x_V
+        tl.store(out_ptr + (token * heads + head) * v_dim + v, out_V.to(out_ptr.dtype.element_ty), mask=in_v)
     tl.store(place, memory, mask=in_memory)
 
 
@@ -98,7 +103,6 @@ def _chunk_kernel(
     block_k: tl.constexpr,
     block_v: tl.constexpr,
     chunk: tl.constexpr,
-    precision: tl.constexpr,
 ) -> None:
     channels: tl.constexpr = heads * v_dim + 2 * groups * k_dim
     operand = xkq_ptr.dtype.element_ty  # of the products, whose sums are float32
@@ -128,16 +132,16 @@ def _chunk_kernel(
         decay_N = -forgetting * dt_N
         total_N = tl.cumsum(decay_N, axis=0)
         whole = tl.sum(decay_N, axis=0)
-        scores_NN = tl.dot(q_NK, tl.trans(k_NK), input_precision=precision)
+        scores_NN = tl.dot(q_NK, tl.trans(k_NK))
         # Above the diagonal, the difference would be positive and without bound.
         between_NN = tl.exp(tl.minimum(total_N[:, None] - total_N[None, :], 0.0)) * dt_N[None, :]
         scores_NN = tl.where(n[:, None] >= n[None, :], scores_NN * between_NN, 0.0)
         out_NV = passed * x_NV.to(tl.float32)
-        out_NV = tl.dot(scores_NN.to(operand), x_NV, out_NV, input_precision=precision)
+        out_NV = tl.dot(scores_NN.to(operand), x_NV, out_NV)
         decayed_NK = (q_NK.to(tl.float32) * tl.exp(total_N)[:, None]).to(operand)
-        out_NV = tl.dot(decayed_NK, memory.to(operand), out_NV, input_precision=precision)
+        out_NV = tl.dot(decayed_NK, memory.to(operand), out_NV)
         left_NK = (k_NK.to(tl.float32) * (dt_N * tl.exp(whole - total_N))[:, None]).to(operand)
-        memory = tl.dot(tl.trans(left_NK), x_NV, memory * tl.exp(whole), input_precision=precision)
+        memory = tl.dot(tl.trans(left_NK), x_NV, memory * tl.exp(whole))
         to = out_ptr + (token[:, None] * heads + head) * v_dim + v[None, :]
         tl.store(to, out_NV.to(out_ptr.dtype.element_ty), mask=inside[:, None] & in_v[None, :])
     tl.store(place, memory, mask=in_memory)
@@ -156,7 +160,7 @@ def state_space_triton(
     grid = len(batch.slot_B), heads, triton.cdiv(v_dim, block_v)
     tensors = xkq_TC, *steps[:-1], memory_SHKV, batch.slot_B, batch.is_new_B, batch.start_B, out_THV
     dt_min, dt_max = steps.dt_limits
-    sizes: dict[str, int | float | str] = {
+    sizes: dict[str, int | float] = {
         "heads": heads,
         "groups": num_groups,
         "k_dim": k_dim,
@@ -164,10 +168,10 @@ def state_space_triton(
         "block_k": block_k,
     }
     sizes |= {"dt_min": dt_min, "dt_max": dt_max, "block_v": block_v}
-    if 1 in batch.query_lens:
-        _step_kernel[grid](*tensors, steps.dt_TH.stride(0), **sizes, num_warps=4)
-    if any(count > 1 for count in batch.query_lens):
-        # Three products of TensorFloat-32 are as exact as float32, which tensor cores do not have.
-        sizes |= {"chunk": CHUNK, "precision": "tf32x3", "num_warps": 8, "num_stages": 1}
-        _chunk_kernel[grid](*tensors, steps.dt_TH.stride(0), **sizes)
+    # A walk is as exact as the twin, but slow for long prompts. float32 serves comparisons rather than users.
+    walks = xkq_TC.dtype is torch.float32
+    if walks or 1 in batch.query_lens:
+        _step_kernel[grid](*tensors, steps.dt_TH.stride(0), **sizes, any_length=walks, num_warps=4)
+    if not walks and any(count > 1 for count in batch.query_lens):
+        _chunk_kernel[grid](*tensors, steps.dt_TH.stride(0), **sizes, chunk=CHUNK, num_warps=8, num_stages=1)
     return out_THV

@@ -47,8 +47,8 @@ class Slots:
         return PackedAdapter(info, block, torch.bfloat16, table, LoadTimes(0, 0, 0), extra)
 
     def content(self, slot: Slot) -> torch.Tensor:
-        assert slot.adapter is not None and self.manager._arena is not None
-        return self.manager._arena[slot.index, : slot.adapter.block.numel()]
+        assert slot.adapter is not None and self.manager.arena is not None
+        return self.manager.arena[slot.index, : slot.adapter.block.numel()]
 
 
 @pytest.fixture
