@@ -111,7 +111,8 @@ class FlashInferAttention:
         return torch.zeros(SEMAPHORE_BYTES // 4, dtype=torch.int32, device=spec.device)
 
     def _workspace_bytes(self) -> int:
-        return max(WORKSPACE_BYTES, *(self._divided_bytes(kind) for kind in self._spec.kinds if self._divides(kind)), 0)
+        needed = max(self._divided_bytes(kind) for kind in self._spec.kinds)
+        return max(WORKSPACE_BYTES, min(needed, MOST_WORKSPACE_BYTES))
 
     def _divides(self, layer: LayerAttention) -> bool:
         """Returns whether FA2 may compute prompts of these layers that FA3 would compute otherwise."""
