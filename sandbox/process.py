@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -22,8 +23,14 @@ import lorafleet
 from lorafleet.protocol.framing import FrameTooLarge, receive, send
 from lorafleet.sandbox.program import SETTINGS
 
-# -I excludes the server's folder, environment and user site; this adds the folder of lorafleet again.
-_RUN = "import runpy, sys; sys.path.insert(0, sys.argv[1]); runpy.run_module(sys.argv[2], run_name='__main__')"
+# -I excludes the server's folder, environment and user site. This adds the folder of lorafleet, and at the end those of
+# the packages that the server finds there.
+_RUN = """
+import runpy, sys
+program, own, *others = sys.argv[1:]
+sys.path[:] = own, *sys.path, *others
+runpy.run_module(program, run_name="__main__")
+"""
 _END_S = 1.0  # Longest time that a process may take to exit once its socket is closed.
 
 
@@ -40,8 +47,10 @@ class SandboxEnded(Exception):
 
 
 def command_of(program: str) -> list[str]:
-    """Returns the command that runs a module of lorafleet in an isolated interpreter."""
-    return [sys.executable, "-I", "-c", _RUN, str(Path(lorafleet.__file__).parents[1]), program]
+    """Returns the command that runs a module in an isolated interpreter, which finds the packages that this process
+    finds, such as those in PYTHONPATH."""
+    others = [folder for folder in sys.path if os.path.isabs(folder) and folder != os.getcwd()]
+    return [sys.executable, "-I", "-c", _RUN, program, str(Path(lorafleet.__file__).parents[1]), *others]
 
 
 @dataclass(frozen=True, slots=True)

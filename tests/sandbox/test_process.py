@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 import pytest
 
@@ -13,10 +15,10 @@ BEGIN = "from lorafleet.sandbox.program import serve\n"
 
 
 def process_of(code: str, limits: SandboxLimits = PATIENT) -> SandboxProcess:
-    [python, *options, run, folder, _] = command_of("")
+    *python, run, _, folder = command_of("")[:6]
     code = f"import sys; sys.path.insert(0, {folder!r})\n" + code
-    assert run.startswith("import runpy")
-    return SandboxProcess([python, *options, code], limits)
+    assert run.strip().startswith("import runpy")
+    return SandboxProcess([*python, code], limits)
 
 
 @pytest.mark.parametrize(
@@ -62,3 +64,23 @@ def test_a_program_reads_no_file_and_gets_no_more_memory() -> None:
         assert process.ask(b"1 + 1") == b"done"
     finally:
         process.end()
+
+
+def test_a_program_finds_the_packages_that_the_server_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may lie in folders that an isolated interpreter does not have, such as those of PYTHONPATH."""
+    (tmp_path / "beside.py").write_text("ANSWER = b'found'\n")
+    (tmp_path / "finding.py").write_text("import beside\n" + BEGIN + "serve(lambda _: beside.ANSWER)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    process = SandboxProcess(command_of("finding"), PATIENT)
+    try:
+        assert process.ask(b"job") == b"found"
+    finally:
+        process.end()
+
+
+def test_a_program_does_not_import_from_the_servers_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert str(tmp_path) not in command_of("program")
