@@ -1,0 +1,64 @@
+"""The machine code of kernels for an H100 or H200, compiled without one: registers are written before they are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.harness import needs_triton
+from tests.kernels.machine_code import nvdisasm, reads_of_compiled, unwritten_reads
+
+# wgmma's descriptors are uniform registers.
+WRITTEN = """
+        /*0010*/                   ULDC.64 UR4, c[0x0][0x208] ;
+        /*0020*/                   R2UR UR6, R12 ;
+.L_x_0:
+        /*0030*/               @P0 UIADD3 UR14, UP0, UR6, 0x20, URZ ;
+        /*0040*/                   UIADD3.X UR15, UR5, -0x3ffffff0, URZ, UP0, !UPT ;
+        /*0050*/                   HGMMA.64x16x16.F32 R56, R24, gdesc[UR12].tnspB, R56 ;
+"""
+
+
+def test_registers_that_are_written_first_are_no_complaint() -> None:
+    assert unwritten_reads(WRITTEN) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "address"),
+    [
+        ("/*0060*/  UIADD3 UR16, UP0, UR16, 0x20, URZ ;", "0060"),
+        ("/*0070*/  HGMMA.64x16x16.F32 R56, R24, gdesc[UR20].tnspB, R56 ;", "0070"),
+        ("/*0078*/  HGMMA.64x16x16.F32 R56, gdesc[UR12].tnspB, R56 ;", "0078"),
+        ("/*0080*/  VIADD R17, R17, UR7 ;", "0080"),
+    ],
+)
+def test_a_register_that_is_read_first_is_found(line: str, address: str) -> None:
+    assert [found.split(":")[0] for found in unwritten_reads(f"{WRITTEN}        {line}\n")] == [address]
+
+
+@needs_triton
+def test_no_attention_over_e4m3_reads_a_register_that_nothing_has_written(tmp_path: Path) -> None:
+    """Heads of keys and values with other sizes are those that ptxas of CUDA 12.8 got wrong."""
+    if nvdisasm() is None:
+        pytest.skip("Triton's package has no nvdisasm")
+    compiled = reads_of_compiled(
+        """
+        import torch
+        from lorafleet.kernels.decoder.paged_attention import PagedBatch, paged_attention
+
+        cases = (
+            (24, 16, torch.bfloat16, False),
+            (24, 16, torch.float16, True),
+            (64, 32, torch.bfloat16, True),
+            (192, 128, torch.bfloat16, True),
+        )
+        for head_dim, value_dim, dtype, has_sinks in cases:
+            batch = PagedBatch.build([20], [40], [[0, 1, 2]], 16, 2, head_dim, dtype, torch.device("cpu"))
+            k, v = (torch.zeros(3, 16, 2, size, dtype=torch.float8_e4m3fn) for size in (head_dim, value_dim))
+            sinks_H = torch.zeros(4) if has_sinks else None
+            paged_attention(torch.zeros(20, 4, head_dim, dtype=dtype), k, v, batch, 1.0, sinks_H=sinks_H)
+        """,
+        tmp_path,
+    )
+    assert compiled == [("attention_kernel", [])] * 4
