@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from lorafleet.kernels.decoder.decode_attention_triton import decode_kernel, merge_kernel
-from lorafleet.kernels.decoder.head_tiles import LEAST_ROWS, heads_of_tile, is_wide, parts_of_head
+from lorafleet.kernels.decoder.head_tiles import LEAST_ROWS, heads_of_tile, is_wide, parts_of_head, values_like_keys
 from lorafleet.kernels.decoder.key_spans import SpanRule
 
 SMS = 132  # of an H200; other GPUs get the same spans, and so the same results
@@ -25,6 +25,7 @@ SOME_HEADS = 32  # wide query heads of whose tiles two fit on an SM
 KEY_BYTES = 16384  # bytes of one loop step's keys: 64 keys of 128 bf16 numbers
 WIDE_KEYS = 32  # keys of a loop step if the values lie in them and are wide
 LARGE_RESULT = 16 * 512  # numbers of a tile's result that 8 warps hold in registers better than 4
+SHARED_ROWS = 64  # rows of a tile from which on tensor cores read keys and values from shared memory
 MERGED_NUMBERS = 4096  # of partial results that a merge reads at a time
 LOG2_E = math.log2(math.e)
 
@@ -71,6 +72,8 @@ class DecodeShape:
         in_keys = self.values_in_keys and block_d >= self.value_dim
         block_v = block_d if in_keys else max(16, triton.next_power_of_2(self.value_dim))
         block_m = max(LEAST_ROWS, triton.next_power_of_2(self.tile_heads))
+        if block_m >= SHARED_ROWS and not in_keys:
+            block_v = values_like_keys(block_v, block_d)
         block_n = KEY_BYTES // (max(block_d, block_v) * self.dtype.itemsize)
         if in_keys and self.dtype.itemsize == 2:
             block_n = max(WIDE_KEYS, block_n)

@@ -6,6 +6,7 @@ import triton
 
 LEAST_ROWS = 16  # tl.dot's smallest M
 WIDEST_HEAD = 256  # numbers of the widest head whose tiles need no care
+SWIZZLED_COLUMNS = 64  # columns of a tile in half precision from which on shared memory holds all tiles in one layout
 
 
 def is_wide(head_dim: int) -> bool:
@@ -28,3 +29,13 @@ def parts_of_head(head_dim: int) -> tuple[int, int]:
     if not is_wide(head_dim) or tail > whole // 4:
         return whole, 0
     return whole // 2, max(16, triton.next_power_of_2(tail))
+
+
+def values_like_keys(block_v: int, block_d: int) -> int:
+    """Returns the columns of a tile of values, at least block_v, with which it is laid out as a tile of keys is.
+
+    Keys and values that are converted from e4m3 take turns in one place of shared memory. If their layouts differ,
+    ptxas of CUDA 12.8 reads the values' address from a register that it has not written
+    (tests/kernels/test_machine_code.py).
+    """
+    return max(block_v, min(block_d, SWIZZLED_COLUMNS))

@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from lorafleet.kernels.decoder.head_tiles import LEAST_ROWS, heads_of_tile, is_wide, parts_of_head
+from lorafleet.kernels.decoder.head_tiles import LEAST_ROWS, heads_of_tile, is_wide, parts_of_head, values_like_keys
 from lorafleet.kernels.decoder.paged_attention_triton import attention_kernel
 from lorafleet.kernels.quant.fp8 import FP8
 
@@ -24,7 +24,6 @@ PREFILL_ROWS = 64  # rows of a tile in half precision
 WIDE_PREFILL_ROWS = 32  # the same for wide heads, so that a tile's result fits into registers
 WIDE_HEADS = 32  # wide query heads in a tile at most; more would not fit into shared memory
 KEY_BYTES = 16384  # bytes of one loop step's keys: 64 keys of 128 bf16 numbers
-SWIZZLED_COLUMNS = 64  # columns of a tile in half precision from which on shared memory holds all tiles in one layout
 ALIGNED_INTS = 4  # int32 numbers in 16 bytes
 LOG2_E = math.log2(math.e)
 NO_WINDOW = 1 << 30  # a window that contains every key
@@ -138,9 +137,7 @@ def paged_attention(
     block_d, tail_d = parts_of_head(head_dim)
     block_v = max(16, triton.next_power_of_2(value_dim))
     if k_NPGD.dtype == FP8:
-        # Converted keys and values take turns in one place of shared memory. If their layouts differ, ptxas of CUDA
-        # 12.8 reads the values' address from a register that it has not written (tests/kernels/test_machine_code.py).
-        block_v = max(block_v, min(block_d, SWIZZLED_COLUMNS))
+        block_v = values_like_keys(block_v, block_d)
     block_n = min(64, max(16, KEY_BYTES // (max(block_d, block_v) * q_THD.element_size())))
     window = NO_WINDOW if window is None else window
     chunk = 0 if chunk is None else chunk

@@ -45,20 +45,27 @@ def test_no_attention_over_e4m3_reads_a_register_that_nothing_has_written(tmp_pa
     compiled = reads_of_compiled(
         """
         import torch
+        from lorafleet.kernels.decoder.decode_attention import DecodeBatch, DecodeShape, decode_attention
         from lorafleet.kernels.decoder.paged_attention import PagedBatch, paged_attention
 
-        cases = (
+        def caches(kv_heads, *sizes):
+            return [torch.zeros(3, 16, kv_heads, size, dtype=torch.float8_e4m3fn) for size in sizes]
+
+        for head_dim, value_dim, dtype, has_sinks in (
             (24, 16, torch.bfloat16, False),
             (24, 16, torch.float16, True),
             (64, 32, torch.bfloat16, True),
-            (192, 128, torch.bfloat16, True),
-        )
-        for head_dim, value_dim, dtype, has_sinks in cases:
+        ):
             batch = PagedBatch.build([20], [40], [[0, 1, 2]], 16, 2, head_dim, dtype, torch.device("cpu"))
-            k, v = (torch.zeros(3, 16, 2, size, dtype=torch.float8_e4m3fn) for size in (head_dim, value_dim))
             sinks_H = torch.zeros(4) if has_sinks else None
-            paged_attention(torch.zeros(20, 4, head_dim, dtype=dtype), k, v, batch, 1.0, sinks_H=sinks_H)
+            q_THD, (k, v) = torch.zeros(20, 4, head_dim, dtype=dtype), caches(2, head_dim, value_dim)
+            paged_attention(q_THD, k, v, batch, 1.0, sinks_H=sinks_H)
+
+        q_BHD, (k, v) = torch.zeros(1, 64, 64, dtype=torch.float16), caches(1, 64, 32)
+        batch = DecodeBatch(*(torch.zeros(size, dtype=torch.int32) for size in ((1, 5), (1, 3), (3,))))
+        shape = DecodeShape(64, 1, 64, 32, False, torch.float16)
+        decode_attention(q_BHD, k, v, batch, torch.zeros(0), shape, torch.zeros(1, 64, 32, dtype=torch.float16), 1.0)
         """,
         tmp_path,
     )
-    assert compiled == [("attention_kernel", [])] * 4
+    assert compiled == [("attention_kernel", [])] * 3 + [("decode_kernel", [])]
