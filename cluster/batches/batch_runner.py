@@ -88,11 +88,14 @@ class BatchRunner:
             self.num_open = 0
             self._stop()
             return
+        running = set(self._running)
         open_names = await asyncio.to_thread(self._store.open_names)
         self.num_open = len(open_names)
         self._failed_s = {name: self._failed_s[name] for name in open_names if name in self._failed_s}
-        while (name := self._next(open_names)) is not None:
-            open_names.remove(name)
+        # One that has ended since the list was read is still in it.
+        waiting = [name for name in open_names if name not in running]
+        while (name := self._next(waiting)) is not None:
+            waiting.remove(name)
             record = await asyncio.to_thread(self._store.find, name.owner, name.batch_id)
             if record is not None:
                 self._start(name, record)

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import hashlib
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from lorafleet.cluster.batches.batch_log import LogEntry
 from lorafleet.cluster.batches.batch_metrics import BatchMetrics
 from lorafleet.cluster.batches.batch_records import BatchStage, FileRecord
 from lorafleet.cluster.batches.batch_routes import batch_routes
+from lorafleet.cluster.batches.batch_store import BatchName
 from lorafleet.cluster.batches.line_post import LinePost, LineReply
 from lorafleet.cluster.batches.log_journal import LogJournal, TurnLost, usage_of
 from lorafleet.protocol.errors import StoreError
@@ -294,6 +296,35 @@ async def test_a_batch_whose_key_has_lost_its_scope_fails(house: House) -> None:
         await until(lambda: not house.store.open_names())
     assert house.store.stage(batch.id).errors[0].code == "invalid_api_key"
     assert not house.engine.requests
+
+
+async def test_a_batch_that_ends_while_the_store_lists_it_ends_once(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, listed = house.client(), house.store.open_names
+    num_late = 0
+
+    async def late_answer(*arguments: Any) -> LineReply:
+        await until(lambda: num_late > 0)
+        return await house.answerer.answer(*arguments)
+
+    async with house.running(house.runner(late_answer)) as runner:
+
+        def late_names(owner: str = "") -> list[BatchName]:
+            nonlocal num_late
+            names = listed(owner)
+            if runner.num_running and not owner:
+                num_late += 1
+                while runner.num_running:
+                    time.sleep(0.01)
+            return names
+
+        monkeypatch.setattr(house.store, "open_names", late_names)
+        await ended(client, (await created(client, [chat_line(i) for i in range(3)])).id)
+        await until(lambda: not runner.num_running)
+        await runner.look()
+        await until(lambda: not runner.num_running)
+        assert runner.endings["completed"] == 1
 
 
 async def test_the_lease_is_renewed_while_what_has_expired_is_deleted(
