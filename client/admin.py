@@ -67,7 +67,7 @@ class PushArguments(TypedDict, total=False):
     tenant: str | None  # Tenant that will own the adapter, if the operator pushes it.
     base_model_name: str | None
     metadata: dict[str, str]  # Stored with the version.
-    # What becomes of requests that the former version is answering: finish leaves them alone (the default), switch lets
+    # Treatment of requests that the former version is answering: finish leaves them alone (the default), switch lets
     # them go on with this version from their next token on, and abort ends them.
     in_flight: InFlight
 

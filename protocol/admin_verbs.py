@@ -133,7 +133,7 @@ class PushOptions(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     # The tenant that will own the adapter. Only the operator may name another tenant than the caller's own.
     tenant: Annotated[str, Meta(max_length=limits.MAX_TENANT_CHARS)] | None = None
     metadata: Metadata = {}
-    # What becomes of requests that the former version is answering, see protocol/engine_control.py. Other values than
+    # Treatment of requests that the former version is answering, see protocol/engine_control.py. Other values than
     # finish require `activate`.
     in_flight: InFlight = "finish"
 
@@ -277,7 +277,7 @@ class PushTerms(msgspec.Struct, frozen=True, omit_defaults=True):
     metadata: dict[str, str] = {}
     max_adapters: int | None = None  # Number of adapters that the owning tenant may have; None: no limit.
     max_bytes: int | None = None  # Bytes of adapters that the owning tenant may have; None: no limit.
-    in_flight: InFlight = "finish"  # What becomes of requests that the former version is answering.
+    in_flight: InFlight = "finish"  # Treatment of requests that the former version is answering.
 
 
 class RegisterAdapter(AdapterVerb[Adapter], frozen=True):

@@ -2,9 +2,9 @@
 layers takes 33 launches and 32 calls of the attention, whose work depends on the step's mix of lengths.
 
 There are graphs for a set of token counts, each without adapters and with, and with adapters on the experts of a
-mixture. A step uses the smallest that fits, and its
-padding writes to block `trash`. Larger steps run without graphs: they take longer on the device than their launches do
-on the host. All graphs share one memory pool, since only one runs at a time.
+mixture. A step uses the smallest that fits, and its padding writes to block `trash`. Larger steps run without graphs:
+they take longer on the device than their launches do on the host. All graphs share one memory pool, since only one runs
+at a time.
 """
 
 # T tokens of the graph · H query heads · D head size (attention) or hidden size
