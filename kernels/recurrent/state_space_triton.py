@@ -29,6 +29,42 @@ BLOCK_V = 64
 LARGE_K = 128  # Keys with more numbers get half the columns, since registers hold both dimensions.
 
 
+@jit()
+def _advance(
+    memory: tl.tensor,
+    token: tl.tensor,
+    head: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    forgetting: tl.tensor,
+    dt_bias: tl.tensor,
+    passed: tl.tensor,
+    xkq_ptr: tl.tensor,
+    dt_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    dt_stride: tl.tensor,
+    heads: tl.constexpr,
+    groups: tl.constexpr,
+    k_dim: tl.constexpr,
+    v_dim: tl.constexpr,
+    dt_min: tl.constexpr,
+    dt_max: tl.constexpr,
+) -> tl.tensor:
+    """Writes a token's result, and returns the memory after it."""
+    in_k, in_v = k < k_dim, v < v_dim
+    row = xkq_ptr + token * (heads * v_dim + 2 * groups * k_dim)
+    key = row + heads * v_dim + (head // (heads // groups)) * k_dim + k
+    x_V = tl.load(row + head * v_dim + v, mask=in_v, other=0.0).to(tl.float32)
+    k_K = tl.load(key, mask=in_k, other=0.0).to(tl.float32)
+    q_K = tl.load(key + groups * k_dim, mask=in_k, other=0.0).to(tl.float32)
+    dt = softplus(tl.load(dt_ptr + token * dt_stride + head).to(tl.float32) + dt_bias)
+    dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
+    memory = memory * tl.exp(-forgetting * dt) + k_K[:, None] * (dt * x_V)[None, :]
+    out_V = tl.sum(memory * q_K[:, None], axis=0) + passed * x_V
+    tl.store(out_ptr + (token * heads + head) * v_dim + v, out_V.to(out_ptr.dtype.element_ty), mask=in_v)
+    return memory
+
+
 @jit(do_not_specialize=["slot_ptr", "new_ptr", "start_ptr"])
 def _step_kernel(
     xkq_ptr: tl.tensor,
@@ -52,7 +88,6 @@ def _step_kernel(
     block_v: tl.constexpr,
     any_length: tl.constexpr,
 ) -> None:
-    channels: tl.constexpr = heads * v_dim + 2 * groups * k_dim
     sequence, head = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(start_ptr + sequence).to(tl.int64), tl.load(start_ptr + sequence + 1).to(tl.int64)
     if end - start != 1 and (not any_length or end == start):
@@ -66,18 +101,49 @@ def _step_kernel(
     memory = tl.load(place, mask=in_memory & has_state, other=0.0)
     forgetting = tl.exp(tl.load(a_log_ptr + head))
     dt_bias, passed = tl.load(dt_bias_ptr + head), tl.load(d_ptr + head)
-    for token in range(start, end):
-        row = xkq_ptr + token * channels
-        key = row + heads * v_dim + (head // (heads // groups)) * k_dim + k
-        x_V = tl.load(row + head * v_dim + v, mask=in_v, other=0.0).to(tl.float32)
-        k_K = tl.load(key, mask=in_k, other=0.0).to(tl.float32)
-        q_K = tl.load(key + groups * k_dim, mask=in_k, other=0.0).to(tl.float32)
-        dt = softplus(tl.load(dt_ptr + token * dt_stride + head).to(tl.float32) + dt_bias)
-        dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
-        memory *= tl.exp(-forgetting * dt)
-        memory += k_K[:, None] * (dt * x_V)[None, :]
-        out_V = tl.sum(memory * q_K[:, None], axis=0) + passed * x_V
-        tl.store(out_ptr + (token * heads + head) * v_dim + v, out_V.to(out_ptr.dtype.element_ty), mask=in_v)
+    if any_length:
+        for token in range(start, end):
+            memory = _advance(
+                memory,
+                token,
+                head,
+                k,
+                v,
+                forgetting,
+                dt_bias,
+                passed,
+                xkq_ptr,
+                dt_ptr,
+                out_ptr,
+                dt_stride,
+                heads,
+                groups,
+                k_dim,
+                v_dim,
+                dt_min,
+                dt_max,
+            )
+    else:  # A loop of one token would take a quarter more registers.
+        memory = _advance(
+            memory,
+            start,
+            head,
+            k,
+            v,
+            forgetting,
+            dt_bias,
+            passed,
+            xkq_ptr,
+            dt_ptr,
+            out_ptr,
+            dt_stride,
+            heads,
+            groups,
+            k_dim,
+            v_dim,
+            dt_min,
+            dt_max,
+        )
     tl.store(place, memory, mask=in_memory)
 
 
