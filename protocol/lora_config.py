@@ -35,9 +35,27 @@ class LoRAOptions:
     """The options of adapters, with vLLM's names. Servers and LLM have them too."""
 
     max_loras: Annotated[
-        int, Option("GPU slots for adapters. Raise it if adapters are swapped often.", Range(1, MAX_LORAS_BOUND))
+        int,
+        Option(
+            "Adapters that running requests use at the same time, at most. Raise it if requests wait for adapters.",
+            Range(1, MAX_LORAS_BOUND),
+        ),
     ] = 8
-    # A slot takes memory for its adapter's actual rank only.
+    max_gpu_loras: Annotated[
+        int | None,
+        Option(
+            "GPU slots: adapters that stay on each GPU at most, in use or not. Default: max_cpu_loras.",
+            Range(1, MAX_LORAS_BOUND),
+        ),
+    ] = None
+    # An adapter takes the bytes of its own rank and modules only.
+    lora_memory_gib: Annotated[
+        float | None,
+        Option(
+            "GPU memory for A and B of the adapters in slots. Default: as much as max_loras adapters of max_lora_rank "
+            "on every module take."
+        ),
+    ] = None
     max_lora_rank: Annotated[int, Option("Largest adapter rank that is accepted.", Range(1, MAX_RANK_BOUND))] = 64
     max_cpu_loras: Annotated[int | None, Option("Adapters kept in host memory. Default: 2 x max_loras.")] = None
     lora_dtype: Annotated[
@@ -97,6 +115,13 @@ class LoRAConfig(LoRAOptions):
                 )
         if self.max_cpu_loras is not None:
             self._check_max_cpu_loras(self.max_cpu_loras)
+        if self.max_gpu_loras is not None and not self.max_loras <= self.max_gpu_loras <= self.cpu_loras:
+            raise ConfigError(
+                f"lora.max_gpu_loras is {self.max_gpu_loras}; it must be from lora.max_loras={self.max_loras} to "
+                f"lora.max_cpu_loras={self.cpu_loras}, since every adapter on the GPU is also kept in host memory. "
+                "Set a value in this range, or leave it out.",
+                "max_gpu_loras",
+            )
         if self.lora_dtype not in get_args(LoRADType):
             raise ConfigError(
                 f"lora.lora_dtype is {self.lora_dtype!r}; it must be one of {', '.join(get_args(LoRADType))}.",
@@ -107,12 +132,15 @@ class LoRAConfig(LoRAOptions):
             if value not in (None, False, 0):
                 raise ConfigError(f"lora.{name}={value!r} has no effect in this version: {remedy}", name)
         self._check_scaling_factors()
-        if type(self.extra_memory_gib) not in (int, float) or not 0 <= self.extra_memory_gib < math.inf:
-            raise ConfigError(
-                f"lora.extra_memory_gib is {self.extra_memory_gib!r}; it must be a number of GiB >= 0. Set such a "
-                "number.",
-                "extra_memory_gib",
-            )
+        for name in ("extra_memory_gib", "lora_memory_gib"):
+            gib = getattr(self, name)
+            if name == "lora_memory_gib" and gib is None:
+                continue
+            if type(gib) not in (int, float) or not 0 <= gib < math.inf:
+                raise ConfigError(
+                    f"lora.{name} is {gib!r}; it must be a number of GiB >= 0. Set such a number.",
+                    name,
+                )
 
     @property
     def largest_scaling_factor(self) -> float:
@@ -122,6 +150,16 @@ class LoRAConfig(LoRAOptions):
     @property
     def extra_memory_bytes(self) -> int:
         return int(self.extra_memory_gib * 2**30)
+
+    @property
+    def gpu_loras(self) -> int:
+        """The value of max_gpu_loras with its default filled in."""
+        return min(self.cpu_loras, MAX_LORAS_BOUND) if self.max_gpu_loras is None else self.max_gpu_loras
+
+    def lora_memory_bytes(self, largest_bytes: int) -> int:
+        """Returns the bytes of lora_memory_gib with its default filled in. `largest_bytes` is the size of A and B of
+        the largest adapter."""
+        return self.max_loras * largest_bytes if self.lora_memory_gib is None else int(self.lora_memory_gib * 2**30)
 
     @property
     def cpu_loras(self) -> int:

@@ -266,6 +266,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     lora_slots_used: int = 0
     lora_slots_idle: int = 0  # Empty, or holding an adapter that no running sequence needs.
     lora_slots_pinned: int = 0
+    lora_in_use: int = 0  # Adapters that running sequences use.
+    lora_in_use_limit: int = 0  # Most adapters that they may use at the same time.
+    lora_usable: int = 0  # Further adapters that they may use now, as far as these are in slots or fit into them.
     lora_adapters_wanted: int = 0  # Adapters that running and waiting requests need.
     lora_cpu_adapters: int = 0
     lora_loads_total: int = 0  # Disk to CPU.
@@ -278,6 +281,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     lora_evictions_total: int = 0  # From slots.
     lora_cpu_evictions_total: int = 0
     lora_slot_bytes: int = 0  # Adapters in slots, summed over all GPUs of the replica.
+    lora_memory_total_bytes: int = 0  # Memory for A and B of adapters in slots, on all GPUs.
+    lora_memory_used_bytes: int = 0  # What the adapters in slots take of it.
     lora_cpu_bytes: int = 0  # Adapters in host memory.
     waiting_adapters: list[str] = []  # Digests that waiting requests need, in scheduling order.
     resident_slots: list[str] = []  # Digests in GPU slots, by slot; "" for an empty slot.
@@ -327,6 +332,7 @@ class LoRALimits(msgspec.Struct, frozen=True):
 
     max_lora_rank: int
     max_loras: int
+    max_gpu_loras: int
     max_cpu_loras: int
     lora_dtype: str
 

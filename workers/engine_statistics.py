@@ -14,6 +14,7 @@ from lorafleet.workers.answer_progress import AnswerProgress
 from lorafleet.workers.schedule.admission import QueueAdmission
 from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.schedule.sequence import Sequence
+from lorafleet.workers.slots.lora_memory import LoRAMemory
 from lorafleet.workers.slots.slot_policy import Slot
 from lorafleet.workers.slots.worker_manager import LoadCounts, WorkerLoRAManager
 from lorafleet.workers.step.runner import ModelRunner
@@ -34,13 +35,17 @@ class _NoSlots:
     num_activations: int = 0
     num_evictions: int = 0
     num_bytes: int = 0
+    num_in_use: int = 0
+    max_in_use: int = 0
+    num_usable: int = 0
+    memory: LoRAMemory = field(default_factory=lambda: LoRAMemory(0))
 
 
 @dataclass(frozen=True)
 class _NoAdapters:
     """Stands in for WorkerLoRAManager in an engine without LoRA."""
 
-    slots: _NoSlots = _NoSlots()
+    slots: _NoSlots = field(default_factory=_NoSlots)
     counts: LoadCounts = field(default_factory=LoadCounts)
     fetched: FetchTotals = field(default_factory=FetchTotals)
     cpu_bytes: int = 0
@@ -72,6 +77,7 @@ class EngineStatistics:
         scheduler, kv, adapters, slots = self._scheduler, self._scheduler.kv, self._adapters, self._adapters.slots
         resident = [slot.digest or "" for slot in slots.slots]
         cpu = adapters.resident_cpu()
+        size = self._runner.steps.model.group.size
         fetched, late, snapshots = adapters.fetched, self._runner.steps.late, scheduler.memory.snapshots
         return EngineStats(
             paused=scheduler.pause,
@@ -115,6 +121,11 @@ class EngineStatistics:
             lora_evictions_total=slots.num_evictions,
             lora_cpu_evictions_total=adapters.counts.cpu_evictions,
             lora_slot_bytes=slots.num_bytes,
+            lora_in_use=slots.num_in_use,
+            lora_in_use_limit=slots.max_in_use,
+            lora_usable=slots.num_usable,
+            lora_memory_total_bytes=slots.memory.num_bytes * size,
+            lora_memory_used_bytes=slots.memory.num_used * size,
             lora_cpu_bytes=adapters.cpu_bytes,
             waiting_adapters=[lora.digest for lora in scheduler.waiting.adapters()[0]],
             resident_slots=resident,
@@ -143,7 +154,7 @@ def _fixed_memory(runner: ModelRunner) -> dict[str, int]:
     - kv_cache: all its blocks, free or not
     - states: of recurrent layers, for all sequences that may run
     - state_snapshots: of these states, for the prefix cache
-    - lora_slots: reserved for adapters' A and B
+    - lora_slots: reserved for A and B of all adapters in slots
     """
     steps = runner.steps
     weights = sum(weight.nbytes for weight in steps.model.parameters())

@@ -202,7 +202,7 @@ class _Shards:
         slot = self._slots.slots[order.slot]
         # Rank 0 fills a slot that nobody uses any more, but steps that used it may still be queued here.
         self._slots.mark_quiet(slot)
-        self._slots.activate(self._in_host[order.digest], slot)
+        self._slots.activate(self._in_host[order.digest], slot, extents=order.extents)
         assert slot.generation == order.generation, (slot, order)
 
     def empty(self, index: int) -> None:

@@ -68,7 +68,8 @@ class Needs:
     """The bytes that one rank needs. The parts of all ranks are equally large, except for a few biases."""
 
     weights: int
-    slot: int  # One adapter of max_lora_rank on every projection, with its rows of the tables. 0 without adapters.
+    adapter: int  # A and B of one adapter of max_lora_rank on every projection. 0 without adapters.
+    adapters: int  # A and B of all adapters in slots, with the tables of the slots. 0 without adapters.
     activations: int  # Of the largest step, estimated.
     others: int  # Sampling, CUDA graphs, LoRA on experts and a reserve.
     kv_token: int  # Keys and values of a token.
@@ -83,7 +84,8 @@ class Room:
     kv_cache_bytes: int
     kv_cache_tokens: int
     max_model_len: int | None  # The longest sequence served; None if `refusal` is set.
-    most_loras: int | None  # The largest max_loras beside one sequence of `beside_tokens`; None without adapters.
+    # The largest max_loras beside one sequence of `beside_tokens`; None without adapters, or if lora_memory_gib is set.
+    most_loras: int | None
     beside_tokens: int
     refusal: str | None = None  # The error with which an engine would not start.
 
@@ -120,13 +122,13 @@ class MetaEngine:
         weights = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
         device = CPU if card is None else CUDA
         spec = attention_spec(model.shard.local, config.block_size, dtype, cached_dtype, device, model.sinks())
-        slot = 0 if config.lora is None else _slot_bytes(model, dtype, config.lora, device)
+        adapter, adapters = (0, 0) if config.lora is None else _adapter_bytes(model, dtype, config.lora, device)
         activations = _activation_bytes(config, model.shard.local, spec)
         others = unmeasured_bytes(config, model, dtype, activations)
         shapes = model.shard.local.states
         states = StateCache(shapes, config.max_num_seqs, dtype, META, snapshots_for(config, model_config))
         held, snapshots = states.num_bytes - states.snapshot_bytes, states.snapshot_bytes
-        needs = Needs(weights, slot, activations, others, bytes_per_token(spec), held, snapshots)
+        needs = Needs(weights, adapter, adapters, activations, others, bytes_per_token(spec), held, snapshots)
         return cls(config, model, dtype, spec, needs)
 
     def room(self, card: Card | None) -> Room:
@@ -142,8 +144,10 @@ class MetaEngine:
             if config.lora is not None:
                 blocks = -(-wanted // config.block_size)
                 left = free - blocks * config.block_size * needs.kv_token
-                most_loras = max(0, min(MAX_LORAS_BOUND, left // needs.slot))
-                free -= config.lora.max_loras * needs.slot
+                if config.lora.lora_memory_gib is None:
+                    for_each = needs.adapters // config.lora.max_loras
+                    most_loras = max(0, min(MAX_LORAS_BOUND, left // for_each))
+                free -= needs.adapters
         tokens = cache_tokens(config, self.spec, free) if config.kv_cache_tokens is None else config.kv_cache_tokens
         tokens = max(0, tokens // config.block_size * config.block_size)
         try:
@@ -158,15 +162,19 @@ def unquantized_model(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) 
     return DecoderModel(replace(config, quantization=None), TPGroup(), dtype, META)
 
 
-def _slot_bytes(model: DecoderModel, base_dtype: torch.dtype, lora: LoRAConfig, device: torch.device) -> int:
+def _adapter_bytes(
+    model: DecoderModel, base_dtype: torch.dtype, lora: LoRAConfig, device: torch.device
+) -> tuple[int, int]:
+    """Returns Needs.adapter and Needs.adapters."""
     dtype = lora.serving_dtype(base_dtype)
     sharding = AdapterSharding(model.shard, model.group, lora.is_fully_sharded(device))
     linears, norms, mixtures = model.packed_linears(), model.norms(), model.mixtures()
     with _Allocations() as allocated:
-        tables = LoRATables(len(linears), lora.max_loras, META, len(norms), len(mixtures))
+        tables = LoRATables(len(linears), lora.gpu_loras, META, len(norms), len(mixtures))
         table_bytes: int = allocated.live_bytes
     layers = SlotLayers.attach(model, sharding, tables, lora.max_lora_rank, dtype)
-    return slot_bytes(layers.linears, lora.max_lora_rank, dtype) + -(-table_bytes // lora.max_loras)
+    largest = slot_bytes(layers.linears, lora.max_lora_rank, dtype)
+    return largest, lora.lora_memory_bytes(largest) + table_bytes
 
 
 def _activation_bytes(config: EngineConfig, local: ModelConfig, spec: AttentionSpec) -> int:

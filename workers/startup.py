@@ -349,7 +349,7 @@ def build_engine(
 
 
 def _lora_limits(config: LoRAConfig) -> LoRALimits:
-    return LoRALimits(config.max_lora_rank, config.max_loras, config.cpu_loras, config.lora_dtype)
+    return LoRALimits(config.max_lora_rank, config.max_loras, config.gpu_loras, config.cpu_loras, config.lora_dtype)
 
 
 def _step_limits(config: EngineConfig, device: torch.device, is_recurrent: bool) -> StepLimits:

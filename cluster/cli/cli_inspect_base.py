@@ -142,7 +142,8 @@ def _share_lines(share: GPUShare, config: EngineConfig, card: Card | None) -> li
     if config.lora is not None:
         lora = config.lora
         lines.append(
-            f"  {_size(needs.slot)} for each of max_loras={lora.max_loras} slots of max_lora_rank={lora.max_lora_rank}"
+            f"  {_size(needs.adapters)} for adapters in slots, each {_size(needs.adapter)} if it has "
+            f"max_lora_rank={lora.max_lora_rank} on every module, less otherwise"
         )
     if card is not None:
         lines.append(

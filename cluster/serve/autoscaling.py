@@ -3,7 +3,7 @@ stops replicas within the delays and bounds of its own settings.
 
 A replica is as busy as the fuller of two limits: the sequences of a step, and the tokens of the KV cache. Waiting
 requests count too, so a replica with a queue is more than full. Adapters are counted separately: if requests use
-more adapters than there are slots, replicas spend their time on swapping, however few the requests are.
+more adapters than may run at the same time (max_loras), they wait for each other, however few the requests are.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Wish = tuple[float, dict[str, Any]]  # Number of replicas, and state for the nex
 
 def autoscaling_metrics(stats: EngineStats, max_num_seqs: int, kv_tokens: int) -> dict[str, float]:
     """Returns the load that a replica reports: `busy`, where 1 is full, and `adapters`, the number of adapters that
-    running and waiting requests use, divided by the replica's slots."""
+    running and waiting requests use, divided by the number that may run at the same time."""
     sequences = (stats.num_running + stats.num_waiting) / max_num_seqs
     tokens = (stats.running_tokens + stats.waiting_tokens) / kv_tokens
-    slots = max(stats.lora_slots_total, 1)
-    return {"busy": max(sequences, tokens), "adapters": stats.lora_adapters_wanted / slots}
+    limit = max(stats.lora_in_use_limit, 1)
+    return {"busy": max(sequences, tokens), "adapters": stats.lora_adapters_wanted / limit}
 
 
 def wanted_replicas(busy: Collection[float], adapters: Collection[float], target: float) -> float:

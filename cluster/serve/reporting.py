@@ -80,7 +80,7 @@ def load_of(stats: EngineStats, max_num_seqs: int, now: float) -> ReplicaLoad:
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
         queued_tokens=stats.waiting_tokens,
-        free_slots=stats.lora_slots_idle - len(without_slot),
+        free_slots=stats.lora_usable - len(without_slot),
         free_places=max_num_seqs - stats.num_running - stats.num_waiting,
         kept_s=max(0.0, now - stats.prefixes_kept_since_s),
     )

@@ -126,17 +126,22 @@ class LoRATables:
         self.num_writes = 0
         self.total_rank_SL: list[list[int]] = [[0] * num_linears for _ in range(max_loras)]  # a copy on the host
 
-    def write_slot(self, slot: int, table: AdapterTable, address: int = 0) -> None:
-        """Writes an adapter's table into the slot's rows of the device tables; `address` is where the adapter begins.
+    def write_slot(self, slot: int, table: AdapterTable, address_LA: Int64s | None = None) -> None:
+        """Writes an adapter's table into the slot's rows of the device tables.
+
+        address_LA has the addresses of the adapter's matrices, 0 where it has none. If it is None, the table's offsets
+        are the addresses.
 
         This is one copy on the current stream, and the host does not wait for it.
         """
         num_linears = len(table.offset_LA)
+        addresses = table.offset_LA.clip(min=0) if address_LA is None else address_LA
+        assert addresses.shape == table.offset_LA.shape
         device = self.address_LSA.device
         ends = np.cumsum([table.offset_LA.nbytes, table.rank_LP.nbytes, table.scale_LP.nbytes])
         host = torch.empty(int(ends[-1]), dtype=torch.uint8, pin_memory=device.type == "cuda")
         row = host.numpy()
-        row[: ends[0]].view(np.int64)[:] = np.where(table.offset_LA < 0, 0, table.offset_LA + address).reshape(-1)
+        row[: ends[0]].view(np.int64)[:] = addresses.reshape(-1)
         row[ends[0] : ends[1]].view(np.int32)[:] = table.rank_LP.reshape(-1)
         row[ends[1] :].view(np.float32)[:] = table.scale_LP.reshape(-1)
         staged = host.to(device, non_blocking=True)

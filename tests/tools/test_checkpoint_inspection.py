@@ -69,10 +69,11 @@ def test_what_would_fit_starts_and_one_more_does_not(base: Path) -> None:
     assert two.needs is not None
     assert one.room is not None
     assert one.room.refusal is None
-    # On two GPUs each has half of a slot, and rows of the tables as before.
-    assert one.needs.slot // 2 <= two.needs.slot < one.needs.slot
+    # On two GPUs each has half of an adapter, and rows of the tables as before.
+    assert one.needs.adapter // 2 <= two.needs.adapter < one.needs.adapter < one.needs.adapters
+    assert one.needs.adapters // 2 <= two.needs.adapters < one.needs.adapters
     assert two.needs.kv_token == one.needs.kv_token // 2
-    taken = one.needs.weights + one.needs.slot + one.needs.activations + one.needs.others + one.room.kv_cache_bytes
+    taken = one.needs.weights + one.needs.adapters + one.needs.activations + one.needs.others + one.room.kv_cache_bytes
     budget = int(card.total_bytes * 0.9) - card.other_bytes
     assert 0 <= budget - taken < config.block_size * one.needs.kv_token
     tight = replace(card, total_bytes=int((card.total_bytes * 0.9 - one.room.kv_cache_bytes + (4 << 20)) / 0.9))

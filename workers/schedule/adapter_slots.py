@@ -39,6 +39,9 @@ class SlotTable(Protocol):
     def find(self, digest: str) -> SlotView | None:
         """Returns the adapter's slot, or None."""
 
+    def may_use(self, slot_index: int) -> bool:
+        """Returns whether one more sequence may use the slot. Sequences use a limited number of slots at a time."""
+
     def hold(self, slot_index: int, tenant: str) -> None:
         """Counts one more sequence of this tenant that uses the slot. The slot's content stays until let_go()."""
 
@@ -60,5 +63,5 @@ class AdapterSlots(Protocol):
         """Returns the adapter's slot, filled or being filled, or None if it has none."""
 
     def claims(self, digest: str, claimed: set[int], tenant: str) -> set[int]:
-        """Returns the indices of slots, beyond those claimed for others, that should drain for an adapter without a
-        slot."""
+        """Returns the indices of slots, beyond those claimed for others, that should drain for an adapter that has no
+        slot, or one that may not be used now."""

@@ -24,9 +24,7 @@ class SlotClaims:
             return None
         assert self._loras is not None, "requests with adapters are rejected where LoRA is off"
         slot = self._loras.slot_for(lora)
-        if slot is None:
-            self._claimed |= self._loras.claims(lora.digest, self._claimed, sequence.tenant)
-        if slot is None or slot.index in self._claimed or not slot.is_ready:
+        if not self._may_use(slot, sequence):
             self._blocked.add(lora.digest)
             return None
         return slot
@@ -39,9 +37,15 @@ class SlotClaims:
         for head in heads:
             if head.lora is None or self._loras is None:
                 return head
-            slot = self._loras.slots.find(head.lora.digest)
-            if slot is None:
-                self._claimed |= self._loras.claims(head.lora.digest, self._claimed, head.tenant)
-            elif slot.index not in self._claimed and slot.is_ready:
+            if self._may_use(self._loras.slots.find(head.lora.digest), head):
                 return head
         return None
+
+    def _may_use(self, slot: SlotView | None, sequence: Sequence) -> bool:
+        """Returns whether the sequence may use the slot of its adapter now. If it waits for others to end, slots are
+        claimed for it."""
+        assert self._loras is not None and sequence.lora is not None
+        if slot is None or not self._loras.slots.may_use(slot.index):
+            self._claimed |= self._loras.claims(sequence.lora.digest, self._claimed, sequence.tenant)
+            return False
+        return slot.index not in self._claimed and slot.is_ready

@@ -72,7 +72,8 @@ def _holders_of_a_slot_for(
     run more than the head's."""
     for head in heads:  # there are none if the tenant waits only with preempted sequences
         assert head.lora is not None and loras is not None
-        if loras.slots.find(head.lora.digest) is not None:
+        slot = loras.slots.find(head.lora.digest)
+        if slot is not None and loras.slots.may_use(slot.index):
             continue  # its slot is being filled
         claimed = loras.claims(head.lora.digest, set(), head.tenant)
         holders = [sequence for sequence in running if sequence.slot in claimed]

@@ -1,8 +1,9 @@
 """Decides whose adapter leaves a full tier. Tenants share its places, so that nobody can evict everybody else's
 adapters by requesting ever new ones.
 
-Each adapter is charged to one tenant. A tenant that holds at least as many places as any other loses one of its own
-adapters when it brings in one more. Any other tenant's new adapter takes a place from the tenant that holds the most.
+Each adapter is charged to one tenant. A tenant that holds at least as much as any other loses one of its own adapters
+when it brings in one more. Any other tenant's new adapter takes room from the tenant that holds the most. What a tenant
+holds is the size of its adapters: bytes in the slots, and one for each adapter in host memory.
 Adapters of tenants that have wanted none for RECENT_S are not protected at all. With a single tenant every adapter may
 be evicted, and eviction.py alone decides.
 """
@@ -24,44 +25,52 @@ class FairShares:
 
     def __init__(self, demand: Demand) -> None:
         self._demand = demand
-        self._tenant_of: dict[str, str] = {}  # by digest
-        self._num_held: Counter[str] = Counter()  # by tenant
+        self._charges: dict[str, tuple[str, int]] = {}  # tenant and size, by digest
+        self._held: Counter[str] = Counter()  # sizes, by tenant
 
-    def charge(self, digest: str, tenant: str) -> None:
+    def charge(self, digest: str, tenant: str, size: int = 1) -> None:
         """Charges an adapter to the tenant that brings it in or uses it.
 
-        An adapter of several tenants stays charged to the one that holds fewer places. So a tenant with many places
-        cannot take over, and then evict, an adapter that others use too.
+        An adapter of several tenants stays charged to the one that holds less. So a tenant with much cannot take over,
+        and then evict, an adapter that others use too.
         """
-        holder = self._tenant_of.get(digest)
+        holder = self._tenant_of(digest)
         if holder is not None:
-            if holder == tenant or (
-                self._demand.is_recent(holder) and self._num_held[holder] <= self._num_held[tenant]
-            ):
+            if holder == tenant or (self._demand.is_recent(holder) and self._held[holder] <= self._held[tenant]):
                 return
             self.release(digest)
-        self._tenant_of[digest] = tenant
-        self._num_held[tenant] += 1
+        self._charges[digest] = tenant, size
+        self._held[tenant] += size
 
     def release(self, digest: str) -> None:
-        holder = self._tenant_of.pop(digest, None)
-        if holder is None:
+        if digest not in self._charges:
             return
-        self._num_held[holder] -= 1
-        if not self._num_held[holder]:
-            del self._num_held[holder]
+        holder, size = self._charges.pop(digest)
+        self._held[holder] -= size
+        if not self._held[holder]:
+            del self._held[holder]
 
-    def losers(self, tenant: str, candidates: Iterable[str]) -> set[str]:
-        """Returns the candidates that may be evicted so that the tenant gets one more place.
+    def losers(self, tenant: str, candidates: Iterable[str], size: int = 1, gone: Iterable[str] = ()) -> set[str]:
+        """Returns the candidates that may be evicted so that the tenant gets an adapter of this size.
 
-        There are none if everything that the tenant's own share allows is in use.
+        There are none if everything that the tenant's own share allows is in use. `gone` are adapters that are evicted
+        before.
         """
-        holders = {digest: self._tenant_of.get(digest) for digest in candidates}
+        held = self._held.copy()
+        for digest in gone:
+            if digest in self._charges:
+                charged, freed = self._charges[digest]
+                held[charged] -= freed
+        holders = {digest: self._tenant_of(digest) for digest in candidates}
         recent = {holder for holder in set(holders.values()) if holder is not None and self._demand.is_recent(holder)}
-        most = max((self._num_held[holder] for holder in recent), default=0)
-        own = self._num_held[tenant]
-        if own and own + 1 >= most:
+        most = max((held[holder] for holder in recent), default=0)
+        own = held[tenant]
+        if own and own + size >= most:
             losing = {tenant}
         else:
-            losing = {holder for holder in recent if self._num_held[holder] == most}
+            losing = {holder for holder in recent if held[holder] == most}
         return {digest for digest, holder in holders.items() if holder not in recent or holder in losing}
+
+    def _tenant_of(self, digest: str) -> str | None:
+        charge = self._charges.get(digest)
+        return None if charge is None else charge[0]

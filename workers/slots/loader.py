@@ -69,7 +69,7 @@ class AdapterLoader:
         self._base = base
         self._config = config
         self._parts = slots.base_parts
-        self._extra_memory = slots.extra_memory
+        self._memory, self._extra_memory = slots.policy.memory, slots.extra_memory
         self._sharding = slots.sharding
         self._dtype = dtype
         self._pinned = PinnedMemory() if device.type == "cuda" else None
@@ -183,13 +183,18 @@ class AdapterLoader:
             self._parts,
             self._dtype,
             self._allocate,
-            lambda num_bytes: self._extra_memory.check(num_bytes, model.name),
+            lambda num_bytes, extra_bytes: self._check_size(model.name, num_bytes, extra_bytes),
             self._reader.for_each,
         )
         if self._pinned is not None:
             for block in adapter.blocks:
                 self._pinned.pin(block)
         return adapter
+
+    def _check_size(self, name: str, num_bytes: int, extra_bytes: int) -> None:
+        """Raises AdapterTooLarge if the adapter could never get a slot."""
+        self._memory.check(num_bytes, name)
+        self._extra_memory.check(extra_bytes, name)
 
     def _allocate(self, size: int) -> torch.Tensor:
         if self._pinned is None or size == 0:  # an adapter may have nothing but extras

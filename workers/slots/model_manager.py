@@ -20,10 +20,12 @@ from lorafleet.workers.slots.base_parts import BaseParts
 from lorafleet.workers.slots.eviction import Demand
 from lorafleet.workers.slots.extra_memory import ExtraMemory
 from lorafleet.workers.slots.linear_extra_parts import address_rows
+from lorafleet.workers.slots.lora_memory import Extent, LoRAMemory
 from lorafleet.workers.slots.packed_adapter import PackedAdapter, slot_bytes
-from lorafleet.workers.slots.pinned_memory import PIECE_BYTES
+from lorafleet.workers.slots.slot_copies import SlotCopies
 from lorafleet.workers.slots.slot_layers import SlotLayers
 from lorafleet.workers.slots.slot_policy import Slot, SlotPolicy
+from lorafleet.workers.slots.slot_room import SlotRoom
 from lorafleet.workers.slots.vocab_extras import slot_head
 from lorafleet.workers.tp.adapter_sharding import AdapterSharding
 from lorafleet.workers.tp.peer_memory import open_peer_memory
@@ -46,20 +48,25 @@ class LoRAModelManager:
         self.device = device
         self.base_parts = BaseParts.of(model, self.sharding)
         self.extra_memory = ExtraMemory(config.extra_memory_bytes, device)
-        self.policy = SlotPolicy(config.max_loras, Demand(config.cpu_loras), self.extra_memory, self.mark_quiet)
         parts = self.base_parts
-        self.tables = LoRATables(len(parts.linears), config.max_loras, device, len(parts.norms), len(parts.mixtures))
+        self.tables = LoRATables(len(parts.linears), config.gpu_loras, device, len(parts.norms), len(parts.mixtures))
         self._layers = SlotLayers.attach(model, self.sharding, self.tables, self.max_rank, dtype)
         self.heads = SlotHeads(model.lm_head)
-        self._ropes = None if model.rotations is None else model.rotations.add_slots(config.max_loras)
-        self._slot_bytes = slot_bytes(self._layers.linears, config.max_lora_rank, dtype)
-        # Each slot has its own region, so that any max_loras adapters fit without fragmentation and addresses never
-        # change.
-        self.arena: Tensor | None = None
-        self._copy_stream: torch.cuda.Stream | None = None
+        self._ropes = None if model.rotations is None else model.rotations.add_slots(config.gpu_loras)
+        largest = slot_bytes(self._layers.linears, config.max_lora_rank, dtype)
+        # The other ranks put their parts, which are no larger, into the same ranges as rank 0.
+        num_bytes = config.lora_memory_bytes(-model.group.least(-largest, device))
+        demand = Demand(config.cpu_loras)
+        memory = LoRAMemory(num_bytes)
+        self.policy = SlotPolicy(
+            config.gpu_loras, config.max_loras, demand, memory, self.extra_memory, self.mark_quiet
+        )
+        self.room = SlotRoom(self.policy)
+        self.arena: Tensor | None = None  # The memory for A and B. Its address never changes while adapters are in it.
+        self._copies: SlotCopies | None = None
         if device.type == "cuda":
-            self.arena = torch.empty(config.max_loras, self._slot_bytes, dtype=torch.uint8, device=device)
-            self._copy_stream = torch.cuda.Stream(device)
+            self.arena = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            self._copies = SlotCopies(self.arena)
 
     @property
     def slots(self) -> list[Slot]:
@@ -67,13 +74,13 @@ class LoRAModelManager:
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes that this rank's GPU reserves for slots, full or not. It is 0 on a CPU, where slots are views of host
+        """Bytes that this rank's GPU reserves for A and B, used or not. It is 0 on a CPU, where slots are views of host
         memory."""
         return 0 if self.arena is None else self.arena.numel()
 
     def tile_counts(self, num_tokens: int, tile_tokens: int = TILE_TOKENS) -> list[int]:
         """Returns the tile counts of the static batches that steps of num_tokens should have."""
-        return static_tile_counts(num_tokens, len(self.slots), tile_tokens)
+        return static_tile_counts(num_tokens, self.policy.max_in_use, tile_tokens)
 
     def static_batch(
         self,
@@ -101,17 +108,25 @@ class LoRAModelManager:
             slot.quiet = torch.cuda.Event()  # a new event, since extras that are being freed refer to the last one
             slot.quiet.record(torch.cuda.current_stream(self.device))
 
-    def activate(self, adapter: PackedAdapter, slot: Slot, tenant: str = "") -> None:
+    def activate(
+        self, adapter: PackedAdapter, slot: Slot, tenant: str = "", extents: Sequence[Extent] | None = None
+    ) -> None:
         """Starts to fill the slot, which may be used once slot.is_ready.
 
-        There must be room for the adapter's extras, see SlotPolicy.has_room(). `tenant` is the tenant whose request
-        waits for the adapter.
+        There must be room for the adapter, see SlotRoom.is_free().
+
+        Args:
+            tenant: The tenant whose request waits for the adapter.
+            extents: Where rank 0 has put its part. None on rank 0.
         """
         assert slot.is_idle
-        assert adapter.block.numel() <= self._slot_bytes
         self.evict(slot)
-        if self.arena is not None and self._copy_stream is not None:
-            self._upload(adapter, slot, self.arena[slot.index], self._copy_stream)
+        found = self.policy.memory.find(adapter.cuts) if extents is None else extents
+        assert found is not None, "there is no room"
+        self.policy.memory.take(found)
+        slot.extents = tuple(found)
+        if self._copies is not None:
+            self._upload(adapter, slot, self._copies)
         else:
             self._use_in_place(adapter, slot)
         if adapter.extra is not None and slot.extra is not None:
@@ -131,13 +146,16 @@ class LoRAModelManager:
         self.heads.set_slot(slot.index, None)
         if slot.extra is not None:
             self.extra_memory.give_back(slot.extra, slot.quiet)
+        self.policy.memory.give_back(slot.extents)
+        if self._copies is not None:
+            self._copies.leave(slot.extents, slot.quiet)
         self.policy.clear(slot, for_room=for_room)
         if self.arena is None:
             self._layers.set_slot(slot.index, None, None)
 
     def wait_for_copies(self) -> None:
-        if self._copy_stream is not None:
-            self._copy_stream.synchronize()
+        if self._copies is not None:
+            self._copies.stream.synchronize()
 
     def _use_in_place(self, adapter: PackedAdapter, slot: Slot) -> None:
         """Uses the adapter's host memory as the slot's content, on a CPU."""
@@ -161,17 +179,15 @@ class LoRAModelManager:
         if rope is not None:
             rope_slots.add(slot.index)
 
-    def _upload(self, adapter: PackedAdapter, slot: Slot, target: Tensor, stream: torch.cuda.Stream) -> None:
-        """Queues the copy to the GPU. The host launches one copy for each piece and waits for nothing."""
-        block = adapter.block
-        with torch.cuda.stream(stream):
+    def _upload(self, adapter: PackedAdapter, slot: Slot, copies: SlotCopies) -> None:
+        """Queues the copy to the GPU. The host waits for nothing."""
+        with torch.cuda.stream(copies.stream):
             if slot.quiet is not None:
-                stream.wait_event(slot.quiet)
-            for to, piece in zip(target[: block.numel()].split(PIECE_BYTES), block.split(PIECE_BYTES), strict=True):
-                to.copy_(piece, non_blocking=True)
-            self.tables.write_slot(slot.index, adapter.table, target.data_ptr())
+                copies.stream.wait_event(slot.quiet)  # steps may still read the slot's rows of the tables
+            address_LA = copies.copy(adapter, slot.extents)
+            self.tables.write_slot(slot.index, adapter.table, address_LA)
             slot.extra = None if adapter.extra is None else self.extra_memory.place(adapter.extra)
             self._write_extras(slot)
             self._write_rope(slot, adapter.rope)
             slot.ready = torch.cuda.Event()
-            slot.ready.record(stream)
+            slot.ready.record(copies.stream)

@@ -79,6 +79,13 @@ class PackedAdapter:
         return [block for block in blocks if block.numel()]
 
     @property
+    def cuts(self) -> list[int]:
+        """The offset in bytes of each matrix in the block, ascending, then the end of the block. All ranks have the
+        same matrices, though of different sizes."""
+        offsets = self.table.offset_LA
+        return [*offsets[offsets >= 0].tolist(), self.block.numel()]
+
+    @property
     def extra_bytes(self) -> int:
         return 0 if self.extra is None else self.extra.num_bytes
 
@@ -114,24 +121,24 @@ def pack(
     base: BaseParts,
     dtype: torch.dtype,
     allocate: Callable[[int], Tensor],
-    check_extra: Callable[[int], None] | None = None,
+    check_size: Callable[[int, int], None] | None = None,
     for_each: ForEach = in_turn,
 ) -> PackedAdapter:
     """Packs one rank's part of an adapter, whose digest is confirmed when this returns.
 
     Args:
         allocate: Returns a uint8 tensor of the given number of bytes.
-        check_extra: Raises if the extras need more bytes than allowed.
+        check_size: Raises if A and B, or the extras, need more bytes than allowed. It is called with both numbers.
         for_each: Calls a function for each of several parts of the work, perhaps in threads.
     """
     started = time.perf_counter()
     linears = [[model.modules.get(name) for name in part.names] for part in base.linears]
     tensors = extra_tensors(model, base) | vocab_tensors(model.embedding, model.head)
     tensors |= classifier_tensors(model.classifier)
-    if check_extra is not None:
-        with model.content.confirmed_first():
-            check_extra(ExtraBlock.size_of(tensors))
     table, size = _lay_out(linears, dtype)
+    if check_size is not None:
+        with model.content.confirmed_first():
+            check_size(size, ExtraBlock.size_of(tensors))
     block = allocate(size)
     work = list(zip(table.offset_LA.tolist(), linears, strict=True))
     parts = [work[start : start + LINEARS_AT_ONCE] for start in range(0, len(work), LINEARS_AT_ONCE)]

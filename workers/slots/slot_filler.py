@@ -6,7 +6,7 @@ model_manager.py writes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from lorafleet.protocol.errors import AdapterError
 from lorafleet.protocol.lora_request import LoRARequest
@@ -32,7 +32,7 @@ class SlotFiller:
     ) -> None:
         self.pins: dict[str, LoRARequest] = {}  # By digest.
         self._manager = manager
-        self._slots = manager.policy
+        self._slots, self._room = manager.policy, manager.room
         self._cpu = cpu
         self._lives = lives
         self._send = send
@@ -43,7 +43,7 @@ class SlotFiller:
         for digest, lora in self.pins.items():
             slot, adapter = self._slots.find(digest), self._cpu.get(digest)
             if slot is None and adapter is not None:
-                free = self._slots.victim(keep=keep, tenant=owner(lora))
+                free = self._room.victim(adapter, keep=keep, tenant=owner(lora))
                 if free is not None and self._make_room(adapter, free, owner(lora), keep=keep):
                     self._fill(free, lora, adapter, owner(lora))
                     slot = free
@@ -54,13 +54,14 @@ class SlotFiller:
         return absent
 
     def fill(self, wanted: Sequence[LoRARequest], tenants: Mapping[str, str]) -> list[tuple[str, AdapterError]]:
-        """Starts each adapter's copy as soon as a slot and room for its extras are free, even if its request cannot be
-        admitted yet. Room that the first adapter waits for is not taken by those behind it.
+        """Starts each adapter's copy as soon as a slot and room for its bytes are free, even if its request cannot be
+        admitted yet. Room that the first adapter waits for is not taken by those behind it, unless its tenant has its
+        share of the slots.
 
         Returns the adapters that can get no room, as (digest, error). `wanted` and `tenants` are as in
         WorkerLoRAManager.prefetch().
         """
-        digests, waits_for_room = [lora.digest for lora in wanted], False
+        digests, waits_for_extras = [lora.digest for lora in wanted], False
         served: set[str] = set()  # Tenants that get no more slots now.
         rejected: list[tuple[str, AdapterError]] = []
         for index, digest in enumerate(digests):
@@ -69,17 +70,21 @@ class SlotFiller:
                 tenant in served
                 or adapter is None
                 or self._slots.find(digest) is not None
-                or (waits_for_room and adapter.extra)
+                or (waits_for_extras and adapter.extra)
             ):
                 continue
-            slot = self._slots.victim(digests[index + 1 :], keep=digests[:index], tenant=tenant)
+            before = frozenset(digests[:index])
+            slot = self._room.victim(adapter, digests[index + 1 :], before, tenant)
             if slot is None:
                 served.add(tenant)
-            elif self._make_room(adapter, slot, tenant, digests[index + 1 :], digests[:index]):
+            elif self._make_room(adapter, slot, tenant, digests[index + 1 :], before):
                 self._fill(slot, wanted[index], adapter, tenant)
             else:
-                waits_for_room = True
                 rejected += self._check_pins(wanted[index], adapter)
+                if self._room.waits_for_others(adapter, before):
+                    break
+                waits_for_extras = adapter.extra is not None
+                served |= set() if waits_for_extras else {tenant}
         return rejected
 
     def poll_copies(self) -> None:
@@ -104,19 +109,19 @@ class SlotFiller:
                 self._left(digest)
 
     def _make_room(
-        self, adapter: PackedAdapter, slot: Slot, tenant: str, wanted: Sequence[str] = (), keep: Sequence[str] = ()
+        self, adapter: PackedAdapter, slot: Slot, tenant: str, wanted: Sequence[str] = (), keep: Collection[str] = ()
     ) -> bool:
-        """Evicts what must leave for the adapter's extras. Returns whether the slot can be filled with it now."""
-        for victim in self._slots.to_empty(adapter, slot, wanted, keep, tenant) or ():
+        """Evicts what must leave for the adapter's bytes. Returns whether the slot can be filled with it now."""
+        for victim in self._room.to_empty(adapter, slot, wanted, keep, tenant) or ():
             self._evict(victim)
             self._send(EmptySlot(victim.index))
-        return self._slots.has_room(adapter, slot)
+        return self._room.is_free(adapter, slot)
 
     def _fill(self, slot: Slot, lora: LoRARequest, adapter: PackedAdapter, tenant: str) -> None:
         self._lives.enter(lora.digest, AdapterState.COPYING, lora.lora_name)
         self._evict(slot)
         self._manager.activate(adapter, slot, tenant)
-        self._send(FillSlot(lora.digest, slot.index, slot.generation))
+        self._send(FillSlot(lora.digest, slot.index, slot.generation, list(slot.extents)))
 
     def _evict(self, slot: Slot) -> None:
         digest = slot.digest
@@ -132,6 +137,13 @@ class SlotFiller:
     def _check_pins(self, lora: LoRARequest, adapter: PackedAdapter) -> list[tuple[str, AdapterError]]:
         """Rejects an adapter that would wait for memory of pinned adapters, which never leave."""
         pinned, limit = self._slots.pinned_extra_bytes, self._slots.extra_memory.limit
+        if self._room.is_kept_out(adapter):
+            error = AdapterError(
+                f"adapter {lora.lora_name!r} needs {adapter.cuts[-1]} bytes on each GPU for A and B; pinned adapters "
+                f"leave too little of the {self._slots.memory.num_bytes} that lora.lora_memory_gib allows. Unpin one, "
+                "or raise lora.lora_memory_gib."
+            )
+            return [(lora.digest, error)]
         if pinned + adapter.extra_bytes <= limit:
             return []
         error = AdapterError(

@@ -1,5 +1,7 @@
-"""Decides which adapter occupies which slot. It only keeps the books and needs no torch; model_manager.py writes the
-slots on the device.
+"""Records which adapter occupies which slot, and who uses it. It needs no torch: slot_room.py decides which adapters
+leave for others, and model_manager.py writes the slots on the device.
+
+A slot is a row of the device tables. The adapter's A and B lie in the memory that all slots share (lora_memory.py).
 
 A slot is held while a sequence uses it. A held or pinned slot is never overwritten. Each time an adapter leaves a
 slot, the slot's generation increases by one.
@@ -7,7 +9,7 @@ slot, the slot's generation increases by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, KeysView, Mapping, Sequence
+from collections.abc import Callable, KeysView
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +21,12 @@ if TYPE_CHECKING:
 
     from lorafleet.workers.slots.extra_block import ExtraBlock
     from lorafleet.workers.slots.extra_memory import ExtraMemory
+    from lorafleet.workers.slots.lora_memory import Extent, LoRAMemory
     from lorafleet.workers.slots.packed_adapter import PackedAdapter
+
+# Both the time to load an adapter and the room that it takes are in proportion to its bytes, so a byte of any adapter
+# costs the same.
+COST = 1
 
 
 @dataclass(slots=True)
@@ -37,6 +44,7 @@ class Slot:
     # Event behind the steps that may read the present content. Set when the last holder leaves; they may still be
     # queued.
     quiet: torch.cuda.Event | None = None
+    extents: tuple[Extent, ...] = ()  # Where the adapter's A and B lie in the memory of all slots.
     extra: ExtraBlock | None = None  # The adapter's extras on the serving device; None if it has none.
 
     @property
@@ -56,22 +64,34 @@ class SlotPolicy:
     """The slots of one rank, and the adapters in them.
 
     Args:
-        extra_memory: Memory on the device that the adapters in slots share for their extras.
+        max_in_use: Most slots that sequences may use at the same time.
+        memory: Memory on the device that the adapters in slots share for A and B.
+        extra_memory: Memory on the device that they share for their extras.
         mark_quiet: Called with a slot when the last sequence that uses it has ended.
     """
 
     def __init__(
-        self, num_slots: int, demand: Demand, extra_memory: ExtraMemory, mark_quiet: Callable[[Slot], None]
+        self,
+        num_slots: int,
+        max_in_use: int,
+        demand: Demand,
+        memory: LoRAMemory,
+        extra_memory: ExtraMemory,
+        mark_quiet: Callable[[Slot], None],
     ) -> None:
         self.slots = [Slot(index) for index in range(num_slots)]
+        self.ranks = [0] * num_slots  # The largest LoRA rank over all modules for each slot; 0 for an empty slot.
+        self.max_in_use = max_in_use
+        self.num_in_use = 0
         self.demand = demand
+        self.memory = memory
         self.extra_memory = extra_memory
         self.num_activations = 0
         self.num_evictions = 0
         self._mark_quiet = mark_quiet
         self._by_digest: dict[str, Slot] = {}
-        self._credits = Credits(demand)
-        self._shares = FairShares(demand)
+        self.credits = Credits(demand)
+        self.shares = FairShares(demand)
 
     def find(self, digest: str) -> Slot | None:
         """Returns the slot that holds the adapter, whether its copy has finished or not, or None."""
@@ -81,11 +101,6 @@ class SlotPolicy:
     def digests(self) -> KeysView[str]:
         """Digests of the adapters in slots, including those whose copies are in progress."""
         return self._by_digest.keys()
-
-    @property
-    def ranks(self) -> list[int]:
-        """The largest LoRA rank over all modules for each slot; 0 for an empty slot."""
-        return [0 if slot.adapter is None else slot.adapter.info.rank for slot in self.slots]
 
     @property
     def num_bytes(self) -> int:
@@ -101,6 +116,11 @@ class SlotPolicy:
         return sum(slot.pinned for slot in self.slots)
 
     @property
+    def num_usable(self) -> int:
+        """Number of further slots that sequences may use now."""
+        return min(self.num_idle, self.max_in_use - self.num_in_use)
+
+    @property
     def pinned_extra_bytes(self) -> int:
         """Bytes of extra_memory that pinned adapters occupy."""
         return sum(slot.extra.num_bytes for slot in self.slots if slot.pinned and slot.extra is not None)
@@ -109,30 +129,37 @@ class SlotPolicy:
         """Pins the slot, which is then in no tenant's share: the operator has taken it away from all."""
         if not slot.pinned and slot.digest is not None:
             slot.pinned = True
-            self._shares.release(slot.digest)
+            self.shares.release(slot.digest)
+
+    def may_use(self, slot_index: int) -> bool:
+        """Returns whether one more sequence may use the slot beside those in use."""
+        return self.slots[slot_index].holders > 0 or self.num_in_use < self.max_in_use
 
     def hold(self, slot_index: int, tenant: str = "") -> None:
         """Counts one more sequence of this tenant that uses the slot. "" stands for all callers without a tenant."""
         slot = self.slots[slot_index]
-        assert slot.adapter is not None
+        assert slot.adapter is not None and self.may_use(slot_index)
+        self.num_in_use += slot.holders == 0
         slot.holders += 1
         if not slot.pinned:
-            self._shares.charge(slot.adapter.info.digest, tenant)
-        self._credits.use(slot.adapter.info.digest, slot.adapter.info.num_bytes)
+            self.shares.charge(slot.adapter.info.digest, tenant, slot.adapter.info.num_bytes)
+        self.credits.use(slot.adapter.info.digest, COST)
 
     def let_go(self, slot_index: int) -> None:
         slot = self.slots[slot_index]
         assert slot.holders > 0
         slot.holders -= 1
         if slot.holders == 0:
+            self.num_in_use -= 1
             self._mark_quiet(slot)
 
     def assign(self, slot: Slot, adapter: PackedAdapter, tenant: str) -> None:
         """Records that the slot, which is empty, is being filled with the adapter for the tenant."""
         assert slot.digest is None and slot.is_idle
         slot.digest, slot.adapter = adapter.info.digest, adapter
-        self._credits.use(slot.digest, adapter.info.num_bytes)
-        self._shares.charge(slot.digest, tenant)
+        self.ranks[slot.index] = adapter.info.rank
+        self.credits.use(slot.digest, COST)
+        self.shares.charge(slot.digest, tenant, adapter.info.num_bytes)
         self._by_digest[slot.digest] = slot
         self.num_activations += 1
 
@@ -141,87 +168,13 @@ class SlotPolicy:
         raises the floor of the credits."""
         assert slot.digest is not None and slot.holders == 0
         if for_room:
-            self._credits.evict(slot.digest)
+            self.credits.evict(slot.digest)
         else:
-            self._credits.forget(slot.digest)
-        self._shares.release(slot.digest)
+            self.credits.forget(slot.digest)
+        self.shares.release(slot.digest)
         del self._by_digest[slot.digest]
         slot.digest, slot.adapter, slot.extra, slot.ready, slot.pinned = None, None, None, None, False
+        slot.extents = ()
         slot.generation += 1
+        self.ranks[slot.index] = 0
         self.num_evictions += 1
-
-    def victim(self, wanted: Sequence[str] = (), keep: Sequence[str] = (), tenant: str = "") -> Slot | None:
-        """Returns the slot to fill next, whose adapter if any must leave, or None if none can be filled.
-
-        An empty slot comes first. Then comes the adapter with the least credit among those that nobody waits for, then
-        the adapter that is wanted last. Slots that are held, pinned or being filled, that have an adapter of `keep`,
-        or that are in another tenant's share are never returned.
-        """
-        urgency = _urgencies(wanted)
-        candidates = self._losers(tenant, self._usable(keep))
-        return min(candidates, key=lambda slot: self._reluctance(slot, urgency), default=None)
-
-    def has_room(self, adapter: PackedAdapter, slot: Slot) -> bool:
-        """Returns whether the slot can be filled now, because freed memory suffices for the extras. A plain adapter
-        needs none."""
-        return adapter.extra is None or (slot.extra is None and self.extra_memory.is_free(adapter.extra_bytes))
-
-    def to_empty(
-        self,
-        adapter: PackedAdapter,
-        slot: Slot,
-        wanted: Sequence[str] = (),
-        keep: Sequence[str] = (),
-        tenant: str = "",
-    ) -> list[Slot] | None:
-        """Returns the idle slots, `slot` first, that must be emptied so that the adapter's extras have room.
-
-        Returns None if the slots in use take too much. `wanted` and `keep` are as in victim(). Slots in other tenants'
-        shares come last. They are not spared, since the memory for extras is in nobody's share.
-        """
-        if adapter.extra is None:
-            return []
-        given: list[Slot] = [slot] if slot.extra is not None else []
-        urgency = _urgencies(wanted)
-        idle = [s for s in self._usable(keep) if s is not slot and s.extra is not None]
-        losers = self._losers(tenant, idle)
-        idle.sort(key=lambda s: (s not in losers, self._reluctance(s, urgency)), reverse=True)
-        while self.extra_memory.missing(adapter.extra_bytes) > sum(s.adapter.extra_bytes for s in given if s.adapter):
-            if not idle:
-                return None
-            given.append(idle.pop())
-        return given
-
-    def to_drain(self, adapter: PackedAdapter, closed: set[int], tenant: str = "") -> list[Slot]:
-        """Returns the slots that no new sequence should take, so that the adapter soon gets a slot and room for its
-        extras.
-
-        These are the slots that fewest sequences hold. Slots of `closed`, pinned slots and slots in other tenants'
-        shares are left out.
-        """
-        usable = self._losers(tenant, [s for s in self.slots if s.index not in closed and not s.pinned])
-        usable.sort(key=lambda s: s.holders)
-        missing = self.extra_memory.missing(adapter.extra_bytes) if adapter.extra is not None else 0
-        drained: list[Slot] = []
-        for slot in usable:
-            if missing > 0 and slot.extra is not None:
-                drained.append(slot)
-                missing -= slot.extra.num_bytes
-        return drained or usable[:1]
-
-    def _usable(self, keep: Sequence[str]) -> list[Slot]:
-        return [slot for slot in self.slots if slot.is_idle and slot.digest not in keep and slot.is_ready]
-
-    def _losers(self, tenant: str, slots: list[Slot]) -> list[Slot]:
-        """Returns those of these slots that are empty, or that may be emptied so that the tenant gets one more
-        adapter."""
-        losing = self._shares.losers(tenant, [slot.digest for slot in slots if slot.digest is not None])
-        return [slot for slot in slots if slot.digest is None or slot.digest in losing]
-
-    def _reluctance(self, slot: Slot, urgency: Mapping[str, int]) -> tuple[int, tuple[float, int]]:
-        return (-1, (0.0, 0)) if slot.digest is None else (urgency.get(slot.digest, 0), self._credits.of(slot.digest))
-
-
-def _urgencies(wanted: Sequence[str]) -> dict[str, int]:
-    """Returns a number for each digest: the larger it is, the sooner the adapter is wanted."""
-    return {digest: len(wanted) - index for index, digest in enumerate(wanted)}

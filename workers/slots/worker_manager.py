@@ -111,7 +111,7 @@ class WorkerLoRAManager:
         if len(pins.keys() | {lora.digest}) >= num_slots:
             raise AdapterError(
                 f"pinning adapter {lora.lora_name!r} would pin all {num_slots} slots, so that no other adapter could "
-                "be served. Unpin one, or raise max_loras."
+                "be served. Unpin one, or raise max_gpu_loras."
             )
         pins[lora.digest] = lora
         loaded = self.load(lora)
@@ -204,10 +204,14 @@ class WorkerLoRAManager:
         return slot
 
     def claims(self, digest: str, claimed: set[int], tenant: str = "") -> set[int]:
-        """Returns the slots, beyond those claimed for others, that should drain for an adapter without a slot that the
-        tenant's request waits for. There are none if the adapter is not in host memory yet."""
-        adapter = self._cpu.get(digest)
-        return set() if adapter is None else {slot.index for slot in self.slots.to_drain(adapter, claimed, tenant)}
+        """Returns the slots, beyond those claimed for others, that should drain for an adapter that the tenant's request
+        waits for. There are none if the adapter is not in host memory yet."""
+        adapter, room = self._cpu.get(digest), self.model_manager.room
+        if self.slots.find(digest) is not None:
+            drained = room.to_yield(claimed)
+        else:
+            drained = [] if adapter is None else room.to_drain(adapter, claimed, tenant)
+        return {slot.index for slot in drained}
 
     def info(self, digest: str) -> AdapterInfo | None:
         """Returns the info of an adapter in host memory or a slot, otherwise None."""

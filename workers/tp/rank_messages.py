@@ -20,6 +20,7 @@ from lorafleet.protocol.errors import WireError
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.workers.attention.attention_backend import AttentionBatch
 from lorafleet.workers.device.step_plan import FIELDS, StepPlan
+from lorafleet.workers.slots.lora_memory import Extent
 
 TierContent = Literal["blocks", "states"]  # KV blocks, and snapshots of recurrent states
 
@@ -101,6 +102,7 @@ class FillSlot(msgspec.Struct, tag=True):
     digest: str
     slot: int
     generation: int  # the slot's, once it is filled
+    extents: list[Extent]  # where each rank puts its A and B
 
 
 class EmptySlot(msgspec.Struct, tag=True):

@@ -23,7 +23,7 @@ def test_a_replica_is_as_busy_as_the_fullest_of_what_it_can_run_out_of() -> None
 
 
 def test_adapters_are_counted_over_slots_and_a_base_without_adapters_has_none() -> None:
-    stats = EngineStats(num_running=1, lora_slots_total=4, lora_adapters_wanted=6)
+    stats = EngineStats(num_running=1, lora_in_use_limit=4, lora_adapters_wanted=6)
     assert autoscaling_metrics(stats, 64, 1000)["adapters"] == 1.5
     assert autoscaling_metrics(EngineStats(num_running=1), 64, 1000)["adapters"] == 0.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,13 +25,13 @@ def test_a_written_slot_says_where_its_matrices_lie_and_how_large_they_are() -> 
     assert not tables.address_LSA[:, [0, 2]].any()
 
 
-def test_offsets_count_from_the_adapters_address() -> None:
+def test_matrices_of_a_block_lie_where_the_slot_has_put_them() -> None:
     tables = LoRATables(1, 1, torch.device("cpu"))
     table = AdapterTable.empty(1)
     table.offset_LA[0, :2] = 0, 256
     table.rank_LP[0, 0] = 8
-    tables.write_slot(0, table, address=1 << 40)
-    assert tables.address_LSA[0, 0].tolist() == [1 << 40, (1 << 40) + 256, 0, 0]
+    tables.write_slot(0, table, np.array([[1 << 40, 4096, 0, 0]]))
+    assert tables.address_LSA[0, 0].tolist() == [1 << 40, 4096, 0, 0]
 
 
 def test_the_largest_rank_follows_what_is_written() -> None:

@@ -119,6 +119,9 @@ class SlotsForAll:
     def claims(self, _: str, __: set[int], ___: str) -> set[int]:
         return self.claimed
 
+    def may_use(self, _: int) -> bool:
+        return True
+
     def hold(self, index: int, _: str) -> None:
         self.of[list(self.of)[index]].holders += 1
 

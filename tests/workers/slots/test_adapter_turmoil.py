@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from itertools import accumulate
 from random import Random
 from types import SimpleNamespace
 
@@ -16,11 +17,14 @@ from lorafleet.workers.slots.adapter_lives import AdapterState
 from lorafleet.workers.slots.eviction import Demand
 from lorafleet.workers.slots.extra_block import ExtraBlock
 from lorafleet.workers.slots.extra_memory import ExtraMemory
+from lorafleet.workers.slots.lora_memory import LoRAMemory
 from lorafleet.workers.slots.packed_adapter import LoadTimes, PackedAdapter
 from lorafleet.workers.slots.slot_policy import Slot, SlotPolicy
+from lorafleet.workers.slots.slot_room import SlotRoom
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
 
 TENANTS = ("", "t1", "t2")
+BYTES_OF_A_SLOT = 1200
 
 
 class Copy:
@@ -40,11 +44,17 @@ class Writer:
     """Stands in for LoRAModelManager, and writes nothing."""
 
     def __init__(self, num_slots: int, capacity: int) -> None:
-        self.memory = ExtraMemory(100, torch.device("cpu"))
-        self.policy = SlotPolicy(num_slots, Demand(capacity, lambda: 0.0), self.memory, lambda _: None)
+        self.extras = ExtraMemory(100, torch.device("cpu"))
+        self.memory, demand = LoRAMemory(BYTES_OF_A_SLOT * num_slots), Demand(capacity, lambda: 0.0)
+        self.policy = SlotPolicy(num_slots, num_slots - 1, demand, self.memory, self.extras, lambda _: None)
+        self.room = SlotRoom(self.policy)
 
     def activate(self, adapter: PackedAdapter, slot: Slot, tenant: str) -> None:
-        slot.extra = None if adapter.extra is None else self.memory.place(adapter.extra)
+        extents = self.memory.find(adapter.cuts)
+        assert extents is not None
+        self.memory.take(extents)
+        slot.extents = tuple(extents)
+        slot.extra = None if adapter.extra is None else self.extras.place(adapter.extra)
         slot.ready = Copy()
         self.policy.assign(slot, adapter, tenant)
 
@@ -53,8 +63,9 @@ class Writer:
 
     def deactivate(self, slot: Slot, *, for_room: bool = False) -> None:
         if slot.digest is not None:
+            self.memory.give_back(slot.extents)
             if slot.extra is not None:
-                self.memory.give_back(slot.extra, None)
+                self.extras.give_back(slot.extra, None)
             self.policy.clear(slot, for_room=for_room)
 
 
@@ -105,6 +116,8 @@ class Worker:
         elif act == "step":
             self.step(random.sample(self.digests, random.randint(0, len(self.digests))))
         elif act == "hold" and (slot := manager.slots.find(digest)) is not None and slot.is_ready:
+            if not manager.slots.may_use(slot.index):
+                return
             manager.slots.hold(slot.index, random.choice(TENANTS))
             self.held.append(slot.index)
         elif act == "let go" and self.held:
@@ -119,8 +132,10 @@ class Worker:
             return
         digest = lora.lora_name
         extra = ExtraBlock(torch.empty(40, dtype=torch.uint8), {}) if digest in ("d1", "d4") else None
-        info, block = AdapterInfo(digest, 8, 100, ["q_proj"]), torch.empty(100, dtype=torch.uint8)
-        table = AdapterTable.empty(1)
+        num_bytes = BYTES_OF_A_SLOT * (2 + self.digests.index(digest)) // 4  # most are larger than a slot's share
+        info, block = AdapterInfo(digest, 8, num_bytes, ["q_proj"]), torch.empty(num_bytes, dtype=torch.uint8)
+        table = AdapterTable.empty(2)
+        table.offset_LA[0, :2], table.offset_LA[1, 0] = (0, num_bytes // 3), num_bytes // 2
         future.set_result(PackedAdapter(info, block, torch.float32, table, LoadTimes(0, 0, 0), extra))
 
     def step(self, digests: list[str]) -> None:
@@ -129,6 +144,12 @@ class Worker:
         self.manager.prefetch(wanted, {d: self.random.choice(TENANTS) for d in digests})
 
     def check(self) -> None:
+        memory = self.manager.slots.memory
+        taken = [extent for slot in self.manager.slots.slots for extent in slot.extents]
+        assert memory.num_used == sum(extent.num_bytes for extent in taken)
+        ranges = sorted([*memory.free_ranges, *((extent.start, extent.num_bytes) for extent in taken)])
+        assert [start for start, _ in ranges] == [0, *accumulate(size for _, size in ranges)][:-1]
+        assert sum(size for _, size in ranges) == memory.num_bytes
         for digest in self.digests:
             here = digest in self.manager.resident_cpu(), self.manager.slots.find(digest) is not None
             match self.manager._lives.state(digest):

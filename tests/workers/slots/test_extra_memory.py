@@ -95,7 +95,7 @@ def start(fleet, forms, tmp_path, monkeypatch):
         """An engine with a budget for so many adapters of norms, and all adapters in host memory."""
         paths = served_from(tmp_path, forms, monkeypatch)
         budget = room_for * ADAPTER_BYTES / 2**30
-        lora = LoRAConfig(max_loras=max_loras, max_cpu_loras=8, extra_memory_gib=budget)
+        lora = LoRAConfig(max_loras=max_loras, max_gpu_loras=max_loras, max_cpu_loras=8, extra_memory_gib=budget)
         config = EngineConfig(model=str(fleet("llama3").base), kv_cache_tokens=4096, lora=lora, **options)
         engines.append(build_engine(config))
         return engines[-1], {name: loaded(engines[-1], path) for name, path in paths.items()}

@@ -11,6 +11,7 @@ from lorafleet.protocol.lora_request import AdapterInfo
 from lorafleet.workers.bases.checkpoint import read_model_config
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.slots.extra_block import ExtraBlock
+from lorafleet.workers.slots.lora_memory import Extent
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.packed_adapter import LoadTimes, PackedAdapter
 from lorafleet.workers.slots.pinned_memory import PIECE_BYTES, PinnedMemory
@@ -19,26 +20,30 @@ from lorafleet.workers.tp.group import TPGroup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
+ADAPTER_BYTES = 2 * PIECE_BYTES + 12288
+MATRIX_BYTES = 256 * 1024
 LONG = 400_000_000  # cycles of a kernel that does nothing, about 0.2 s
 
 
 class Slots:
-    """A manager with slots of many pieces, and adapters of random bytes."""
+    """A manager with memory of many pieces, and adapters of random bytes."""
 
-    def __init__(self, base, max_loras: int) -> None:
+    def __init__(self, base, max_loras: int, room_for: int) -> None:
+        """`room_for` is the number of adapters whose bytes have room."""
         device = torch.device("cuda", torch.cuda.current_device())
         model = DecoderModel(read_model_config(base), TPGroup(), torch.bfloat16, device)
         self.num_linears = len(model.packed_linears())
-        config = LoRAConfig(max_loras=max_loras, max_lora_rank=4096)
+        config = LoRAConfig(max_loras=max_loras, lora_memory_gib=room_for * ADAPTER_BYTES / 2**30)
         self.manager = LoRAModelManager(model, config, torch.bfloat16, device)
         self.memory = PinnedMemory()
 
     def adapter(self, digest: str, extra_bytes: int = 0) -> PackedAdapter:
-        block = self.memory.take(2 * PIECE_BYTES + 12345)
+        block = self.memory.take(ADAPTER_BYTES)
         block.random_(0, 256)
         self.memory.pin(block)
         table = AdapterTable.empty(self.num_linears)
-        table.offset_LA[:, :2], table.rank_LP[:, 0] = (0, 256), 8
+        offsets = torch.arange(2 * self.num_linears).view(-1, 2) * MATRIX_BYTES
+        table.offset_LA[:, :2], table.rank_LP[:, 0] = offsets.numpy(), 8
         info = AdapterInfo(digest, 8, block.numel(), ["q_proj"])
         extra = None
         if extra_bytes:
@@ -47,19 +52,24 @@ class Slots:
         return PackedAdapter(info, block, torch.bfloat16, table, LoadTimes(0, 0, 0), extra)
 
     def content(self, slot: Slot) -> torch.Tensor:
+        """The adapter's bytes in the order of its block."""
         assert slot.adapter is not None and self.manager.arena is not None
-        return self.manager.arena[slot.index, : slot.adapter.block.numel()]
+        arena = self.manager.arena
+        return torch.cat([arena[extent.start : extent.start + extent.num_bytes] for extent in slot.extents])
 
 
 @pytest.fixture
 def slots(fleet):
-    return Slots(fleet("llama3").base, max_loras=2)
+    return Slots(fleet("llama3").base, max_loras=2, room_for=2)
 
 
 def activate(slots: Slots, adapter: PackedAdapter, wait: bool = True) -> Slot:
-    slot = slots.manager.policy.victim()
+    manager = slots.manager
+    slot = manager.room.victim(adapter)
     assert slot is not None
-    slots.manager.activate(adapter, slot)
+    for victim in manager.room.to_empty(adapter, slot) or ():
+        manager.evict(victim)
+    manager.activate(adapter, slot)
     if wait:
         slots.manager.wait_for_copies()
         assert slot.is_ready
@@ -71,8 +81,10 @@ def test_a_slot_gets_the_adapters_bytes_and_its_table_row(slots):
     slot = activate(slots, adapter)
     assert torch.equal(slots.content(slot).cpu(), adapter.block)
     tables = slots.manager.tables
-    address = slots.content(slot).data_ptr()
-    assert tables.address_LSA[:, slot.index].tolist() == [[address, address + 256, 0, 0]] * slots.num_linears
+    [extent] = slot.extents
+    first = slots.manager.arena.data_ptr() + extent.start
+    expected = [[first + 2 * i * MATRIX_BYTES, first + (2 * i + 1) * MATRIX_BYTES, 0, 0] for i in range(slots.num_linears)]
+    assert tables.address_LSA[:, slot.index].tolist() == expected
     assert tables.rank_LSP[:, slot.index].tolist() == [[8, 0, 0]] * slots.num_linears
 
 
@@ -86,12 +98,32 @@ def test_a_slot_is_not_overwritten_before_the_steps_that_read_it_have_ended(slot
     seen_by_the_step = slots.content(slot).clone()
     slots.manager.policy.let_go(slot.index)
     new = slots.adapter("new")
-    assert activate(slots, new, wait=False) is slot
-    assert not slot.is_ready
+    filled = activate(slots, new, wait=False)
+    assert slot.digest is None and filled.extents and not filled.is_ready
     torch.cuda.synchronize()
     assert torch.equal(seen_by_the_step.cpu(), old)
-    assert slot.is_ready and slot.generation == 1
-    assert torch.equal(slots.content(slot).cpu(), new.block)
+    assert filled.is_ready and slot.generation == 1
+    assert torch.equal(slots.content(filled).cpu(), new.block)
+
+
+def test_an_adapter_fills_the_ranges_that_others_have_left(slots):
+    """They are cut between matrices, so the kernels find each matrix whole."""
+    first, second = (activate(slots, slots.adapter(name)) for name in "ab")
+    sizes = [3 * MATRIX_BYTES, ADAPTER_BYTES - 2 * MATRIX_BYTES]
+    slots.manager.evict(first)
+    slots.manager.evict(second)
+    slots.manager.policy.memory.take([Extent(sizes[0], MATRIX_BYTES, 1), Extent(sizes[0] + sizes[1], MATRIX_BYTES, 1)])
+    adapter = slots.adapter("cut")
+    slot = activate(slots, adapter)
+    assert len(slot.extents) == 2
+    assert torch.equal(slots.content(slot).cpu(), adapter.block)
+    offsets = adapter.table.offset_LA[:, :2].reshape(-1).tolist()
+    addresses = slots.manager.tables.address_LSA[:, slot.index, :2].reshape(-1).tolist()
+    arena = slots.manager.arena
+    for offset, address in zip(offsets, addresses, strict=True):
+        begin = address - arena.data_ptr()
+        size = min(MATRIX_BYTES, adapter.block.numel() - offset)
+        assert torch.equal(arena[begin : begin + size].cpu(), adapter.block[offset : offset + size])
 
 
 def test_a_slot_that_no_queued_step_reads_is_filled_beside_them(slots):

@@ -44,7 +44,8 @@ def engine(fleet):
     engines: list[Engine] = []
 
     def make(**options) -> Engine:
-        lora = LoRAConfig(**{"max_loras": 2, "max_cpu_loras": 3} | options.pop("lora", {}))
+        chosen = {"max_loras": 2, "max_cpu_loras": 3} | options.pop("lora", {})
+        lora = LoRAConfig(**{"max_gpu_loras": chosen["max_loras"]} | chosen)
         config = EngineConfig(model=str(fleet("llama3").base), kv_cache_tokens=4096, lora=lora, **options)
         engines.append(build_engine(config))
         return engines[-1]

@@ -1,0 +1,164 @@
+"""Decides which adapters leave their slots, so that another gets a slot and its bytes have room.
+
+A plain adapter needs a slot and memory for A and B. One with extras needs memory for them as well. Idle slots are
+emptied for it. If those in use take too much, some of them drain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from lorafleet.workers.slots.slot_policy import Slot, SlotPolicy
+
+if TYPE_CHECKING:
+    from lorafleet.workers.slots.lora_memory import Extent
+    from lorafleet.workers.slots.packed_adapter import PackedAdapter
+
+
+class SlotRoom:
+    """Chooses among the slots of one rank. It changes nothing.
+
+    Arguments of its methods:
+        wanted: Digests that waiting requests behind this one need, in queue order.
+        keep: Digests that requests before this one need. Their slots are never emptied.
+        tenant: The tenant that brings the adapter in.
+    """
+
+    def __init__(self, policy: SlotPolicy) -> None:
+        self._policy = policy
+
+    def victim(
+        self, adapter: PackedAdapter, wanted: Sequence[str] = (), keep: Collection[str] = (), tenant: str = ""
+    ) -> Slot | None:
+        """Returns the slot to fill next, whose adapter if any must leave, or None if none can be filled.
+
+        An empty slot comes first. Then comes the adapter with the least credit among those that nobody waits for, then
+        the adapter that is wanted last. Slots that are held, pinned or being filled, that have an adapter of `keep`,
+        or that are in another tenant's share are never returned.
+        """
+        urgency = _urgencies(wanted)
+        candidates = self._losers(adapter, tenant, self._usable(keep))
+        return min(candidates, key=lambda slot: self._reluctance(slot, urgency), default=None)
+
+    def is_free(self, adapter: PackedAdapter, slot: Slot) -> bool:
+        """Returns whether the slot can be filled now, because freed memory suffices for the adapter."""
+        if not self._fits(adapter, [slot]):
+            return False
+        extra_memory = self._policy.extra_memory
+        return adapter.extra is None or (slot.extra is None and extra_memory.is_free(adapter.extra_bytes))
+
+    def to_empty(
+        self,
+        adapter: PackedAdapter,
+        slot: Slot,
+        wanted: Sequence[str] = (),
+        keep: Collection[str] = (),
+        tenant: str = "",
+    ) -> list[Slot] | None:
+        """Returns the idle slots that must be emptied so that the adapter has room. `slot` is emptied in any case, and
+        only listed if its extras are in the way.
+
+        Returns None if the slots in use take too much. As for extras, slots in other tenants' shares come last. They
+        are not spared, since the memory for extras is in nobody's share.
+        """
+        urgency, idle = _urgencies(wanted), [s for s in self._usable(keep) if s is not slot and s.digest is not None]
+        idle.sort(key=lambda s: self._reluctance(s, urgency))
+        given: list[Slot] = []
+        while not self._fits(adapter, [slot, *given]):
+            next_slot = next(iter(self._losers(adapter, tenant, idle, given)), None)
+            if next_slot is None:
+                return None
+            idle.remove(next_slot)
+            given.append(next_slot)
+        for spare in given[-2::-1]:  # a larger one that came later may suffice
+            others = [s for s in given if s is not spare]
+            if self._fits(adapter, [slot, *others]):
+                given = others
+                idle.append(spare)
+        if adapter.extra is None:
+            return given
+        given = [slot, *given] if slot.extra is not None else given
+        return self._with_extras(adapter, given, [*self._losers(adapter, tenant, idle), *idle])
+
+    def _with_extras(self, adapter: PackedAdapter, given: list[Slot], idle: list[Slot]) -> list[Slot] | None:
+        """Returns `given` and as many of the idle slots, in their order, as the adapter's extras need. An idle slot may
+        be listed twice."""
+        extra_memory = self._policy.extra_memory
+        holders = iter(s for s in idle if s.extra is not None)
+        while extra_memory.missing(adapter.extra_bytes) > sum(s.extra.num_bytes for s in given if s.extra is not None):
+            next_slot = next(holders, None)
+            if next_slot is None:
+                return None
+            if next_slot not in given:
+                given = [*given, next_slot]
+        return given
+
+    def is_kept_out(self, adapter: PackedAdapter) -> bool:
+        """Returns whether the adapter would wait for A and B of pinned adapters, which never leave."""
+        return not self._fits(adapter, [slot for slot in self._policy.slots if not slot.pinned])
+
+    def waits_for_others(self, adapter: PackedAdapter, keep: Collection[str]) -> bool:
+        """Returns whether A and B have no room even if the idle slots of all tenants are emptied."""
+        return not self._fits(adapter, self._usable(keep))
+
+    def to_drain(self, adapter: PackedAdapter, closed: set[int], tenant: str = "") -> list[Slot]:
+        """Returns the slots that no new sequence should take, so that the adapter soon gets a slot and room.
+
+        These are the slots that fewest sequences hold. Slots of `closed`, pinned slots and slots in other tenants'
+        shares are left out.
+        """
+        slots = self._policy.slots
+        remaining = sorted((s for s in slots if s.index not in closed and not s.pinned), key=lambda s: s.holders)
+        drained: list[Slot] = []
+        while True:
+            usable = self._losers(adapter, tenant, remaining, drained)
+            lacks_bytes = not self._fits(adapter, drained)
+            lacks_extras = adapter.extra is not None and self._with_extras(adapter, drained, []) is None
+            helpful = (s for s in usable if (lacks_bytes and s.extents) or (lacks_extras and s.extra is not None))
+            next_slot = next(helpful, None)
+            if next_slot is None:
+                break
+            remaining.remove(next_slot)
+            drained.append(next_slot)
+        lacks_slot = all(slot.digest is not None for slot in slots)
+        return usable[:1] if lacks_slot and not drained else drained
+
+    def to_yield(self, closed: set[int]) -> list[Slot]:
+        """Returns the slot in use that no new sequence should take, so that another slot may soon be used. Returns none
+        if another may be used now. `closed` is as in to_drain()."""
+        if self._policy.num_in_use < self._policy.max_in_use:
+            return []
+        in_use = [slot for slot in self._policy.slots if slot.holders and slot.index not in closed]
+        return sorted(in_use, key=lambda slot: slot.holders)[:1]
+
+    def _fits(self, adapter: PackedAdapter, given: Iterable[Slot]) -> bool:
+        """Returns whether A and B have room once the slots of `given` are empty."""
+        return self._policy.memory.find(adapter.cuts, _extents_of(given)) is not None
+
+    def _usable(self, keep: Collection[str]) -> list[Slot]:
+        return [slot for slot in self._policy.slots if slot.is_idle and slot.digest not in keep and slot.is_ready]
+
+    def _losers(
+        self, adapter: PackedAdapter, tenant: str, slots: list[Slot], given: Sequence[Slot] = ()
+    ) -> list[Slot]:
+        """Returns those of these slots, in their order, that are empty, or that may be emptied so that the tenant gets
+        the adapter. `given` are emptied before."""
+        digests = [slot.digest for slot in slots if slot.digest is not None]
+        gone = [slot.digest for slot in given if slot.digest is not None]
+        losing = self._policy.shares.losers(tenant, digests, adapter.info.num_bytes, gone)
+        return [slot for slot in slots if slot.digest is None or slot.digest in losing]
+
+    def _reluctance(self, slot: Slot, urgency: Mapping[str, int]) -> tuple[int, tuple[float, int]]:
+        if slot.digest is None:
+            return -1, (0.0, 0)
+        return urgency.get(slot.digest, 0), self._policy.credits.of(slot.digest)
+
+
+def _urgencies(wanted: Sequence[str]) -> dict[str, int]:
+    """Returns a number for each digest: the larger it is, the sooner the adapter is wanted."""
+    return {digest: len(wanted) - index for index, digest in enumerate(wanted)}
+
+
+def _extents_of(slots: Iterable[Slot]) -> list[Extent]:
+    return [extent for slot in slots for extent in slot.extents]
