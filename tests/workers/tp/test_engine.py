@@ -10,6 +10,7 @@ import pytest
 from lorafleet.offline.llm import LLM, LoRARequest, RequestOutput, SamplingParams
 from lorafleet.protocol.lora_config import LoRAConfig
 from ranks import start_llm
+from tiny_models import make_adapter
 
 CASES = [
     ("llama_dynamic", 2, False),
@@ -28,6 +29,24 @@ def pair(request, fleet) -> Iterator[tuple[LLM, LLM]]:
     yield alone, shared
     alone.close()
     shared.close()
+
+
+def test_all_ranks_put_adapters_of_mixed_ranks_into_the_same_places_of_little_memory(fleet, prompt, tmp_path):
+    """Ranks that two do not divide: the second has less of each adapter, and the memory is as large as on the first."""
+    base = fleet("qwen3").base
+    paths = [make_adapter(tmp_path / f"a{i}", base, seed=i, r=rank) for i, rank in enumerate((3, 16, 5, 31, 8, 1, 15))]
+    lora = LoRAConfig(max_loras=3, max_lora_rank=32, max_cpu_loras=len(paths), fully_sharded_loras=True)
+    lora = replace(lora, lora_memory_gib=448 * 1024 / 2**30)
+    loras = [LoRARequest(path.name, i, str(path)) for i, path in enumerate(paths, 1)] * 3
+    prompts = [{"prompt_token_ids": prompt(3 + i)} for i in range(len(loras))]
+    params, found = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True), []
+    for size in (1, 2):
+        llm = start_llm(str(base), size, enable_lora=True, lora_config=lora)
+        found.append(tokens(llm.generate(prompts, params, lora_request=loras)))
+        stats = llm._engine.stats()
+        assert stats.lora_memory_total_bytes == size * 448 * 1024 and stats.lora_evictions_total > 0
+        llm.close()
+    assert found[0] == found[1]
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
