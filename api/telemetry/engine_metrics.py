@@ -41,13 +41,26 @@ _GAUGES = {
         "state_snapshots_used",
         "Snapshots of recurrent states that the prefix cache holds.",
     ),
-    "lorafleet_engine_lora_slots": ("lora_slots_total", "Adapters that the GPU can hold at the same time."),
+    "lorafleet_engine_lora_slots": ("lora_slots_total", "Most adapters that the GPU holds, in use or not."),
     "lorafleet_engine_lora_slots_used": ("lora_slots_used", "Slots that hold an adapter."),
     "lorafleet_engine_lora_slots_idle": (
         "lora_slots_idle",
         "Slots that are empty, or whose adapter no running sequence needs. Pinned slots are not counted.",
     ),
     "lorafleet_engine_lora_slots_pinned": ("lora_slots_pinned", "Slots whose adapter is pinned."),
+    "lorafleet_engine_lora_in_use": ("lora_in_use", "Adapters that running sequences use."),
+    "lorafleet_engine_lora_in_use_limit": (
+        "lora_in_use_limit",
+        "Adapters that running sequences may use at the same time.",
+    ),
+    "lorafleet_engine_lora_memory_bytes": (
+        "lora_memory_total_bytes",
+        "Bytes for A and B of the adapters in slots, on all GPUs of the replica.",
+    ),
+    "lorafleet_engine_lora_memory_used_bytes": (
+        "lora_memory_used_bytes",
+        "Bytes that A and B of the adapters in slots take.",
+    ),
     "lorafleet_engine_lora_adapters_wanted": ("lora_adapters_wanted", "Adapters of running and waiting requests."),
     "lorafleet_engine_lora_cpu_adapters": ("lora_cpu_adapters", "Adapters held in CPU memory."),
 }

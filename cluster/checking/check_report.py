@@ -40,7 +40,7 @@ def _application(application: Application) -> Iterator[str]:
     yield f"application  {application.name}: {', '.join(args.base_names)}, from {args.model}"
     yield f"replicas     {_replicas(args)}"
     names = [module.name for module in args.lora_modules]
-    yield f"adapters     {', '.join(names) or 'none at startup'}; {args.max_loras} slots per GPU"
+    yield f"adapters     {', '.join(names) or 'none at startup'}; at most {args.max_loras} in use at the same time"
     yield f"resolvers    {', '.join(args.resolver_order) or 'none'}"
     yield f"catalogue    {args.catalog_uri or 'a folder on the head node'}"
 

@@ -133,6 +133,7 @@ def _load(views: Sequence[ReplicaView]) -> dict[str, Any]:
         "num_waiting": sum(view.num_waiting for view in views),
         "max_num_seqs": sum(view.max_num_seqs for view in views),
         "kv_used": round(sum(view.kv_used for view in views) / max(1, len(views)), 3),
+        "lora_memory_used": round(sum(view.lora_memory_used for view in views) / max(1, len(views)), 3),
     }
 
 

@@ -30,6 +30,7 @@ def replica_view(
         num_waiting=stats.num_waiting,
         max_num_seqs=max_num_seqs,
         kv_used=1 - stats.kv_blocks_free / max(1, stats.kv_blocks_total),
+        lora_memory_used=stats.lora_memory_used_bytes / max(1, stats.lora_memory_total_bytes),
         traffic=recent.of_names(query.names, tenant, of_all=of_all),
         total=recent.total(tenant, of_all=of_all),
         failures=front.telemetry.failures.of(tenant, of_all=of_all),

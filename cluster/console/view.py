@@ -137,6 +137,7 @@ class ReplicaView(msgspec.Struct):
     num_waiting: int
     max_num_seqs: int
     kv_used: float  # Share of the KV blocks, from 0 to 1.
+    lora_memory_used: float  # Share of the memory for A and B of adapters in slots, from 0 to 1.
     traffic: dict[str, Traffic]  # By the requested names.
     total: Traffic
     failures: list[Failure]

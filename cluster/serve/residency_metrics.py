@@ -51,7 +51,7 @@ class ResidencyMetrics(Collector):
         for name, text, count in (
             ("vllm:num_gpu_loaded_lora_adapters", "Adapters in slots.", len(slots)),
             ("vllm:num_cpu_loaded_lora_adapters", "Adapters in host memory.", len(stats.resident_cpu)),
-            ("vllm:max_gpu_lora_adapters", "Slots for adapters.", limits.max_loras),
+            ("vllm:max_gpu_lora_adapters", "Slots for adapters.", limits.max_gpu_loras),
         ):
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])
             gauge.add_metric([self._base], count)

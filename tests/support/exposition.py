@@ -103,7 +103,7 @@ def _metrics(folder: Path) -> Metrics:
         stats_age_s=0.1,
         dead=None,
         num_batches=2,
-        hello=SimpleNamespace(lora=LoRALimits(16, 1, 1, "auto")),
+        hello=SimpleNamespace(lora=LoRALimits(16, 1, 1, 1, "auto")),
         stats=EngineStats(resident_slots=["d"]),
         adapter_names=[("sql", "d")],
     )

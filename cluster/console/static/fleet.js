@@ -34,6 +34,7 @@ function tiles({ total, load, num_replicas, num_adapters, window_s }) {
           ["Running", `${whole(load.num_running)} of ${whole(load.max_num_seqs)}`],
           ["Waiting", whole(load.num_waiting)],
           ["KV cache", percent(load.kv_used)],
+          ["Adapter memory", percent(load.lora_memory_used)],
         ]),
     ["Failed", whole(total.failed)],
   ];

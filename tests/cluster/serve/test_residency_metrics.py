@@ -15,7 +15,7 @@ from lorafleet.protocol.messages import EngineStats, LoRALimits
 
 async def rendered(names: list[tuple[str, str]], **stats: Any) -> str:
     engine: Any = SimpleNamespace(
-        hello=SimpleNamespace(lora=LoRALimits(16, 3, 8, "auto")), stats=EngineStats(**stats), adapter_names=names
+        hello=SimpleNamespace(lora=LoRALimits(16, 3, 5, 8, "auto")), stats=EngineStats(**stats), adapter_names=names
     )
     metrics = Metrics(lambda: EngineStats(), "base", "r1")
     metrics.add(ResidencyMetrics(engine, "base", clock=lambda: 1234.5))
@@ -60,7 +60,7 @@ async def test_the_names_are_those_of_the_present_residents() -> None:
     }
     assert series(text, "vllm:num_gpu_loaded_lora_adapters") == [({"replica": "r1", "model_name": "base"}, 2)]
     assert series(text, "vllm:num_cpu_loaded_lora_adapters") == [({"replica": "r1", "model_name": "base"}, 2)]
-    assert series(text, "vllm:max_gpu_lora_adapters") == [({"replica": "r1", "model_name": "base"}, 3)]
+    assert series(text, "vllm:max_gpu_lora_adapters") == [({"replica": "r1", "model_name": "base"}, 5)]
 
 
 async def test_a_name_of_a_new_version_is_not_where_the_old_one_is() -> None:
