@@ -85,9 +85,7 @@ class Bench:
                 max_num_mixed_tokens=8192,  # All streams start at once.
                 max_gap_ms=10_000,
                 enable_prefix_caching=False,
-                lora=LoRAConfig(
-                    max_loras=SLOTS, max_gpu_loras=SLOTS, max_lora_rank=max_rank, max_cpu_loras=cpu_loras
-                ),
+                lora=LoRAConfig(max_loras=SLOTS, max_gpu_loras=SLOTS, max_lora_rank=max_rank, max_cpu_loras=cpu_loras),
             ),
             wake=self._awake.set,
         )

@@ -117,8 +117,8 @@ def longest_sequence(config: EngineConfig, limit: int, tokens: int) -> int:
         )
     if tokens < config.block_size:
         raise ConfigError(
-            "no memory is left for the KV cache. Raise gpu_memory_utilization, or lower max_loras, max_lora_rank, "
-            "max_num_batched_tokens or max_num_seqs.",
+            "no memory is left for the KV cache. Raise gpu_memory_utilization, or lower lora_memory_gib, max_loras, "
+            "max_lora_rank, max_num_batched_tokens or max_num_seqs.",
             "kv_cache_tokens",
         )
     return min(config.max_model_len or tokens, limit, tokens)

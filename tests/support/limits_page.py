@@ -386,10 +386,22 @@ ADAPTERS = [
         "400 `rank_too_large`",
     ),
     Limit(
-        "adapters in slots",
+        "adapters in use at the same time",
         default("max_loras"),
         f"{flag('max_loras')}, up to {lora_config.MAX_LORAS_BOUND:,}",
-        "they share the slots in turns",
+        "their requests take turns",
+    ),
+    Limit(
+        "adapters in slots",
+        lora_config.LoRAConfig().gpu_loras,
+        f"{flag('max_gpu_loras')}, up to {lora_config.MAX_LORAS_BOUND:,}",
+        "others leave for them",
+    ),
+    Limit(
+        "A and B of adapters in slots",
+        f"{default('max_loras')} adapters of rank {default('max_lora_rank')}",
+        flag("lora_memory_gib"),
+        "others leave for them; 400 `adapter_too_large` for an adapter that is larger than all of it",
     ),
     Limit(
         "rows that a table of the vocabulary adds",

@@ -3,7 +3,7 @@
 An adapter takes the bytes of its own rank and modules. It lies in one range of the memory if there is one, otherwise in
 several: the kernels have an address for each matrix, so a block may be cut before any of its matrices. Cutting leaves
 less than one matrix of each free range unused. Pages of equal size would waste part of each adapter's last page, and
-would have to be as large as the largest matrix (benchmarks/lora_memory.py compares them).
+would have to be as large as the largest matrix (benchmarks/lora_fragmentation.py compares them).
 """
 
 from __future__ import annotations

@@ -16,13 +16,13 @@ from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.workers.bases.rope_config import RopeConfig
 from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.models.slot_heads import SlotHeads
+from lorafleet.workers.slots.adapter_copies import AdapterCopies
 from lorafleet.workers.slots.base_parts import BaseParts
 from lorafleet.workers.slots.eviction import Demand
 from lorafleet.workers.slots.extra_memory import ExtraMemory
 from lorafleet.workers.slots.linear_extra_parts import address_rows
 from lorafleet.workers.slots.lora_memory import Extent, LoRAMemory
 from lorafleet.workers.slots.packed_adapter import PackedAdapter, slot_bytes
-from lorafleet.workers.slots.slot_copies import SlotCopies
 from lorafleet.workers.slots.slot_layers import SlotLayers
 from lorafleet.workers.slots.slot_policy import Slot, SlotPolicy
 from lorafleet.workers.slots.slot_room import SlotRoom
@@ -58,15 +58,13 @@ class LoRAModelManager:
         num_bytes = config.lora_memory_bytes(-model.group.least(-largest, device))
         demand = Demand(config.cpu_loras)
         memory = LoRAMemory(num_bytes)
-        self.policy = SlotPolicy(
-            config.gpu_loras, config.max_loras, demand, memory, self.extra_memory, self.mark_quiet
-        )
+        self.policy = SlotPolicy(config.gpu_loras, config.max_loras, demand, memory, self.extra_memory, self.mark_quiet)
         self.room = SlotRoom(self.policy)
         self.arena: Tensor | None = None  # The memory for A and B. Its address never changes while adapters are in it.
-        self._copies: SlotCopies | None = None
+        self._copies: AdapterCopies | None = None
         if device.type == "cuda":
             self.arena = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            self._copies = SlotCopies(self.arena)
+            self._copies = AdapterCopies(self.arena)
 
     @property
     def slots(self) -> list[Slot]:
@@ -179,7 +177,7 @@ class LoRAModelManager:
         if rope is not None:
             rope_slots.add(slot.index)
 
-    def _upload(self, adapter: PackedAdapter, slot: Slot, copies: SlotCopies) -> None:
+    def _upload(self, adapter: PackedAdapter, slot: Slot, copies: AdapterCopies) -> None:
         """Queues the copy to the GPU. The host waits for nothing."""
         with torch.cuda.stream(copies.stream):
             if slot.quiet is not None:

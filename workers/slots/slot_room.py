@@ -139,9 +139,7 @@ class SlotRoom:
     def _usable(self, keep: Collection[str]) -> list[Slot]:
         return [slot for slot in self._policy.slots if slot.is_idle and slot.digest not in keep and slot.is_ready]
 
-    def _losers(
-        self, adapter: PackedAdapter, tenant: str, slots: list[Slot], given: Sequence[Slot] = ()
-    ) -> list[Slot]:
+    def _losers(self, adapter: PackedAdapter, tenant: str, slots: list[Slot], given: Sequence[Slot] = ()) -> list[Slot]:
         """Returns those of these slots, in their order, that are empty, or that may be emptied so that the tenant gets
         the adapter. `given` are emptied before."""
         digests = [slot.digest for slot in slots if slot.digest is not None]

@@ -36,7 +36,9 @@ def adapters(fleet, tmp_path_factory) -> list[Path]:
 @pytest.fixture(scope="module")
 def largest(fleet, adapters: list[Path]) -> int:
     """Bytes of A and B of the adapter of rank 32 on every module."""
-    engine = build_engine(EngineConfig(str(fleet("llama3").base), kv_cache_tokens=512, lora=LoRAConfig(max_lora_rank=32)))
+    engine = build_engine(
+        EngineConfig(str(fleet("llama3").base), kv_cache_tokens=512, lora=LoRAConfig(max_lora_rank=32))
+    )
     num_bytes = engine.stats().lora_memory_total_bytes // 8
     load(engine, adapters[2])
     assert engine.loras.info(load(engine, adapters[2]).digest).num_bytes <= num_bytes

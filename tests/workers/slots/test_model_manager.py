@@ -83,7 +83,9 @@ def test_a_slot_gets_the_adapters_bytes_and_its_table_row(slots):
     tables = slots.manager.tables
     [extent] = slot.extents
     first = slots.manager.arena.data_ptr() + extent.start
-    expected = [[first + 2 * i * MATRIX_BYTES, first + (2 * i + 1) * MATRIX_BYTES, 0, 0] for i in range(slots.num_linears)]
+    expected = [
+        [first + 2 * i * MATRIX_BYTES, first + (2 * i + 1) * MATRIX_BYTES, 0, 0] for i in range(slots.num_linears)
+    ]
     assert tables.address_LSA[:, slot.index].tolist() == expected
     assert tables.rank_LSP[:, slot.index].tolist() == [[8, 0, 0]] * slots.num_linears
 

@@ -20,7 +20,7 @@ from lorafleet.workers.slots.packed_adapter import PackedAdapter
 from lorafleet.workers.slots.pinned_memory import PIECE_BYTES
 
 
-class SlotCopies:
+class AdapterCopies:
     """The stream of the copies into `arena`, uint8 on a GPU."""
 
     def __init__(self, arena: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Simulates how much of the memory for adapters is of use when adapters of mixed ranks come and go. It needs no GPU.
 
-    python benchmarks/lora_memory.py
+    python benchmarks/lora_fragmentation.py
 
 The memory has room for a number of adapters of rank 64 on every module of an 8B Llama in bf16. Adapters of S-LoRA's
 ranks (8, 16, 32 and 64, equally many) arrive one after another, and others leave for them. Three ways to divide the
@@ -117,7 +117,7 @@ def cuts_of(rank: int, targets: str) -> list[int]:
 
 
 def simulate(divided: Divided, num_bytes: int, mix: Sequence[str], seed: int) -> Result:
-    """Runs one division. Those that leave are drawn from the older half, since the newest are in use."""
+    """Runs one division of the memory. Those that leave are drawn from the older half, since the newest are in use."""
     random = Random(seed)
     kinds = [cuts_of(rank, targets) for rank in RANKS for targets in mix]
     held: list[int] = []
@@ -153,7 +153,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     largest = cuts_of(max(RANKS), "all")
-    print("| room | modules | division | resident, x slots | filled | places of an adapter, mean and most |\n|---|---|---|---|---|---|")
+    print(
+        "| room | modules | division | resident, x slots | filled | places of an adapter, mean and most |\n|---|---|---|---|---|---|"
+    )
     for num_largest in args.largest:
         for mix in MIXES:
             for name, make in divisions(num_largest, largest).items():
