@@ -21,7 +21,7 @@ import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from random import Random
 from typing import Protocol
 
@@ -72,7 +72,7 @@ class Pages:
 
     def place(self, cuts: Sequence[int]) -> int | None:
         num_pages, room = 0, 0
-        for begin, end in zip(cuts, cuts[1:], strict=False):
+        for begin, end in pairwise(cuts):
             if end - begin > room:
                 num_pages, room = num_pages + 1, self.page_bytes
             room -= end - begin
@@ -138,7 +138,7 @@ def simulate(divided: Divided, num_bytes: int, mix: Sequence[str], seed: int) ->
 
 def divisions(num_largest: int, largest: Sequence[int]) -> dict[str, Callable[[], Divided]]:
     num_bytes = num_largest * largest[-1]
-    widest = max(end - begin for begin, end in zip(largest, largest[1:], strict=False))
+    widest = max(end - begin for begin, end in pairwise(largest))
     return {
         "slots": lambda: Slots(num_largest),
         "pages of the largest matrix": lambda: Pages(widest, num_bytes // widest),

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.recurrent.adapter_copies import AdapterCopies
 from lorafleet.kernels.recurrent.recurrent_batch import RecurrentBatch
+from lorafleet.kernels.recurrent.slot_copies import SlotCopies
 from lorafleet.workers.bases.recurrence_config import StateShape
 from lorafleet.workers.device.step_plan import StepPlan
 
@@ -60,7 +60,7 @@ class StateCache:
             )
             for shape in shapes
         ]
-        self._copies = AdapterCopies(self.tensors)
+        self._copies = SlotCopies(self.tensors)
         if device.type == "cuda" and num_snapshots:
             self.copy([(self.padding_slot, self.padding_slot)])  # compiles the kernel before the first request
 
@@ -71,7 +71,7 @@ class StateCache:
 
     def find_addresses(self) -> None:
         """Must be called after the tensors have got other memory."""
-        self._copies = AdapterCopies(self.tensors)
+        self._copies = SlotCopies(self.tensors)
 
     @property
     def slot_bytes(self) -> int:

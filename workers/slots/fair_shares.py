@@ -65,10 +65,7 @@ class FairShares:
         recent = {holder for holder in set(holders.values()) if holder is not None and self._demand.is_recent(holder)}
         most = max((held[holder] for holder in recent), default=0)
         own = held[tenant]
-        if own and own + size >= most:
-            losing = {tenant}
-        else:
-            losing = {holder for holder in recent if held[holder] == most}
+        losing = {tenant} if own and own + size >= most else {holder for holder in recent if held[holder] == most}
         return {digest for digest, holder in holders.items() if holder not in recent or holder in losing}
 
     def _tenant_of(self, digest: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lorafleet.kernels.recurrent.adapter_copies import AdapterCopies, copy_slots_torch
+from lorafleet.kernels.recurrent.slot_copies import SlotCopies, copy_slots_torch
 from tests.kernels.harness import needs_gpu, run_interpreted
 
 SHAPES = [((96, 3), torch.float16), ((4, 8, 16), torch.float32), ((6, 3), torch.float16), ((5000,), torch.float32)]
@@ -19,7 +19,7 @@ def states(device: str = "cpu", shapes=SHAPES) -> list[torch.Tensor]:
 
 
 def check_kernel(device: str = "cpu", shapes=SHAPES) -> None:
-    from lorafleet.kernels.recurrent.adapter_copies_triton import SlotAddresses
+    from lorafleet.kernels.recurrent.slot_copies_triton import SlotAddresses
 
     found, wanted = states(device, shapes), states(device, shapes)
     SlotAddresses(found).copy(PAIRS)
@@ -31,7 +31,7 @@ def check_kernel(device: str = "cpu", shapes=SHAPES) -> None:
 def test_slots_are_copied_and_no_other_changes() -> None:
     shapes = [EMPTY, *SHAPES]
     found, before = states(shapes=shapes), states(shapes=shapes)
-    AdapterCopies(found).run(PAIRS)
+    SlotCopies(found).run(PAIRS)
     for state, old in zip(found, before, strict=True):
         assert torch.equal(state[[7, 6, 5]], old[[0, 3, 0]])
         assert torch.equal(state[:5], old[:5])
@@ -40,7 +40,7 @@ def test_slots_are_copied_and_no_other_changes() -> None:
 @pytest.mark.parametrize("shapes", ["SHAPES", "SHAPES[:2]"])  # the second are all multiples of 16 bytes
 def test_the_kernel_copies_as_its_twin(shapes: str) -> None:
     run_interpreted(f"""
-        from tests.kernels.recurrent.test_adapter_copies import SHAPES, check_kernel
+        from tests.kernels.recurrent.test_slot_copies import SHAPES, check_kernel
         check_kernel(shapes={shapes})
     """)
 
@@ -55,6 +55,6 @@ class TestOnAGPU:
     def test_empty_states_are_left_out(self) -> None:
         shapes = [EMPTY, SHAPES[0], EMPTY]
         found, wanted = states("cuda", shapes), states("cuda", shapes)
-        AdapterCopies(found).run(PAIRS)
+        SlotCopies(found).run(PAIRS)
         copy_slots_torch(wanted, PAIRS)
         assert torch.equal(found[1], wanted[1])
