@@ -153,9 +153,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     largest = cuts_of(max(RANKS), "all")
-    print(
-        "| room | modules | division | resident, x slots | filled | places of an adapter, mean and most |\n|---|---|---|---|---|---|"
-    )
+    print("| room | modules | division | resident, x slots | filled | places of an adapter, mean and most |")
+    print("|---|---|---|---|---|---|")
     for num_largest in args.largest:
         for mix in MIXES:
             for name, make in divisions(num_largest, largest).items():

@@ -204,8 +204,8 @@ class WorkerLoRAManager:
         return slot
 
     def claims(self, digest: str, claimed: set[int], tenant: str = "") -> set[int]:
-        """Returns the slots, beyond those claimed for others, that should drain for an adapter that the tenant's request
-        waits for. There are none if the adapter is not in host memory yet."""
+        """Returns the slots, beyond those claimed for others, that should drain for an adapter that a request of the
+        tenant waits for. There are none if the adapter is not in host memory yet."""
         adapter, room = self._cpu.get(digest), self.model_manager.room
         if self.slots.find(digest) is not None:
             drained = room.to_yield(claimed)
