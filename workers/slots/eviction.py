@@ -2,9 +2,10 @@
 
 The algorithm is GreedyDual-Size with Frequency (Cherkasova, HPL-98-69). On each use, an adapter's credit becomes the
 current floor plus demand x cost. The adapter with the least credit is evicted, and its credit becomes the floor. So
-adapters in use overtake adapters that are no longer used, however often those were once requested. The cost is the
-adapter's size, since reading, packing and copying all take time in proportion to its bytes. Tiers count adapters, so
-each adapter takes the same room.
+adapters in use overtake adapters that are no longer used, however often those were once requested. The cost of an
+adapter is the time to load it for the room that it takes. Reading, packing and copying all take time in proportion to
+its bytes. Host memory counts adapters, so there the cost is the size. Slots count bytes, so there it is the same for
+all.
 
 Unlike in the paper, demand outlives eviction, so that a cold adapter that is requested once cannot pass for a hot one.
 Demand decays with time.
@@ -69,14 +70,14 @@ class Credits:
         self._num_uses = 0
         self._floor = 0.0
 
-    def use(self, digest: str, num_bytes: int) -> None:
+    def use(self, digest: str, cost: int) -> None:
         """Updates the credit of an adapter that is used.
 
         An adapter that nobody has requested yet counts as requested once, since a push or a prefetch expects a
         request.
         """
         self._num_uses += 1
-        self._credit[digest] = self._floor + max(1.0, self._demand.of(digest)) * num_bytes, self._num_uses
+        self._credit[digest] = self._floor + max(1.0, self._demand.of(digest)) * cost, self._num_uses
 
     def of(self, digest: str) -> tuple[float, int]:
         return self._credit[digest]

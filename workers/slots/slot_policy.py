@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from lorafleet.workers.slots.lora_memory import Extent, LoRAMemory
     from lorafleet.workers.slots.packed_adapter import PackedAdapter
 
-# Both the time to load an adapter and the room that it takes are in proportion to its bytes, so a byte of any adapter
-# costs the same.
-COST = 1
+COST = 1  # Of every adapter, see eviction.py.
 
 
 @dataclass(slots=True)
