@@ -50,6 +50,9 @@ class FairShares:
         if not self._held[holder]:
             del self._held[holder]
 
+    def holds_less(self, tenant: str, other: str) -> bool:
+        return self._held[tenant] < self._held[other]
+
     def losers(self, tenant: str, candidates: Iterable[str], size: int = 1, gone: Iterable[str] = ()) -> set[str]:
         """Returns the candidates that may be evicted so that the tenant gets an adapter of this size.
 

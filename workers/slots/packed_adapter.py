@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -71,19 +71,19 @@ class PackedAdapter:
     times: LoadTimes
     extra: ExtraBlock | None = None  # None if the adapter has only A and B
     rope: RopeConfig | None = None  # of its tokens; None if it is the base's
+    # The offset in bytes of each matrix in the block, ascending, then the end of the block. All ranks have the same
+    # matrices, though of different sizes.
+    cuts: Sequence[int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        offsets = self.table.offset_LA
+        object.__setattr__(self, "cuts", [*offsets[offsets >= 0].tolist(), self.block.numel()])
 
     @property
     def blocks(self) -> list[Tensor]:
         """All blocks of host memory that are not empty."""
         blocks = [self.block] if self.extra is None else [self.block, self.extra.block]
         return [block for block in blocks if block.numel()]
-
-    @property
-    def cuts(self) -> list[int]:
-        """The offset in bytes of each matrix in the block, ascending, then the end of the block. All ranks have the
-        same matrices, though of different sizes."""
-        offsets = self.table.offset_LA
-        return [*offsets[offsets >= 0].tolist(), self.block.numel()]
 
     @property
     def extra_bytes(self) -> int:

@@ -55,14 +55,15 @@ class SlotFiller:
 
     def fill(self, wanted: Sequence[LoRARequest], tenants: Mapping[str, str]) -> list[tuple[str, AdapterError]]:
         """Starts each adapter's copy as soon as a slot and room for its bytes are free, even if its request cannot be
-        admitted yet. Room that the first adapter waits for is not taken by those behind it, unless its tenant has its
-        share of the slots.
+        admitted yet. Room that the first adapter waits for is not taken by those behind it, except by tenants that hold
+        less than its own.
 
         Returns the adapters that can get no room, as (digest, error). `wanted` and `tenants` are as in
         WorkerLoRAManager.prefetch().
         """
         digests, waits_for_extras = [lora.digest for lora in wanted], False
         served: set[str] = set()  # Tenants that get no more slots now.
+        waiting: str | None = None  # Tenant whose adapter waits for bytes that are in use.
         rejected: list[tuple[str, AdapterError]] = []
         for index, digest in enumerate(digests):
             adapter, tenant = self._cpu.get(digest), tenants.get(digest, "")
@@ -71,6 +72,7 @@ class SlotFiller:
                 or adapter is None
                 or self._slots.find(digest) is not None
                 or (waits_for_extras and adapter.extra)
+                or (waiting is not None and not self._slots.shares.holds_less(tenant, waiting))
             ):
                 continue
             before = frozenset(digests[:index])
@@ -81,10 +83,12 @@ class SlotFiller:
                 self._fill(slot, wanted[index], adapter, tenant)
             else:
                 rejected += self._check_pins(wanted[index], adapter)
-                if self._room.waits_for_others(adapter, before):
-                    break
-                waits_for_extras = adapter.extra is not None
-                served |= set() if waits_for_extras else {tenant}
+                if waiting is None and self._room.waits_for_others(adapter, before):
+                    waiting = tenant
+                elif adapter.extra is not None:
+                    waits_for_extras = True
+                else:
+                    served.add(tenant)
         return rejected
 
     def poll_copies(self) -> None:

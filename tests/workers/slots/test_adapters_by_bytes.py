@@ -69,9 +69,11 @@ def load(engine: Engine, path: Path) -> LoRARequest:
     return LoRARequest(path.name, 1, str(path), future.result().digest)
 
 
-def submit(engine: Engine, name: str, lora: LoRARequest, tokens: list[int], max_tokens: int) -> None:
+def submit(
+    engine: Engine, name: str, lora: LoRARequest, tokens: list[int], max_tokens: int, tenant: str = ""
+) -> None:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    engine.add(EngineRequest(request_id=name, prompt_token_ids=tokens, params=params, lora=lora))
+    engine.add(EngineRequest(request_id=name, prompt_token_ids=tokens, params=params, lora=lora, tenant=tenant))
 
 
 def run(engine: Engine) -> tuple[dict[str, list[int]], list[str]]:
@@ -133,6 +135,20 @@ def test_small_busy_adapters_do_not_keep_the_memory_from_a_large_one(start: Star
         submit(engine, f"late{i}", small[i % 3], prompt(5), 12)
     _, ended = run(engine)
     assert ended.index("large") < 12
+
+
+def test_a_large_adapter_that_waits_does_not_delay_a_tenant_that_holds_less(start: Start, largest: int, prompt) -> None:
+    engine, loras = start(max_loras=4, lora_memory_gib=largest / 2**30)
+    for i in (0, 3):
+        submit(engine, f"busy{i}", loras[i], prompt(5), 12, "noisy")
+    engine.step()
+    engine.step()
+    submit(engine, "large", loras[2], prompt(5), 2, "noisy")
+    submit(engine, "behind", loras[6], prompt(5), 2, "noisy")
+    submit(engine, "other", loras[1], prompt(5), 2, "quiet")
+    _, ended = run(engine)
+    assert ended[0] == "other"
+    assert ended.index("large") < ended.index("behind")
 
 
 def test_a_resident_adapter_gets_its_turn_while_others_use_all_that_may_run(start: Start, prompt) -> None:
