@@ -55,7 +55,7 @@ class LoRAModelManager:
         self._ropes = None if model.rotations is None else model.rotations.add_slots(config.gpu_loras)
         largest = slot_bytes(self._layers.linears, config.max_lora_rank, dtype)
         # The other ranks put their parts, which are no larger, into the same ranges as rank 0.
-        num_bytes = config.lora_memory_bytes(-model.group.least(-largest, device))
+        num_bytes = config.lora_memory_bytes(model.group.most(largest, device))
         demand = Demand(config.cpu_loras)
         memory = LoRAMemory(num_bytes)
         self.policy = SlotPolicy(config.gpu_loras, config.max_loras, demand, memory, self.extra_memory, self.mark_quiet)

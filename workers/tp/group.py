@@ -78,6 +78,10 @@ class TPGroup:
         """Returns the smallest of every rank's values. Waits for all ranks."""
         return int(self.all_gather(torch.tensor([value], dtype=torch.int64, device=device)).min())
 
+    def most(self, value: int, device: torch.device) -> int:
+        """Returns the largest of every rank's values. Waits for all ranks, unless this one has not joined them."""
+        return value if self._group is None else -self.least(-value, device)
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sums x over all ranks, in place, and returns it."""
         if self.size > 1:

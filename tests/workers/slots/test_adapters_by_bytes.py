@@ -69,9 +69,7 @@ def load(engine: Engine, path: Path) -> LoRARequest:
     return LoRARequest(path.name, 1, str(path), future.result().digest)
 
 
-def submit(
-    engine: Engine, name: str, lora: LoRARequest, tokens: list[int], max_tokens: int, tenant: str = ""
-) -> None:
+def submit(engine: Engine, name: str, lora: LoRARequest, tokens: list[int], max_tokens: int, tenant: str = "") -> None:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     engine.add(EngineRequest(request_id=name, prompt_token_ids=tokens, params=params, lora=lora, tenant=tenant))
 

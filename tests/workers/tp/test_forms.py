@@ -47,7 +47,9 @@ def run(
     config = read_model_config(folder)
     model = DecoderModel(config, group, torch.float32, CPU)
     load_weights(model, folder)
-    lora_config = LoRAConfig(max_loras=len(forms), max_lora_rank=16, fully_sharded_loras=fully_sharded)
+    lora_config = LoRAConfig(
+        max_loras=len(forms), max_gpu_loras=len(forms), max_lora_rank=16, fully_sharded_loras=fully_sharded
+    )
     manager = LoRAModelManager(model, lora_config, torch.float32, CPU)
     infos = []
     for (kind, form), slot in zip(forms.items(), manager.slots, strict=True):

@@ -84,7 +84,9 @@ def run(group: TPGroup, model_folder: Path, adapters: list[Path], fully_sharded:
     config = read_model_config(model_folder)
     model = DecoderModel(config, group, dtype, CPU)
     load_weights(model, model_folder)
-    lora_config = LoRAConfig(max_loras=len(adapters), max_lora_rank=16, fully_sharded_loras=fully_sharded)
+    lora_config = LoRAConfig(
+        max_loras=len(adapters), max_gpu_loras=len(adapters), max_lora_rank=16, fully_sharded_loras=fully_sharded
+    )
     manager = LoRAModelManager(model, lora_config, lora_dtype, CPU)
     loader = AdapterLoader(
         Base(BaseLayout.of(config)), lora_config, manager, lora_dtype, CPU, AdapterStore(SourcesConfig())
