@@ -53,7 +53,7 @@ class SimulatedEngine:
             num_running=running,
             resident_slots=self.digests[:SLOTS],
             resident_cpu=self.digests[SLOTS:],
-            lora_slots_idle=1,
+            lora_usable=1,
         )
         return self.stats
 

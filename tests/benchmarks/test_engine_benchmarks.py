@@ -90,6 +90,6 @@ def test_options_reach_the_engine_and_its_adapters(tmp_path: Path) -> None:
     try:
         assert len(loras) == 2
         assert engine.scheduler.kv.block_size == 32
-        assert engine.stats().lora_slots_total == 5
+        assert engine.stats().lora_in_use_limit == 5
     finally:
         engine.close()

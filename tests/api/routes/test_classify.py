@@ -64,7 +64,14 @@ def house(tmp_path_factory: pytest.TempPathFactory, fleet: Callable[[str], Any])
     served = {**adapters, "sql": made.adapters["all"]}
     engine: dict[str, Any] = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "kv_cache_tokens": 2048}
     with real_server.running(
-        folder, made.base, served, {}, lora=LoRAConfig(max_loras=2), max_model_len=80, device="cpu", **engine
+        folder,
+        made.base,
+        served,
+        {},
+        lora=LoRAConfig(max_loras=2, max_gpu_loras=2),
+        max_model_len=80,
+        device="cpu",
+        **engine,
     ) as server:
         yield House(server, made.base, adapters)
 

@@ -348,7 +348,7 @@ def test_the_engines_stats_become_tiers_and_a_load() -> None:
         num_running=3,
         num_waiting=2,
         waiting_tokens=70,
-        lora_slots_idle=1,
+        lora_usable=1,
         waiting_adapters=["w", "cold", "s"],
         resident_slots=["s"],
         resident_cpu=["s", "w", "c"],

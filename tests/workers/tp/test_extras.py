@@ -31,7 +31,9 @@ def adapters(fleet, tmp_path_factory) -> dict[str, Path]:
 
 
 def test_answers_are_those_of_one_rank(fleet, adapters, prompt) -> None:
-    config = LoRAConfig(max_loras=3, max_cpu_loras=4, extra_memory_gib=BUDGET / 2**30, fully_sharded_loras=True)
+    config = LoRAConfig(
+        max_loras=3, max_gpu_loras=3, max_cpu_loras=4, extra_memory_gib=BUDGET / 2**30, fully_sharded_loras=True
+    )
     loras = [LoRARequest(name, i, str(path)) for i, (name, path) in enumerate(adapters.items(), 1)] * 3
     prompts = [{"prompt_token_ids": prompt(3 + 5 * i % 40)} for i in range(len(loras))]
     params = SamplingParams(max_tokens=6, temperature=0, logprobs=1, ignore_eos=True)
