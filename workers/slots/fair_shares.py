@@ -59,6 +59,8 @@ class FairShares:
         There are none if everything that the tenant's own share allows is in use. `gone` are adapters that are evicted
         before.
         """
+        if len(self._held) <= 1:  # a tenant alone has nobody to share with
+            return set(candidates)
         held = self._held.copy()
         for digest in gone:
             if digest in self._charges:

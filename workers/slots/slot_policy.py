@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 COST = 1  # Of every adapter, see eviction.py.
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Slot:
     """A place for one adapter on this rank's device."""
 
@@ -80,13 +80,14 @@ class SlotPolicy:
         self.slots = [Slot(index) for index in range(num_slots)]
         self.ranks = [0] * num_slots  # The largest LoRA rank over all modules for each slot; 0 for an empty slot.
         self.max_in_use = max_in_use
-        self.num_in_use = 0
+        self.in_use: dict[int, Slot] = {}  # Slots with holders, by index.
         self.demand = demand
         self.memory = memory
         self.extra_memory = extra_memory
         self.num_activations = 0
         self.num_evictions = 0
         self._mark_quiet = mark_quiet
+        self._pinned: dict[int, Slot] = {}  # By index.
         self._by_digest: dict[str, Slot] = {}
         self.credits = Credits(demand)
         self.shares = FairShares(demand)
@@ -106,12 +107,23 @@ class SlotPolicy:
         return sum(slot.adapter.info.num_bytes for slot in self.slots if slot.adapter is not None)
 
     @property
+    def num_in_use(self) -> int:
+        return len(self.in_use)
+
+    @property
     def num_idle(self) -> int:
-        return sum(slot.is_idle for slot in self.slots)
+        return len(self.slots) - len(self.in_use.keys() | self._pinned.keys())
 
     @property
     def num_pinned(self) -> int:
-        return sum(slot.pinned for slot in self.slots)
+        return len(self._pinned)
+
+    @property
+    def empty(self) -> Slot | None:
+        """The first slot without an adapter, or None."""
+        if len(self._by_digest) == len(self.slots):
+            return None
+        return next(slot for slot in self.slots if slot.digest is None)
 
     @property
     def num_usable(self) -> int:
@@ -121,23 +133,31 @@ class SlotPolicy:
     @property
     def pinned_extra_bytes(self) -> int:
         """Bytes of extra_memory that pinned adapters occupy."""
-        return sum(slot.extra.num_bytes for slot in self.slots if slot.pinned and slot.extra is not None)
+        return sum(slot.extra.num_bytes for slot in self._pinned.values() if slot.extra is not None)
 
     def pin(self, slot: Slot) -> None:
         """Pins the slot, which is then in no tenant's share: the operator has taken it away from all."""
         if not slot.pinned and slot.digest is not None:
             slot.pinned = True
+            self._pinned[slot.index] = slot
             self.shares.release(slot.digest)
+
+    def unpin(self, digest: str) -> None:
+        """Makes the adapter's slot, if it has one, as any other."""
+        slot = self.find(digest)
+        if slot is not None:
+            slot.pinned = False
+            self._pinned.pop(slot.index, None)
 
     def may_use(self, slot_index: int) -> bool:
         """Returns whether one more sequence may use the slot beside those in use."""
-        return self.slots[slot_index].holders > 0 or self.num_in_use < self.max_in_use
+        return slot_index in self.in_use or len(self.in_use) < self.max_in_use
 
     def hold(self, slot_index: int, tenant: str = "") -> None:
         """Counts one more sequence of this tenant that uses the slot. "" stands for all callers without a tenant."""
         slot = self.slots[slot_index]
         assert slot.adapter is not None and self.may_use(slot_index)
-        self.num_in_use += slot.holders == 0
+        self.in_use[slot.index] = slot
         slot.holders += 1
         if not slot.pinned:
             self.shares.charge(slot.adapter.info.digest, tenant, slot.adapter.info.num_bytes)
@@ -148,7 +168,7 @@ class SlotPolicy:
         assert slot.holders > 0
         slot.holders -= 1
         if slot.holders == 0:
-            self.num_in_use -= 1
+            del self.in_use[slot_index]
             self._mark_quiet(slot)
 
     def assign(self, slot: Slot, adapter: PackedAdapter, tenant: str) -> None:
@@ -173,6 +193,7 @@ class SlotPolicy:
         del self._by_digest[slot.digest]
         slot.digest, slot.adapter, slot.extra, slot.ready, slot.pinned = None, None, None, None, False
         slot.extents = ()
+        self._pinned.pop(slot.index, None)
         slot.generation += 1
         self.ranks[slot.index] = 0
         self.num_evictions += 1

@@ -6,13 +6,12 @@ emptied for it. If those in use take too much, some of them drain.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lorafleet.workers.slots.slot_policy import Slot, SlotPolicy
 
 if TYPE_CHECKING:
-    from lorafleet.workers.slots.lora_memory import Extent
     from lorafleet.workers.slots.packed_adapter import PackedAdapter
 
 
@@ -37,6 +36,9 @@ class SlotRoom:
         the adapter that is wanted last. Slots that are held, pinned or being filled, that have an adapter of `keep`,
         or that are in another tenant's share are never returned.
         """
+        empty = self._policy.empty
+        if empty is not None:
+            return empty
         urgency = _urgencies(wanted)
         candidates = self._losers(adapter, tenant, self._usable(keep))
         return min(candidates, key=lambda slot: self._reluctance(slot, urgency), default=None)
@@ -62,15 +64,18 @@ class SlotRoom:
         Returns None if the slots in use take too much. As for extras, slots in other tenants' shares come last. They
         are not spared, since the memory for extras is in nobody's share.
         """
-        urgency, idle = _urgencies(wanted), [s for s in self._usable(keep) if s is not slot and s.digest is not None]
+        idle = [s for s in self._usable(keep) if s is not slot and s.digest is not None]
+        if self._missing_bytes(adapter) > _num_bytes([slot, *idle]):
+            return None
+        urgency, given = _urgencies(wanted), list[Slot]()
         idle.sort(key=lambda s: self._reluctance(s, urgency))
-        given: list[Slot] = []
+        leaving = self._in_turn(adapter, tenant, idle)
         while not self._fits(adapter, [slot, *given]):
-            next_slot = next(iter(self._losers(adapter, tenant, idle, given)), None)
+            next_slot = next(leaving, None)
             if next_slot is None:
                 return None
-            idle.remove(next_slot)
             given.append(next_slot)
+        idle = [s for s in idle if s not in given]
         for spare in given[-2::-1]:  # a larger one that came later may suffice
             others = [s for s in given if s is not spare]
             if self._fits(adapter, [slot, *others]):
@@ -96,6 +101,8 @@ class SlotRoom:
 
     def is_kept_out(self, adapter: PackedAdapter) -> bool:
         """Returns whether the adapter would wait for A and B of pinned adapters, which never leave."""
+        if not self._policy.num_pinned:
+            return False
         return not self._fits(adapter, [slot for slot in self._policy.slots if not slot.pinned])
 
     def waits_for_others(self, adapter: PackedAdapter, keep: Collection[str]) -> bool:
@@ -108,36 +115,46 @@ class SlotRoom:
         These are the slots that fewest sequences hold. Slots of `closed`, pinned slots and slots in other tenants'
         shares are left out.
         """
-        slots = self._policy.slots
-        remaining = sorted((s for s in slots if s.index not in closed and not s.pinned), key=lambda s: s.holders)
+        filled = [s for s in self._policy.slots if s.digest is not None and s.index not in closed and not s.pinned]
+        filled.sort(key=lambda s: s.holders)
         drained: list[Slot] = []
-        while True:
-            usable = self._losers(adapter, tenant, remaining, drained)
-            lacks_bytes = not self._fits(adapter, drained)
+        spared: list[Slot] = []
+        missing = self._missing_bytes(adapter)
+        for slot in self._in_turn(adapter, tenant, filled):
+            lacks_bytes = missing > 0 or not self._fits(adapter, drained)
             lacks_extras = adapter.extra is not None and self._with_extras(adapter, drained, []) is None
-            helpful = (s for s in usable if (lacks_bytes and s.extents) or (lacks_extras and s.extra is not None))
-            next_slot = next(helpful, None)
-            if next_slot is None:
-                break
-            remaining.remove(next_slot)
-            drained.append(next_slot)
-        lacks_slot = all(slot.digest is not None for slot in slots)
-        return usable[:1] if lacks_slot and not drained else drained
+            if (lacks_bytes and slot.extents) or (lacks_extras and slot.extra is not None):
+                drained.append(slot)
+                missing -= _num_bytes([slot])
+            elif lacks_bytes or lacks_extras:
+                spared.append(slot)
+            else:
+                return drained or ([slot] if self._policy.empty is None else [])
+        return drained or spared[:1]
 
     def to_yield(self, closed: set[int]) -> list[Slot]:
         """Returns the slot in use that no new sequence should take, so that another slot may soon be used. Returns none
         if another may be used now. `closed` is as in to_drain()."""
         if self._policy.num_in_use < self._policy.max_in_use:
             return []
-        in_use = [slot for slot in self._policy.slots if slot.holders and slot.index not in closed]
+        in_use = [slot for slot in self._policy.in_use.values() if slot.index not in closed]
         return sorted(in_use, key=lambda slot: slot.holders)[:1]
 
-    def _fits(self, adapter: PackedAdapter, given: Iterable[Slot]) -> bool:
+    def _fits(self, adapter: PackedAdapter, given: Sequence[Slot]) -> bool:
         """Returns whether A and B have room once the slots of `given` are empty."""
-        return self._policy.memory.find(adapter.cuts, _extents_of(given)) is not None
+        if self._missing_bytes(adapter) > _num_bytes(given):
+            return False
+        return self._policy.memory.find(adapter.cuts, [extent for slot in given for extent in slot.extents]) is not None
+
+    def _missing_bytes(self, adapter: PackedAdapter) -> int:
+        """Returns how many more bytes must be free for A and B. Perhaps even more must be, depending on where they
+        lie."""
+        memory = self._policy.memory
+        return adapter.cuts[-1] - (memory.num_bytes - memory.num_used)
 
     def _usable(self, keep: Collection[str]) -> list[Slot]:
-        return [slot for slot in self._policy.slots if slot.is_idle and slot.digest not in keep and slot.is_ready]
+        idle = [slot for slot in self._policy.slots if slot.holders == 0 and not slot.pinned]
+        return [slot for slot in idle if slot.digest not in keep and (slot.ready is None or slot.is_ready)]
 
     def _losers(self, adapter: PackedAdapter, tenant: str, slots: list[Slot], given: Sequence[Slot] = ()) -> list[Slot]:
         """Returns those of these slots, in their order, that are empty, or that may be emptied so that the tenant gets
@@ -146,6 +163,16 @@ class SlotRoom:
         gone = [slot.digest for slot in given if slot.digest is not None]
         losing = self._policy.shares.losers(tenant, digests, adapter.info.num_bytes, gone)
         return [slot for slot in slots if slot.digest is None or slot.digest in losing]
+
+    def _in_turn(self, adapter: PackedAdapter, tenant: str, slots: list[Slot]) -> Iterator[Slot]:
+        """Yields those of these slots that may be emptied, in their order, each once those before it are empty."""
+        given: list[Slot] = []
+        remaining = slots[:]
+        while losers := self._losers(adapter, tenant, remaining, given):
+            for slot in losers if len(losers) == len(remaining) else losers[:1]:
+                yield slot
+                given.append(slot)
+                remaining.remove(slot)
 
     def _reluctance(self, slot: Slot, urgency: Mapping[str, int]) -> tuple[int, tuple[float, int]]:
         if slot.digest is None:
@@ -158,5 +185,6 @@ def _urgencies(wanted: Sequence[str]) -> dict[str, int]:
     return {digest: len(wanted) - index for index, digest in enumerate(wanted)}
 
 
-def _extents_of(slots: Iterable[Slot]) -> list[Extent]:
-    return [extent for slot in slots for extent in slot.extents]
+def _num_bytes(slots: Sequence[Slot]) -> int:
+    """Returns the bytes of A and B in these slots."""
+    return sum(slot.adapter.cuts[-1] for slot in slots if slot.adapter is not None)

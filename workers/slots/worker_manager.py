@@ -120,9 +120,7 @@ class WorkerLoRAManager:
 
     def unpin(self, digest: str) -> None:
         self._filler.pins.pop(digest, None)
-        slot = self.slots.find(digest)
-        if slot is not None:
-            slot.pinned = False
+        self.slots.unpin(digest)
 
     def empty_slots(self) -> None:
         """Empties all slots, which no sequence may hold. Adapters in host memory stay there."""
