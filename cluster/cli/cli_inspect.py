@@ -58,6 +58,7 @@ def inspect(
         int | None,
         typer.Option(min=0, help="The server's option of this name; 0: without adapters.", rich_help_panel=PANEL),
     ] = None,
+    lora_memory_gib: BaseOption[float] = None,
     max_model_len: BaseOption[int] = None,
     kv_cache_dtype: BaseOption[KVCacheDType] = None,
     quantization: BaseOption[Method] = None,
@@ -70,7 +71,14 @@ def inspect(
     """
     config = LoRAConfig(max_lora_rank=max_lora_rank, lora_dtype=lora_dtype, fully_sharded_loras=fully_sharded_loras)
     options = BaseOptions(
-        gpu, gpu_memory_gib, gpu_memory_utilization, max_loras, max_model_len, kv_cache_dtype, quantization
+        gpu,
+        gpu_memory_gib,
+        gpu_memory_utilization,
+        max_loras,
+        lora_memory_gib,
+        max_model_len,
+        kv_cache_dtype,
+        quantization,
     )
     if is_base(path):
         with ending_in_words():

@@ -42,6 +42,7 @@ class BaseOptions:
     gpu_memory_gib: float | None
     gpu_memory_utilization: float | None
     max_loras: int | None  # 0: without adapters.
+    lora_memory_gib: float | None
     max_model_len: int | None
     kv_cache_dtype: KVCacheDType | None
     quantization: Method | None
@@ -54,9 +55,10 @@ class BaseOptions:
                 raise InvalidRequest(f"{option} is for bases, and {path} is not the folder of one. Leave it out.")
 
     def engine_config(self, path: str, lora: LoRAConfig) -> EngineConfig:
-        adapters = (
-            None if self.max_loras == 0 else dataclasses.replace(lora, max_loras=self.max_loras or lora.max_loras)
-        )
+        adapters = None
+        if self.max_loras != 0:
+            max_loras, memory_gib = self.max_loras or lora.max_loras, self.lora_memory_gib
+            adapters = dataclasses.replace(lora, max_loras=max_loras, lora_memory_gib=memory_gib)
         given: dict[str, Any] = {
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "max_model_len": self.max_model_len,

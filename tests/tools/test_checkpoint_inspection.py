@@ -89,6 +89,18 @@ def test_what_would_fit_starts_and_one_more_does_not(base: Path) -> None:
         assert ("less than max_model_len=256" in (share.room.refusal or "")) != starts
 
 
+def test_memory_for_adapters_that_is_given_in_gib_is_left_out_of_the_kv_cache(base: Path) -> None:
+    card = Card("tiny", 1 << 30, (9, 0), other_bytes=64 << 20)
+    rooms = []
+    for gib in (0.125, 0.25):
+        config = EngineConfig(str(base), max_model_len=256, lora=LoRAConfig(lora_memory_gib=gib))
+        built = MetaEngine.build(config, card)
+        assert 0 <= built.needs.adapters - int(gib * 2**30) < 1 << 20
+        rooms.append(built.room(card))
+    assert (1 << 27) - rooms[0].kv_cache_bytes + rooms[1].kv_cache_bytes < 1 << 20
+    assert [room.most_loras for room in rooms] == [None, None]
+
+
 def test_a_refusal_is_the_servers_own(base: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((base / "config.json").read_text().replace("LlamaForCausalLM", "OtherLM"))
     (tmp_path / "model.safetensors").symlink_to(base / "model.safetensors")
