@@ -38,7 +38,7 @@ def _wide_gated_kernel(
     block_d: tl.constexpr,
     stages: tl.constexpr,
 ) -> None:
-    """`size` is I."""
+    """`size` is I, which is half of W's rows."""
     first_t = tl.program_id(0) * block_t
     first_o = tl.program_id(1) * block_o
     if early:
