@@ -12,14 +12,14 @@ pytest.importorskip("triton")
 from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.workers.attention import own_decodes, select
 from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache, LayerAttention
-from lorafleet.workers.attention.own_decodes import LEAST_SEQS, OwnDecodes, with_own_decodes
+from lorafleet.workers.attention.own_decodes import OwnDecodes, with_own_decodes
 from lorafleet.workers.attention.select import make_attention
 from lorafleet.workers.attention.torch_backend import TorchAttention
 from lorafleet.workers.attention.triton_decodes import TritonDecodes
 from tests.kernels.attention_cases import PAGE, make_case, naive_attention
 from tests.kernels.harness import needs_gpu
 
-LAYER = LayerAttention(num_heads=8, num_kv_heads=2, head_dim=128, scale=128**-0.5)
+LAYER = LayerAttention(num_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5)
 SPEC = AttentionSpec((LAYER,), PAGE, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
 
 
@@ -44,11 +44,13 @@ class FlashInfer:
         return q_THD + layer if out_THD is None else out_THD
 
 
-def test_only_captured_decodes_of_many_sequences_are_our_own() -> None:
+@pytest.mark.parametrize(("kv_heads", "least"), [(8, 192), (2, 768), (5, 308)])
+def test_only_captured_decodes_of_many_sequences_are_our_own(kv_heads: int, least: int) -> None:
     inner = FlashInfer()
-    backend = OwnDecodes(inner, SPEC, caches(SPEC))
-    assert isinstance(backend.for_graph(LEAST_SEQS, 64), TritonDecodes)
-    assert backend.for_graph(LEAST_SEQS - 1, 64) is inner
+    spec = replace(SPEC, layers=(replace(LAYER, num_heads=kv_heads, num_kv_heads=kv_heads), LAYER))
+    backend = OwnDecodes(inner, spec, caches(spec))
+    assert isinstance(backend.for_graph(least, 64), TritonDecodes)
+    assert backend.for_graph(least - 1, 64) is inner
     assert backend.for_graph(1, 7) is None
     batch = AttentionBatch([1], [1], [[0]])
     backend.plan(batch)
@@ -67,7 +69,7 @@ def test_only_captured_decodes_of_many_sequences_are_our_own() -> None:
         (replace(SPEC, layers=(LAYER, replace(LAYER, window=64))), (9, 0), False),
         (replace(SPEC, layers=(replace(LAYER, softcap=3.0),)), (9, 0), False),
         (replace(SPEC, layers=(replace(LAYER, head_dim=64),)), (9, 0), False),
-        (replace(SPEC, layers=(replace(LAYER, num_heads=32),)), (9, 0), False),
+        (replace(SPEC, layers=(replace(LAYER, num_heads=128),)), (9, 0), False),
     ],
 )
 def test_what_is_not_measured_stays_with_flashinfer(
@@ -84,9 +86,15 @@ def test_a_backend_requested_by_name_computes_everything(monkeypatch: pytest.Mon
     monkeypatch.setattr(select.importlib.util, "find_spec", lambda _: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(select, "_make", lambda *_: TorchAttention(SPEC, caches(SPEC)))
-    monkeypatch.setattr(own_decodes, "OwnDecodes", lambda *_: "own")
-    backend = make_attention(replace(SPEC, device=torch.device("cuda")), caches(SPEC), name)  # type: ignore[arg-type]  # parametrize loses the literal
-    assert (backend == "own") == (name == "auto")
+
+    class Own(OwnDecodes):
+        def __init__(self, *_: object) -> None:
+            self.least_seqs = 7
+
+    monkeypatch.setattr(own_decodes, "OwnDecodes", Own)
+    spec = replace(SPEC, device=torch.device("cuda"))
+    backend = make_attention(spec, caches(SPEC), name)  # type: ignore[arg-type]  # parametrize loses the literal
+    assert isinstance(backend, Own) == (name == "auto")
 
 
 class TestOnGPU:
@@ -94,9 +102,9 @@ class TestOnGPU:
 
     def test_graph_of_many_sequences_answers_for_each_new_batch(self) -> None:
         spec = replace(SPEC, device=torch.device("cuda"))
-        count = LEAST_SEQS + 3
+        count = 195
         lengths = [[1 + (37 * i * i) % longest for i in range(count)] for longest in (40, 900, 1)]
-        cases = [make_case([(1, c) for c in lens], (8, 2), 128, spec.dtype, "cuda") for lens in lengths]
+        cases = [make_case([(1, c) for c in lens], (16, 8), 128, spec.dtype, "cuda") for lens in lengths]
         for case in cases:
             case.write_new_tokens()
         [cache] = caches(spec, max(len(case.k_NPGD) for case in cases))
