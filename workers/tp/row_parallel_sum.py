@@ -1,7 +1,7 @@
 """Computes what follows a row-parallel linear: the sum over the ranks, the residual and the next norm.
 
-On GPUs that reach each other's memory one kernel does all three (kernels/ranks/rank_sum.py). If there are too many
-rows for it, and on other machines, a collective and the norm's kernel do it.
+On GPUs that reach each other's memory one kernel does all three, in one step or in two (kernels/ranks/rank_sum.py). If
+there are too many rows for it, and on other machines, a collective and the norm's kernel do it.
 """
 
 # T tokens · D hidden size
@@ -14,22 +14,33 @@ from torch import Tensor
 from lorafleet.kernels.decoder.rms_norm import NormWeight, add_rms_norm, rms_norm
 from lorafleet.kernels.extras.affine import apply_affine
 from lorafleet.kernels.lora.linear_output import LinearOutput
-from lorafleet.kernels.ranks.rank_sum import rank_sum_add_rms_norm
+from lorafleet.kernels.ranks.peer_areas import PeerAreas
+from lorafleet.kernels.ranks.rank_sum import fits_two_steps, rank_sum_add_rms_norm, two_step_sum_add_rms_norm
 from lorafleet.workers.tp.group import TPGroup
-from lorafleet.workers.tp.peer_memory import open_peer_memory
+from lorafleet.workers.tp.peer_memory import PeerMemory, open_peer_memory
 
-# With two ranks, each receives as much as any algorithm would send it. With more, every row goes to all ranks, and
-# larger sums are left to collectives, which divide the work. Measured by benchmarks/rank_sum.py.
+# Largest sums of two ranks and of more. Larger ones are left to collectives. With two ranks, each receives as much as
+# any algorithm would send it. Measured by benchmarks/rank_sum.py.
 AREA_BYTES_OF_TWO = 64 << 20
 AREA_BYTES = 2 << 20
+TWO_STEP_SUM_BYTES = 16 << 20
+# Two steps are used if they save a rank at least so many bytes, which take as long as the second crossing of the link.
+SECOND_CROSSING_BYTES = 512 << 10
 
 
 class RankSum:
     """The sums over the ranks of a group. All of its ranks construct one at the same time."""
 
-    def __init__(self, group: TPGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: TPGroup, device: torch.device, second_crossing_bytes: int = SECOND_CROSSING_BYTES
+    ) -> None:
+        """With second_crossing_bytes=0, all sums are done in two steps."""
         self._group = group
-        self._peers = open_peer_memory(group, device, _area_bytes(group.size))
+        self._second_crossing_bytes = second_crossing_bytes
+        self._one_step = open_peer_memory(group, device, AREA_BYTES_OF_TWO if group.size == 2 else AREA_BYTES)
+        self._two_steps: PeerMemory | None = None
+        if group.size > 2 or second_crossing_bytes == 0:
+            self._two_steps = open_peer_memory(group, device, 2 * TWO_STEP_SUM_BYTES // group.size)
 
     def rms_norm(self, x_TD: Tensor, norm: NormWeight | None, eps: float) -> tuple[Tensor, Tensor]:
         """Returns the sum of every rank's x, and its norm, which is the sum itself if there is no norm."""
@@ -51,13 +62,26 @@ class RankSum:
         if self._group.size == 1:
             return add_rms_norm(x, residual_TD, norm, eps, branch, scale)
         is_common = norm is not None and not norm.is_centered and norm.bias_D is None and scale == 1.0
-        if is_common and self._peers is not None and self._peers.areas.holds(x.y_TO.nbytes):
+        if is_common:
             assert norm is not None
-            return rank_sum_add_rms_norm(x, residual_TD, norm, eps, self._peers.areas, branch)
+            two_steps, one_step = self._areas_of_two_steps(x.y_TO), self._areas_of_one_step(x.y_TO)
+            if two_steps is not None:
+                return two_step_sum_add_rms_norm(x, residual_TD, norm, eps, two_steps, branch)
+            if one_step is not None:
+                return rank_sum_add_rms_norm(x, residual_TD, norm, eps, one_step, branch)
         # The affine change comes before the sum, so that one collective carries everything.
         total_TD = self._group.all_reduce(apply_affine(x))
         return add_rms_norm(LinearOutput(total_TD), residual_TD, norm, eps, branch, scale)
 
+    def _areas_of_two_steps(self, x_TD: Tensor) -> PeerAreas | None:
+        """Returns the memory for the sum of x in two steps, or None if it is not to be done so."""
+        size = self._group.size
+        saved_bytes = x_TD.nbytes * (size - 1) * (size - 2) // size
+        if self._two_steps is None or saved_bytes < self._second_crossing_bytes:
+            return None
+        return self._two_steps.areas if fits_two_steps(x_TD, self._two_steps.areas) else None
 
-def _area_bytes(size: int) -> int:
-    return AREA_BYTES_OF_TWO if size == 2 else AREA_BYTES
+    def _areas_of_one_step(self, x_TD: Tensor) -> PeerAreas | None:
+        if self._one_step is None or not self._one_step.areas.holds(x_TD.nbytes):
+            return None
+        return self._one_step.areas

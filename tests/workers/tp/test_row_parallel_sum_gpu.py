@@ -1,4 +1,4 @@
-"""The kernel that sums all ranks' rows, over two GPUs, against a sum in float64."""
+"""The kernels that sum all ranks' rows, over two GPUs, against a sum in float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from lorafleet.kernels.decoder.rms_norm import NormWeight
 from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.workers.tp.group import TPGroup
-from lorafleet.workers.tp.row_parallel_sum import RankSum
+from lorafleet.workers.tp.row_parallel_sum import SECOND_CROSSING_BYTES, RankSum
 from ranks import on_ranks
 
 pytestmark = [
@@ -24,10 +24,11 @@ def inputs(seed: int, rows: int, size: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)).to(dtype).cuda()
 
 
-def sums(group: TPGroup, size: int, dtype: torch.dtype) -> list[float]:
+def sums(group: TPGroup, size: int, dtype: torch.dtype, second_crossing_bytes: int) -> list[float]:
     """The largest errors of residual and norm, of calls in a row and of a graph replayed."""
-    ranks = RankSum(group, torch.device("cuda", 0))
-    assert ranks._peers is not None, "the GPUs cannot reach each other's memory"
+    ranks = RankSum(group, torch.device("cuda", 0), second_crossing_bytes)
+    is_used = ranks._areas_of_two_steps if second_crossing_bytes == 0 else ranks._areas_of_one_step
+    assert is_used(inputs(1, max(ROWS), size, dtype)) is not None, "the GPUs cannot reach each other's memory"
     errors = []
 
     def parts(call: int, rows: int) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -74,7 +75,10 @@ def sums(group: TPGroup, size: int, dtype: torch.dtype) -> list[float]:
 
 
 @pytest.mark.parametrize(("size", "dtype", "bound"), [(4096, torch.bfloat16, 0.01), (96, torch.float32, 1e-5)])
-def test_equals_the_sum_of_all_ranks_rows(size: int, dtype: torch.dtype, bound: float) -> None:
-    found = on_ranks(2, sums, size, dtype, device="cuda")
+@pytest.mark.parametrize("second_crossing_bytes", [SECOND_CROSSING_BYTES, 0], ids=["one step", "two steps"])
+def test_equals_the_sum_of_all_ranks_rows(
+    size: int, dtype: torch.dtype, bound: float, second_crossing_bytes: int
+) -> None:
+    found = on_ranks(2, sums, size, dtype, second_crossing_bytes, device="cuda")
     assert found[0] == found[1], "the ranks have other bits"
     assert max(found[0]) < bound
