@@ -75,9 +75,7 @@ class RankSum:
 
     def _areas_of_two_steps(self, x_TD: Tensor) -> PeerAreas | None:
         """Returns the memory for the sum of x in two steps, or None if it is not to be done so."""
-        size = self._group.size
-        saved_bytes = x_TD.nbytes * (size - 1) * (size - 2) // size
-        if self._two_steps is None or saved_bytes < self._second_crossing_bytes:
+        if self._two_steps is None or saved_bytes(x_TD.nbytes, self._group.size) < self._second_crossing_bytes:
             return None
         return self._two_steps.areas if fits_two_steps(x_TD, self._two_steps.areas) else None
 
@@ -85,3 +83,8 @@ class RankSum:
         if self._one_step is None or not self._one_step.areas.holds(x_TD.nbytes):
             return None
         return self._one_step.areas
+
+
+def saved_bytes(num_bytes: int, num_ranks: int) -> int:
+    """Returns how many bytes less a rank receives in two steps than in one, for a sum of num_bytes."""
+    return num_bytes * (num_ranks - 1) * (num_ranks - 2) // num_ranks

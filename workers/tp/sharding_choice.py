@@ -81,8 +81,8 @@ def with_sharding_of(lora: LoRAConfig, group: TPGroup, device: torch.device, max
     fully = bool(group.least(int(chosen.is_fully_sharded(device)), device))
     if gpu is not None and not fully and lora.fully_sharded_loras is None:
         log.info(
-            "adapters are not fully sharded, which makes them larger, but steps with max_num_seqs=%d on %d x %s faster; "
-            "set fully_sharded_loras for smaller adapters",
+            "adapters are not fully sharded, since steps with max_num_seqs=%d on %d x %s are faster so; set "
+            "fully_sharded_loras to have smaller adapters instead",
             max_num_seqs, group.size, gpu,
         )  # fmt: skip
     return replace(chosen, fully_sharded_loras=fully)
@@ -102,7 +102,7 @@ def read_steps(path: Path) -> dict[int, list[MeasuredSteps]]:
 
 
 def write_steps(path: Path, steps_of_size: StepsOfSize) -> None:
-    """Writes the steps. Those of numbers of ranks that are not among them stay in the file."""
+    """Writes the steps into the file, which keeps those of other numbers of ranks."""
     merged = {**read_steps(path), **steps_of_size}
     path.parent.mkdir(parents=True, exist_ok=True)
     fields = {str(size): [asdict(step) for step in steps] for size, steps in sorted(merged.items())}
