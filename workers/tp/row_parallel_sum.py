@@ -14,7 +14,7 @@ from torch import Tensor
 from lorafleet.kernels.decoder.rms_norm import NormWeight, add_rms_norm, rms_norm
 from lorafleet.kernels.extras.affine import apply_affine
 from lorafleet.kernels.lora.linear_output import LinearOutput
-from lorafleet.kernels.ranks.peer_areas import PeerAreas
+from lorafleet.kernels.ranks.peer_areas import ALIGNMENT, PeerAreas
 from lorafleet.kernels.ranks.rank_sum import fits_two_steps, rank_sum_add_rms_norm, two_step_sum_add_rms_norm
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.peer_memory import PeerMemory, open_peer_memory
@@ -39,8 +39,8 @@ class RankSum:
         self._second_crossing_bytes = second_crossing_bytes
         self._one_step = open_peer_memory(group, device, AREA_BYTES_OF_TWO if group.size == 2 else AREA_BYTES)
         self._two_steps: PeerMemory | None = None
-        if group.size > 2 or second_crossing_bytes == 0:
-            self._two_steps = open_peer_memory(group, device, 2 * TWO_STEP_SUM_BYTES // group.size)
+        if self._one_step is not None and (group.size > 2 or second_crossing_bytes == 0):
+            self._two_steps = open_peer_memory(group, device, two_step_area_bytes(group.size))
 
     def rms_norm(self, x_TD: Tensor, norm: NormWeight | None, eps: float) -> tuple[Tensor, Tensor]:
         """Returns the sum of every rank's x, and its norm, which is the sum itself if there is no norm."""
@@ -83,6 +83,10 @@ class RankSum:
         if self._one_step is None or not self._one_step.areas.holds(x_TD.nbytes):
             return None
         return self._one_step.areas
+
+
+def two_step_area_bytes(num_ranks: int) -> int:
+    return 2 * TWO_STEP_SUM_BYTES // num_ranks // ALIGNMENT * ALIGNMENT
 
 
 def saved_bytes(num_bytes: int, num_ranks: int) -> int:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from lorafleet.workers.tp.row_parallel_sum import AREA_BYTES, SECOND_CROSSING_BYTES, saved_bytes
+from lorafleet.kernels.ranks.peer_areas import ALIGNMENT, MOST_RANKS
+from lorafleet.workers.tp.row_parallel_sum import AREA_BYTES, SECOND_CROSSING_BYTES, saved_bytes, two_step_area_bytes
 
 ROW_BYTES = 4096 * 2
+
+
+def test_areas_are_aligned_for_any_number_of_ranks() -> None:
+    assert all(two_step_area_bytes(num_ranks) % ALIGNMENT == 0 for num_ranks in range(2, MOST_RANKS + 1))
 
 
 @pytest.mark.parametrize(("num_ranks", "first_rows"), [(3, 96), (4, 43), (8, 13)])
