@@ -53,7 +53,11 @@ def two_step_sum_add_rms_norm(
     peers: PeerAreas,
     branch: NormWeight | None = None,
 ) -> Tensor:
-    """Computes what rank_sum_add_rms_norm does, with the same bits, in two steps. `peers` must not be that one's."""
+    """Computes what rank_sum_add_rms_norm does, with the same bits, in two steps.
+
+    The residual must have the same bits on all ranks, since each column's is added on one of them. `peers` must not be
+    the memory of sums in one step.
+    """
     from lorafleet.kernels.ranks.two_step_sum_triton import two_step_sum_triton  # triton is optional on a CPU
 
     assert fits_two_steps(x.y_TO, peers)
