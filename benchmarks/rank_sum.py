@@ -1,7 +1,7 @@
 """Measures the sum over the ranks after a row-parallel linear, with the residual's add and the norm: microseconds per
 call.
 
-    python benchmarks/rank_sum.py [--size 4096] [--rows 1 8 32 64 256 512 1024 8192] [--json FILE]
+    python benchmarks/rank_sum.py [--size 4096] [--rows 1 8 32 64 128 256 512 1024 8192] [--json FILE]
 
 It uses all GPUs of the machine, in bf16, with 64 calls in one CUDA graph. It compares NCCL's all-reduce followed by the
 norm's kernel with the kernels that write to the other GPUs, in one step and in two (kernels/ranks/rank_sum.py). A "-"
@@ -28,7 +28,7 @@ from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.kernels.ranks.rank_sum import fits_two_steps, rank_sum_add_rms_norm, two_step_sum_add_rms_norm
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.peer_memory import open_peer_memory
-from lorafleet.workers.tp.row_parallel_sum import AREA_BYTES_OF_TWO, RankSum
+from lorafleet.workers.tp.row_parallel_sum import TWO_STEP_BYTES_OF_TWO, RankSum
 
 CALLS, REPEATS = 64, 20
 EPS = 1e-5
@@ -58,7 +58,7 @@ def measure(rank: int, size: int, meeting: str, args: argparse.Namespace) -> Non
     device = torch.device("cuda", 0)
     group = TPGroup.join(rank, size, meeting, device)
     ranks = RankSum(group, device)
-    one_step, two_steps = (open_peer_memory(group, device, AREA_BYTES_OF_TWO) for _ in range(2))
+    one_step, two_steps = (open_peer_memory(group, device, TWO_STEP_BYTES_OF_TWO) for _ in range(2))
     norm = NormWeight(torch.ones(args.size, dtype=torch.bfloat16, device=device))
     rows = []
     if rank == 0:
@@ -106,7 +106,7 @@ def measure(rank: int, size: int, meeting: str, args: argparse.Namespace) -> Non
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=4096)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 256, 512, 1024, 8192])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256, 512, 1024, 8192])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     size = torch.cuda.device_count()

@@ -19,27 +19,27 @@ from lorafleet.kernels.ranks.rank_sum import fits_two_steps, rank_sum_add_rms_no
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.peer_memory import PeerMemory, open_peer_memory
 
-# Largest sums of two ranks and of more. Larger ones are left to collectives. With two ranks, each receives as much as
-# any algorithm would send it. Measured by benchmarks/rank_sum.py.
-AREA_BYTES_OF_TWO = 64 << 20
-AREA_BYTES = 2 << 20
-TWO_STEP_SUM_BYTES = 16 << 20
-# Two steps are used if they save a rank at least so many bytes, which take as long as the second crossing of the link.
-SECOND_CROSSING_BYTES = 512 << 10
+# Measured by benchmarks/rank_sum.py with two H100s. Two ranks receive as many bytes in two steps as in one, but two
+# steps are faster from about 1 MiB on. With more ranks they are used if they save a rank at least what the link carries
+# during the second crossing, which takes 1.1 us.
+TWO_STEPS_OF_TWO_FROM_BYTES = 1 << 20
+SECOND_CROSSING_BYTES = 384 << 10
+# Largest sums in one step, in two steps of two ranks, and in two steps of more. Larger ones are left to collectives.
+ONE_STEP_BYTES = 2 << 20
+TWO_STEP_BYTES_OF_TWO = 64 << 20
+TWO_STEP_BYTES = 16 << 20
 
 
 class RankSum:
     """The sums over the ranks of a group. All of its ranks construct one at the same time."""
 
-    def __init__(
-        self, group: TPGroup, device: torch.device, second_crossing_bytes: int = SECOND_CROSSING_BYTES
-    ) -> None:
-        """With second_crossing_bytes=0, all sums are done in two steps."""
+    def __init__(self, group: TPGroup, device: torch.device, two_steps_from_bytes: int | None = None) -> None:
+        """Sums are done in two steps from two_steps_from_bytes on. The default is what was measured."""
         self._group = group
-        self._second_crossing_bytes = second_crossing_bytes
-        self._one_step = open_peer_memory(group, device, AREA_BYTES_OF_TWO if group.size == 2 else AREA_BYTES)
+        self._from_bytes = two_steps_from(group.size) if two_steps_from_bytes is None else two_steps_from_bytes
+        self._one_step = open_peer_memory(group, device, ONE_STEP_BYTES)
         self._two_steps: PeerMemory | None = None
-        if self._one_step is not None and (group.size > 2 or second_crossing_bytes == 0):
+        if self._one_step is not None:
             self._two_steps = open_peer_memory(group, device, two_step_area_bytes(group.size))
 
     def rms_norm(self, x_TD: Tensor, norm: NormWeight | None, eps: float) -> tuple[Tensor, Tensor]:
@@ -74,8 +74,8 @@ class RankSum:
         return add_rms_norm(LinearOutput(total_TD), residual_TD, norm, eps, branch, scale)
 
     def _areas_of_two_steps(self, x_TD: Tensor) -> PeerAreas | None:
-        """Returns the memory for the sum of x in two steps, or None if it is not to be done so."""
-        if self._two_steps is None or saved_bytes(x_TD.nbytes, self._group.size) < self._second_crossing_bytes:
+        """Returns the memory for the sum of x in two steps, or None if it is smaller or larger than such sums."""
+        if self._two_steps is None or x_TD.nbytes < self._from_bytes:
             return None
         return self._two_steps.areas if fits_two_steps(x_TD, self._two_steps.areas) else None
 
@@ -85,10 +85,14 @@ class RankSum:
         return self._one_step.areas
 
 
+def two_steps_from(num_ranks: int) -> int:
+    """Returns the size in bytes from which on a sum over so many ranks is faster in two steps."""
+    if num_ranks <= 2:
+        return TWO_STEPS_OF_TWO_FROM_BYTES
+    # A rank receives N - 1 times the sum in one step, and 2 (N - 1) / N times the sum in two.
+    return SECOND_CROSSING_BYTES * num_ranks // ((num_ranks - 1) * (num_ranks - 2))
+
+
 def two_step_area_bytes(num_ranks: int) -> int:
-    return 2 * TWO_STEP_SUM_BYTES // num_ranks // ALIGNMENT * ALIGNMENT
-
-
-def saved_bytes(num_bytes: int, num_ranks: int) -> int:
-    """Returns how many bytes less a rank receives in two steps than in one, for a sum of num_bytes."""
-    return num_bytes * (num_ranks - 1) * (num_ranks - 2) // num_ranks
+    largest = TWO_STEP_BYTES_OF_TWO if num_ranks == 2 else TWO_STEP_BYTES
+    return 2 * largest // num_ranks // ALIGNMENT * ALIGNMENT

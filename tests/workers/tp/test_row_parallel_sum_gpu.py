@@ -9,7 +9,7 @@ from torch import Tensor
 from lorafleet.kernels.decoder.rms_norm import NormWeight
 from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.workers.tp.group import TPGroup
-from lorafleet.workers.tp.row_parallel_sum import SECOND_CROSSING_BYTES, RankSum
+from lorafleet.workers.tp.row_parallel_sum import RankSum
 from ranks import on_ranks
 
 pytestmark = [
@@ -24,11 +24,10 @@ def inputs(seed: int, rows: int, size: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)).to(dtype).cuda()
 
 
-def sums(group: TPGroup, size: int, dtype: torch.dtype, second_crossing_bytes: int) -> list[float]:
+def sums(group: TPGroup, size: int, dtype: torch.dtype, two_steps_from_bytes: int | None) -> list[float]:
     """The largest errors of residual and norm, of calls in a row and of a graph replayed."""
-    ranks = RankSum(group, torch.device("cuda", 0), second_crossing_bytes)
-    is_used = ranks._areas_of_two_steps if second_crossing_bytes == 0 else ranks._areas_of_one_step
-    assert is_used(inputs(1, max(ROWS), size, dtype)) is not None, "the GPUs cannot reach each other's memory"
+    ranks = RankSum(group, torch.device("cuda", 0), two_steps_from_bytes)
+    assert ranks._one_step is not None and ranks._two_steps is not None, "the GPUs cannot reach each other's memory"
     errors = []
 
     def parts(call: int, rows: int) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -75,10 +74,10 @@ def sums(group: TPGroup, size: int, dtype: torch.dtype, second_crossing_bytes: i
 
 
 @pytest.mark.parametrize(("size", "dtype", "bound"), [(4096, torch.bfloat16, 0.01), (96, torch.float32, 1e-5)])
-@pytest.mark.parametrize("second_crossing_bytes", [SECOND_CROSSING_BYTES, 0], ids=["one step", "two steps"])
+@pytest.mark.parametrize("two_steps_from_bytes", [None, 0], ids=["as measured", "two steps"])
 def test_equals_the_sum_of_all_ranks_rows(
-    size: int, dtype: torch.dtype, bound: float, second_crossing_bytes: int
+    size: int, dtype: torch.dtype, bound: float, two_steps_from_bytes: int | None
 ) -> None:
-    found = on_ranks(2, sums, size, dtype, second_crossing_bytes, device="cuda")
+    found = on_ranks(2, sums, size, dtype, two_steps_from_bytes, device="cuda")
     assert found[0] == found[1], "the ranks have other bits"
     assert max(found[0]) < bound
