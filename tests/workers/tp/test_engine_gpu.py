@@ -117,8 +117,9 @@ def slot_bytes(base: Path, max_num_seqs: int, fully: bool | None) -> int:
     """Returns the bytes of rank 0's slots."""
     lora = LoRAConfig(max_loras=2, max_lora_rank=16, fully_sharded_loras=fully)
     config = EngineConfig(
-        str(base), device="cuda", kv_cache_tokens=8192, max_num_seqs=max_num_seqs, tensor_parallel_size=2, lora=lora
-    )
+        str(base), device="cuda", kv_cache_tokens=8192, max_num_seqs=max_num_seqs, tensor_parallel_size=2, lora=lora,
+        attention_backend="triton",
+    )  # fmt: skip
     ranks = RankProcesses(config)
     engine = build_engine(config, addresses=ranks.addresses)
     assert engine.loras is not None
