@@ -269,7 +269,8 @@ def serve_and_measure(args: argparse.Namespace, scale: Scale, table: Table, *, o
         folder = Path(temporary)
         with made(folder, scale, on_gpu=on_gpu) as (model, adapters):
             lora = ["--lora-resolver-dir", str(adapters), "--max-lora-rank", str(scale.rank)]
-            lora += ["--max-loras", str(scale.max_loras), "--max-cpu-loras", str(scale.max_cpu_loras)]
+            lora += ["--max-loras", str(scale.max_loras), "--max-gpu-loras", str(scale.max_loras)]
+            lora += ["--max-cpu-loras", str(scale.max_cpu_loras)]
             for arguments, cases, bursts in ((["--no-enable-lora"], [off], []), (lora, [on, few, many], [on, few])):
                 wanted = [case for case in cases if args.only is None or any(word in case.name for word in args.only)]
                 if not wanted:

@@ -33,8 +33,8 @@ class SlotView(Protocol):
 
 class SlotTable(Protocol):
     @property
-    def digests(self) -> Container[str]:
-        """The digests of all adapters that have a slot."""
+    def usable_digests(self) -> Container[str]:
+        """The digests of the adapters in slots that one more sequence may use now, or once they are copied."""
 
     def find(self, digest: str) -> SlotView | None:
         """Returns the adapter's slot, or None."""

@@ -141,8 +141,8 @@ class FairQueue:
         return [flow.waiting[0] for flow in self._order if flow.tenant is own]
 
     def sort(self, in_slots: Container[str]) -> None:
-        """Sorts the adapters by service. `in_slots` has the digests of those in slots. The base always counts as one
-        of them."""
+        """Sorts the adapters by service. `in_slots` has the digests of those in usable slots. The base always counts as
+        one of them."""
         self._least_tenant = [self._least_tenant_served(is_background) for is_background in (False, True)]
         for flow in self._order:
             in_slot = not flow.digest or flow.digest in in_slots

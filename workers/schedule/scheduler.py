@@ -107,7 +107,7 @@ class Scheduler:
             return []
         favored = self._favor_a_tenant(in_flight) if self.waiting and not self.pause else None
         chunks, allowance = self._schedule_running()
-        self.waiting.sort(self.loras.slots.digests if self.loras is not None else ())
+        self.waiting.sort(self.loras.slots.usable_digests if self.loras is not None else ())
         if self.loras is not None:
             self.loras.prefetch(*self.waiting.adapters())
         if self.waiting:

@@ -9,7 +9,7 @@ slot, the slot's generation increases by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, KeysView
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -97,9 +97,12 @@ class SlotPolicy:
         return self._by_digest.get(digest)
 
     @property
-    def digests(self) -> KeysView[str]:
-        """Digests of the adapters in slots, including those whose copies are in progress."""
-        return self._by_digest.keys()
+    def usable_digests(self) -> Collection[str]:
+        """Digests of the adapters in slots that one more sequence may use beside those in use, including those whose
+        copies are in progress."""
+        if len(self.in_use) < self.max_in_use:
+            return self._by_digest.keys()
+        return {slot.digest for slot in self.in_use.values() if slot.digest is not None}
 
     @property
     def num_bytes(self) -> int:

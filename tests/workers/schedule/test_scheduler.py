@@ -103,7 +103,7 @@ class SlotsForAll:
         self.slots = self
         self.asked: list[list[str]] = []
         self.of = {name: Slot(i, digest=name) for i, name in enumerate(("hot", "cold", "warm"))}
-        self.digests = self.of.keys()
+        self.usable_digests = self.of.keys()
         self.absent: set[str] = set()
         self.claimed: set[int] = set()  # for those that are absent
 

@@ -182,5 +182,5 @@ def test_states_stay_true_and_nothing_is_left_behind(seed: int) -> None:
     assert all(worker.manager._lives.state(digest) is AdapterState.GONE for digest in worker.digests)
     assert all(answer.done() for answer in worker.answers)
     assert all(isinstance(answer.exception(), AdapterError | None) for answer in worker.answers)
-    assert worker.manager.resident_cpu() == [] and not worker.manager.slots.digests
+    assert worker.manager.resident_cpu() == [] and not worker.manager.slots.usable_digests
     assert worker.manager.slots.extra_memory.num_bytes == 0

@@ -95,7 +95,7 @@ def test_empty_slots_are_filled_first_and_then_the_least_recently_used_one() -> 
     slots.policy.let_go(first.index)
     assert slots.victim() is second
     assert slots.fill(Adapter("c")) is second
-    assert list(slots.policy.digests) == ["a", "c"]
+    assert list(slots.policy.usable_digests) == ["a", "c"]
     assert (slots.policy.find("b"), slots.policy.find("c")) == (None, second)
     assert (second.generation, slots.policy.num_activations, slots.policy.num_evictions) == (1, 3, 1)
 
@@ -246,5 +246,7 @@ def test_only_so_many_slots_are_used_at_the_same_time_and_one_yields() -> None:
     assert [slots.policy.may_use(index) for index in range(3)] == [True, True, False]
     assert (slots.policy.num_in_use, slots.policy.num_usable) == (2, 0)
     assert digests(slots.room.to_yield(set())) == ["b"] and digests(slots.room.to_yield({1})) == ["a"]
+    assert slots.policy.usable_digests == {"a", "b"}
     slots.policy.let_go(1)
+    assert {*slots.policy.usable_digests} == {"a", "b", "c"}
     assert slots.policy.may_use(2) and slots.room.to_yield(set()) == [] and slots.policy.num_usable == 1
