@@ -25,6 +25,7 @@ from lorafleet.workers.adapters.kinds.kind import Base
 from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionSpec
 from lorafleet.workers.attention.flashinfer_modules import FLASHINFER_BYTES, missing_modules
 from lorafleet.workers.attention.module_build import ModuleBuild, ModuleSource
+from lorafleet.workers.attention.prompt_tiles import TILE_QUERIES
 from lorafleet.workers.attention.select import make_attention, refusal
 from lorafleet.workers.attention.switching_attention import SwitchingAttention
 from lorafleet.workers.attention_spec import attention_spec
@@ -61,6 +62,7 @@ from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.schedule.state_slots import StateSlots
 from lorafleet.workers.schedule.state_snapshots import StateSnapshots
 from lorafleet.workers.schedule.step_budget import StepBudget, StepLimits
+from lorafleet.workers.schedule.step_tiles import StepTiles
 from lorafleet.workers.sleep.rank_memory import RankMemory
 from lorafleet.workers.sleep.replica_memory import ReplicaMemory
 from lorafleet.workers.sleep.weights_gate import WeightsGate
@@ -359,7 +361,10 @@ def _step_limits(config: EngineConfig, device: torch.device, is_recurrent: bool)
         config.max_num_mixed_tokens,
         config.max_gap_ms / 1e3,
         config.ttft_target_ms / 1e3,
-        graph_token_counts(config.max_num_batched_tokens) if has_graphs else (),
+        StepTiles(
+            graph_token_counts(config.max_num_batched_tokens) if has_graphs else (),
+            TILE_QUERIES if device.type == "cuda" else 1,
+        ),
     )
 
 

@@ -9,10 +9,12 @@ from statistics import median
 import pytest
 
 from lorafleet.workers.schedule.step_budget import LEAST_CHUNK, StepLimits
-from tests.workers.schedule.simulated_device import GRAPH_SIZES, H200, Load, Simulation, closed_loop, percentile
+from lorafleet.workers.schedule.step_tiles import StepTiles
+from tests.workers.schedule.simulated_device import GRAPH_SIZES, H200, Device, Load, Simulation, closed_loop, percentile
 
+TILES = StepTiles(GRAPH_SIZES, 1)
 FIXED = StepLimits(max_tokens=2048, max_mixed_tokens=512)
-DEFAULT = StepLimits(max_tokens=2048, max_gap_s=0.05, ttft_target_s=0.5, graph_sizes=GRAPH_SIZES)
+DEFAULT = StepLimits(max_tokens=2048, max_gap_s=0.05, ttft_target_s=0.5, tiles=TILES)
 
 
 def load(limits: StepLimits, streams: int, requests: int) -> Load:
@@ -20,7 +22,7 @@ def load(limits: StepLimits, streams: int, requests: int) -> Load:
     return closed_loop(Simulation(limits, H200(noise=lambda: rng.gauss(1, 0.02))), streams, requests)
 
 
-def streaming(limits: StepLimits, streams: int = 32, device: H200 | None = None) -> Simulation:
+def streaming(limits: StepLimits, streams: int = 32, device: Device | None = None) -> Simulation:
     """A simulation with streams that have begun."""
     simulation = Simulation(limits, device)
     for _ in range(streams):
@@ -71,8 +73,8 @@ def test_a_lower_target_starts_requests_sooner_and_a_lower_gap_shortens_steps():
         last_s = max(simulation.first_token_s(sequence) for sequence in sent)
         return last_s, max(seconds for _, seconds in simulation.steps)
 
-    patient, hasty = StepLimits(2048, None, 0.05, 5.0, GRAPH_SIZES), StepLimits(2048, None, 0.05, 0.1, GRAPH_SIZES)
-    steady = StepLimits(2048, None, 0.02, 0.1, GRAPH_SIZES)
+    patient, hasty = StepLimits(2048, None, 0.05, 5.0, TILES), StepLimits(2048, None, 0.05, 0.1, TILES)
+    steady = StepLimits(2048, None, 0.02, 0.1, TILES)
     assert burst(hasty)[0] < 0.9 * burst(patient)[0]
     assert burst(patient)[1] < 0.8 * burst(hasty)[1]
     assert burst(steady)[1] < 0.025
@@ -115,7 +117,7 @@ def test_steps_fill_the_graphs_that_they_run():
 
 
 def test_a_machine_of_which_nothing_is_known_begins_with_small_steps_beside_streams():
-    simulation = Simulation(StepLimits(8192, None, 10.0, 0.001, GRAPH_SIZES))
+    simulation = Simulation(StepLimits(8192, None, 10.0, 0.001, TILES))
     for _ in range(4):
         simulation.send(16, 100_000)
     simulation.driven.step()
