@@ -33,20 +33,22 @@ def longest_walk(tiles: Iterable[tuple[int, int]], num_sms: int) -> int:
     return duration
 
 
+def walk_of(query_lens: list[int], context_lens: list[int], parts: int, num_heads: int, num_sms: int) -> int:
+    """Returns the number of keys that the busiest multiprocessor walks for a step's prompts, with long contexts in this
+    number of parts."""
+    tiles = []
+    for queries, context in zip(query_lens, context_lens, strict=True):
+        count, before = num_heads * -(-queries // TILE_QUERIES), context - queries
+        if parts > 1 and before >= LONG_CONTEXT:
+            tiles += [(before // parts, count * parts), (queries, count)]
+        else:
+            tiles.append((context, count))
+    return longest_walk(tiles, num_sms) + (MERGE_KEYS if parts > 1 else 0)
+
+
 def best_parts(query_lens: list[int], context_lens: list[int], num_heads: int, num_sms: int) -> int:
     """Returns the number of parts into which the long contexts of a step's prompts should be divided; 1 for none."""
-    lens = list(zip(query_lens, context_lens, strict=True))
-
-    def walk(parts: int) -> int:
-        tiles = []
-        for queries, context in lens:
-            count, before = num_heads * -(-queries // TILE_QUERIES), context - queries
-            if parts > 1 and before >= LONG_CONTEXT:
-                tiles += [(before // parts, count * parts), (queries, count)]
-            else:
-                tiles.append((context, count))
-        return longest_walk(tiles, num_sms) + (MERGE_KEYS if parts > 1 else 0)
-
+    lens = zip(query_lens, context_lens, strict=True)
     if all(context - queries < LONG_CONTEXT for queries, context in lens):
         return 1
-    return min((1, *PARTS), key=walk)
+    return min((1, *PARTS), key=lambda parts: walk_of(query_lens, context_lens, parts, num_heads, num_sms))

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.protocol.step_metrics import StepShape
-from lorafleet.workers.attention.prompt_tiles import TILE_QUERIES, longest_walk
+from lorafleet.workers.attention.prompt_tiles import best_parts, walk_of
 from lorafleet.workers.bases.rope_config import RopeConfig
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.scheduler import Scheduler
@@ -83,11 +83,9 @@ class H100:
     def _prompts_s(self, prompts: tuple[tuple[int, int], ...]) -> float:
         if not prompts:
             return 0.0
-        tiles = [(end - count // 2, 32 * -(-count // TILE_QUERIES)) for count, end in prompts]
-        walk = (
-            sum(keys * count for keys, count in tiles) / (0.95 * 132) if self.is_divided else longest_walk(tiles, 132)
-        )
-        return NUM_LAYERS * KEY_S * walk
+        counts, contexts = [count for count, _ in prompts], [end for _, end in prompts]
+        parts = best_parts(counts, contexts, 32, 132) if self.is_divided else 1
+        return NUM_LAYERS * KEY_S * walk_of(counts, contexts, parts, 32, 132)
 
 
 @dataclass
