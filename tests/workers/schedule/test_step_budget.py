@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
@@ -10,11 +12,23 @@ import pytest
 
 from lorafleet.workers.schedule.step_budget import LEAST_CHUNK, StepLimits
 from lorafleet.workers.schedule.step_tiles import StepTiles
-from tests.workers.schedule.simulated_device import GRAPH_SIZES, H200, Device, Load, Simulation, closed_loop, percentile
+from tests.workers.schedule.simulated_device import (
+    GRAPH_SIZES,
+    H100,
+    H200,
+    Device,
+    Load,
+    Simulation,
+    closed_loop,
+    percentile,
+)
 
 TILES = StepTiles(GRAPH_SIZES, 1)
 FIXED = StepLimits(max_tokens=2048, max_mixed_tokens=512)
 DEFAULT = StepLimits(max_tokens=2048, max_gap_s=0.05, ttft_target_s=0.5, tiles=TILES)
+
+STAIRCASE = replace(DEFAULT, tiles=StepTiles(GRAPH_SIZES, 128))
+STEADY = replace(STAIRCASE, max_gap_s=0.04)
 
 
 def load(limits: StepLimits, streams: int, requests: int) -> Load:
@@ -133,3 +147,44 @@ def test_where_nothing_streams_a_prompt_has_the_whole_step(limits):
     simulation = Simulation(limits)
     simulation.send(10_000, 2)
     assert [chunk.num_tokens for chunk in simulation.driven.step()] == [2048]
+
+
+def gauss(spread: float, seed: int = 1) -> Callable[[], float]:
+    rng = random.Random(seed)
+    return lambda: rng.gauss(1, spread)
+
+
+def test_a_long_prompt_keeps_most_of_its_speed_amid_streams_where_attention_takes_whole_tiles():
+    alone_s = (alone := Simulation(STEADY, H100(gauss(0.03)))).first_token_s(alone.send(131_000, 2))
+    simulation = streaming(STEADY, device=H100(gauss(0.03)))
+    took_s = simulation.first_token_s(simulation.send(131_000, 2))
+    assert alone_s > 0.7 * took_s
+    assert percentile([seconds for _, seconds in simulation.steps], 0.99) < 0.04
+    late = [shape.prompts[0][0] for shape, _ in simulation.steps[-100:-1]]
+    assert sum(count % 128 == 0 for count in late) > 0.9 * len(late), "chunks fill their tiles"
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.06, 0.1])
+def test_gaps_leave_room_for_the_spread_of_steps(spread):
+    ours = closed_loop(Simulation(STAIRCASE, H100(gauss(spread))), 256, 768)
+    assert percentile(ours.gap_ms, 0.99) <= 50
+    assert percentile(ours.gap_ms, 0.99) > 35, "the time that is left is used"
+
+
+def test_gaps_keep_their_bound_after_the_device_has_become_slower():
+    noise, num_steps = gauss(0.03), 0
+
+    def slower() -> float:
+        nonlocal num_steps
+        num_steps += 1
+        return noise() * (1.5 if num_steps > 400 else 1.0)
+
+    simulation = streaming(STAIRCASE, 128, H100(slower))
+    for _ in range(400):
+        simulation.send(2000, 2)
+    while len(simulation.driven.finished) < 400:
+        simulation.driven.step()
+    before, after = simulation.steps[:300], simulation.steps[400:]
+    assert len(after) > 100
+    for part in (before, after):
+        assert percentile([seconds for _, seconds in part], 0.99) <= 0.05
