@@ -75,6 +75,7 @@ from lorafleet.workers.step.decode_capture import DecodeCapture
 from lorafleet.workers.step.decode_graphs import FIRST_SIZES, DecodeGraphs, graph_sizes
 from lorafleet.workers.step.late_work import LateWork
 from lorafleet.workers.step.prefill_graphs import PrefillGraphs, graph_token_counts
+from lorafleet.workers.step.reserved_memory import reserve_logits
 from lorafleet.workers.step.runner import ModelRunner
 from lorafleet.workers.step.step_runner import StepRunner
 from lorafleet.workers.structured.decoding import StructuredDecoding
@@ -237,6 +238,7 @@ def _build_steps(
         routed,
         config.batch_invariant,
     )
+    reserve_logits(model, config.max_num_seqs, device)
     if device.type == "cuda" and config.lora is not None:
         started = time.monotonic()
         steps.warm_up(config.max_num_batched_tokens, config.lora.max_lora_rank)

@@ -9,7 +9,7 @@ from torch import Tensor
 from lorafleet.kernels.decoder.merge_parts import merge_parts
 from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
 
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 def check(
