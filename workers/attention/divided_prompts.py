@@ -20,7 +20,7 @@ from lorafleet.kernels.decoder.merge_parts import merge_parts
 from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache, LayerAttention
 from lorafleet.workers.attention.flashinfer_calls import PlacedPrompts, plan_prompts, run_layer
 from lorafleet.workers.attention.kv_pages import pinned_copy
-from lorafleet.workers.attention.prompt_tiles import LONG_CONTEXT
+from lorafleet.workers.attention.prompt_tiles import LONG_CONTEXT, MOST_PART_QUERIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,10 @@ class DividedPrompts:
         self._num_parts = 0
         self._row_N = torch.zeros(0, dtype=torch.int32, device=spec.device)
         self._row_of_parts = self._row_N  # [S * N]: the row of each query of the parts.
+        # Allocated once, since the driver would stop a step that needs more memory than those before it.
+        shape = MOST_PART_QUERIES, layer.num_heads, layer.head_dim
+        self._queries, self._results = (torch.empty(shape, dtype=spec.dtype, device=spec.device) for _ in range(2))
+        self._log_sums = torch.empty(shape[:2], dtype=torch.float32, device=spec.device)
 
     def plan(self, division: Division) -> None:
         spec = self._spec
@@ -81,10 +85,10 @@ class DividedPrompts:
         self._row_N = self._row_of_parts[: len(division.rows)]
 
     def attend(self, q_THD: Tensor, cache: KVCache, out_THD: Tensor) -> None:
-        q_parts = q_THD.index_select(0, self._row_of_parts)
-        part_SNHD = torch.empty_like(q_parts).view(self._num_parts, len(self._row_N), *q_THD.shape[1:])
-        part_log_sum_SNH = torch.empty(part_SNHD.shape[:3], dtype=torch.float32, device=q_THD.device)
+        count, shape = len(self._row_of_parts), (self._num_parts, len(self._row_N))
+        q_parts, part_log_sums, results = self._queries[:count], self._log_sums[:count], self._results[:count]
+        torch.index_select(q_THD, 0, self._row_of_parts, out=q_parts)
         log_sum_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
-        run_layer(self._parts, q_parts, cache, part_SNHD.flatten(0, 1), part_log_sum_SNH.flatten(0, 1))
+        run_layer(self._parts, q_parts, cache, results, part_log_sums)
         run_layer(self._ends, q_THD, cache, out_THD, log_sum_TH)
-        merge_parts(out_THD, log_sum_TH, part_SNHD, part_log_sum_SNH, self._row_N)
+        merge_parts(out_THD, log_sum_TH, results.unflatten(0, shape), part_log_sums.unflatten(0, shape), self._row_N)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 TILE_QUERIES = 128  # queries of a program of FA3
 LONG_CONTEXT = 4096  # keys in front of a chunk from which dividing them is worth more launches
 PARTS = (2, 3, 4, 6, 8)  # numbers of parts that are considered
+MOST_PART_QUERIES = 4096  # sum of the queries of all parts, for whose results there is memory
 MERGE_KEYS = 2048  # number of keys that a tile walks while the launches for parts, and of their merge, take place
 
 
@@ -49,6 +50,6 @@ def walk_of(query_lens: list[int], context_lens: list[int], parts: int, num_head
 def best_parts(query_lens: list[int], context_lens: list[int], num_heads: int, num_sms: int) -> int:
     """Returns the number of parts into which the long contexts of a step's prompts should be divided; 1 for none."""
     lens = zip(query_lens, context_lens, strict=True)
-    if all(context - queries < LONG_CONTEXT for queries, context in lens):
-        return 1
-    return min((1, *PARTS), key=lambda parts: walk_of(query_lens, context_lens, parts, num_heads, num_sms))
+    num_long = sum(queries for queries, context in lens if context - queries >= LONG_CONTEXT)
+    parts = [count for count in PARTS if 0 < count * num_long <= MOST_PART_QUERIES]
+    return min((1, *parts), key=lambda count: walk_of(query_lens, context_lens, count, num_heads, num_sms))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lorafleet.workers.attention.prompt_tiles import LONG_CONTEXT, best_parts, longest_walk
+from lorafleet.workers.attention.prompt_tiles import LONG_CONTEXT, MOST_PART_QUERIES, best_parts, longest_walk
 
 
 @pytest.mark.parametrize(("tiles", "keys"), [(1, 1000), (132, 1000), (133, 2000), (264, 2000), (265, 3000)])
@@ -32,3 +32,11 @@ def test_short_prompts_beside_a_long_one_do_not_hide_that_the_rest_of_the_gpu_wa
 
 def test_few_heads_are_divided_further() -> None:
     assert best_parts([128], [100_000], 8, 132) == 8
+
+
+def test_parts_have_no_more_queries_than_there_is_memory_for() -> None:
+    for count in (16, 128, 300, 512, 640, 1100, 2048):
+        for heads in (1, 8, 32):
+            parts = best_parts([count, 99], [100_000, 99], heads, 132)
+            assert parts == 1 or parts * count <= MOST_PART_QUERIES
+    assert best_parts([2048], [100_000], 1, 132) == 2
