@@ -223,7 +223,8 @@ def _build_steps(
             prefill_graphs = PrefillGraphs(
                 model, caches, attention, spec, inputs, counts, slots, has_fixed_tiles=config.batch_invariant
             )
-    late = LateWork(switching, decode_graphs)
+    reserve = partial(reserve_logits, model, config.max_num_seqs, device)
+    late = LateWork(switching, decode_graphs, reserve)
     steps = StepRunner(
         model,
         attention,
@@ -238,7 +239,7 @@ def _build_steps(
         routed,
         config.batch_invariant,
     )
-    reserve_logits(model, config.max_num_seqs, device)
+    reserve()
     if device.type == "cuda" and config.lora is not None:
         started = time.monotonic()
         steps.warm_up(config.max_num_batched_tokens, config.lora.max_lora_rank)

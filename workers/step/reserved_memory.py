@@ -2,7 +2,8 @@
 
 torch asks the driver for memory when a step needs a larger tensor than any step before it. The driver waits until the
 device is idle, so every stream waits for one more step. The largest of these tensors are the logits, which grow with
-the number of sequences.
+the number of sequences. What is allocated for good, such as the attention's buffers for another CUDA graph, may take a
+part of the reserved memory, so it is reserved again afterwards (late_work.py).
 """
 
 # B sequences of a step · D hidden size

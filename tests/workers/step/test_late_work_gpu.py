@@ -117,7 +117,11 @@ def test_late_captures_give_no_memory_back_for_which_the_next_steps_would_wait(t
     num_frees = torch.cuda.memory_stats()["num_device_free"]
     while engine.fills_idle_time:
         engine.step()
-    assert torch.cuda.memory_stats()["num_device_free"] == num_frees
+    stats = torch.cuda.memory_stats()
+    assert stats["num_device_free"] == num_frees
+    with torch.inference_mode():
+        engine.runner.steps.model.logits(torch.zeros(128, 1024, dtype=torch.bfloat16, device="cuda"))
+    assert torch.cuda.memory_stats()["num_device_alloc"] == stats["num_device_alloc"]
     llm.close()
 
 
