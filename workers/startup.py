@@ -83,6 +83,7 @@ from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.link import OtherRanks
 from lorafleet.workers.tp.rank_messages import TierContent
 from lorafleet.workers.tp.shard import Shard
+from lorafleet.workers.tp.sharding_choice import with_sharding_of
 
 log = logging.getLogger(__name__)
 
@@ -180,6 +181,7 @@ def _build_adapters(
 ) -> tuple[LoRAModelManager, AdapterLoader]:
     """Allocates the slots, and starts the loader that reads adapters for them."""
     dtype = lora_dtype(lora, base.dtype, base.device)
+    lora = with_sharding_of(lora, base.model.group, base.device, config.max_num_seqs)
     slots = LoRAModelManager(base.model, lora, dtype, base.device)
     described = Base(base.layout, _base_weights(config, base), Path(config.model).name)
     check = check_adapter if config.batch_invariant else None
