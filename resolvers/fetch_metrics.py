@@ -51,7 +51,8 @@ class FetchMetrics(Collector):
         self._registry = CollectorRegistry()
         self._outcomes = Counter(
             "lorafleet_adapter_fetches",
-            "Adapters requested from a source, by outcome: fetched, cached, absent or failed.",
+            "Adapters requested from a source, by outcome: fetched, cached, absent or failed. The source neighbor "
+            "stands for the caches of other nodes, and has the causes for which the source itself was asked.",
             ["source", "outcome"],
             registry=self._registry,
         )
