@@ -6,7 +6,7 @@ delay. The rate of a row is the highest rate of a grid at which the clairvoyant'
 of TUNING_SEEDS: a cluster of the right size. The product's costs and policy were also tuned on these seeds; the
 reported results use other seeds.
 
-    python benchmarks/placement.py [--seeds 10] [--workloads NAME …] [--arms NAME …] [--ratios 1 4 16] [--processes 1]
+    python benchmarks/placement.py [--seeds 10] [--workloads NAME …] [--arms NAME …] [--ratios 1 4 16] [--storage local] [--processes 1]
     python benchmarks/placement.py --find-rates
 """
 
@@ -28,6 +28,7 @@ import placement_arms
 import placement_workloads
 from placement_workloads import Load
 from simulated_replica import RANK_BYTES, Counts, Replica, Request
+from simulated_storage import KINDS, Storage, StorageKind
 from slora_workload import Arrival
 
 NUM_REPLICAS = 8
@@ -91,12 +92,15 @@ class Clock:
             call(now)
 
 
-def simulate(load: Load, arm_name: str) -> Result:
+def simulate(load: Load, arm_name: str, kind: StorageKind = "local") -> Result:
     arrivals, ranks = placement_workloads.draw(load), placement_workloads.ranks(load)
     sizes = [rank * RANK_BYTES for rank in ranks]
     clock = Clock()
     next_use = _next_use(load.num_adapters, arrivals) if arm_name == "clairvoyant" else None
-    replicas = [Replica(f"r{i}", NUM_SLOTS, CPU_ADAPTERS, sizes, clock.plan, next_use) for i in range(NUM_REPLICAS)]
+    names = [f"r{i}" for i in range(NUM_REPLICAS)]
+    storage, replicas = Storage(kind, names, sizes), list[Replica]()
+    for name in names:
+        replicas.append(Replica(name, NUM_SLOTS, CPU_ADAPTERS, sizes, clock.plan, storage, replicas, next_use))
     by_name = {replica.name: replica for replica in replicas}
     arm = placement_arms.make(arm_name, replicas, load.seed, sizes, ranks)
     requests = [Request(arrival, arrival.adapter) for arrival in arrivals if arrival.adapter is not None]
@@ -164,7 +168,7 @@ def _load(workload: str, rate: float, ratio: int, seed: int) -> Load:
     return Load(workload, rate, DURATION_S, ratio * NUM_REPLICAS * NUM_SLOTS, seed)
 
 
-def _star(arguments: tuple[Load, str]) -> Result:
+def _star(arguments: tuple[Load, str, StorageKind]) -> Result:
     return simulate(*arguments)
 
 
@@ -238,6 +242,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=list(placement_workloads.WORKLOADS))
     parser.add_argument("--arms", nargs="+", default=list(placement_arms.ARMS), choices=placement_arms.ARMS)
     parser.add_argument("--ratios", nargs="+", type=int, default=RATIOS, choices=RATIOS)
+    parser.add_argument("--storage", default="local", choices=KINDS, help="where adapters come from")
     parser.add_argument("--find-rates", action="store_true", help="only print the correct values of RATES")
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
@@ -250,8 +255,8 @@ def main() -> None:
             return
         for workload, ratio in rows:
             rate = RATES[workload][RATIOS.index(ratio)]
-            print(f"{workload}, {ratio} adapters per slot, {rate} requests/s", flush=True)
-            jobs = [(_load(workload, rate, ratio, seed), arm) for arm in args.arms for seed in seeds]
+            print(f"{workload}, {ratio} adapters per slot, {rate} requests/s, {args.storage}", flush=True)
+            jobs = [(_load(workload, rate, ratio, seed), arm, args.storage) for arm in args.arms for seed in seeds]
             results = pool.map(_star, jobs, chunksize=1)
             arms = {arm: results[i * args.seeds : (i + 1) * args.seeds] for i, arm in enumerate(args.arms)}
             for arm, of_arm in arms.items():
