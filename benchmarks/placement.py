@@ -6,7 +6,7 @@ delay. The rate of a row is the highest rate of a grid at which the clairvoyant'
 of TUNING_SEEDS: a cluster of the right size. The product's costs and policy were also tuned on these seeds; the
 reported results use other seeds.
 
-    python benchmarks/placement.py [--seeds 10] [--workloads NAME …] [--arms NAME …] [--ratios 1 4 16] [--storage local] [--processes 1]
+    python benchmarks/placement.py [--seeds 10] [--workloads NAME …] [--arms NAME …] [--ratios 1 4 16] [--storage s3]
     python benchmarks/placement.py --find-rates
 """
 
