@@ -218,6 +218,14 @@ class Replica:
         self.wishes.append(adapter)
         self._read_next(now)
 
+    def lose_memory(self) -> None:
+        """Loses the adapters in host memory that no request needs now, and the node's cache, as a new node has none."""
+        for adapter in [held for held in self.cpu if held not in self.slots and held not in self.waiting]:
+            self.cpu.remove(adapter)
+            self._cpu_credits.evict(str(adapter))
+            self.changed[adapter] = None
+        self.storage.empty(self.name)
+
     def _list_of(self, adapter: int) -> list[tuple[int, int]]:
         return self._ready if adapter in self.slots or adapter in self.cpu else self._unread
 
@@ -305,8 +313,9 @@ class Replica:
         self._pump(now)
 
     def _read_next(self, now: float) -> None:
-        for _, wanted in self._unread:
-            self._fetch(wanted, now)
+        if not self.storage.is_local:
+            for _, wanted in self._unread:
+                self._fetch(wanted, now)
         if self._reading is not None:
             return
         adapter = next((wanted for _, wanted in self._unread if self.storage.has(self.name, wanted)), None)

@@ -21,7 +21,6 @@ KINDS: tuple[StorageKind, ...] = get_args(StorageKind)
 S3_BASE_S, S3_BYTES_S = 0.15, 0.7e9
 NEAR_BASE_S, LINK_BYTES_S = 0.005, 25e9 / 8
 DIGEST_BYTES_S = 1.5e9
-CACHE_BYTES = 64 << 30  # The default of lora_cache_bytes.
 
 
 class Storage:
@@ -36,12 +35,13 @@ class Storage:
             another replica's host memory, which the product does not do.
     """
 
-    def __init__(self, kind: StorageKind, nodes: Sequence[str], sizes: Sequence[int]) -> None:
+    def __init__(self, kind: StorageKind, nodes: Sequence[str], sizes: Sequence[int], cache_bytes: int) -> None:
         self.kind = kind
         self.s3_bytes = self.near_bytes = 0
         self._sizes = sizes
         self._cached: dict[str, OrderedDict[int, None]] = {node: OrderedDict() for node in nodes}
-        self._free_bytes = dict.fromkeys(nodes, CACHE_BYTES)
+        self._cache_bytes = cache_bytes
+        self._free_bytes = dict.fromkeys(nodes, cache_bytes)
         self._link_free_s = dict.fromkeys(nodes, 0.0)
         homes = Rendezvous(dict.fromkeys(nodes, 1.0))
         for adapter in sorted(range(len(sizes)), key=lambda number: key_of(str(number))):
@@ -88,7 +88,7 @@ class Storage:
     def empty(self, node: str) -> None:
         """Empties the node's cache, as that of a new node."""
         self._cached[node].clear()
-        self._free_bytes[node] = CACHE_BYTES
+        self._free_bytes[node] = self._cache_bytes
 
     def _add(self, node: str, adapter: int) -> None:
         self._cached[node][adapter] = None
