@@ -219,7 +219,11 @@ class Replica:
         self._read_next(now)
 
     def lose_memory(self) -> None:
-        """Loses the adapters in host memory that no request needs now, and the node's cache, as a new node has none."""
+        """Loses the adapters that no request needs now, and the node's cache, as a new node has none."""
+        for adapter in [idle for idle in self._idle if idle not in self.waiting]:
+            del self.slots[adapter], self._idle[adapter]
+            self._slot_credits.evict(str(adapter))
+            self.changed[adapter] = None
         for adapter in [held for held in self.cpu if held not in self.slots and held not in self.waiting]:
             self.cpu.remove(adapter)
             self._cpu_credits.evict(str(adapter))
