@@ -94,7 +94,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What is the same for all rules, besides the requests."""
+    """The parameters of a simulation that are the same for all rules, besides the requests."""
 
     storage: StorageKind = "local"
     cache_bytes: int = 64 << 30  # Of each node's disk cache; the default of lora_cache_bytes.

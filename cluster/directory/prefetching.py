@@ -20,6 +20,7 @@ REMEMBER_S = 600.0  # Seconds over which the predicted demand is averaged, appro
 LEAST_TOKENS_S = 0.05  # Tokens per second below which an adapter is not expected to be requested.
 MAX_ADAPTERS = 100_000  # Adapters whose demand is remembered.
 SCAN = 2000  # Adapters examined per round.
+AT_ONCE = 1  # Adapters that one replica is ordered to read per round: a request may come while its disk reads.
 AGAIN_S = 60.0  # Seconds until a read that has not succeeded is ordered again.
 
 
@@ -70,7 +71,7 @@ class Prefetcher:
     def steps(self, now: float, tokens: Mapping[str, int], homes: Homes, leaving: Container[str]) -> Iterator[None]:
         """Does a round's share of the work, in short steps. Replicas in `leaving` receive nothing more."""
         self._forecast.observe(now, tokens)
-        room = room_in(self._residency, leaving)
+        room = dict.fromkeys(room_in(self._residency, leaving), AT_ONCE)
         if not room:
             return
         self._ordered_s = {digest: at_s for digest, at_s in self._ordered_s.items() if now - at_s < AGAIN_S}
