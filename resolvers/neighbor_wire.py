@@ -13,7 +13,7 @@ MAX_OFFER_BYTES = 4096
 
 
 class NeighborAddress(msgspec.Struct, frozen=True):
-    """Where a node answers its neighbors. Only Ray's actors learn the secret."""
+    """The address where a node answers its neighbors. Only Ray's actors learn the secret."""
 
     host: str
     port: int
