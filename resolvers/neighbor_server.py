@@ -75,7 +75,7 @@ class NeighborServer(Collector):
         return iter(self._registry.collect())
 
     def close(self) -> None:
-        """Closes the listener. Adapters that are being sent are sent to their end."""
+        """Accepts no further connections. Adapters that are being sent are sent to their end."""
         with contextlib.suppress(OSError):  # It wakes the thread that accepts.
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
