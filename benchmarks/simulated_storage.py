@@ -1,6 +1,6 @@
 """Simulates where the files of adapters are: on each node's disk, in S3, and in the caches of other nodes.
 
-The times are assumptions for a cluster in one region, apart from the digest's, which was measured on one core:
+The times are assumptions for a cluster in one region:
 
 - S3 answers after 0.15 s and then sends 0.7 GB/s, as eight ranges at a time of 85 to 90 MB/s each.
 - Nodes have links of 25 Gbit/s. A link carries one adapter after another.
