@@ -6,7 +6,7 @@ delay. The rate of a row is the highest rate of a grid at which the clairvoyant'
 of TUNING_SEEDS: a cluster of the right size. The product's costs and policy were also tuned on these seeds; the
 reported results use other seeds.
 
-    python benchmarks/placement.py [--seeds 10] [--workloads NAME …] [--arms NAME …] [--ratios 1 4 16] [--processes 1]
+    python benchmarks/placement.py [--seeds 10] [--workloads NAME …] [--arms NAME …] [--ratios 1 4 16] [--storage s3]
     python benchmarks/placement.py --find-rates
 """
 
@@ -28,6 +28,7 @@ import placement_arms
 import placement_workloads
 from placement_workloads import Load
 from simulated_replica import RANK_BYTES, Counts, Replica, Request
+from simulated_storage import KINDS, Storage, StorageKind
 from slora_workload import Arrival
 
 NUM_REPLICAS = 8
@@ -91,12 +92,24 @@ class Clock:
             call(now)
 
 
-def simulate(load: Load, arm_name: str) -> Result:
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The parameters of a simulation that are the same for all rules, besides the requests."""
+
+    storage: StorageKind = "local"
+    cache_bytes: int = 64 << 30  # Of each node's disk cache; the default of lora_cache_bytes.
+    new_node_s: float | None = None  # The time at which a replica moves to a new node; only later requests count then.
+
+
+def simulate(load: Load, arm_name: str, scene: Scene = Scene()) -> Result:
     arrivals, ranks = placement_workloads.draw(load), placement_workloads.ranks(load)
     sizes = [rank * RANK_BYTES for rank in ranks]
     clock = Clock()
     next_use = _next_use(load.num_adapters, arrivals) if arm_name == "clairvoyant" else None
-    replicas = [Replica(f"r{i}", NUM_SLOTS, CPU_ADAPTERS, sizes, clock.plan, next_use) for i in range(NUM_REPLICAS)]
+    names = [f"r{i}" for i in range(NUM_REPLICAS)]
+    storage, replicas = Storage(scene.storage, names, sizes, scene.cache_bytes), list[Replica]()
+    for name in names:
+        replicas.append(Replica(name, NUM_SLOTS, CPU_ADAPTERS, sizes, clock.plan, storage, replicas, next_use))
     by_name = {replica.name: replica for replica in replicas}
     arm = placement_arms.make(arm_name, replicas, load.seed, sizes, ranks)
     requests = [Request(arrival, arrival.adapter) for arrival in arrivals if arrival.adapter is not None]
@@ -114,9 +127,14 @@ def simulate(load: Load, arm_name: str) -> Result:
     clock.plan_every(REPORT_S, load.duration_s, report)
     clock.plan_every(1.0, load.duration_s, arm.each_second)
     clock.plan(WARM_UP_S, lambda _: warm.extend(replica.counts.copy() for replica in replicas))
+    counted_s = WARM_UP_S
+    if scene.new_node_s is not None:
+        counted_s = scene.new_node_s
+        clock.plan(counted_s, lambda _: replicas[0].lose_memory())
     clock.plan(requests[0].arrival.at_s, lambda time_s: arrive(0, time_s))
     clock.run()
-    return _result(requests, [count.counts.minus(early) for count, early in zip(replicas, warm, strict=True)])
+    counted = [request for request in requests if request.arrival.at_s >= counted_s]
+    return _result(counted, [count.counts.minus(early) for count, early in zip(replicas, warm, strict=True)])
 
 
 def _next_use(num_adapters: int, arrivals: Sequence[Arrival]) -> Callable[[int, float], float]:
@@ -132,8 +150,7 @@ def _next_use(num_adapters: int, arrivals: Sequence[Arrival]) -> Callable[[int, 
     return next_use
 
 
-def _result(requests: Sequence[Request], counts: Sequence[Counts]) -> Result:
-    counted = [request for request in requests if request.arrival.at_s >= WARM_UP_S]
+def _result(counted: Sequence[Request], counts: Sequence[Counts]) -> Result:
     ttft_s = np.array([request.first_token_s - request.arrival.at_s for request in counted])
     assert np.isfinite(ttft_s).all(), "a request was never answered"
     of_adapter: dict[int, list[bool]] = {}
@@ -164,7 +181,7 @@ def _load(workload: str, rate: float, ratio: int, seed: int) -> Load:
     return Load(workload, rate, DURATION_S, ratio * NUM_REPLICAS * NUM_SLOTS, seed)
 
 
-def _star(arguments: tuple[Load, str]) -> Result:
+def _star(arguments: tuple[Load, str, Scene]) -> Result:
     return simulate(*arguments)
 
 
@@ -238,11 +255,15 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=list(placement_workloads.WORKLOADS))
     parser.add_argument("--arms", nargs="+", default=list(placement_arms.ARMS), choices=placement_arms.ARMS)
     parser.add_argument("--ratios", nargs="+", type=int, default=RATIOS, choices=RATIOS)
+    parser.add_argument("--storage", default="local", choices=KINDS, help="where adapters come from")
+    parser.add_argument("--cache-gib", type=int, default=64, help="GiB of each node's disk cache")
+    parser.add_argument("--new-node-s", type=float, help="time at which a replica loses its memory and its cache")
     parser.add_argument("--find-rates", action="store_true", help="only print the correct values of RATES")
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
     rows = [(workload, ratio) for workload in args.workloads for ratio in args.ratios]
     seeds = range(args.first_seed, args.first_seed + args.seeds)
+    scene = Scene(args.storage, args.cache_gib << 30, args.new_node_s)
     num_met: Counter[tuple[str, str]] = Counter()
     with multiprocessing.Pool(args.processes) as pool:
         if args.find_rates:
@@ -250,8 +271,8 @@ def main() -> None:
             return
         for workload, ratio in rows:
             rate = RATES[workload][RATIOS.index(ratio)]
-            print(f"{workload}, {ratio} adapters per slot, {rate} requests/s", flush=True)
-            jobs = [(_load(workload, rate, ratio, seed), arm) for arm in args.arms for seed in seeds]
+            print(f"{workload}, {ratio} adapters per slot, {rate} requests/s, {args.storage}", flush=True)
+            jobs = [(_load(workload, rate, ratio, seed), arm, scene) for arm in args.arms for seed in seeds]
             results = pool.map(_star, jobs, chunksize=1)
             arms = {arm: results[i * args.seeds : (i + 1) * args.seeds] for i, arm in enumerate(args.arms)}
             for arm, of_arm in arms.items():

@@ -15,6 +15,7 @@ from typing import Protocol
 from lorafleet.cluster.directory import residency
 from lorafleet.cluster.directory.filling import Filler
 from lorafleet.cluster.directory.placer import Placer
+from lorafleet.cluster.directory.prefetching import Prefetcher
 from lorafleet.cluster.directory.residency import Residency, RouteView
 from lorafleet.cluster.routing.rendezvous import Rendezvous, key_of
 from lorafleet.cluster.routing.routing import ReplicaLoad, Tier
@@ -72,6 +73,7 @@ class Product(_Blind):
         rule: RoutingRule,
         *,
         fill: bool,
+        prefetch: bool,
     ) -> None:
         super().__init__(replicas, seed)
         self.by_name = {replica.name: replica for replica in replicas}
@@ -85,6 +87,7 @@ class Product(_Blind):
             dict,
             self.prefetch,
             Filler(self.residency, lambda: by_hash, self.prefetch) if fill else None,
+            prefetcher=Prefetcher(self.residency, self.prefetch) if prefetch else None,
             places_by_demand=rule == "affinity",
         )
         self.view = RouteView(make_chooser(rule, seed))
@@ -162,6 +165,7 @@ RULES: dict[str, RoutingRule] = {
     "Ray multiplex sticky": "sticky",
     "ours": "affinity",
     "ours, filled": "affinity",
+    "ours, not prefetched": "affinity",
 }
 
 
@@ -173,7 +177,9 @@ def make(name: str, replicas: Sequence[Replica], seed: int, sizes: Sequence[int]
             return RendezvousOnly(replicas, seed)
         case "clairvoyant":
             return Clairvoyant(replicas, seed, sizes)
-    return Product(replicas, seed, sizes, ranks, RULES[name], fill=name == "ours, filled")
+    rule = RULES[name]
+    prefetch = rule == "affinity" and name != "ours, not prefetched"
+    return Product(replicas, seed, sizes, ranks, rule, fill=name == "ours, filled", prefetch=prefetch)
 
 
 ARMS = ("random", "rendezvous only", "clairvoyant", *RULES)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from lorafleet.cluster.routing.routing import ReplicaLoad, Tier
 from lorafleet.workers.slots.eviction import Credits, Demand
+from simulated_storage import LINK_BYTES_S, NEAR_BASE_S, Storage
 from slora_workload import Arrival
 
 STEPS_S = ((1, 4.86e-3), (8, 5.32e-3), (64, 8.43e-3), (256, 15.21e-3))
@@ -25,6 +26,7 @@ MAX_RUNNING = 256
 RANK_BYTES = 84_000_000 // 16
 FILL_BYTES_S = 53e9
 READ_BASE_S, READ_BYTES_S = 0.01, 0.93e9
+FETCHES = 16  # Adapters that a replica fetches to its node at a time.
 
 
 def step_s(batch: int) -> float:
@@ -85,6 +87,8 @@ class Replica:
     cpu_adapters: int
     sizes: list[int]
     plan: Plan
+    storage: Storage
+    others: list[Replica]  # All replicas, whose host memory may be copied if the storage says so.
     # The time of an adapter's next request after a time, for Belady's rule; None evicts by cost and recency.
     next_use: Callable[[int, float], float] | None = None
     counts: Counts = field(default_factory=Counts)
@@ -107,6 +111,7 @@ class Replica:
     _slot_credits: Credits = field(init=False)
     _waiting_in_slots: int = 0  # The number of waiting adapters that have a slot.
     _reading: int | None = None
+    _fetching: set[int] = field(default_factory=set)
     _disk_free_s: float = 0.0
     _copy_free_s: float = 0.0
     _prefill: deque[Request] = field(default_factory=deque)
@@ -213,6 +218,18 @@ class Replica:
         self.wishes.append(adapter)
         self._read_next(now)
 
+    def lose_memory(self) -> None:
+        """Loses the adapters that no request needs now, and the node's cache, as a new node has none."""
+        for adapter in [idle for idle in self._idle if idle not in self.waiting]:
+            del self.slots[adapter], self._idle[adapter]
+            self._slot_credits.evict(str(adapter))
+            self.changed[adapter] = None
+        for adapter in [held for held in self.cpu if held not in self.slots and held not in self.waiting]:
+            self.cpu.remove(adapter)
+            self._cpu_credits.evict(str(adapter))
+            self.changed[adapter] = None
+        self.storage.empty(self.name)
+
     def _list_of(self, adapter: int) -> list[tuple[int, int]]:
         return self._ready if adapter in self.slots or adapter in self.cpu else self._unread
 
@@ -300,22 +317,47 @@ class Replica:
         self._pump(now)
 
     def _read_next(self, now: float) -> None:
+        if not self.storage.is_local:
+            for _, wanted in self._unread:
+                self._fetch(wanted, now)
         if self._reading is not None:
             return
-        if self._unread:
-            adapter = self._unread[0][1]
-        else:
-            while self.wishes and self.wishes[0] in self.cpu:
-                self.wishes.popleft()
-            if not self.wishes:
-                return
-            adapter = self.wishes.popleft()
+        adapter = next((wanted for _, wanted in self._unread if self.storage.has(self.name, wanted)), None)
+        if adapter is None and not self._unread:
+            adapter = self._next_wish(now)
+        if adapter is None:
+            return
         self._reading = adapter
         self.counts.read_bytes += self.sizes[adapter]
         self._disk_free_s = now + self._read_s(adapter)
         self.plan(self._disk_free_s, self._read)
 
+    def _next_wish(self, now: float) -> int | None:
+        """Returns an adapter to read ahead. If its files are elsewhere, it starts to fetch them, and returns None."""
+        while self.wishes and self.wishes[0] in self.cpu:
+            self.wishes.popleft()
+        if not self.wishes:
+            return None
+        if self.storage.has(self.name, self.wishes[0]):
+            return self.wishes.popleft()
+        if not self._fetching:
+            self._fetch(self.wishes[0], now)
+        return None
+
+    def _fetch(self, adapter: int, now: float) -> None:
+        """Starts to fetch the adapter's files, if they are not on this node and there is a thread for it."""
+        if len(self._fetching) < FETCHES and adapter not in self._fetching and not self.storage.has(self.name, adapter):
+            self._fetching.add(adapter)
+            self.plan(self.storage.fetch(self.name, adapter, now), lambda time_s: self._fetched(adapter, time_s))
+
+    def _fetched(self, adapter: int, now: float) -> None:
+        self._fetching.discard(adapter)
+        self.storage.store(self.name, adapter)
+        self._read_next(now)
+
     def _read_s(self, adapter: int) -> float:
+        if self.storage.kind == "local and memory" and any(adapter in other.cpu for other in self.others):
+            return NEAR_BASE_S + self.sizes[adapter] / LINK_BYTES_S
         return READ_BASE_S + self.sizes[adapter] / READ_BYTES_S
 
     def _read(self, now: float) -> None:

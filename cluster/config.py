@@ -194,6 +194,12 @@ class AppArgs(
         description="Maximum size of that folder in bytes. The least recently used adapters are evicted.",
     )
 
+    lora_neighbors: bool = Field(
+        True,
+        description="Fetch adapters of remote sources from the caches of other nodes before their source is asked. "
+        "Adapters in local or shared folders are read there in any case.",
+    )
+
     catalog_uri: StoreUri | None = Field(
         None,
         description="Where the catalogue of adapters is stored: a folder that all nodes see, or "
@@ -313,6 +319,11 @@ class AppArgs(
             cache_dir=self.lora_cache_dir,
             cache_bytes=self.lora_cache_bytes,
         )
+
+    @property
+    def has_neighbors(self) -> bool:
+        """Whether replicas on other nodes are asked for adapters, which takes several replicas."""
+        return self.lora_neighbors and self.enable_lora and self.most_replicas > 1
 
     @property
     def resolver_templates(self) -> dict[str, str]:

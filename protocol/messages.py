@@ -277,6 +277,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     lora_fetches_total: int = 0  # From a remote source to this node's disk.
     lora_fetch_failures_total: int = 0
     lora_fetched_bytes_total: int = 0
+    lora_neighbor_fetches_total: dict[str, int] = {}  # From other nodes' caches, by outcome.
     lora_activations_total: int = 0  # CPU to slot.
     lora_evictions_total: int = 0  # From slots.
     lora_cpu_evictions_total: int = 0

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
-from lorafleet.protocol.errors import AdapterError, AdapterTooLarge, AdapterUnavailable, ConfigError
+from lorafleet.protocol.errors import AdapterChanged, AdapterError, AdapterTooLarge, AdapterUnavailable, ConfigError
 from lorafleet.resolvers.deadline import FetchDeadline
 from lorafleet.resolvers.durable import sync
 from lorafleet.resolvers.locks import holding_folder, locked
@@ -98,12 +98,15 @@ class AdapterCache:
             shutil.rmtree(folder, ignore_errors=True)
             lock.close()
 
-    def publish(self, draft: Path, key: str | None) -> str:
+    def publish(self, draft: Path, key: str | None, expected: str | None = None) -> str:
         """Makes a filled draft an adapter of the cache, durably, and returns its digest.
 
-        `key` identifies the version of its source.
+        `key` identifies the version of its source. Raises AdapterChanged if a digest is expected and the draft has
+        another one, and AdapterError if the draft is not an adapter.
         """
         digest = folder_digest(draft)
+        if expected is not None and digest != expected:
+            raise AdapterChanged(f"the files have the digest {digest[:12]} in place of {expected[:12]}.")
         for file in draft.iterdir():
             sync(file)
         sync(draft)

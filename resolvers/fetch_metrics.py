@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -15,6 +15,19 @@ from lorafleet.protocol.lru_cache import LRUCache
 from lorafleet.resolvers.cache import AdapterCache
 
 REMEMBERED = 1000  # number of adapters whose fetch times are stored
+NEIGHBOR = "neighbor"  # The source that stands for the caches of other nodes (neighbor_fetch.py).
+NEIGHBOR_OUTCOMES = (
+    "fetched",
+    "nobody",  # No neighbor is known to have it.
+    "unknown",  # The directory did not say who has it.
+    "absent",  # The neighbor no longer has it.
+    "busy",  # The neighbor sends to others.
+    "slow",
+    "broken",  # The connection broke, or the files could not be written.
+    "damaged",  # The bytes do not have the digest.
+    "too_large",
+    "no_room",  # The cache of this node has no room.
+)
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
@@ -24,6 +37,7 @@ class FetchTotals(NamedTuple):
     fetched: int = 0
     failed: int = 0
     num_bytes: int = 0
+    from_neighbors: Mapping[str, int] = {}  # Attempts to fetch from another node, by outcome.
 
 
 class FetchMetrics(Collector):
@@ -37,7 +51,8 @@ class FetchMetrics(Collector):
         self._registry = CollectorRegistry()
         self._outcomes = Counter(
             "lorafleet_adapter_fetches",
-            "Adapters requested from a source, by outcome: fetched, cached, absent or failed.",
+            "Adapters requested from a source, by outcome: fetched, cached, absent or failed. The source neighbor "
+            "stands for the caches of other nodes, and has the causes for which the source itself was asked.",
             ["source", "outcome"],
             registry=self._registry,
         )
@@ -58,9 +73,9 @@ class FetchMetrics(Collector):
             registry=self._registry,
         )
 
-    def expect(self, source: str) -> None:
+    def expect(self, source: str, outcomes: Sequence[str] = ("fetched", "cached", "absent", "failed")) -> None:
         """Creates the source's metrics with zeros before it is asked, so that rates begin with its first failure."""
-        for outcome in ("fetched", "cached", "absent", "failed"):
+        for outcome in outcomes:
             self._outcomes.labels(source, outcome)
         for metric in (self._bytes, self._retries, self._seconds):
             metric.labels(source)
@@ -82,9 +97,11 @@ class FetchMetrics(Collector):
         with self._lock:
             if outcome == "fetched":
                 self._fetched_s.put(digest, time.monotonic())
-            fetched, failed, total = self.totals
+            fetched, failed, total, near = self.totals
+            if source == NEIGHBOR:
+                near = {**near, outcome: near.get(outcome, 0) + 1}
             self.totals = FetchTotals(
-                fetched + (outcome == "fetched"), failed + (outcome == "failed"), total + num_bytes
+                fetched + (outcome == "fetched"), failed + (outcome == "failed"), total + num_bytes, near
             )
         self._outcomes.labels(source, outcome).inc()
         if outcome == "fetched":

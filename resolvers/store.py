@@ -35,10 +35,11 @@ from lorafleet.protocol.strict_json import shown
 from lorafleet.resolvers.cache import AdapterCache, is_rotten
 from lorafleet.resolvers.deadline import FetchDeadline
 from lorafleet.resolvers.download import ATTEMPTS, FIRST_BACKOFF_S, download
-from lorafleet.resolvers.fetch_metrics import FetchMetrics
+from lorafleet.resolvers.fetch_metrics import NEIGHBOR, NEIGHBOR_OUTCOMES, FetchMetrics
 from lorafleet.resolvers.http import HTTPSource
 from lorafleet.resolvers.hub import HubSource
 from lorafleet.resolvers.locks import POLL_S
+from lorafleet.resolvers.neighbor_fetch import FindNeighbors, NeighborFetcher
 from lorafleet.resolvers.s3 import S3Source
 from lorafleet.resolvers.source import Interrupted, RemoteFile, Source, is_uri
 
@@ -52,7 +53,13 @@ logger = logging.getLogger("lorafleet.resolvers")
 
 
 class AdapterStore:
-    def __init__(self, config: SourcesConfig) -> None:
+    """The adapters of the configured sources.
+
+    Args:
+        find_neighbors: Finds other nodes that probably have an adapter in their caches; None asks the sources only.
+    """
+
+    def __init__(self, config: SourcesConfig, find_neighbors: FindNeighbors | None = None) -> None:
         self._config = config
         self._stop = threading.Event()
         self.pool = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="lora-fetch")
@@ -66,6 +73,10 @@ class AdapterStore:
         self.metrics = FetchMetrics(lambda: self._cache)
         for scheme in self._sources:
             self.metrics.expect(scheme)
+        self._neighbors = None
+        if find_neighbors is not None:
+            self._neighbors = NeighborFetcher(find_neighbors, self.metrics)
+            self.metrics.expect(NEIGHBOR, NEIGHBOR_OUTCOMES)
 
     @property
     def cache(self) -> AdapterCache:
@@ -106,7 +117,25 @@ class AdapterStore:
         deadline = FetchDeadline(source.timeout_s, f"fetching {uri}", self._stop)
         fetch = _Fetch(uri, source, self.cache, deadline, self.metrics, scheme)
         with self.cache.alone(uri, deadline):
+            if digest and self._is_near(digest, source.max_bytes, deadline):
+                return digest
             return fetch.run(accept)
+
+    def _is_near(self, digest: str, max_bytes: int, deadline: FetchDeadline) -> bool:
+        """Returns whether the adapter is in the cache now, since another process or a neighbor has brought it."""
+        if self._neighbors is None:
+            return False
+        return self.cache.holds(digest) or self._neighbors.fetch(digest, self.cache, max_bytes, deadline)
+
+    @contextlib.contextmanager
+    def cached(self, digest: str) -> Iterator[Path | None]:
+        """Yields the folder of an adapter in the node's cache, which stays until the block ends, or None if it is not
+        there."""
+        if not self._config.cache_path.is_dir():
+            yield None
+            return
+        with self.cache.reading(digest) as folder:
+            yield folder
 
     @contextlib.contextmanager
     def open(self, uri: str, digest: str = "") -> Iterator[Path]:

@@ -117,6 +117,7 @@ class EngineStatistics:
             lora_fetches_total=fetched.fetched,
             lora_fetch_failures_total=fetched.failed,
             lora_fetched_bytes_total=fetched.num_bytes,
+            lora_neighbor_fetches_total=dict(fetched.from_neighbors),
             lora_activations_total=slots.num_activations,
             lora_evictions_total=slots.num_evictions,
             lora_cpu_evictions_total=adapters.counts.cpu_evictions,

@@ -15,6 +15,7 @@ import torch
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import EngineDead, LorafleetError, to_wire
 from lorafleet.protocol.transport.addresses import RankAddresses
+from lorafleet.resolvers.neighbor_fetch import FindNeighbors
 from lorafleet.workers.slots.loader import AdapterLoader
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.packed_adapter import PackedAdapter
@@ -51,9 +52,18 @@ WAIT_MS = 200  # how soon a stop from outside is noticed
 class RankWorker:
     """The process of one GPU of a replica, except the first. Raises ConfigError, as GPUWorker does."""
 
-    def __init__(self, config: EngineConfig, rank: int, addresses: RankAddresses) -> None:
-        """Joins the group and loads its part of the model. Returns when rank 0 has done so too."""
-        self._loop = FollowerLoop(config, rank, addresses)
+    def __init__(
+        self,
+        config: EngineConfig,
+        rank: int,
+        addresses: RankAddresses,
+        find_neighbors: FindNeighbors | None = None,
+    ) -> None:
+        """Joins the group and loads its part of the model. Returns when rank 0 has done so too.
+
+        `find_neighbors` finds other nodes that have an adapter; None asks the adapters' sources only.
+        """
+        self._loop = FollowerLoop(config, rank, addresses, find_neighbors)
         self._loop.start()
 
     def check_health(self) -> None:
@@ -71,14 +81,16 @@ class RankWorker:
 
 
 class FollowerLoop(threading.Thread):
-    def __init__(self, config: EngineConfig, rank: int, addresses: RankAddresses) -> None:
+    def __init__(
+        self, config: EngineConfig, rank: int, addresses: RankAddresses, find_neighbors: FindNeighbors | None
+    ) -> None:
         super().__init__(name="follower-loop", daemon=True)
         self.rank = rank
         self.failure: str | None = None
         self._stopping = False
         self._socket = RankSocket(addresses, rank)
         try:
-            built = build_rank(config, rank, addresses)
+            built = build_rank(config, rank, addresses, find_neighbors=find_neighbors)
         except BaseException as e:
             self._socket.answer(RankFailed(rank, e.message if isinstance(e, LorafleetError) else repr(e)))
             self._socket.close()

@@ -18,6 +18,7 @@ from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.messages import EngineHello, LoRALimits
 from lorafleet.protocol.transport.addresses import RankAddresses
+from lorafleet.resolvers.neighbor_fetch import FindNeighbors
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.adapters.base_layout import BaseLayout
 from lorafleet.workers.adapters.base_source import BaseWeights
@@ -110,19 +111,21 @@ def build_rank(
     addresses: RankAddresses | None = None,
     progress: Progress | None = None,
     check: Callable[[], None] = lambda: None,
+    find_neighbors: FindNeighbors | None = None,
 ) -> Rank:
     """Builds one rank of a replica. Raises ConfigError (UnsupportedModel among them) that names what does not fit.
 
     Args:
         addresses: None for a rank alone.
         check: Called while waiting for the other ranks; raises if one has failed.
+        find_neighbors: Finds other nodes that have an adapter; None asks the adapters' sources only.
     """
     config = with_implementation(config)
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
     base = _build_model(config, rank, addresses, progress, check)
     # Slots come before the KV cache, which gets the memory that is left.
-    slots, loader = (None, None) if config.lora is None else _build_adapters(config, config.lora, base)
+    slots, loader = (None, None) if config.lora is None else _build_adapters(config, config.lora, base, find_neighbors)
     steps, num_blocks, max_model_len = _build_steps(config, base, slots)
     tiers = allocate_tiers(config, steps.caches, steps.states, base.model.group, base.device)
     if slots is not None:
@@ -177,7 +180,7 @@ def _build_model(
 
 
 def _build_adapters(
-    config: EngineConfig, lora: LoRAConfig, base: _LoadedModel
+    config: EngineConfig, lora: LoRAConfig, base: _LoadedModel, find_neighbors: FindNeighbors | None
 ) -> tuple[LoRAModelManager, AdapterLoader]:
     """Allocates the slots, and starts the loader that reads adapters for them."""
     dtype = lora_dtype(lora, base.dtype, base.device)
@@ -185,7 +188,8 @@ def _build_adapters(
     slots = LoRAModelManager(base.model, lora, dtype, base.device)
     described = Base(base.layout, _base_weights(config, base), Path(config.model).name)
     check = check_adapter if config.batch_invariant else None
-    return slots, AdapterLoader(described, lora, slots, dtype, base.device, AdapterStore(config.sources), check=check)
+    store = AdapterStore(config.sources, find_neighbors)
+    return slots, AdapterLoader(described, lora, slots, dtype, base.device, store, check=check)
 
 
 def _build_steps(
@@ -273,6 +277,7 @@ def build_engine(
     wake: Callable[[], None] = lambda: None,
     addresses: RankAddresses | None = None,
     check: Callable[[], None] = lambda: None,
+    find_neighbors: FindNeighbors | None = None,
 ) -> Engine:
     """Builds the engine on rank 0. The other ranks must be started beside it, at `addresses`. Raises as build_rank
     does.
@@ -280,6 +285,7 @@ def build_engine(
     Args:
         wake: Called from other threads when the engine has something to do, see WorkerLoRAManager.
         check: As in build_rank, for what the caller knows of the other ranks beyond what they report themselves.
+        find_neighbors: As in build_rank.
     """
     config = with_implementation(config)
     others = None if addresses is None else OtherRanks(addresses, wake)
@@ -290,7 +296,7 @@ def build_engine(
         check()
 
     try:
-        rank = build_rank(config, 0, addresses, progress, check_others)
+        rank = build_rank(config, 0, addresses, progress, check_others, find_neighbors)
     except BaseException:
         if others is not None:
             others.close()

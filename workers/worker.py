@@ -33,6 +33,7 @@ from lorafleet.protocol.messages import (
 from lorafleet.protocol.sealing import CALL, REQUEST, unseal
 from lorafleet.protocol.transport.addresses import RankAddresses
 from lorafleet.protocol.transport.engine_socket import WorkerSocket
+from lorafleet.resolvers.neighbor_fetch import FindNeighbors
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.startup import build_engine
 
@@ -45,14 +46,21 @@ STATS_PERIOD_S = 0.1
 
 
 class GPUWorker:
-    def __init__(self, config: EngineConfig, address: str, ranks: RankAddresses | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        address: str,
+        ranks: RankAddresses | None = None,
+        find_neighbors: FindNeighbors | None = None,
+    ) -> None:
         """Loads the model, binds `address` (zmq ipc://…) and starts the loop. Raises ConfigError.
 
         `ranks` says where the replica's other ranks (workers/follower.py) meet this one. It is None if there are none.
+        `find_neighbors` finds other nodes that have an adapter; None asks the adapters' sources only.
         """
         self._socket = WorkerSocket(address)
         try:
-            self._engine = build_engine(config, _ProgressLog(), self._socket.wake, ranks)
+            self._engine = build_engine(config, _ProgressLog(), self._socket.wake, ranks, find_neighbors=find_neighbors)
         except BaseException:
             self._socket.close()
             raise

@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import (
 from lorafleet.protocol.histogram import Distribution, buckets
 from lorafleet.protocol.messages import EngineStats, KVEventStats, KVTierStats, StepStats
 from lorafleet.protocol.step_metrics import STEP_S, STEP_SEQUENCES, STEP_TOKENS
+from lorafleet.resolvers.fetch_metrics import NEIGHBOR_OUTCOMES
 
 _GAUGES = {
     "vllm:num_requests_running": ("num_running", "Sequences in the running batch."),
@@ -108,6 +109,15 @@ def collect_engine(stats: EngineStats, replica: str) -> Iterator[Metric]:
     for bound in ("requests", "tokens", "deadline"):
         refused.add_metric([*values, bound], stats.refused_total.get(bound, 0))
     yield refused
+    near = CounterMetricFamily(
+        "lorafleet_engine_lora_neighbor_fetches",
+        "Adapters that the worker requested from other nodes, by outcome. Unless fetched, the source was asked.",
+        None,
+        ["replica", "outcome"],
+    )
+    for outcome in NEIGHBOR_OUTCOMES:
+        near.add_metric([*values, outcome], stats.lora_neighbor_fetches_total.get(outcome, 0))
+    yield near
     size = GaugeMetricFamily(
         "lorafleet_engine_lora_bytes", "Bytes of the adapters in a tier.", None, ["replica", "tier"]
     )

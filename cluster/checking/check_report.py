@@ -19,7 +19,10 @@ def describe(serving: Serving | None, cluster: Cluster | None) -> Iterator[str]:
         return
     where = "every node" if serving.every_node else "the head node"
     yield f"ingress      http://{serving.host}:{serving.port} on {where}"
-    yield f"ports        replicas: {REPLICA_PORTS} with direct streaming; directory: one of {DIRECTORY_PORTS}"
+    yield (
+        f"ports        replicas: {REPLICA_PORTS} with direct streaming; directory, and adapters between nodes: some of "
+        f"{DIRECTORY_PORTS}"
+    )
     for application in serving.applications:
         yield from _application(application)
     for name in serving.others:

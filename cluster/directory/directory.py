@@ -20,6 +20,7 @@ from lorafleet.cluster.directory.directory_epoch import DirectoryEpoch
 from lorafleet.cluster.directory.directory_messages import Progress
 from lorafleet.cluster.directory.directory_metrics import DirectoryCounts
 from lorafleet.cluster.directory.directory_timing import TIMING, DirectoryTiming
+from lorafleet.cluster.directory.neighbors import Neighbors
 from lorafleet.cluster.directory.placement_rounds import PlacementRounds
 from lorafleet.cluster.directory.placer import Pins
 from lorafleet.cluster.directory.replica_table import ReplicaTable
@@ -56,6 +57,7 @@ class AdapterDirectory:
         self.replicas = ReplicaTable(timing, clock, lambda: self.on_replicas(), self._replica_left)
         self.leases = CopyLeases(catalogue, self.epoch, self.names, self.replicas, timing, clock)
         self.residency = Residency(self.epoch.id, self.names, self.names.num_bytes)
+        self.neighbors = Neighbors(self.residency)
         self.routers = RouteBroadcast(self.residency, self.replicas, timing, clock)
         self.placement = PlacementRounds(
             self.epoch,
@@ -122,6 +124,7 @@ class AdapterDirectory:
         self.routers.publish()
 
     def _replica_left(self, replica_id: str) -> None:
+        self.neighbors.register(replica_id, None)
         self.residency.forget(replica_id)
         self.placement.end_drain(replica_id)
         self.routers.publish()

@@ -223,6 +223,11 @@ class RemoteDirectory:
         """Makes a call from code that is not asyncio, and ignores the outcome."""
         self._actor.ask.remote(call)
 
+    def ask_from_thread(self, call: DirectoryCall[T], limit_s: float) -> T:
+        """Makes a call and waits for its answer at most limit_s seconds, in a thread that has no event loop."""
+        answer: T = ray.get(self._actor.ask.remote(call), timeout=limit_s)
+        return answer
+
     async def look(self, call: ConsoleCall[T]) -> T:
         return await _result(self._actor.look.remote(call))
 

@@ -13,10 +13,12 @@ import msgspec
 from lorafleet.cluster.directory.directory_messages import Changes, Found, Progress
 from lorafleet.cluster.directory.directory_metrics import DirectoryCounts
 from lorafleet.cluster.directory.directory_timing import TIMING
+from lorafleet.cluster.directory.neighbors import Neighbor
 from lorafleet.cluster.directory.residency import Report, Routes
 from lorafleet.cluster.tenancy.quota_book import Ask, Verdict
 from lorafleet.protocol.errors import WireError
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
+from lorafleet.resolvers.neighbor_wire import NeighborAddress
 
 if TYPE_CHECKING:
     from lorafleet.cluster.directory.directory import AdapterDirectory
@@ -54,8 +56,10 @@ class JoinCall(SocketCall[Changes], frozen=True):
     names: list[str]
     found: list[LoRARequest]
     ready: bool
+    neighbor: Neighbor | None = None  # Where the replica sends adapters to other nodes, if it does.
 
     async def answered_by(self, directory: AdapterDirectory) -> Changes:
+        directory.neighbors.register(self.replica_id, self.neighbor)
         return directory.leases.join(self.replica_id, self.epoch, self.names, self.found, self.ready)
 
 
@@ -153,6 +157,16 @@ class RoutesCall(SocketCall[Routes], frozen=True):
 
     async def answered_by(self, directory: AdapterDirectory) -> Routes:
         return await directory.routers.routes(self.epoch, self.version)
+
+
+class NeighborsCall(DirectoryCall[list[NeighborAddress]], frozen=True):
+    """Returns the addresses of other nodes that probably have an adapter's files; see Neighbors.of."""
+
+    replica_id: str
+    digest: str
+
+    async def answered_by(self, directory: AdapterDirectory) -> list[NeighborAddress]:
+        return directory.neighbors.of(self.replica_id, self.digest)
 
 
 class AdmitCall(DirectoryCall[list[Verdict]], frozen=True):

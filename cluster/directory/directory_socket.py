@@ -77,7 +77,7 @@ class DirectoryServer:
         self.directory = directory
         self.hello_s = hello_s
         self.num_strangers = 0  # Connections that have not shown the secret.
-        self._socket = _listen(host, PORTS[zlib.crc32(identity.encode()) % len(PORTS)])
+        self._socket = listen(host, identity)
         self.address = Address(host, self._socket.getsockname()[1], secret)
         self._connections: set[_ServerConnection] = set()
         self._encoded: tuple[Routes, msgspec.Raw] | None = None
@@ -236,8 +236,9 @@ class DirectoryConnection(asyncio.Protocol):
                 waiting.set_result(answer)
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Listens at this port, or at another one if it is taken."""
+def listen(host: str, identity: str) -> socket.socket:
+    """Listens at a port of PORTS, always the same for an identity, or at another one if it is taken."""
+    port = PORTS[zlib.crc32(identity.encode()) % len(PORTS)]
     try:
         return socket.create_server((host, port), backlog=4096)
     except OSError:

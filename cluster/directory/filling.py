@@ -39,7 +39,7 @@ class Filler:
 
     def steps(self, leaving: Container[str]) -> Iterator[None]:
         """Does a round's share of the work, in short steps. Replicas in `leaving` receive nothing more."""
-        room = self._room(leaving)
+        room = room_in(self._residency, leaving)
         rendezvous = Rendezvous(dict.fromkeys(room, 1.0))
         for step in range(SCAN):
             if not room:
@@ -63,12 +63,13 @@ class Filler:
             if step % STEP == 0:
                 yield
 
-    def _room(self, leaving: Container[str]) -> dict[str, int]:
-        """Returns how many adapters each replica may read. A replica with unread adapters is left out, since requests
-        may wait for its disk."""
-        residency, room = self._residency, {}
-        for replica, load in residency.loads.items():
-            left = int(FULL * residency.cpu_loras[replica]) - len(residency.held(replica))
-            if left > 0 and not load.reading_bytes and replica not in leaving:
-                room[replica] = min(AT_ONCE, left)
-        return room
+
+def room_in(residency: Residency, leaving: Container[str]) -> dict[str, int]:
+    """Returns how many adapters each replica may read into empty host memory in one round. A replica with unread
+    adapters is left out, since requests may wait for its disk."""
+    room = {}
+    for replica, load in residency.loads.items():
+        left = int(FULL * residency.cpu_loras[replica]) - len(residency.held(replica))
+        if left > 0 and not load.reading_bytes and replica not in leaving:
+            room[replica] = min(AT_ONCE, left)
+    return room

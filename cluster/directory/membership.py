@@ -31,6 +31,7 @@ from lorafleet.cluster.directory.directory_calls import (
 from lorafleet.cluster.directory.directory_messages import Changes, Order, Progress, StaleEpoch
 from lorafleet.cluster.directory.directory_timing import TIMING, DirectoryTiming
 from lorafleet.cluster.directory.name_copies import NameCopies
+from lorafleet.cluster.directory.neighbors import Neighbor
 from lorafleet.cluster.task_set import TaskSet
 from lorafleet.cluster.tenancy.quota_book import Ask, Verdict
 from lorafleet.protocol.errors import DirectoryUnavailable, LorafleetError, to_wire
@@ -52,6 +53,7 @@ class Membership:
     Args:
         obey: executes an order; a LorafleetError that it raises is the order's answer.
         log_end: without it, copies are not used after their lease.
+        neighbor: where this replica sends adapters to other nodes; None if it sends none.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Membership:
         clock: Callable[[], float] = time.monotonic,
         log_end: LogEnd | None = None,
         timing: DirectoryTiming = TIMING,
+        neighbor: Neighbor | None = None,
     ) -> None:
         self.directory = directory
         self.replica_id = replica_id
@@ -69,6 +72,7 @@ class Membership:
         self._clock = clock
         self._log_end = log_end
         self._timing = timing
+        self._neighbor = neighbor
         self._answered_s = clock()  # Time of the directory's last answer.
         self._ready = False
         self._epoch = ""
@@ -206,7 +210,7 @@ class Membership:
     async def _join(self) -> None:
         sent_s = self._clock()
         copies = self._copies
-        call = JoinCall(self.replica_id, self._epoch, copies.names, copies.found, self._ready)
+        call = JoinCall(self.replica_id, self._epoch, copies.names, copies.found, self._ready, self._neighbor)
         changes = await self.directory.ask(call)
         self._answered_s = self._clock()
         copies.forget_absent()

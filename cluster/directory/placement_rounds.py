@@ -12,6 +12,7 @@ from lorafleet.cluster.directory.directory_epoch import DirectoryEpoch
 from lorafleet.cluster.directory.directory_timing import DirectoryTiming
 from lorafleet.cluster.directory.filling import Filler
 from lorafleet.cluster.directory.placer import Pins, Placer, PlacerCounts
+from lorafleet.cluster.directory.prefetching import Prefetcher
 from lorafleet.cluster.directory.replica_table import ReplicaTable
 from lorafleet.cluster.directory.route_broadcast import RouteBroadcast
 from lorafleet.cluster.directory.slices import in_slices
@@ -47,8 +48,15 @@ class PlacementRounds:
         self._clock = clock
         residency = routers.residency
         self._filler = Filler(residency, names.all_digests, self._read_ahead) if fill_cpu_loras else None
+        self._prefetcher = Prefetcher(residency, self._read_ahead) if places_by_demand else None
         self._placer = Placer(
-            residency, names.size, pins, self._read_ahead, self._filler, places_by_demand=places_by_demand
+            residency,
+            names.size,
+            pins,
+            self._read_ahead,
+            self._filler,
+            prefetcher=self._prefetcher,
+            places_by_demand=places_by_demand,
         )
         self._placing = asyncio.Lock()
         self._hand_overs: dict[str, asyncio.Task[None]] = {}  # By the replica that is being stopped.
@@ -60,7 +68,8 @@ class PlacementRounds:
     @property
     def num_read_ahead(self) -> int:
         """Number of adapters that replicas were ordered to read before they are requested."""
-        return self.counts.reads_ahead + (self._filler.num_ordered if self._filler is not None else 0)
+        others = [part.num_ordered for part in (self._filler, self._prefetcher) if part is not None]
+        return self.counts.reads_ahead + sum(others)
 
     async def place(self) -> None:
         """Runs one round of placement. Called about every ROUND_S."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from lorafleet.cluster.directory.filling import Filler
 from lorafleet.cluster.directory.placement import STEP, Homes, PlacedAdapter, Placement
+from lorafleet.cluster.directory.prefetching import Prefetcher
 from lorafleet.cluster.directory.residency import Placed, Residency
 from lorafleet.cluster.routing.routing import TYPICAL_BYTES
 
@@ -52,7 +53,8 @@ class Placer:
 
     Args:
         prefetch: prefetch(replica, adapter) orders the replica to read the adapter soon.
-        filler: None leaves empty host memory empty.
+        filler: None leaves host memory empty that no requested adapter needs.
+        prefetcher: reads adapters again that are expected to be requested; None waits for the requests.
         places_by_demand: False places pinned adapters only.
     """
 
@@ -64,6 +66,7 @@ class Placer:
         prefetch: Prefetch,
         filler: Filler | None,
         *,
+        prefetcher: Prefetcher | None = None,
         places_by_demand: bool = True,
     ) -> None:
         self.counts = PlacerCounts()
@@ -73,6 +76,7 @@ class Placer:
         self._sizes = sizes
         self._pins = pins
         self._filler = filler
+        self._prefetcher = prefetcher
         self._prefetch = prefetch
         self._places_by_demand = places_by_demand
         self._known_since: dict[str, float] = {}
@@ -82,11 +86,14 @@ class Placer:
     def round(self, now: float) -> Iterator[None]:
         """Runs one round, in short steps. Called about every ROUND_S, and never while another round runs."""
         adapters: dict[str, PlacedAdapter] = {}
-        yield from self._measure(now, adapters)
+        tokens = self._residency.take_tokens()
+        yield from self._measure(now, tokens, adapters)
         placement = Placement(adapters, self._weights(now), self._homes, self._holders)
         yield from placement.steps()
         yield from self._publish(placement.homes, adapters)
         yield from self._read_ahead(adapters)
+        if self._prefetcher is not None:
+            yield from self._prefetcher.steps(now, tokens, self._homes, self._leaving)
         if self._filler is not None:
             yield from self._filler.steps(self._leaving)
 
@@ -118,12 +125,12 @@ class Placer:
         num_bytes, _ = self._sizes(digest) or (TYPICAL_BYTES, 16)
         return self._demand.get(digest, 0.0) / max(1, num_bytes)
 
-    def _measure(self, now: float, adapters: dict[str, PlacedAdapter]) -> Iterator[None]:
+    def _measure(self, now: float, tokens: Mapping[str, int], adapters: dict[str, PlacedAdapter]) -> Iterator[None]:
         """Updates the demand, and fills `adapters` with the adapters that are to be placed."""
         elapsed = now - self._last_s if self._last_s is not None else ROUND_S
         self._last_s = now
         keep = math.exp(-elapsed / MEMORY_S)
-        tokens, pins = self._residency.take_tokens(), self._pins()
+        pins = self._pins()
         for step, digest in enumerate(dict.fromkeys([*self._demand, *tokens, *pins])):
             demand = keep * self._demand.pop(digest, 0.0) + (1 - keep) * tokens.get(digest, 0) / elapsed
             if demand > FORGET_TOKENS_S:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from lorafleet.cluster.directory.former_holders import FormerHolders
 from lorafleet.cluster.directory.published_changes import PublishedChanges
 from lorafleet.cluster.directory.tier_table import TierTable
 from lorafleet.cluster.routing.routing import TYPICAL_BYTES, ReplicaChooser, ReplicaLoad, Tier
@@ -81,6 +82,7 @@ class Residency:
         self.changes = PublishedChanges[_Change]()
         self.loads: dict[str, ReplicaLoad] = {}
         self.cpu_loras: dict[str, int] = {}
+        self.former = FormerHolders()
         self._tokens: dict[str, int] = {}  # Tokens requested since the last take_tokens(), by adapter.
         self._tiers = TierTable()
         self._sequence: dict[str, int] = {}
@@ -152,6 +154,8 @@ class Residency:
     def _set_tier(self, replica_id: str, digest: str, tier: Tier | None) -> None:
         if self._tiers.set_tier(replica_id, digest, tier):
             self._record_names(digest)
+        if tier is None:
+            self.former.record(digest, replica_id)
         self._record("tier", replica_id, digest)
 
     # -- the directory itself ---------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from lorafleet.cluster.directory.directory_calls import CountsCall, DrainCall
 from lorafleet.cluster.directory.directory_messages import Order
 from lorafleet.cluster.directory.directory_timing import TIMING
 from lorafleet.cluster.directory.membership import CHANGE_S, READ_S, Membership
+from lorafleet.cluster.directory.neighbors import Neighbor
 from lorafleet.cluster.quality.monitor import TURN_S
 from lorafleet.protocol.admin_verbs import TakeLease, Verb
 from lorafleet.protocol.lora_request import AdapterInfo
@@ -29,16 +30,21 @@ logger = logging.getLogger("lorafleet.cluster")
 
 
 class DirectoryLink:
-    """One replica's link to the directory. `execute` carries out the directory's orders to the replica."""
+    """One replica's link to the directory. `execute` carries out the directory's orders to the replica, and `neighbor`
+    says where the replica sends adapters to other nodes."""
 
     def __init__(
-        self, place: DirectoryPlace, replica_id: str, execute: Callable[[Order], Awaitable[AdapterInfo | None]]
+        self,
+        place: DirectoryPlace,
+        replica_id: str,
+        execute: Callable[[Order], Awaitable[AdapterInfo | None]],
+        neighbor: Neighbor | None = None,
     ) -> None:
         self.place = place
         self._replica_id = replica_id
         self._directory = get_or_create(place)
         log_end = LogEnd(lambda: open_store(place.uri))
-        self.membership = Membership(self._directory, replica_id, execute, log_end=log_end)
+        self.membership = Membership(self._directory, replica_id, execute, log_end=log_end, neighbor=neighbor)
 
     async def administer(self, verb: Verb[AnswerT]) -> AnswerT:
         limit_s = READ_S if verb.quick else CHANGE_S

@@ -43,6 +43,7 @@ from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog, obey
 from lorafleet.cluster.serve.api_routes import routes_beside
 from lorafleet.cluster.serve.directory_link import DirectoryLink
 from lorafleet.cluster.serve.loading import CheckingEngine, load_modules
+from lorafleet.cluster.serve.neighborhood import NodeFiles
 from lorafleet.cluster.serve.ranks import ReplicaRanks
 from lorafleet.cluster.serve.replica_batches import ReplicaPosts
 from lorafleet.cluster.serve.replica_front import make_front, make_resolver, make_tenancy, start_tracing
@@ -59,7 +60,6 @@ from lorafleet.protocol.lora_request import AdapterInfo
 from lorafleet.protocol.random_numbers import named_seed
 from lorafleet.protocol.transport.addresses import RankAddresses
 from lorafleet.protocol.transport.engine_socket import EngineClient, ipc_address
-from lorafleet.resolvers.store import AdapterStore
 
 if TYPE_CHECKING:
     from lorafleet.api.telemetry.tracing import Tracing
@@ -88,9 +88,10 @@ class ReplicaParts:
         self._tenancy: Tenancy | None = None
         self._tracing: Tracing | None = None
         self._tasks = TaskSet()
-        self._adapter_store = AdapterStore(args.sources)
+        place = DirectoryPlace(context.app_name, **args.directory_place())
+        self._files = NodeFiles(args.sources, place, replica_id, has_neighbors=args.has_neighbors)
         self._run_dir = tempfile.mkdtemp(prefix="lorafleet-", dir=os.environ.get("LORAFLEET_RUN_DIR"))
-        self.link = DirectoryLink(DirectoryPlace(context.app_name, **args.directory_place()), replica_id, self._obey)
+        self.link = DirectoryLink(place, replica_id, self._obey, self._files.neighbor)
         self._ranks = ReplicaRanks(config.tensor_parallel_size, args.num_cpus, 1 if config.device == "cuda" else 0)
 
     async def start(self) -> FastAPI:
@@ -107,10 +108,10 @@ class ReplicaParts:
         tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.from_folder, self._args.model))
         engine = self.engine = await self._start_engine()
         store = await asyncio.to_thread(open_store, self.link.place.uri)
-        base_names, sources = self._args.base_names, self._adapter_store
+        base_names, sources = self._args.base_names, self._files.store
         admin = self._admin = AdapterAdmin(self.link.administer, store, base_names, self._deployment, sources)
-        resolver = make_resolver(self._args, self._adapter_store)
-        languages = AdapterLanguages(await tokenizer, engine, self._adapter_store.open)
+        resolver = make_resolver(self._args, self._files.store)
+        languages = AdapterLanguages(await tokenizer, engine, self._files.store.open)
         checking = self._checking = CheckingEngine(engine, languages)
         catalog = DirectoryCatalog(membership, admin, checking, base_names, resolver)
         await membership.publish_progress(
@@ -127,13 +128,15 @@ class ReplicaParts:
             await tokenizer,
             engine,
             catalog,
-            self._adapter_store,
+            self._files.store,
             languages,
             resolver,
             self._scrape,
             tenancy,
             self._ask_replicas,
         )
+        if self._files.server is not None:
+            state.telemetry.metrics.add(self._files.server)
         for work in tenancy.work:
             self._tasks.start(work)
         self._tracing = start_tracing(self._args, self.replica_id)
@@ -174,7 +177,7 @@ class ReplicaParts:
             await asyncio.to_thread(self._tracing.close)
         if self._tenancy is not None:
             self._tenancy.close()
-        await asyncio.to_thread(self._adapter_store.stop)
+        await asyncio.to_thread(self._files.close)
         if self.engine is not None:
             await self.engine.close()
         await self.link.close()
@@ -188,7 +191,7 @@ class ReplicaParts:
     async def _start_engine(self) -> EngineClient:
         size, address = self.config.tensor_parallel_size, ipc_address(self._run_dir)
         addresses = RankAddresses(size, self._run_dir) if size > 1 else None
-        order = StartOrder(self.config, address, addresses, self.link.place, self.replica_id)
+        order = StartOrder(self.config, address, addresses, self.link.place, self.replica_id, self._args.has_neighbors)
         return await EngineClient.connect(address, await self._ranks.start(order))
 
     def _start_quality(self, state: AppState, store: Store) -> QualityApi | None:
@@ -225,7 +228,7 @@ class ReplicaParts:
             return None
         info = await obey(self._checking, order)
         if order.kind == "drop":
-            await asyncio.to_thread(self._adapter_store.forget, order.lora.digest)
+            await asyncio.to_thread(self._files.store.forget, order.lora.digest)
         return info
 
     async def _watch_ranks(self, engine: EngineClient) -> None:

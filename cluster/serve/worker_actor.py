@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from lorafleet.cluster.directory.directory_actor import DirectoryPlace, get_or_create
 from lorafleet.cluster.directory.directory_calls import ProgressCall
 from lorafleet.cluster.directory.directory_messages import Progress
+from lorafleet.cluster.serve.neighborhood import neighbor_finder
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import EngineDead
 from lorafleet.protocol.messages import EngineHello
@@ -35,6 +36,7 @@ class StartOrder:
     addresses: RankAddresses | None  # Where the ranks connect to each other; None if there is only one.
     directory: DirectoryPlace  # Receives the progress messages.
     replica_id: str  # The sender of those messages.
+    has_neighbors: bool  # Whether the rank fetches adapters from other nodes before it asks their source.
 
 
 class WorkerActor:
@@ -52,14 +54,15 @@ class WorkerActor:
         from lorafleet.workers.worker import GPUWorker
 
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        find = neighbor_finder(order.directory, order.replica_id) if order.has_neighbors else None
         if self._rank > 0:
             assert order.addresses is not None
-            self._worker: GPUWorker | RankWorker = RankWorker(order.config, self._rank, order.addresses)
+            self._worker: GPUWorker | RankWorker = RankWorker(order.config, self._rank, order.addresses, find)
             return None
         handler = _ProgressHandler(order.directory, order.replica_id)
         logging.getLogger("lorafleet.workers").addHandler(handler)
         try:
-            worker = GPUWorker(order.config, order.address, order.addresses)
+            worker = GPUWorker(order.config, order.address, order.addresses, find)
         finally:
             logging.getLogger("lorafleet.workers").removeHandler(handler)
         self._worker = worker

@@ -2,8 +2,11 @@ import pytest
 
 import placement
 import placement_arms
+import placement_bound
+from placement import Scene
 from placement_workloads import WORKLOADS, Load, draw
 from simulated_replica import STEPS_S, step_s
+from simulated_storage import Storage
 
 
 @pytest.mark.parametrize("arm", placement_arms.ARMS)
@@ -25,3 +28,50 @@ def test_a_workload_has_its_rate_and_its_adapters(name: str) -> None:
 def test_steps_take_what_was_measured() -> None:
     assert all(step_s(batch) == pytest.approx(seconds) for batch, seconds in STEPS_S)
     assert STEPS_S[1][1] < step_s(30) < STEPS_S[2][1]
+
+
+def test_an_adapter_comes_sooner_from_another_nodes_cache_than_from_s3() -> None:
+    sizes = [84_000_000] * 8
+    s3, near = (Storage(kind, ["a", "b"], sizes, 1 << 40) for kind in ("s3", "s3 and neighbors"))
+    cold = next(adapter for adapter in range(8) if not near.has("a", adapter))
+    assert near.has("b", cold), "each adapter is in one cache from the start"
+    assert near.fetch("a", cold, 0.0) < s3.fetch("a", cold, 0.0) / 2
+    assert (near.near_bytes, near.s3_bytes, s3.near_bytes, s3.s3_bytes) == (sizes[0], 0, 0, sizes[0])
+    near.empty("b")
+    near.fetch("a", cold, 9.0)
+    assert near.s3_bytes == sizes[0]
+    near.store("b", cold)
+    assert near.has("b", cold)
+
+
+def test_a_full_cache_loses_what_was_used_longest_ago() -> None:
+    storage = Storage("s3", ["a"], [10] * 4, 25)
+    kept = [adapter for adapter in range(4) if storage.has("a", adapter)]
+    assert len(kept) == 2
+    storage.has("a", kept[0])
+    other = next(adapter for adapter in range(4) if adapter not in kept)
+    storage.store("a", other)
+    assert [adapter for adapter in range(4) if storage.has("a", adapter)] == sorted([kept[0], other])
+
+
+def test_prefetching_refills_the_memory_of_a_new_node() -> None:
+    """Without prefetching, a replica only reads what requests need, and they wait for it."""
+    load = Load("Dynamo, steady", rate=60, duration_s=40, num_adapters=512, seed=1)
+    scene = Scene("s3", 128 << 30, new_node_s=30.0)
+    refilled, alone = (placement.simulate(load, arm, scene) for arm in ("ours", "ours, not prefetched"))
+    assert refilled.read_gb > alone.read_gb and refilled.p99_s < alone.p99_s
+
+
+def test_bounds_count_the_reads_that_nothing_avoids() -> None:
+    adapters = [0, 1, 0, 2, 0, 1]
+    assert placement_bound.first(adapters) == [True, True, False, True, False, False]
+    assert placement_bound.belady([0, 1, 2, 0, 1, 2], places=2) == [True, True, True, False, False, True]
+    assert placement_bound.ahead(adapters, places=2) == [False, False, False, True, False, False]
+
+
+def test_no_rule_beats_the_bound() -> None:
+    load = Load("Dynamo, steady", rate=20, duration_s=40, num_adapters=4096, seed=1)
+    arrivals, ranks = draw(load), placement.placement_workloads.ranks(load)
+    missed = placement_bound.first([arrival.adapter for arrival in arrivals])
+    bound_s = placement_bound.p99_s(arrivals, ranks, missed, placement_bound.SOURCES["disk"])
+    assert placement.simulate(load, "clairvoyant").p99_s >= bound_s

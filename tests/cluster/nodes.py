@@ -26,6 +26,7 @@ class Nodes:
     url: str
     process: subprocess.Popen[str]
     folder: Path  # the resolver's
+    run_dir: Path
 
     def kill_busiest(self, name: str) -> None:
         """The one that has computed most."""
@@ -41,14 +42,14 @@ class Nodes:
 
 
 @contextlib.contextmanager
-def running_nodes(arguments: Mapping[str, Any], folder: Path) -> Iterator[Nodes]:
+def running_nodes(arguments: Mapping[str, Any], folder: Path, head_cpus: int = 6) -> Iterator[Nodes]:
     """arguments: of the application, whose resolver finds adapters in the folder."""
     run_dir, port = tempfile.mkdtemp(prefix="lf-", dir="/tmp"), free_port()
     program = Path(__file__).with_name("three_nodes.py")
     turn = contextlib.ExitStack()
     turn.enter_context(rays_turn())
     process = subprocess.Popen(
-        [sys.executable, program, run_dir, str(port), json.dumps(arguments)],
+        [sys.executable, program, run_dir, str(port), json.dumps(arguments), str(head_cpus)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -61,7 +62,7 @@ def running_nodes(arguments: Mapping[str, Any], folder: Path) -> Iterator[Nodes]
             while process.stdout.readline() != word:
                 assert process.poll() is None and time.monotonic() < deadline_s
             turn.close()
-        yield Nodes(f"http://127.0.0.1:{port}", process, folder)
+        yield Nodes(f"http://127.0.0.1:{port}", process, folder, Path(run_dir))
         process.stdin.close()
         process.wait(60)
     finally:

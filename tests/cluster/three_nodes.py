@@ -27,8 +27,8 @@ NODE_GPUS = 2  # of each but the head: declared, not there
 FILE = Path(__file__).parents[2] / "configs" / "serve-cluster-folder.yaml"
 
 
-def main(run_dir: str, port: int, arguments: str) -> None:
-    """arguments: of the application, in JSON, in place of the file's."""
+def main(run_dir: str, port: int, arguments: str, head_cpus: int) -> None:
+    """arguments: of the application, in JSON, in place of the file's. Each node has a cache of its own in run_dir."""
     os.environ["LORAFLEET_RUN_DIR"] = run_dir
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Ray prints a line when a node goes
@@ -50,9 +50,17 @@ def main(run_dir: str, port: int, arguments: str) -> None:
     file["applications"][0] |= {"args": json.loads(arguments), "external_scaler_enabled": True}
     cluster = Cluster(
         initialize_head=True,
-        head_node_args={"num_cpus": 6, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False},
+        head_node_args={"num_cpus": head_cpus, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False},
     )
-    nodes = [cluster.add_node(num_cpus=2, num_gpus=NODE_GPUS, object_store_memory=OBJECT_STORE_BYTES) for _ in range(2)]
+    nodes = [
+        cluster.add_node(
+            num_cpus=2,
+            num_gpus=NODE_GPUS,
+            object_store_memory=OBJECT_STORE_BYTES,
+            env_vars={"XDG_CACHE_HOME": f"{run_dir}/cache{i}"},
+        )
+        for i in range(2)
+    ]
     ray.init(cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     print("started", file=answers, flush=True)
     serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
@@ -108,4 +116,4 @@ def place(args: dict[str, Any]) -> list[list[int]]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

@@ -7,6 +7,8 @@ all exist.
 from __future__ import annotations
 
 import re
+import socket
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +29,7 @@ from lorafleet.cluster.tenancy.usage_log import UsageLog
 from lorafleet.protocol.messages import AdapterMove, EngineStats, GPUSteps, KVEventStats, LoRALimits, StepStats
 from lorafleet.resolvers.cache import AdapterCache
 from lorafleet.resolvers.fetch_metrics import FetchMetrics
+from lorafleet.resolvers.neighbor_server import NeighborServer
 from lorafleet.resolvers.resolver_metrics import ResolverMetrics
 
 FROM_PROMETHEUS = {"job", "instance", "le"}
@@ -79,6 +82,9 @@ def _metrics(folder: Path) -> Metrics:
     fetches = FetchMetrics(lambda: cache)
     fetches.expect("s3")
     metrics.add(fetches)
+    neighbors = NeighborServer(socket.create_server(("127.0.0.1", 0)), "secret", nullcontext)
+    neighbors.close()
+    metrics.add(neighbors)
     resolvers = ResolverMetrics()
     resolvers.expect("s3")
     metrics.add(resolvers)

@@ -60,7 +60,7 @@ from lorafleet.protocol.adapter_formats import (
 from lorafleet.protocol.kv_events_config import KVEventsConfig
 from lorafleet.protocol.limits import Range
 from lorafleet.protocol.transport import engine_socket
-from lorafleet.resolvers import deadline, ranges, store
+from lorafleet.resolvers import deadline, neighbor_fetch, neighbor_server, ranges, store
 from lorafleet.sandbox import shunned
 from lorafleet.workers.adapters import patterns, peft_helper, peft_names
 from lorafleet.workers.adapters.kinds import vocabulary
@@ -430,6 +430,14 @@ ADAPTERS = [
     ),
     Limit("names of one tenant that wait to be looked for", adapter_lookup.SEARCHES.waiting, "", BUSY),
     Limit("concurrent fetches of adapters in one process", store.FETCH_THREADS, "", "further ones wait"),
+    Limit("other nodes that are asked for an adapter", neighbor_fetch.LIMITS.most_tried, "", "its source is asked"),
+    Limit(
+        "time of another node to offer an adapter, and its least rate",
+        f"{seconds(neighbor_fetch.LIMITS.offer_s)}, {neighbor_fetch.LIMITS.least_bytes_s / 1e6:.0f} MB/s",
+        "",
+        "the next node or the source is asked",
+    ),
+    Limit("adapters that a replica sends to other nodes at a time", neighbor_server.SENDS, "", "others are asked"),
     Limit("redirects of a source", ranges.MAX_REDIRECTS, "", "503 `adapter_unavailable`"),
     Limit("silence of a source", seconds(deadline.SOCKET_S), "", "retried, then 503 `adapter_unavailable`"),
     Limit(

@@ -14,12 +14,21 @@ from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.directory import directory_socket as socket_module
 from lorafleet.cluster.directory.directory import AdapterDirectory
-from lorafleet.cluster.directory.directory_calls import JoinCall, ReportCall, RoutesCall, WatchCall
+from lorafleet.cluster.directory.directory_calls import (
+    JoinCall,
+    LeaveCall,
+    NeighborsCall,
+    ReportCall,
+    RoutesCall,
+    WatchCall,
+)
 from lorafleet.cluster.directory.directory_messages import Changes, StaleEpoch
 from lorafleet.cluster.directory.directory_socket import DirectoryConnection, DirectoryServer
+from lorafleet.cluster.directory.neighbors import Neighbor
 from lorafleet.cluster.directory.residency import Report
 from lorafleet.cluster.routing.routing import ReplicaLoad
 from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.resolvers.neighbor_wire import NeighborAddress
 from tests.cluster.directory.test_directory import loaded
 
 LOCALHOST = "127.0.0.1"
@@ -67,6 +76,18 @@ async def test_a_report_becomes_the_answer_of_a_poll_that_waits(server: Director
     assert not waiting.done()
     assert await replica.ask(report_call(2, x=None, y="cpu"))
     assert sorted((await waiting).tiers) == [("r1", "x", None), ("r1", "y", "cpu")]
+
+
+async def test_a_replica_that_joins_says_where_it_sends_adapters_to_other_nodes(server: DirectoryServer) -> None:
+    directory = server.directory
+    for name in ("r1", "r2"):
+        connection = await DirectoryConnection.open(server.address)
+        neighbor = Neighbor(f"node of {name}", NeighborAddress(name, 20_000, "secret"))
+        await connection.ask(JoinCall(name, "", [], [], True, neighbor))
+    assert await connection.ask(ReportCall(Report("r2", 1, True, {"x": "gpu"}, ReplicaLoad())))
+    assert await directory.ask(NeighborsCall("r1", "x")) == [neighbor.address]
+    await directory.ask(LeaveCall("r2"))
+    assert await directory.ask(NeighborsCall("r1", "x")) == []
 
 
 async def test_calls_wait_side_by_side_and_hear_of_names_and_of_another_epoch(server: DirectoryServer) -> None:
