@@ -25,6 +25,7 @@ from pydantic import (
 from lorafleet.cluster.batches.batch_options import BatchOptions
 from lorafleet.cluster.external_router_options import ExternalRouterOptions
 from lorafleet.cluster.json_text import is_json, parse_json
+from lorafleet.cluster.receiving.allowed_hosts import check_push_host
 from lorafleet.cluster.replica_options import ReplicaOptions
 from lorafleet.cluster.store_uri import StoreUri
 from lorafleet.cluster.tenancy.key_source import is_key_text
@@ -123,6 +124,7 @@ def _check_resolvers(order: Sequence[str], configured: Collection[str]) -> None:
 
 
 Origin = Annotated[str, AfterValidator(_check_origin)]
+PushHost = Annotated[str, AfterValidator(check_push_host)]
 Module = Annotated[LoRAModule, BeforeValidator(_parse_module)]
 
 
@@ -160,6 +162,11 @@ class AppArgs(
     )
     allow_runtime_lora_updating: bool = Field(
         False, description="Enable /v1/load_lora_adapter and /v1/unload_lora_adapter. Trusted networks only."
+    )
+    push_hosts: Annotated[list[PushHost], BeforeValidator(_as_list)] = Field(
+        [],
+        description="Hosts of trainers whose process groups replicas may join to receive adapters: names, addresses, or "
+        "networks such as 10.0.0.0/8. Default: this machine only.",
     )
     lora_resolver_dir: str | None = Field(
         None, description="Folder of adapters. Each is served by the name of its folder when it is first requested."

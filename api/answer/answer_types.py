@@ -575,6 +575,12 @@ class Sleeping(TypedDict):
 
 
 @_exactly
+class GroupStatus(TypedDict):
+    success: Literal[True]
+    message: str
+
+
+@_exactly
 class LoadedAdapters(TypedDict):
     success: Literal[True]
     error_message: str

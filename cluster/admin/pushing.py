@@ -19,6 +19,7 @@ from lorafleet.cluster.admin.push_intake import PushIntake, taking_in
 from lorafleet.cluster.admin.upload_tensors import tensor_budget
 from lorafleet.cluster.catalogue.catalogue_files import stage
 from lorafleet.cluster.catalogue.catalogue_store import Store
+from lorafleet.cluster.receiving.tensor_receivers import TensorReceivers
 from lorafleet.protocol.adapter_formats.adapter_files import AdapterFolder
 from lorafleet.protocol.adapter_formats.tensor_push import PushedTensors, TensorSums
 from lorafleet.protocol.admin_answers import Adapter
@@ -50,6 +51,8 @@ class AdapterAdmin:
         administer: Sends a verb to Administration. Names in it are full names.
         application: Identifies this deployment; see SeedAdapter.
         sources: Opens the folder of a path or URI.
+        receivers: Receive tensors that do not come in a request's body. None: those of a server without a GPU, from
+            this machine.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class AdapterAdmin:
         base_names: list[str],
         application: str,
         sources: AdapterStore,
+        receivers: TensorReceivers | None = None,
     ) -> None:
         self.administer = administer
         self._store = store
@@ -69,6 +73,7 @@ class AdapterAdmin:
         self._followers = ThreadPoolExecutor(FOLLOWERS, "push-bytes", be_modest)
         self.downloads = AdapterDownloads(sources)
         self.tensor_budget = tensor_budget()
+        self.receivers = receivers or TensorReceivers()
 
     async def run_in_turn(self, name: str, work: Callable[[], T]) -> T:
         """Runs a part of a push in a thread, for which tenants take turns. `name` is the adapter's full name, which
@@ -118,6 +123,10 @@ class AdapterAdmin:
         """Opens an intake with checksums for an adapter that comes from memory; see taking_in(). Raises
         AdapterMalformed if the weights have too few bytes."""
         return taking_in(config, weights_bytes, self._store, self._followers, TensorSums(weights_bytes))
+
+    def take_in_unchecked(self, config: bytes, weights_bytes: int) -> AbstractAsyncContextManager[PushIntake]:
+        """Opens an intake without checksums; see taking_in()."""
+        return taking_in(config, weights_bytes, self._store, self._followers)
 
     async def push_taken_in(self, name: str, intake: PushIntake, terms: PushTerms) -> tuple[str, Adapter]:
         """Pushes an adapter whose bytes have all arrived. Returns its digest besides. Raises AdapterError.

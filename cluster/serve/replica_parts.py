@@ -39,6 +39,7 @@ from lorafleet.cluster.quality.monitor import QualityMonitor
 from lorafleet.cluster.quality.probes import read_probes
 from lorafleet.cluster.quality.quality_metrics import QualityMetrics
 from lorafleet.cluster.quality.routes import QualityApi
+from lorafleet.cluster.receiving.tensor_receivers import TensorReceivers
 from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog, obey
 from lorafleet.cluster.serve.api_routes import routes_beside
 from lorafleet.cluster.serve.directory_link import DirectoryLink
@@ -108,7 +109,10 @@ class ReplicaParts:
         engine = self.engine = await self._start_engine()
         store = await asyncio.to_thread(open_store, self.link.place.uri)
         base_names, sources = self._args.base_names, self._adapter_store
-        admin = self._admin = AdapterAdmin(self.link.administer, store, base_names, self._deployment, sources)
+        receivers = TensorReceivers(self._args.push_hosts, engine.hello.device)
+        admin = self._admin = AdapterAdmin(
+            self.link.administer, store, base_names, self._deployment, sources, receivers
+        )
         resolver = make_resolver(self._args, self._adapter_store)
         languages = AdapterLanguages(await tokenizer, engine, self._adapter_store.open)
         checking = self._checking = CheckingEngine(engine, languages)
@@ -169,6 +173,7 @@ class ReplicaParts:
         if self.state is not None:
             self.state.close()
         if self._admin is not None:
+            await self._admin.receivers.close()
             self._admin.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)

@@ -1,0 +1,26 @@
+"""Everything by which a replica receives tensors that do not come in a request's body."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lorafleet.cluster.receiving.device_readers import DeviceReaders
+from lorafleet.cluster.receiving.update_groups import UpdateGroups
+
+
+class TensorReceivers:
+    """The receivers of one replica.
+
+    Args:
+        push_hosts: Hosts besides this machine at which it may meet a trainer's process group.
+        device: UUID of the replica's first GPU, or "cpu" if it has none.
+    """
+
+    def __init__(self, push_hosts: Sequence[str] = (), device: str = "cpu") -> None:
+        self.groups = UpdateGroups(push_hosts, device)
+        self.devices = DeviceReaders(device)
+
+    async def close(self) -> None:
+        """Ends all processes."""
+        await self.groups.close()
+        await self.devices.close()
