@@ -55,7 +55,12 @@ def open_store(place: WeightsGroupPlace) -> tuple[Store, int]:
     """Returns the group's store and its port. Rank 0 listens at the port, any free one if it is 0, and waits for nobody.
     Raises torch's DistError or RuntimeError."""
     store = TCPStore(
-        place.host, place.port, place.world_size, place.rank == 0, timedelta(seconds=place.timeout_s), wait_for_workers=place.rank != 0
+        place.host,
+        place.port,
+        place.world_size,
+        place.rank == 0,
+        timedelta(seconds=place.timeout_s),
+        wait_for_workers=place.rank != 0,
     )
     return PrefixStore(place.name, store), store.port
 

@@ -41,9 +41,7 @@ def in_file_order(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 def entries_of(tensors: Mapping[str, Any]) -> list[dict[str, object]]:
     """Returns what the head of a push says about torch tensors that are not in its body."""
-    return [
-        {"name": name, "dtype": _dtype(tensor), "shape": list(tensor.shape)} for name, tensor in tensors.items()
-    ]
+    return [{"name": name, "dtype": _dtype(tensor), "shape": list(tensor.shape)} for name, tensor in tensors.items()]
 
 
 def _dtype(tensor: Any) -> str:

@@ -1,7 +1,7 @@
 """The trainer's end of a torch.distributed group by which adapters go to a server.
 
-    with AdminClient(URL, KEY) as client, WeightsGroup(client, "10.0.0.5") as group:
-        client.push_from_distributed("policy", tensors, config, group)
+with AdminClient(URL, KEY) as client, WeightsGroup(client, "10.0.0.5") as group:
+    client.push_from_distributed("policy", tensors, config, group)
 """
 
 from __future__ import annotations

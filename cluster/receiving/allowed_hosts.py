@@ -32,7 +32,7 @@ def check_may_meet(host: str, allowed: Sequence[str]) -> None:
 
 def _covers(entry: str, host: str) -> bool:
     address = _address(host)
-    if address is None or _address(entry) is None and "/" not in entry:
+    if address is None or (_address(entry) is None and "/" not in entry):
         return entry.lower() == host.lower()
     return address in ipaddress.ip_network(entry)
 

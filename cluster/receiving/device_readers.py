@@ -44,7 +44,8 @@ class DeviceReaders:
         if device == "cpu":
             if self._own_device != "cpu":
                 raise InvalidRequest(
-                    "`device` is cpu, but this server has a GPU; send tensors in host memory with push_tensors.", "device"
+                    "`device` is cpu, but this server has a GPU; send tensors in host memory with push_tensors.",
+                    "device",
                 )
         elif not _GPU.fullmatch(device):
             raise InvalidRequest("`device` must be the UUID of a GPU, as `nvidia-smi -L` shows it.", "device")

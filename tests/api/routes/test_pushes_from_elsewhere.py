@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +14,7 @@ from safetensors.torch import load_file, save
 
 import real_server
 from lorafleet.client.admin import AdminClient, AsyncAdminClient
-from lorafleet.client.client_errors import APIStatusError
-from lorafleet.client.process_group import join_group, open_store
-from lorafleet.client.shared_memory import shared_tensors
-from lorafleet.client.tensor_packing import pack_shared
 from lorafleet.client.weights_group import WeightsGroup
-from lorafleet.protocol.shared_segment import SharedSegment
-from lorafleet.protocol.weights_group import WeightsGroupPlace
 from real_server import ADMIN_KEY
 
 ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}

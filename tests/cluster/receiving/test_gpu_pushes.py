@@ -29,7 +29,7 @@ from lorafleet.protocol.adapter_formats.sealed_memory import map_sealed
 from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.weights_group import WeightsGroupPlace
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 RECEIVE_S = 60.0
 
@@ -65,9 +65,13 @@ async def sealed(intake: PushIntake) -> bytes:
     return bytes(content.weights)
 
 
-async def test_a_push_out_of_another_process_on_the_same_gpu_is_byte_for_byte_the_trainers(
+def test_a_push_out_of_another_process_on_the_same_gpu_is_byte_for_byte_the_trainers(
     tmp_path: Path, pool: ThreadPoolExecutor
 ) -> None:
+    asyncio.run(_push_out_of_the_gpu(tmp_path, pool))
+
+
+async def _push_out_of_the_gpu(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
     tensors = some_tensors("cuda:0")
     expected = on_host(tensors)
     readers = DeviceReaders("GPU-of-another-replica")
@@ -87,9 +91,13 @@ async def test_a_push_out_of_another_process_on_the_same_gpu_is_byte_for_byte_th
 
 
 @pytest.mark.parametrize("fault", ["device", "handle", "size"])
-async def test_a_wrong_handle_is_refused_and_harms_no_later_push(
+def test_a_wrong_handle_is_refused_and_harms_no_later_push(
     tmp_path: Path, pool: ThreadPoolExecutor, fault: str
 ) -> None:
+    asyncio.run(_push_a_wrong_handle(tmp_path, pool, fault))
+
+
+async def _push_a_wrong_handle(tmp_path: Path, pool: ThreadPoolExecutor, fault: str) -> None:
     tensors = {"a": torch.ones(4, device="cuda:0")}
     readers = DeviceReaders("GPU-of-another-replica")
     device, shared = shared_tensors(tensors)
@@ -138,7 +146,11 @@ class _Server:
 
 
 @TWO_GPUS
-async def test_a_push_over_nccl_is_byte_for_byte_the_trainers(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+def test_a_push_over_nccl_is_byte_for_byte_the_trainers(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    asyncio.run(_push_over_nccl(tmp_path, pool))
+
+
+async def _push_over_nccl(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
     device, _ = shared_tensors({"a": torch.ones(1, device="cuda:0")})
     groups = UpdateGroups((), device)
     server = cast(AdminClient, _Server(groups, asyncio.get_running_loop()))
