@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 
 from torch import Tensor
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroup, Store, TCPStore, destroy_process_group
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroup, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from lorafleet.protocol.weights_group import WeightsGroupPlace
@@ -48,20 +48,14 @@ class WeightsGroupMember:
             self._group.abort()
 
     def destroy(self) -> None:
-        destroy_process_group(self._group)
+        c10d.destroy_process_group(self._group)
 
 
 def open_store(place: WeightsGroupPlace) -> tuple[Store, int]:
-    """Returns the group's store and its port. Rank 0 listens at the port, any free one if it is 0, and waits for nobody.
-    Raises torch's DistError or RuntimeError."""
-    store = TCPStore(
-        place.host,
-        place.port,
-        place.world_size,
-        place.rank == 0,
-        timedelta(seconds=place.timeout_s),
-        wait_for_workers=place.rank != 0,
-    )
+    """Returns the group's store and its port. Rank 0 listens at the port, or at any free one if it is 0, and waits for
+    nobody. Raises torch's DistError or RuntimeError."""
+    is_first, timeout = place.rank == 0, timedelta(seconds=place.timeout_s)
+    store = TCPStore(place.host, place.port, place.world_size, is_first, timeout, wait_for_workers=not is_first)
     return PrefixStore(place.name, store), store.port
 
 

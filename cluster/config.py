@@ -165,8 +165,8 @@ class AppArgs(
     )
     push_hosts: Annotated[list[PushHost], BeforeValidator(_as_list)] = Field(
         [],
-        description="Hosts of trainers whose process groups replicas may join to receive adapters: names, addresses, or "
-        "networks such as 10.0.0.0/8. Default: this machine only.",
+        description="Hosts of trainers whose process groups replicas may join to receive adapters: names, addresses, "
+        "or networks such as 10.0.0.0/8. Default: this machine only.",
     )
     lora_resolver_dir: str | None = Field(
         None, description="Folder of adapters. Each is served by the name of its folder when it is first requested."

@@ -318,8 +318,8 @@ def _check_may_receive(request: Request, query: TensorsQuery) -> None:
     InvalidRequest if the query names both a group and a device."""
     if not caller_of(request).is_operator:
         raise Forbidden(
-            "Tensors from a process group or a GPU require the operator's key, which belongs to no tenant. Send them in "
-            "the body."
+            "Tensors from a process group or a GPU require the operator's key, which belongs to no tenant. Send them "
+            "in the body."
         )
     if query.group is not None and query.device is not None:
         raise InvalidRequest("Give either `group` or `device`; the tensors come from one place.", "group")

@@ -111,8 +111,8 @@ def _push_of(body: DistributedLoadRequest) -> AnnouncedPush:
     BodyTooLarge."""
     if not len(body.names) == len(body.dtypes) == len(body.shapes):
         raise InvalidRequest(
-            f"`names`, `dtypes` and `shapes` have {len(body.names)}, {len(body.dtypes)} and {len(body.shapes)} entries; "
-            "each must have one for each tensor.",
+            f"`names`, `dtypes` and `shapes` have {len(body.names)}, {len(body.dtypes)} and {len(body.shapes)} "
+            "entries; each must have one for each tensor.",
             "names",
         )
     entries = [

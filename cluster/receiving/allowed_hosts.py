@@ -12,7 +12,7 @@ _LOCAL = ("localhost", "127.0.0.0/8", "::1")
 
 
 def check_push_host(host: str) -> str:
-    """Returns an entry of the option push_hosts. Raises ValueError if it is neither a name, an address nor a network."""
+    """Returns an entry of the option push_hosts. Raises ValueError if it is no name, address or network."""
     if not host or any(character.isspace() or character == "," for character in host):
         raise ValueError(f"{host!r} is no host; give a name, an address, or a network such as 10.0.0.0/8")
     if "/" in host:

@@ -43,8 +43,8 @@ class UpdateGroups:
         except ReceiverFailed as error:
             self._forget(place.name, member)
             raise InvalidRequest(
-                f"The process group {place.name!r} was not formed at {place.host}:{place.port}: {error}. Start it on the "
-                "trainer at the same time, with the same name, `world_size` and `backend`.",
+                f"The process group {place.name!r} was not formed at {place.host}:{place.port}: {error}. Start it on "
+                "the trainer at the same time, with the same name, `world_size` and `backend`.",
                 "group_name",
             ) from None
 
@@ -58,8 +58,8 @@ class UpdateGroups:
             await member.receive(push, intake, timeout_s)
         except ReceiverFailed as error:
             raise BodyTimeout(
-                f"The tensors did not arrive in the process group {name!r}: {error}. Nothing was changed, and the group "
-                "has ended: join it again."
+                f"The tensors did not arrive in the process group {name!r}: {error}. Nothing was changed, and the "
+                "group has ended: join it again."
             ) from None
         finally:
             if member.has_ended:
