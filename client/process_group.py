@@ -77,7 +77,7 @@ def join_group(place: WeightsGroupPlace, store: Store) -> WeightsGroupMember:
         [],
         place.backend,
         store,
-        group_name=c10d.GroupName(place.name),
+        group_name=place.name,  # type: ignore[arg-type]  # A str, for which older versions have no type of its own.
         timeout=timedelta(seconds=place.timeout_s),
     )
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(place.world_size)}

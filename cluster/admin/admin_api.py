@@ -18,8 +18,7 @@ POST   /v1/adapters/NAME/VERB         runs alias, rollback, pin, unpin, prefetch
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from functools import wraps
 from typing import Annotated, TypeVar, get_args
 
@@ -41,10 +40,10 @@ from lorafleet.api.request.request_bodies import ModelName
 from lorafleet.api.routes.build_api import Handler, Route
 from lorafleet.api.routes.operations import Body, TarFile, TensorBytes, describe
 from lorafleet.cluster.admin.download_api import download_route
-from lorafleet.cluster.admin.push_intake import PushIntake
 from lorafleet.cluster.admin.pushing import AdapterAdmin
 from lorafleet.cluster.admin.upload_tar import unpacked
-from lorafleet.cluster.admin.upload_tensors import awaited, read_announced, received
+from lorafleet.cluster.admin.upload_tensors import hold_announced, read_announced, received
+from lorafleet.cluster.receiving.group_orders import GroupPush
 from lorafleet.protocol import admin_verbs as verbs
 from lorafleet.protocol import limits
 from lorafleet.protocol.admin_answers import (
@@ -186,30 +185,28 @@ class _AdminApi:
         full = _pushed_name(front, request, verb.name, verb.tenant)
         terms = self._terms(front, request, verb, full)
         self._admin.check_name(full)
-        async with self._tensors(request, query) as intake:
-            digest, adapter = await self._admin.push_taken_in(full, intake, terms)
+        digest, adapter = await self._push_tensors(request, query, full, terms)
         if verb.pin is not None:
             await self._admin.administer(verbs.PinAdapter(full, verb.pin))
         version = next(version.number for version in adapter.versions if version.digest == digest)
         return PushedVersion(full, "adapter.version", version, digest)
 
-    @asynccontextmanager
-    async def _tensors(self, request: Request, query: TensorsQuery) -> AsyncIterator[PushIntake]:
-        """Yields the tensors of a push, which are complete, from wherever the query says."""
+    async def _push_tensors(
+        self, request: Request, query: TensorsQuery, full: str, terms: verbs.PushTerms
+    ) -> tuple[str, Adapter]:
+        """Pushes the tensors from wherever the query says. Returns the version's digest besides."""
         admin = self._admin
         if query.group is None and query.device is None:
             async with received(request, admin.tensor_budget, admin.take_in) as intake:
-                yield intake
-            return
+                return await admin.push_taken_in(full, intake, terms)
         push = await read_announced(request, from_device=query.device is not None)
-        if query.group is not None:
-            admin.receivers.groups.member(query.group)
-        async with awaited(request, admin.tensor_budget, push, admin.take_in_unchecked) as intake:
-            if query.group is not None:
-                await admin.receivers.groups.receive(query.group, push, intake, query.timeout_s)
-            elif query.device is not None:
-                await admin.receivers.devices.receive(query.device, push, intake)
-            yield intake
+        hold_announced(request, admin.tensor_budget, push)
+        if query.device is not None:
+            return await admin.push_from_device(full, query.device, push, terms)
+        assert query.group is not None
+        done = await admin.order_group(GroupPush(query.group, full, push, terms, query.timeout_s))
+        assert done.adapter is not None, "a push is answered with its adapter"
+        return done.digest, done.adapter
 
     @_describe(verbs.RemoveAdapter, query=RemoveQuery, answer=ANSWERS.model(Adapter) | ANSWERS.model(Removed))
     async def remove(self, front: AppState, request: Request) -> Adapter | Removed:

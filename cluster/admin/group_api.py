@@ -23,7 +23,8 @@ from lorafleet.api.routes.build_api import Route
 from lorafleet.api.routes.operations import describe
 from lorafleet.cluster.admin.pushing import AdapterAdmin
 from lorafleet.cluster.admin.tensor_load_api import PLACE
-from lorafleet.cluster.admin.upload_tensors import awaited
+from lorafleet.cluster.admin.upload_tensors import hold_announced
+from lorafleet.cluster.receiving.group_orders import GroupLeave, GroupPush
 from lorafleet.protocol.adapter_formats.announced_tensors import AnnouncedPush, read_announced
 from lorafleet.protocol.adapter_formats.tensor_push import write_config
 from lorafleet.protocol.admin_verbs import RECEIVE_S, PushTerms
@@ -65,7 +66,7 @@ class GroupApi:
             body.timeout_s,
         )
         await begin(request, group=place.name, host=place.host, port=place.port, backend=place.backend)
-        await self._admin.receivers.groups.join(place)
+        await self._admin.join_group(place)
         logger.info("joined the process group %s at %s:%d", place.name, place.host, place.port)
         return json_response({"success": True, "message": f"Joined the process group {place.name}."})
 
@@ -74,7 +75,7 @@ class GroupApi:
         check_may_control(state, caller_of(request))
         body = await read_body(state, request, LeaveGroupRequest)
         await begin(request, group=body.group_name)
-        await self._admin.receivers.groups.leave(body.group_name)
+        await self._admin.order_group(GroupLeave(body.group_name))
         return json_response({"success": True, "message": f"Left the process group {body.group_name}."})
 
     @describe(
@@ -98,10 +99,8 @@ class GroupApi:
         )
         self._admin.check_name(full)
         push = _push_of(body)
-        self._admin.receivers.groups.member(body.group_name)
-        async with awaited(request, self._admin.tensor_budget, push, self._admin.take_in_unchecked) as intake:
-            await self._admin.receivers.groups.receive(body.group_name, push, intake, RECEIVE_S)
-            await self._admin.push_taken_in(full, intake, terms)
+        hold_announced(request, self._admin.tensor_budget, push)
+        await self._admin.order_group(GroupPush(body.group_name, full, push, terms, RECEIVE_S))
         logger.info("adapter %s loaded from the process group %s", body.lora_name, body.group_name)
         return json_response({"success": True, "error_message": "", "loaded_adapters": {body.lora_name: PLACE}})
 

@@ -72,18 +72,12 @@ async def read_announced(request: Request, from_device: bool) -> AnnouncedPush:
     return parsed
 
 
-@asynccontextmanager
-async def awaited(
-    request: Request, budget: BodyBudget, push: AnnouncedPush, open_intake: OpenIntake
-) -> AsyncIterator[PushIntake]:
-    """Yields an intake for a push whose tensors come from elsewhere. Their bytes count in the budget until the request
-    ends. Raises QueueFull, Overloaded and StoreError."""
+def hold_announced(request: Request, budget: BodyBudget, push: AnnouncedPush) -> None:
+    """Counts the bytes of a push whose tensors come from elsewhere in the budget until the request ends. Raises
+    QueueFull and Overloaded."""
     held = HeldBody(budget, caller_of(request))
     add_admission(request.scope, held)
     held.add(push.file.num_bytes)
-    async with open_intake(push.config, push.file.num_bytes) as intake:
-        intake.add(push.file.header)
-        yield intake
 
 
 def _declared_size(request: Request) -> int:

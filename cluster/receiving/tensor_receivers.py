@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lorafleet.cluster.receiving.device_readers import DeviceReaders
+from lorafleet.cluster.receiving.group_orders import AskMembers
 from lorafleet.cluster.receiving.update_groups import UpdateGroups
 
 
@@ -14,11 +15,15 @@ class TensorReceivers:
     Args:
         push_hosts: Hosts besides this machine at which it may meet a trainer's process group.
         device: UUID of the replica's first GPU, or "cpu" if it has none.
+        ask_members: Asks all replicas for the one that is a group's member. None: there is only this one.
     """
 
-    def __init__(self, push_hosts: Sequence[str] = (), device: str = "cpu") -> None:
+    def __init__(
+        self, push_hosts: Sequence[str] = (), device: str = "cpu", ask_members: AskMembers | None = None
+    ) -> None:
         self.groups = UpdateGroups(push_hosts, device)
         self.devices = DeviceReaders(device)
+        self.ask_members = ask_members
 
     async def close(self) -> None:
         """Ends all processes."""

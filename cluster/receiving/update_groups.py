@@ -32,11 +32,8 @@ class UpdateGroups:
         self._changing = asyncio.Lock()
 
     async def join(self, place: WeightsGroupPlace) -> None:
-        """Joins a group, in the place of a former one of this name. Returns when all members have met. Raises
-        Forbidden, InvalidRequest and QueueFull."""
-        check_may_meet(place.host, self._allowed_hosts)
-        if place.backend == "nccl" and self._device == "cpu":
-            raise InvalidRequest("`backend` is nccl, but this server runs without a GPU; use gloo.", "backend")
+        """Joins a group that check() allows, in the place of a former one of this name. Returns when all members have
+        met. Raises InvalidRequest and QueueFull."""
         member = await self._start(place)
         try:
             await member.wait_until_started(place.timeout_s)
@@ -48,12 +45,19 @@ class UpdateGroups:
                 "group_name",
             ) from None
 
+    def check(self, place: WeightsGroupPlace) -> None:
+        """Raises Forbidden if the group is at a host that is not allowed, and InvalidRequest if this replica cannot be
+        a member."""
+        check_may_meet(place.host, self._allowed_hosts)
+        if place.backend == "nccl" and self._device == "cpu":
+            raise InvalidRequest("`backend` is nccl, but this server runs without a GPU; use gloo.", "backend")
+
     async def receive(self, name: str, push: AnnouncedPush, intake: PushIntake, timeout_s: float) -> None:
         """Receives a push's tensors by broadcasts from rank 0. If that fails, the group has ended.
 
-        Raises InvalidRequest if there is no such group, and BodyTimeout.
+        Raises BodyTimeout. This replica must be a member.
         """
-        member = self.member(name)
+        member = self._members[name]
         try:
             await member.receive(push, intake, timeout_s)
         except ReceiverFailed as error:
@@ -65,20 +69,13 @@ class UpdateGroups:
             if member.has_ended:
                 self._forget(name, member)
 
-    def member(self, name: str) -> ReceiverProcess:
-        """Returns this replica's member of a group. Raises InvalidRequest if there is none."""
-        member = self._members.get(name)
-        if member is None:
-            raise InvalidRequest(
-                f"There is no process group {name!r}. Join it with POST /init_weights_update_group first.", "group_name"
-            )
-        return member
+    def has(self, name: str) -> bool:
+        """Returns whether this replica is a member of a group, or is joining it."""
+        return name in self._members
 
     async def leave(self, name: str) -> None:
-        """Leaves a group. Raises InvalidRequest if there is none of this name."""
-        member = self.member(name)
-        self._forget(name, member)
-        await member.end()
+        """Leaves a group, of which this replica must be a member."""
+        await self._members.pop(name).end()
 
     async def close(self) -> None:
         members, self._members = list(self._members.values()), {}
