@@ -170,7 +170,7 @@ def test_a_push_that_is_refused_before_its_tensors_leaves_the_group_as_it_is(
     tensors, config = tensors_of(made.adapters["qv"])
     with pytest.raises(APIStatusError, match="in_flight"):
         admin.push_from_distributed("elsewhere", tensors, config, group, activate=False, in_flight="abort")
-    with pytest.raises(APIStatusError, match="base model's name"):
+    with pytest.raises(APIStatusError, match="the base model's own"):
         admin.push_from_distributed(real_server.BASE, tensors, config, group)
     assert admin.push_from_distributed("intact", tensors, config, group).version == 1
 

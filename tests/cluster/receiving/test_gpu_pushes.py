@@ -42,7 +42,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 def some_tensors(device: str) -> dict[str, Tensor]:
     """Returns 84 MB, as a rank-16 adapter of an 8B model has, with dtypes and sizes that do not fit together."""
-    made = {f"layers.{index}.lora_A.weight": torch.randn(16, 4096, device=device) for index in range(320)}
+    made = {f"layers.{index}.lora_A.weight": torch.randn(16, 4096, device=device) for index in range(640)}
     made = {name: tensor.bfloat16() for name, tensor in made.items()} | {"bias": torch.arange(7.0, device=device)}
     return made | {"empty": torch.zeros(0, 4, device=device), "odd": torch.ones(3, dtype=torch.uint8, device=device)}
 
