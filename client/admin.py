@@ -20,7 +20,7 @@ from typing import IO, Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Un
 import httpx
 
 from lorafleet.client.client_errors import APIError, status_error
-from lorafleet.client.group_verbs import GroupStatus, JoinWeightsGroup, LeaveWeightsGroup
+from lorafleet.client.group_verbs import GroupAnswer, JoinWeightsGroup, LeaveWeightsGroup
 from lorafleet.client.http_calls import HttpCall, answer_of, call_of, reaching
 from lorafleet.client.packing import pack
 from lorafleet.client.places import AdapterPlaces, ListPlaces, PlacesPage, ShowPlaces
@@ -270,11 +270,11 @@ class AdminClient:
     def is_sleeping(self) -> SleepState:
         return self._send(ShowSleep())
 
-    def join_weights_group(self, join: JoinWeightsGroup) -> GroupStatus:
+    def join_weights_group(self, join: JoinWeightsGroup) -> GroupAnswer:
         """Has the server join a process group; WeightsGroup calls it."""
         return self._send(join)
 
-    def leave_weights_group(self, leave: LeaveWeightsGroup) -> GroupStatus:
+    def leave_weights_group(self, leave: LeaveWeightsGroup) -> GroupAnswer:
         """Has the server leave a process group; WeightsGroup calls it."""
         return self._send(leave)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import msgspec
 
 from lorafleet.protocol.admin_verbs import HttpRoute, Verb
-from lorafleet.protocol.weights_group import GroupBackend
+from lorafleet.protocol.weights_group_place import GroupBackend
 
 
-class GroupStatus(msgspec.Struct, frozen=True):
+class GroupAnswer(msgspec.Struct, frozen=True):
     success: bool
     message: str
 
 
-class JoinWeightsGroup(Verb[GroupStatus], frozen=True):
+class JoinWeightsGroup(Verb[GroupAnswer], frozen=True):
     http = HttpRoute("POST", "/init_weights_update_group", "Join a trainer's process group")
 
     group_name: str
@@ -25,7 +25,7 @@ class JoinWeightsGroup(Verb[GroupStatus], frozen=True):
     timeout_s: float
 
 
-class LeaveWeightsGroup(Verb[GroupStatus], frozen=True):
+class LeaveWeightsGroup(Verb[GroupAnswer], frozen=True):
     http = HttpRoute("POST", "/destroy_weights_update_group", "Leave a trainer's process group")
 
     group_name: str

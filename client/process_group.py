@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroup, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
-from lorafleet.protocol.weights_group import WeightsGroupPlace
+from lorafleet.protocol.weights_group_place import WeightsGroupPlace
 
 _JOINED = "lorafleet/joined"
 _READY = "lorafleet/ready/"

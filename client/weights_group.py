@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from lorafleet.client.client_errors import APIError
 from lorafleet.client.group_verbs import JoinWeightsGroup, LeaveWeightsGroup
 from lorafleet.client.tensor_packing import entries_of, in_file_order
-from lorafleet.protocol.weights_group import GroupBackend, WeightsGroupPlace
+from lorafleet.protocol.weights_group_place import GroupBackend, WeightsGroupPlace
 
 if TYPE_CHECKING:
     from lorafleet.client.admin import AdminClient

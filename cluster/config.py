@@ -7,6 +7,7 @@ command line (cluster/cli/cli.py) is generated from the fields of AppArgs, so th
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -25,7 +26,6 @@ from pydantic import (
 from lorafleet.cluster.batches.batch_options import BatchOptions
 from lorafleet.cluster.external_router_options import ExternalRouterOptions
 from lorafleet.cluster.json_text import is_json, parse_json
-from lorafleet.cluster.receiving.allowed_hosts import check_push_host
 from lorafleet.cluster.replica_options import ReplicaOptions
 from lorafleet.cluster.store_uri import StoreUri
 from lorafleet.cluster.tenancy.key_source import is_key_text
@@ -104,6 +104,14 @@ def _check_origin(value: str) -> str:
     return value
 
 
+def _check_push_host(value: str) -> str:
+    if not value or any(character.isspace() or character == "," for character in value):
+        raise ValueError(f"{value!r} is no host; give a name, an address, or a network such as 10.0.0.0/8")
+    if "/" in value:
+        ip_network(value)
+    return value
+
+
 def _check_modules(modules: Sequence[LoRAModule], base_names: Collection[str]) -> None:
     names = [module.name for module in modules]
     for name in names:
@@ -124,7 +132,7 @@ def _check_resolvers(order: Sequence[str], configured: Collection[str]) -> None:
 
 
 Origin = Annotated[str, AfterValidator(_check_origin)]
-PushHost = Annotated[str, AfterValidator(check_push_host)]
+PushHost = Annotated[str, AfterValidator(_check_push_host)]
 Module = Annotated[LoRAModule, BeforeValidator(_parse_module)]
 
 

@@ -180,6 +180,8 @@ MAX_HOST_CHARS = 253  # Name of a host, as in DNS.
 MAX_DTYPE_CHARS = 32
 PORT = Range(1, 65_535)
 GROUP_SIZE = Range(2, 65_536)  # Members of a trainer's process group.
+GROUP_RANK = Range(1, 65_535)  # The server's rank there.
+TENSOR_SIZE = Range(0, (1 << 48) - 1)  # One dimension of a tensor.
 RECEIVE_S = Range(0.0, 300.0, open_low=True)
 MAX_SPLIT = 64  # Versions in the split of an alias.
 SPLIT_WEIGHT = Range(0.0, 1e6, open_low=True)

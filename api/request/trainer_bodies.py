@@ -13,11 +13,12 @@ from lorafleet.protocol import limits
 from lorafleet.protocol.adapter_formats.serialized_tensors import TensorFormat
 from lorafleet.protocol.adapter_formats.tensor_bucket import MAX_DIMENSIONS
 from lorafleet.protocol.engine_control import MemoryTag, PauseMode
-from lorafleet.protocol.weights_group import GroupBackend
+from lorafleet.protocol.weights_group_place import GroupBackend
 
 TensorName = Annotated[str, AtMost(limits.MAX_TENSOR_NAME_CHARS)]
 TensorText = Annotated[str, AtMost(limits.MAX_TENSOR_TEXT_CHARS)]  # base64
 GroupName = Annotated[str, AtMost(limits.MAX_GROUP_NAME_CHARS)]
+TensorSize = Annotated[int, Within(limits.TENSOR_SIZE)]
 Checksum = Annotated[str, AtMost(limits.CHECKSUM_CHARS)]
 
 
@@ -123,7 +124,7 @@ class JoinGroupRequest(Strict):
     group_name: GroupName = Field("weight_update_group", min_length=1)
     master_address: Annotated[str, AtMost(limits.MAX_HOST_CHARS)] = Field(min_length=1)  # Host of rank 0.
     master_port: Annotated[int, Within(limits.PORT)]
-    rank_offset: int = Field(ge=1)  # The server's rank.
+    rank_offset: Annotated[int, Within(limits.GROUP_RANK)]  # The server's rank.
     world_size: Annotated[int, Within(limits.GROUP_SIZE)]
     backend: GroupBackend = "nccl"
     timeout_s: Annotated[float, Within(limits.RECEIVE_S)] = 60.0  # Time in which all members must have met.
@@ -142,7 +143,7 @@ class DistributedLoadRequest(Strict):
     config_dict: Object  # Content of adapter_config.json.
     names: Annotated[list[TensorName], AtMost(limits.MAX_CHECKSUMS)] = Field(min_length=1)
     dtypes: Annotated[list[Annotated[str, AtMost(limits.MAX_DTYPE_CHARS)]], AtMost(limits.MAX_CHECKSUMS)]
-    shapes: Annotated[list[Annotated[list[int], AtMost(MAX_DIMENSIONS)]], AtMost(limits.MAX_CHECKSUMS)]
+    shapes: Annotated[list[Annotated[list[TensorSize], AtMost(MAX_DIMENSIONS)]], AtMost(limits.MAX_CHECKSUMS)]
     group_name: GroupName = Field("weight_update_group", min_length=1)
     upsert: bool = True  # Whether an adapter of this name gets a new version.
     pinned: Literal[False] | None = None  # /v1/adapters/NAME/pin pins adapters.

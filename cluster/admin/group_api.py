@@ -30,7 +30,7 @@ from lorafleet.protocol.adapter_formats.tensor_push import write_config
 from lorafleet.protocol.admin_verbs import RECEIVE_S, PushTerms
 from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.names import tenant_of
-from lorafleet.protocol.weights_group import WeightsGroupPlace
+from lorafleet.protocol.weights_group_place import WeightsGroupPlace
 
 logger = logging.getLogger("lorafleet.http")
 

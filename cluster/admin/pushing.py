@@ -29,7 +29,7 @@ from lorafleet.protocol.admin_verbs import PreloadAdapter, PushTerms, RegisterAd
 from lorafleet.protocol.errors import AdapterMissing, InvalidRequest, StoreRefused
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, turn_group
 from lorafleet.protocol.names import check_full_name, tenant_of
-from lorafleet.protocol.weights_group import WeightsGroupPlace
+from lorafleet.protocol.weights_group_place import WeightsGroupPlace
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.sandbox.job_turns import TurnLimits
 

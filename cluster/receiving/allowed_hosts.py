@@ -11,15 +11,6 @@ from lorafleet.protocol.errors import Forbidden
 _LOCAL = ("localhost", "127.0.0.0/8", "::1")
 
 
-def check_push_host(host: str) -> str:
-    """Returns an entry of the option push_hosts. Raises ValueError if it is no name, address or network."""
-    if not host or any(character.isspace() or character == "," for character in host):
-        raise ValueError(f"{host!r} is no host; give a name, an address, or a network such as 10.0.0.0/8")
-    if "/" in host:
-        ipaddress.ip_network(host)
-    return host
-
-
 def check_may_meet(host: str, allowed: Sequence[str]) -> None:
     """Raises Forbidden unless the host is this machine or one that push_hosts allows. Names are compared as text: an
     allowed address does not allow the names that stand for it."""

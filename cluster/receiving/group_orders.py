@@ -30,7 +30,7 @@ class GroupPush:
 
 @dataclass(frozen=True, slots=True)
 class GroupLeave:
-    """Leaves a group."""
+    """Has the member leave its group."""
 
     group: str
 

@@ -28,7 +28,7 @@ from lorafleet.cluster.receiving.receiver_messages import (
 )
 from lorafleet.protocol.adapter_formats.announced_tensors import TensorPlace, complete_until
 from lorafleet.protocol.framing import receive
-from lorafleet.protocol.weights_group import WeightsGroupPlace
+from lorafleet.protocol.weights_group_place import WeightsGroupPlace
 from lorafleet.sandbox.program import settings
 
 WINDOW_BYTES = 32 << 20  # Tensors of about so many bytes are in flight together.

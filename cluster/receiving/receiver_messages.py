@@ -27,7 +27,7 @@ class ReceiveJob(msgspec.Struct, frozen=True):
 
 
 class ReceiverReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a process says about its present job, or about its start."""
+    """A message of a process about its present job, or about its start."""
 
     num_bytes: int = 0  # The file is complete from its beginning up to here.
     has_ended: bool = False

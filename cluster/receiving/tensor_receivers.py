@@ -26,6 +26,6 @@ class TensorReceivers:
         self.ask_members = ask_members
 
     async def close(self) -> None:
-        """Ends all processes."""
+        """Ends the processes of all groups and devices."""
         await self.groups.close()
         await self.devices.close()

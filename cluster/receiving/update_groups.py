@@ -11,7 +11,7 @@ from lorafleet.cluster.receiving.allowed_hosts import check_may_meet
 from lorafleet.cluster.receiving.receiver_process import ReceiverFailed, ReceiverProcess
 from lorafleet.protocol.adapter_formats.announced_tensors import AnnouncedPush
 from lorafleet.protocol.errors import BodyTimeout, InvalidRequest, QueueFull
-from lorafleet.protocol.weights_group import WeightsGroupPlace
+from lorafleet.protocol.weights_group_place import WeightsGroupPlace
 
 MAX_GROUPS = 4
 _PROGRAM = "lorafleet.cluster.receiving.group_program"

@@ -58,7 +58,7 @@ class AnnouncedPush:
 
     @classmethod
     def parse(cls, head: bytes, from_device: bool) -> AnnouncedPush:
-        """Reads a head. Raises AdapterMalformed, and BodyTooLarge if the tensors have too many bytes."""
+        """Reads the head of a push. Raises AdapterMalformed, and BodyTooLarge if the tensors have too many bytes."""
         match read_json_object(head, "the body's head"):
             case {"config": dict(config), "tensors": tensors, **more} if not more and not from_device:
                 return cls(write_config(config), read_announced(tensors))

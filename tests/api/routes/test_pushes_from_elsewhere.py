@@ -22,7 +22,7 @@ from lorafleet.client.process_group import join_group, open_store
 from lorafleet.client.shared_memory import shared_tensors
 from lorafleet.client.tensor_packing import pack_shared
 from lorafleet.client.weights_group import WeightsGroup
-from lorafleet.protocol.weights_group import WeightsGroupPlace
+from lorafleet.protocol.weights_group_place import WeightsGroupPlace
 from real_server import ADMIN_KEY
 
 ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lorafleet.client.admin import AdminClient
-from lorafleet.client.group_verbs import GroupStatus, JoinWeightsGroup, LeaveWeightsGroup
+from lorafleet.client.group_verbs import GroupAnswer, JoinWeightsGroup, LeaveWeightsGroup
 from lorafleet.client.shared_memory import shared_tensors
 from lorafleet.client.weights_group import WeightsGroup
 from lorafleet.cluster.admin.push_intake import PushIntake, taking_in
@@ -27,7 +27,7 @@ from lorafleet.cluster.receiving.update_groups import UpdateGroups
 from lorafleet.protocol.adapter_formats.announced_tensors import AnnouncedPush
 from lorafleet.protocol.adapter_formats.sealed_memory import map_sealed
 from lorafleet.protocol.errors import InvalidRequest
-from lorafleet.protocol.weights_group import WeightsGroupPlace
+from lorafleet.protocol.weights_group_place import WeightsGroupPlace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -133,16 +133,16 @@ class _Server:
         self._groups = groups
         self._loop = loop
 
-    def join_weights_group(self, join: JoinWeightsGroup) -> GroupStatus:
+    def join_weights_group(self, join: JoinWeightsGroup) -> GroupAnswer:
         place = WeightsGroupPlace(
             join.group_name, join.master_address, join.master_port, 2, 1, join.backend, join.timeout_s
         )
         asyncio.run_coroutine_threadsafe(self._groups.join(place), self._loop).result()
-        return GroupStatus(True, "")
+        return GroupAnswer(True, "")
 
-    def leave_weights_group(self, leave: LeaveWeightsGroup) -> GroupStatus:
+    def leave_weights_group(self, leave: LeaveWeightsGroup) -> GroupAnswer:
         asyncio.run_coroutine_threadsafe(self._groups.leave(leave.group_name), self._loop).result()
-        return GroupStatus(True, "")
+        return GroupAnswer(True, "")
 
 
 @TWO_GPUS

@@ -10,7 +10,7 @@ GroupBackend = Literal["nccl", "gloo"]
 
 @dataclass(frozen=True, slots=True)
 class WeightsGroupPlace:
-    """What the members of a group must agree on, and this member's rank."""
+    """The properties on which the members of a group must agree, and this member's rank."""
 
     name: str
     host: str  # Address of rank 0's store.
