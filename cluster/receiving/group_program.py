@@ -9,9 +9,11 @@ import itertools
 import os
 import socket
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import msgspec
 import torch
+from torch import Tensor
 
 from lorafleet.client.process_group import (
     WeightsGroupMember,
@@ -31,6 +33,18 @@ from lorafleet.protocol.framing import receive
 from lorafleet.protocol.weights_group_place import WeightsGroupPlace
 from lorafleet.sandbox.program import settings
 
+# torch's dtypes by their names.
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "uint8": torch.uint8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+}
+_ALIGNMENT = 16  # In bytes, for values of each dtype.
 WINDOW_BYTES = 32 << 20  # Tensors of about so many bytes are in flight together.
 
 
@@ -74,10 +88,23 @@ def _receive_push(server: socket.socket, group: WeightsGroupMember, job: Receive
 def _receive_window(
     group: WeightsGroupMember, window: Sequence[TensorPlace], memory: int, device: torch.device
 ) -> None:
-    tensors = [torch.empty(place.shape, dtype=getattr(torch, place.dtype), device=device) for place in window]
-    group.broadcast(tensors)
-    for place, tensor in zip(window, tensors, strict=True):
-        write_at(memory, tensor.cpu().view(-1).view(torch.uint8).numpy().data, place.start)
+    """Receives tensors into one buffer, so that one copy brings them to the host."""
+    begins = list(accumulate((_aligned(place.num_bytes) for place in window), initial=0))
+    buffer = torch.empty(begins[-1], dtype=torch.uint8, device=device)
+    places = list(zip(window, begins, strict=False))
+    group.broadcast([_view(buffer, place, begin) for place, begin in places])
+    host = buffer.cpu().numpy().data
+    for place, begin in places:
+        write_at(memory, host[begin : begin + place.num_bytes], place.start)
+
+
+def _view(buffer: Tensor, place: TensorPlace, begin: int) -> Tensor:
+    values = buffer[begin : begin + place.num_bytes].view(DTYPES[place.dtype])
+    return values.view(place.shape)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _windows(tensors: Sequence[TensorPlace]) -> Iterator[Sequence[TensorPlace]]:

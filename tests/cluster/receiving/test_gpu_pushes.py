@@ -17,6 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lorafleet.client.admin import AdminClient
+from lorafleet.client.client_errors import APIError
 from lorafleet.client.group_verbs import GroupAnswer, JoinWeightsGroup, LeaveWeightsGroup
 from lorafleet.client.shared_memory import shared_tensors
 from lorafleet.client.weights_group import WeightsGroup
@@ -26,7 +27,7 @@ from lorafleet.cluster.receiving.device_readers import DeviceReaders
 from lorafleet.cluster.receiving.update_groups import UpdateGroups
 from lorafleet.protocol.adapter_formats.announced_tensors import AnnouncedPush
 from lorafleet.protocol.adapter_formats.sealed_memory import map_sealed
-from lorafleet.protocol.errors import InvalidRequest
+from lorafleet.protocol.errors import BodyTimeout, InvalidRequest
 from lorafleet.protocol.weights_group_place import WeightsGroupPlace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -141,6 +142,8 @@ class _Server:
         return GroupAnswer(True, "")
 
     def leave_weights_group(self, leave: LeaveWeightsGroup) -> GroupAnswer:
+        if not self._groups.has(leave.group_name):
+            raise APIError("there is no such group")
         asyncio.run_coroutine_threadsafe(self._groups.leave(leave.group_name), self._loop).result()
         return GroupAnswer(True, "")
 
@@ -170,6 +173,12 @@ async def _push_over_nccl(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
                     received_s = time.perf_counter() - began_s
                     assert await sealed(intake) == expected
             print(f"NCCL: {len(expected) / 1e6:.0f} MB in {received_s * 1e3:.0f} ms")
+        with pytest.raises(BodyTimeout), group.sending(tensors) as fields:
+            more: Any = [*cast(list[Any], fields["tensors"]), {"name": "more", "dtype": "float32", "shape": [1]}]
+            push = AnnouncedPush.parse(json.dumps({"config": {}, "tensors": more}).encode(), from_device=False)
+            async with intake_for(push, tmp_path, pool) as intake:
+                await groups.receive(group.name, push, intake, timeout_s=2.0)
+        assert not groups.has(group.name)
         await asyncio.to_thread(group.close)
     finally:
         await groups.close()
