@@ -21,6 +21,7 @@ from lorafleet.client.process_group import (
     open_store,
     say_joined,
 )
+from lorafleet.cluster.admin.tensor_memory import DTYPE_NAMES
 from lorafleet.cluster.receiving.receiver_messages import (
     ReceiveJob,
     ReceiverReport,
@@ -33,17 +34,7 @@ from lorafleet.protocol.framing import receive
 from lorafleet.protocol.weights_group_place import WeightsGroupPlace
 from lorafleet.sandbox.program import settings
 
-# torch's dtypes by their names.
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "uint8": torch.uint8,
-    "int16": torch.int16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
 _ALIGNMENT = 16  # In bytes, for values of each dtype.
 WINDOW_BYTES = 32 << 20  # Tensors of about so many bytes are in flight together.
 
@@ -99,7 +90,7 @@ def _receive_window(
 
 
 def _view(buffer: Tensor, place: TensorPlace, begin: int) -> Tensor:
-    values = buffer[begin : begin + place.num_bytes].view(DTYPES[place.dtype])
+    values = buffer[begin : begin + place.num_bytes].view(_DTYPES[place.dtype])
     return values.view(place.shape)
 
 
