@@ -102,7 +102,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "input.0.content.0.lang",
     ),
     (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "1", "output": 5}]}, "input.0.output"),
-    (RESPONSES, {"tools": [{"type": "file_search", "vector_store_ids": ["v"]}]}, "tools.0.type"),
+    (RESPONSES, {"tools": [{"type": "file_search", "vector_store_ids": ["v"]}]}, "tools.0"),
     (RESPONSES, {"tools": [FLAT_NOW], "tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
     (RESPONSES, {"reasoning": {"summary": "concise"}}, "reasoning.summary"),
     (RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity"),
