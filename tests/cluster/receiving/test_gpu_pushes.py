@@ -79,6 +79,7 @@ async def _push_out_of_the_gpu(tmp_path: Path, pool: ThreadPoolExecutor) -> None
     try:
         for _ in range(2):
             device, shared = shared_tensors(tensors)
+            assert device == f"GPU-{torch.cuda.get_device_properties(0).uuid}"  # The name that a replica has for it.
             began_s = time.perf_counter()
             with shared as fields:
                 push = AnnouncedPush.parse(json.dumps({"config": {}, **fields}).encode(), from_device=True)
