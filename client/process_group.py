@@ -9,11 +9,12 @@ from __future__ import annotations
 from concurrent.futures import Future
 from datetime import timedelta
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroup, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
-from lorafleet.protocol.weights_group_place import WeightsGroupPlace
+from lorafleet.protocol.weights_group_place import GroupBackend, WeightsGroupPlace
 
 _JOINED = "lorafleet/joined"
 _READY = "lorafleet/ready/"
@@ -22,9 +23,15 @@ _READY = "lorafleet/ready/"
 class WeightsGroupMember:
     """A member of a group whose rank 0 broadcasts tensors."""
 
-    def __init__(self, group: ProcessGroup, store: Store) -> None:
+    def __init__(self, group: ProcessGroup, store: Store, backend: GroupBackend) -> None:
         self._group = group
         self._store = store
+        self._is_on_gpu = backend == "nccl"
+
+    def wait_for_gpu(self) -> None:
+        """Waits until this process's GPU has written what is to be sent, on whichever stream."""
+        if self._is_on_gpu:
+            torch.cuda.synchronize()
 
     def broadcast(self, tensors: list[Tensor]) -> None:
         """Sends or receives contiguous tensors, one broadcast each. On a GPU they are complete in the order of the
@@ -44,7 +51,7 @@ class WeightsGroupMember:
 
     def abort_if_running(self, sending: Future[None]) -> None:
         """Ends broadcasts that nobody receives any more, so that their thread can end."""
-        if not sending.done() and self._group.name() == "nccl":
+        if not sending.done() and self._is_on_gpu:
             self._group.abort()
 
     def destroy(self) -> None:
@@ -81,4 +88,4 @@ def join_group(place: WeightsGroupPlace, store: Store) -> WeightsGroupMember:
         timeout=timedelta(seconds=place.timeout_s),
     )
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(place.world_size)}
-    return WeightsGroupMember(group, store)
+    return WeightsGroupMember(group, store, place.backend)

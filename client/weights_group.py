@@ -87,9 +87,11 @@ class WeightsGroup:
         """Sends the tensors from another thread once the server waits for them, which it does while this is entered.
         Yields what the push's head says about them."""
         ordered = {name: tensor.detach().to(self._device) for name, tensor in in_file_order(tensors).items()}
+        contiguous = [tensor.contiguous() for tensor in ordered.values()]
+        self._member.wait_for_gpu()
         is_over = threading.Event()
         with ThreadPoolExecutor(1) as pool:
-            sent: Future[None] = pool.submit(self._send, [each.contiguous() for each in ordered.values()], is_over)
+            sent: Future[None] = pool.submit(self._send, contiguous, is_over)
             try:
                 yield {"tensors": entries_of(ordered)}
             except BaseException:
