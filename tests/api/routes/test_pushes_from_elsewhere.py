@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save
@@ -204,6 +205,7 @@ def test_a_broadcast_that_does_not_come_fails_only_its_push(
     answer = http.put("/v1/adapters/late/tensors", params=query, content=pack_shared(fields, config))
     assert (answer.status_code, answer.json()["error"]["code"]) == (408, "body_timeout")
     assert "the group has ended" in answer.json()["error"]["message"]
+    assert not [process for process in psutil.Process().children() if "group_program" in " ".join(process.cmdline())]
     gone = http.put("/v1/adapters/late/tensors", params=query, content=pack_shared(fields, config))
     assert gone.status_code == 400 and "no process group" in gone.json()["error"]["message"]
     assert admin.show("late").versions[-1].digest == before.digest
