@@ -1,7 +1,7 @@
 """Measures the layers of a decode step without adapters: cuBLAS's linears against the tuned ones, on one GPU.
 
-    python benchmarks/base_chain.py [--rows 1 8 16 32 64] [--layers 32] [--context 576] [--attention triton|flashinfer]
-        [--data FILE] [--json FILE]
+    python benchmarks/base_chain.py [--rows 1 8 16 32 64 128 256] [--layers 32] [--context 576]
+        [--attention triton|flashinfer|auto] [--data FILE] [--json FILE]
 
 The model is the engine's own decoder in the shape of an 8B Llama in bf16 with random weights, without its head. Each
 way of computing the linears is one CUDA graph of all layers, whose weights are not in the cache. The ways take turns;
@@ -11,6 +11,8 @@ the figures are medians of replays:
 - early: they begin before that (programmatic dependent launch)
 - gated: SiLU times up in gate_up's kernel
 - prefetch: each program requests the beginning of its weights before it waits
+
+With more than 64 rows only gate_up has a kernel (kernels/linear/wide_gated_triton.py), which is always gated.
 
 The shapes are those of --data, by default the engine's. Where it has none for this GPU, they are those from which
 `python -m lorafleet.kernels.linear.tune_linear` starts. The errors are relative to the result of cuBLAS's linears after
@@ -30,12 +32,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmark_results import Case, write_results
 from engine_setup import llama_config
 from lorafleet.kernels.decoder.decoder_stack import LINEARS, captured, medians
+from lorafleet.kernels.decoder.gated_mul import gated_mul
 from lorafleet.kernels.linear.linear_tuning import (
+    MOST_SPLIT_ROWS,
     LinearShape,
     LinearShapes,
     choose_shape,
@@ -43,8 +48,9 @@ from lorafleet.kernels.linear.linear_tuning import (
     name_of,
     read_shapes,
 )
-from lorafleet.kernels.linear.split_linear import split_linear
+from lorafleet.kernels.linear.split_linear import gated_linear, split_linear
 from lorafleet.kernels.linear.tune_linear import starting_shape
+from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch, KVCache
 from lorafleet.workers.attention.select import make_attention
 from lorafleet.workers.attention_spec import attention_spec
@@ -66,6 +72,11 @@ WAYS: dict[str, Change] = {
     "split, gated": lambda shape: replace(shape, early=False, prefetch=0),
     "split, gated, early": lambda shape: replace(shape, early=True, prefetch=0),
     "split, gated, early, prefetch": lambda shape: replace(shape, early=True, prefetch=1024),
+    "as tuned": lambda shape: shape,
+}
+WIDE_WAYS: dict[str, Change] = {
+    "gated": lambda shape: replace(shape, early=False),
+    "gated, early": lambda shape: replace(shape, early=True),
     "as tuned": lambda shape: shape,
 }
 
@@ -122,9 +133,15 @@ class Chain:
             if shape is not None:
                 x_TD = _random(num_rows, w_OD.shape[1])
                 exact = x_TD.double() @ w_OD.double().T
-                sums = split_linear(x_TD, w_OD, None, shape).sums
-                assert sums is not None
-                both = linear.weight.linear(x_TD, None), sums.part_KTO.sum(0).to(DTYPE)
+                cublas_TO = linear.weight.linear(x_TD, None)
+                if shape.is_wide:
+                    gate, up = exact.chunk(2, dim=1)
+                    exact = F.silu(gate) * up
+                    both = gated_mul(LinearOutput(cublas_TO)), gated_linear(x_TD, w_OD, shape)
+                else:
+                    sums = split_linear(x_TD, w_OD, None, shape).sums
+                    assert sums is not None
+                    both = cublas_TO, sums.part_KTO.sum(0).to(DTYPE)
                 cublas, ours = (_error(out, exact) for out in both)
                 found[NAMES[name_of(*w_OD.shape)]] = (cublas, ours)
         return found
@@ -142,8 +159,9 @@ def shapes_of(data: LinearShapes, num_rows: int) -> dict[str, LinearShape]:
     """Returns the shapes of the linears by name_of, from the data or, without any, those from which tuning starts."""
     num_sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     if not data:
-        return {key: starting_shape(name, num_rows, num_sms, early=True) for key, name in NAMES.items()}
-    found = {name_of(*size): choose_shape(data, *size, num_rows) for size in _sizes()}
+        found = {key: starting_shape(name, num_rows, num_sms, early=True) for key, name in NAMES.items()}
+    else:
+        found = {name_of(*size): choose_shape(data, *size, num_rows) for size in _sizes()}
     return {key: shape for key, shape in found.items() if shape is not None}
 
 
@@ -155,7 +173,7 @@ def measure(chain: Chain, num_rows: int, shapes: dict[str, LinearShape]) -> Case
     """Measures one number of rows, and prints it."""
     attention = chain.planned(num_rows)
     made = {"cuBLAS": chain.graph(num_rows, attention, {})}
-    for way, change in WAYS.items():
+    for way, change in (WAYS if num_rows <= MOST_SPLIT_ROWS else WIDE_WAYS).items():
         made[way] = chain.graph(num_rows, attention, {key: change(shape) for key, shape in shapes.items()})
     ms = medians({way: graph for way, (graph, _) in made.items()}, REPEATS)
     want = made["cuBLAS"][1]
@@ -178,10 +196,10 @@ def measure(chain: Chain, num_rows: int, shapes: dict[str, LinearShape]) -> Case
 def main() -> None:
     started = time.monotonic()
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rows", nargs="+", type=int, default=(1, 8, 16, 32, 64))
+    parser.add_argument("--rows", nargs="+", type=int, default=(1, 8, 16, 32, 64, 128, 256))
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--context", type=int, default=576)
-    parser.add_argument("--attention", choices=("triton", "flashinfer"), default="triton")
+    parser.add_argument("--attention", choices=("triton", "flashinfer", "auto"), default="triton")
     parser.add_argument("--data", type=Path, help="a file of shapes; the default is the engine's for this GPU")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -1,14 +1,16 @@
 """Measures the engine without HTTP under a closed loop that keeps a number of sequences in it all the time.
 
     python benchmarks/saturation.py [--streams 64 256 512 1024] [--adapters 0] [--kv-cache-dtype auto|fp8]
-        [--engine-option max_num_mixed_tokens=2048 ...] [--seconds 15] [--requests N] [--json FILE]
+        [--engine-option max_num_mixed_tokens=2048 ...] [--fill-seconds 30] [--seconds 15] [--requests N] [--json FILE]
 
 The model has an 8B shape with random weights; on a CPU use --device cpu --layers 2 --hidden 256 --vocabulary 512.
 Prompts have 512 random tokens and answers 128, greedy. Each sequence that ends is replaced at once; request i uses
 adapter i modulo their number (rank 16 on all seven projections). The first answers have staggered lengths, so that
-sequences end one by one. Measuring begins when each of them has a token, or after --seconds, and lasts for --seconds or
-until --requests have ended. So neither the start nor the end of the load is in the figures. Overlapped steps are those
-that were launched before the tokens of the previous step were known.
+sequences end one by one. Measuring begins when as many sequences have ended as run at once, or after --fill-seconds.
+So the prompts that arrive together in the beginning have no part in the figures. If waves is less than 1, the load was
+not steady yet, and --fill-seconds should be higher. Measuring lasts for --seconds or until --requests have ended, so
+the end of the load has no part in the figures either. Overlapped steps are those that were launched before the tokens
+of the previous step were known.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ UNITS = {
     "preemptions": "preemptions",
     "overlapped": "share of steps",
     "requests": "requests that ended",
+    "waves": "ended before measuring, per sequence that runs",
     "seconds": "s",
 }
 
@@ -65,14 +68,17 @@ class ClosedLoop:
         self.first_token_s: list[float] = []
         self.gaps_s: list[float] = []
 
-    def fill(self, streams: int, seconds: float) -> None:
-        """Adds the first sequences, and runs until each has a token or the time is over."""
+    def fill(self, streams: int, seconds: float) -> float:
+        """Adds the first sequences, and runs until as many have ended or the time is over.
+
+        Returns the number of sequences that have ended, as a share of streams.
+        """
         end_s = time.perf_counter() + seconds
         for i in range(streams):
             self._add(1 + (i + 1) * (self._generated - 1) // streams)
-        first = set(self._last_s)
-        while first & self._without_token and self._step() < end_s:
+        while self.num_ended < streams and self._step() < end_s:
             pass
+        return self.num_ended / streams
 
     def run(self, seconds: float, requests: int | None) -> float:
         """Returns the seconds that it took. Only these are in the figures."""
@@ -122,7 +128,7 @@ class ClosedLoop:
 
 def measure(engine: Engine, streams: int, loras: Sequence[LoRARequest], args: argparse.Namespace) -> Case:
     loop = ClosedLoop(engine, loras, args)
-    loop.fill(streams, args.seconds)
+    waves = loop.fill(streams, args.fill_seconds)
     before = engine.stats().preemptions_total
     seconds = loop.run(args.seconds, args.requests)
     preemptions = engine.stats().preemptions_total - before
@@ -142,6 +148,7 @@ def measure(engine: Engine, streams: int, loras: Sequence[LoRARequest], args: ar
             "preemptions": preemptions,
             "overlapped": loop.num_overlapped / loop.num_steps,
             "requests": loop.num_ended,
+            "waves": waves,
             "seconds": seconds,
         },
     )
@@ -157,6 +164,7 @@ def row(case: Case) -> str:
         f"{case.settings['streams']:7}{case.settings['adapters']:10}{figures['tokens_per_s']:9.0f}"
         f"{ms('ttft_p50_ms')}{ms('ttft_p99_ms')}{ms('gap_p50_ms')}{ms('gap_p99_ms')}{ms('step_ms')}"
         f"{figures['preemptions']:13.0f}{100 * (figures['overlapped'] or 0):10.0f} %{figures['requests']:10.0f}"
+        f"{figures['waves']:7.1f}"
     )
 
 
@@ -166,9 +174,8 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, nargs="+", default=[0], help="numbers of adapters; 0: the base")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--generated", type=int, default=128, help="tokens of an answer")
-    parser.add_argument(
-        "--seconds", type=float, default=15.0, help="most seconds to fill the engine, and then to measure"
-    )
+    parser.add_argument("--fill-seconds", type=float, default=30.0, help="most seconds until the load is steady")
+    parser.add_argument("--seconds", type=float, default=15.0, help="most seconds of measuring")
     parser.add_argument("--requests", type=int, help="most requests of a case that end while it is measured")
     parser.add_argument("--seed", type=int, default=0)
     add_engine_arguments(parser)
@@ -181,6 +188,7 @@ def main() -> None:
         print(f"KV cache of {engine.hello.kv_cache_tokens} tokens; times in ms")
         print(
             "streams  adapters    tok/s TTFT p50      p99  gap p50      p99     step  preemptions  overlapped  requests"
+            "  waves"
         )
         for adapters in args.adapters:
             for streams in args.streams:

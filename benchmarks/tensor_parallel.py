@@ -1,13 +1,14 @@
 """Measures one replica over several GPUs: milliseconds per decode step and prompt tokens per second.
 
     python benchmarks/tensor_parallel.py [--shape 8b|70b|tiny] [--sizes 1 2 4] [--layouts off on] [--batches 1 8 64 256]
-        [--adapters 0 8 64] [--json FILE]
+        [--adapters 0 8 64] [--json FILE] [--record]
 
 --sizes are the values of tensor_parallel_size, and --layouts those of fully_sharded_loras. The model has random weights
 in the shape of Llama 3 8B or 70B in bf16. Prompts have 512 random tokens, and greedy answers 128 tokens. Adapters of
 rank 16 on all seven projections are spread evenly over the batch. A step is timed on the host of rank 0 from the
 scheduler to the tokens; the figure is the median of the steps in which every sequence decodes. `tiny --device cpu` runs
-anywhere, and only tests that the benchmark runs.
+anywhere, and only tests that the benchmark runs. --record writes both layouts' steps with the most adapters to
+kernels/lora/tuned/<GPU>.sharding.json, from which replicas choose their layout (workers/tp/sharding_choice.py).
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engine_driver import decode_step_ms, load, prefill_tokens_per_s
 from lorafleet.protocol.engine_config import Device, EngineConfig
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.rank_processes import RankProcesses
 from lorafleet.workers.startup import build_engine
+from lorafleet.workers.tp.sharding_choice import MeasuredSteps, sharding_path, write_steps
 from random_llama import write_alike_adapters
 
 RANK = 16
@@ -140,6 +144,17 @@ def run(folder: Path, adapters: list[Path], size: int, layout: str, args: argpar
     return rows
 
 
+def steps_of_sizes(rows: list[Row]) -> dict[int, list[MeasuredSteps]]:
+    """Returns, by number of ranks, the steps with the most adapters that were measured in both layouts."""
+    most = max(row.adapters for row in rows)
+    ms = {(row.size, row.batch, row.layout): row.step_ms for row in rows if row.adapters == most and row.size > 1}
+    found: dict[int, list[MeasuredSteps]] = {}
+    for (size, batch, layout), step_ms in ms.items():
+        if layout == "on" and (size, batch, "off") in ms:
+            found.setdefault(size, []).append(MeasuredSteps(batch, step_ms, ms[size, batch, "off"]))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
@@ -149,7 +164,10 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, nargs="+", default=[0, 8, 64])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--record", action="store_true")
     args = parser.parse_args()
+    if args.record and (args.device == "cpu" or args.shape == "tiny" or max(args.adapters) == 0):
+        parser.error("--record needs GPUs, a real shape and adapters")
     print("shape  tp  layout  batch  adapters  ms a step   prefill tokens/s  MB a adapter")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
@@ -165,6 +183,8 @@ def main() -> None:
                     rows += process.submit(run, folder, adapters, size, layout, args).result()
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    if args.record:
+        write_steps(sharding_path(torch.cuda.get_device_name()), steps_of_sizes(rows))
 
 
 if __name__ == "__main__":

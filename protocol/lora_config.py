@@ -45,12 +45,13 @@ class LoRAOptions:
         Option("Dtype of adapters' weights. auto: the base's. fp8 (e4m3) takes half the memory with less precision."),
     ] = "auto"
     # It divides the matrix that every GPU otherwise holds whole: A by LoRA rank, or B by output. On GPUs it is as fast
-    # (benchmarks/tensor_parallel.py); the collectives of CPUs are slow.
+    # in steps of many requests (benchmarks/tensor_parallel.py); the collectives of CPUs are slow.
     fully_sharded_loras: Annotated[
         bool | None,
         Option(
             "Under tensor parallelism, shard both A and B over the ranks, which costs one more small exchange per "
-            "linear layer. Default: true on GPUs, false on CPUs."
+            "linear layer. Default: false on CPUs; on GPUs true, unless steps of max_num_seqs sequences are faster "
+            "without it according to measurements of the GPU."
         ),
     ] = None
     # It is allocated on demand from what gpu_memory_utilization leaves. An adapter beyond it is rejected or waits.
@@ -129,6 +130,7 @@ class LoRAConfig(LoRAOptions):
         return 2 * self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
 
     def is_fully_sharded(self, device: torch.device) -> bool:
+        """Returns the option's value, or its default where nothing was measured (workers/tp/sharding_choice.py)."""
         return device.type == "cuda" if self.fully_sharded_loras is None else self.fully_sharded_loras
 
     def serving_dtype(self, base: torch.dtype) -> torch.dtype:

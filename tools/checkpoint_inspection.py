@@ -17,12 +17,13 @@ from lorafleet.workers.models.generic.architecture import implementation
 from lorafleet.workers.models.generic.generic_loading import read_generic_config
 
 MIB = 1 << 20
-# Total memory of each card as its driver reports it with error correction, and its compute capability.
+# Total memory of each card as its driver reports it with error correction, its compute capability, and the name that
+# CUDA reports if there are data for it.
 CARDS = {
     "a100-40": Card("A100 40 GB", 40960 * MIB, (8, 0)),
     "a100-80": Card("A100 80 GB", 81920 * MIB, (8, 0)),
-    "h100-80": Card("H100 80 GB", 81559 * MIB, (9, 0)),
-    "h200-141": Card("H200 141 GB", 143771 * MIB, (9, 0)),
+    "h100-80": Card("H100 80 GB", 81559 * MIB, (9, 0), "NVIDIA H100 80GB HBM3"),
+    "h200-141": Card("H200 141 GB", 143771 * MIB, (9, 0), "NVIDIA H200"),
     "l4-24": Card("L4 24 GB", 23034 * MIB, (8, 9)),
     "l40s-48": Card("L40S 48 GB", 46068 * MIB, (8, 9)),
     "rtx3090-24": Card("RTX 3090 24 GB", 24576 * MIB, (8, 6)),

@@ -49,6 +49,7 @@ from lorafleet.workers.slots.packed_adapter import slot_bytes
 from lorafleet.workers.slots.slot_layers import SlotLayers
 from lorafleet.workers.tp.adapter_sharding import AdapterSharding
 from lorafleet.workers.tp.group import TPGroup
+from lorafleet.workers.tp.sharding_choice import with_sharding
 
 META, CUDA, CPU = torch.device("meta"), torch.device("cuda"), torch.device("cpu")
 
@@ -60,6 +61,7 @@ class Card:
     name: str
     total_bytes: int
     capability: tuple[int, int] | None = None  # None if it is not known.
+    cuda_name: str | None = None  # The name that CUDA reports, by which data of the GPU are found. None if unknown.
     other_bytes: int = 1 << 30
 
 
@@ -120,7 +122,11 @@ class MetaEngine:
         weights = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
         device = CPU if card is None else CUDA
         spec = attention_spec(model.shard.local, config.block_size, dtype, cached_dtype, device, model.sinks())
-        slot = 0 if config.lora is None else _slot_bytes(model, dtype, config.lora, device)
+        slot = 0
+        if config.lora is not None:
+            cuda_name = None if card is None else card.cuda_name
+            lora = with_sharding(config.lora, cuda_name, config.tensor_parallel_size, config.max_num_seqs)
+            slot = _slot_bytes(model, dtype, lora, device)
         activations = _activation_bytes(config, model.shard.local, spec)
         others = unmeasured_bytes(config, model, dtype, activations)
         shapes = model.shard.local.states

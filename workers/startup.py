@@ -25,6 +25,7 @@ from lorafleet.workers.adapters.kinds.kind import Base
 from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionSpec
 from lorafleet.workers.attention.flashinfer_modules import FLASHINFER_BYTES, missing_modules
 from lorafleet.workers.attention.module_build import ModuleBuild, ModuleSource
+from lorafleet.workers.attention.prompt_tiles import TILE_QUERIES
 from lorafleet.workers.attention.select import make_attention, refusal
 from lorafleet.workers.attention.switching_attention import SwitchingAttention
 from lorafleet.workers.attention_spec import attention_spec
@@ -61,6 +62,7 @@ from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.schedule.state_slots import StateSlots
 from lorafleet.workers.schedule.state_snapshots import StateSnapshots
 from lorafleet.workers.schedule.step_budget import StepBudget, StepLimits
+from lorafleet.workers.schedule.step_tiles import StepTiles
 from lorafleet.workers.sleep.rank_memory import RankMemory
 from lorafleet.workers.sleep.replica_memory import ReplicaMemory
 from lorafleet.workers.sleep.weights_gate import WeightsGate
@@ -73,6 +75,7 @@ from lorafleet.workers.step.decode_capture import DecodeCapture
 from lorafleet.workers.step.decode_graphs import FIRST_SIZES, DecodeGraphs, graph_sizes
 from lorafleet.workers.step.late_work import LateWork
 from lorafleet.workers.step.prefill_graphs import PrefillGraphs, graph_token_counts
+from lorafleet.workers.step.reserved_memory import reserve_logits
 from lorafleet.workers.step.runner import ModelRunner
 from lorafleet.workers.step.step_runner import StepRunner
 from lorafleet.workers.structured.decoding import StructuredDecoding
@@ -80,6 +83,7 @@ from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.link import OtherRanks
 from lorafleet.workers.tp.rank_messages import TierContent
 from lorafleet.workers.tp.shard import Shard
+from lorafleet.workers.tp.sharding_choice import with_sharding_of
 
 log = logging.getLogger(__name__)
 
@@ -177,6 +181,7 @@ def _build_adapters(
 ) -> tuple[LoRAModelManager, AdapterLoader]:
     """Allocates the slots, and starts the loader that reads adapters for them."""
     dtype = lora_dtype(lora, base.dtype, base.device)
+    lora = with_sharding_of(lora, base.model.group, base.device, config.max_num_seqs)
     slots = LoRAModelManager(base.model, lora, dtype, base.device)
     described = Base(base.layout, _base_weights(config, base), Path(config.model).name)
     check = check_adapter if config.batch_invariant else None
@@ -220,7 +225,8 @@ def _build_steps(
             prefill_graphs = PrefillGraphs(
                 model, caches, attention, spec, inputs, counts, slots, has_fixed_tiles=config.batch_invariant
             )
-    late = LateWork(switching, decode_graphs)
+    reserve = partial(reserve_logits, model, config.max_num_seqs, device)
+    late = LateWork(switching, decode_graphs, reserve)
     steps = StepRunner(
         model,
         attention,
@@ -235,6 +241,7 @@ def _build_steps(
         routed,
         config.batch_invariant,
     )
+    reserve()
     if device.type == "cuda" and config.lora is not None:
         started = time.monotonic()
         steps.warm_up(config.max_num_batched_tokens, config.lora.max_lora_rank)
@@ -365,7 +372,10 @@ def _step_limits(config: EngineConfig, device: torch.device, is_recurrent: bool)
         config.max_num_mixed_tokens,
         config.max_gap_ms / 1e3,
         config.ttft_target_ms / 1e3,
-        graph_token_counts(config.max_num_batched_tokens) if has_graphs else (),
+        StepTiles(
+            graph_token_counts(config.max_num_batched_tokens) if has_graphs else (),
+            TILE_QUERIES if device.type == "cuda" else 1,
+        ),
     )
 
 

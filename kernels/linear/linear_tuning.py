@@ -18,15 +18,17 @@ from lorafleet.kernels.tuned_data import measured_path, tuned_path
 
 FOLDER = Path(__file__).parent / "tuned"
 # Upper bounds of the classes of steps by their number of rows. cuBLAS computes larger steps.
-ROW_BOUNDS = (1, 8, 16, 32, 64)
+ROW_BOUNDS = (1, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
+MOST_SPLIT_ROWS = 64  # the most rows of split_linear; for more, cuBLAS computes all linears that are not gated
 MIN_BLOCK_T = 16  # rows of the smallest tile
 PREFETCH_CHUNK = 256  # inputs that one instruction requests; 512 bytes
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_SPLITS = 16
-EARLY_CAPABILITY = (9, 0)  # compute capability from which kernels start early
+EARLY_CAPABILITY = (9, 0)  # compute capability from which kernels start early, and load tiles by descriptors
 
 _BLOCKS = (16, 32, 64, 128, 256)
 _WARPS = (1, 2, 4, 8, 16)
+_BLOCKS_T = (0, 64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class LinearShape:
     prefetch: int = 0  # inputs of each row of W that are requested before the kernel ahead has ended
     early: bool = True  # start before the kernel ahead has ended, as do the readers (programmatic dependent launch)
     gated: bool = False  # gate_up only: multiply SiLU(gate) by up in the same kernel
+    block_t: int = 0  # rows of one program, if there are more than MOST_SPLIT_ROWS; 0 if one program has all rows
 
     def __post_init__(self) -> None:
         for field, value, allowed in (
@@ -49,6 +52,7 @@ class LinearShape:
             ("warps", self.warps, _WARPS),
             ("splits", self.splits, range(1, MAX_SPLITS + 1)),
             ("stages", self.stages, range(1, 13)),
+            ("block_t", self.block_t, _BLOCKS_T),
             ("prefetch", self.prefetch, (0, *(PREFETCH_CHUNK << n for n in range(5)))),
         ):
             if value not in allowed:
@@ -56,6 +60,13 @@ class LinearShape:
                 raise ValueError(f"{field}={value} is not possible. Use one of {choices}.")
         if self.gated and self.splits > 1:
             raise ValueError(f"gated=true needs all inputs in one program. Use splits=1 instead of {self.splits}.")
+        if self.block_t > 0 and (not self.gated or self.prefetch > 0):
+            raise ValueError(f"block_t={self.block_t} needs gated=true and prefetch=0. Use block_t=0 otherwise.")
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the shape is for more than MOST_SPLIT_ROWS, where only gated_linear has a kernel."""
+        return self.block_t > 0
 
     def fits(self, outputs: int, inputs: int) -> bool:
         """Returns whether whole tiles cover a linear of this size, and every split has a loop step."""
@@ -95,9 +106,11 @@ def linear_shape(
         return None
     gpu = torch.cuda.get_device_name(device)
     shape = choose_shape(_of_gpu(gpu), outputs, inputs, num_rows)
-    if shape is not None and shape.early and torch.cuda.get_device_capability(device) < EARLY_CAPABILITY:
+    needs_hopper = shape is not None and (shape.early or shape.is_wide)
+    if needs_hopper and torch.cuda.get_device_capability(device) < EARLY_CAPABILITY:
         raise ValueError(
-            f"{measured_shapes_path(gpu)}: {gpu} cannot start kernels early. Use early=false, or measure it again."
+            f"{measured_shapes_path(gpu)}: {gpu} can neither start kernels early nor load tiles by descriptors. "
+            f"Use early=false, and no data for more than {MOST_SPLIT_ROWS} rows, or measure it again."
         )
     return shape
 
@@ -135,6 +148,11 @@ def read_shapes(path: Path) -> LinearShapes:
             shape = LinearShape(**fields)
             if not shape.fits(outputs, inputs):
                 raise ValueError(f"{path}: the tiles for {rows} rows do not divide {name}. Measure it again.")
+            if shape.is_wide != (int(rows) > MOST_SPLIT_ROWS):
+                raise ValueError(
+                    f"{path}: {name} has block_t={shape.block_t} for {rows} rows. Use 0 for up to {MOST_SPLIT_ROWS} "
+                    "rows, and another value beyond."
+                )
             found.setdefault(name, {})[int(rows)] = shape
     return found
 

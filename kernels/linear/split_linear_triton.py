@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lorafleet.kernels.jit import jit
-from lorafleet.kernels.linear.linear_tuning import MIN_BLOCK_T, PREFETCH_CHUNK, ROW_BOUNDS, LinearShape
+from lorafleet.kernels.linear.linear_tuning import MIN_BLOCK_T, MOST_SPLIT_ROWS, PREFETCH_CHUNK, LinearShape
 from lorafleet.kernels.linear.split_sums_triton import early_launch
 from lorafleet.kernels.lora.linear_output import LinearOutput, SplitSums
 
@@ -125,7 +125,7 @@ def _launch(
     num_rows, inputs = x_TD.shape
     assert w_OD.shape[1] == inputs and shape.fits(len(w_OD), inputs), (w_OD.shape, shape)
     assert x_TD.is_contiguous() and w_OD.is_contiguous() and x_TD.dtype == w_OD.dtype
-    assert 0 < num_rows <= ROW_BOUNDS[-1]
+    assert 0 < num_rows <= MOST_SPLIT_ROWS and not shape.is_wide
     assert bias_O is None or (bias_O.shape == (outputs,) and bias_O.is_contiguous())
     last_steps = shape.last_steps(inputs)
     prefetch = shape.prefetch if shape.prefetch <= last_steps * shape.block_d else 0

@@ -1,12 +1,12 @@
-"""Measures in which shapes the base's linears are fastest for few rows, and writes the shapes where the engine reads
-them.
+"""Measures in which shapes the base's linears are fastest, and writes the shapes where the engine reads them.
 
-    python -m lorafleet.kernels.linear.tune_linear [--rows 1 8 16 32 64] [--layers 8] [--seconds 60] [--data FILE]
+    python -m lorafleet.kernels.linear.tune_linear [--rows 1 8 16 ... 256] [--layers 8] [--seconds 60] [--data FILE]
 
 The linears are those of an 8B Llama (kernels/decoder/decoder_stack.py). Each class of rows is measured by a step of its
 largest number of rows, in CUDA graphs of all layers. They include the kernels that read the linears' outputs, and the
 weights are not in the cache. One linear's shape is changed at a time, cuBLAS among the candidates, and the change is
 adopted if the whole graph gets faster by more than the noise. Shapes are written if they are faster than cuBLAS alone.
+With more than MOST_SPLIT_ROWS rows, only gate and up have other candidates than cuBLAS.
 No class is begun, and no candidate tried, after --seconds. The file is written after each class.
 """
 
@@ -24,6 +24,7 @@ from lorafleet.kernels.decoder.decoder_stack import LINEARS, Stack, captured, me
 from lorafleet.kernels.linear.linear_tuning import (
     EARLY_CAPABILITY,
     MAX_SPLITS,
+    MOST_SPLIT_ROWS,
     ROW_BOUNDS,
     LinearShape,
     name_of,
@@ -41,12 +42,24 @@ FEW_ROWS = ((64, 64, 8, 4), (64, 128, 5, 4))
 MANY_ROWS = ((64, 64, 6, 4), (128, 64, 4, 8))
 GATED_FEW_ROWS = ((64, 64, 5, 4), (64, 128, 3, 4))
 GATED_MANY_ROWS = ((64, 64, 4, 4),)
+# Candidates for block_o, block_d, stages, warps and block_t with more than MOST_SPLIT_ROWS rows. The first that is not
+# far too large is the start.
+WIDE = (
+    (64, 64, 4, 8, 256),
+    (64, 64, 3, 4, 128),
+    (128, 64, 4, 8, 128),
+    (64, 64, 6, 8, 128),
+    (64, 128, 3, 8, 128),
+    (64, 64, 4, 4, 64),
+)
 
 Shapes = Mapping[str, LinearShape | None]  # by the linear's name in LINEARS; None selects cuBLAS
 
 
-def starting_shape(name: str, num_rows: int, num_sms: int, early: bool) -> LinearShape:
-    """Returns a shape that serves the linear well on a GPU that nobody has measured."""
+def starting_shape(name: str, num_rows: int, num_sms: int, early: bool) -> LinearShape | None:
+    """Returns a shape that serves the linear well on a GPU that nobody has measured, or None for cuBLAS."""
+    if num_rows > MOST_SPLIT_ROWS:
+        return next(candidates(name, num_rows, num_sms, early), None)
     if name == "gate_up":
         return LinearShape(*_tile(GATED_FEW_ROWS if num_rows <= 16 else GATED_MANY_ROWS), early=early, gated=True)
     outputs, inputs = _size(name)
@@ -55,7 +68,10 @@ def starting_shape(name: str, num_rows: int, num_sms: int, early: bool) -> Linea
 
 
 def candidates(name: str, num_rows: int, num_sms: int, early: bool) -> Iterator[LinearShape]:
-    """Yields the shapes to try for a linear."""
+    """Yields the shapes to try for a linear, besides cuBLAS."""
+    if num_rows > MOST_SPLIT_ROWS:
+        yield from _wide_candidates(name, num_rows, early)
+        return
     outputs, inputs = _size(name)
     prefetches = PREFETCHES if early else (0,)
     for tile in FEW_ROWS if num_rows <= 16 else MANY_ROWS:
@@ -69,6 +85,16 @@ def candidates(name: str, num_rows: int, num_sms: int, early: bool) -> Iterator[
         for block_o, block_d, stages, warps in GATED_FEW_ROWS if num_rows <= 16 else GATED_MANY_ROWS:
             for prefetch in prefetches:
                 yield LinearShape(block_o, block_d, 1, stages, warps, prefetch, early, gated=True)
+
+
+def _wide_candidates(name: str, num_rows: int, early: bool) -> Iterator[LinearShape]:
+    """Yields none for a GPU that cannot start kernels early, since it cannot load tiles by descriptors either."""
+    if name != "gate_up" or not early:
+        return
+    for block_o, block_d, stages, warps, block_t in WIDE:
+        if block_t < 2 * num_rows:
+            for starts_early in (True, False):
+                yield LinearShape(block_o, block_d, 1, stages, warps, 0, starts_early, gated=True, block_t=block_t)
 
 
 def _tile(tiles: tuple[tuple[int, int, int, int], ...]) -> tuple[int, int, int, int, int]:
@@ -135,7 +161,7 @@ def _captured(stack: Stack, x_of_size: dict[int, Tensor], shapes: Shapes) -> tor
 def main() -> None:
     started = time.monotonic()
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--rows", nargs="+", type=int, choices=ROW_BOUNDS, default=(1, 64, 8, 16, 32))
+    parser.add_argument("--rows", nargs="+", type=int, choices=ROW_BOUNDS, default=(1, 64, 256, *ROW_BOUNDS[1:-1]))
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--data", type=Path, help="the file of shapes to write; the default is the engine's")

@@ -54,14 +54,12 @@ def _exchange_kernel(
         inside = offsets < size
         own = summed_splits(p_ptr, offsets, size, num_splits)
         total = tl.zeros((block,), dtype=tl.float32)
+        parts = receive(own, address_ptr, half, offsets, inside, area, rank, num_ranks, empty)
         for other in tl.static_range(num_ranks):
-            part = own
-            if other != rank:
-                part = receive(other, address_ptr, half, offsets, inside, area, rank, num_ranks, empty, tl.float32)
             if gathers:
-                tl.store(out_ptr + tl.cast(size, tl.int64) * other + offsets, part, mask=inside)
+                tl.store(out_ptr + tl.cast(size, tl.int64) * other + offsets, parts[other], mask=inside)
             else:
-                total += part
+                total += parts[other]
         if not gathers:
             tl.store(out_ptr + offsets, total, mask=inside)
 

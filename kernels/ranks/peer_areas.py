@@ -16,6 +16,7 @@ from torch import Tensor
 
 PROGRAMS = 512  # largest number of programs of a launch; program i % PROGRAMS always takes block i
 MOST_RANKS = 8
+ALIGNMENT = 32  # an area's size in bytes is a multiple: kernels send 16 bytes at a time, perhaps to its second half
 # The bits that are never sent, by the size of a number in bytes: -0.0 in half precision, and the bits of two of them in
 # float32, where they are a number that matters as little.
 EMPTY = {2: -0x8000, 4: -0x7FFF8000}

@@ -24,20 +24,20 @@ from lorafleet.kernels.ranks.peer_areas_triton import begin_call, receive, send
 
 
 @jit()
-def _own_row(
+def own_numbers(
     x_ptr: tl.tensor,
     delta_ptr: tl.tensor,
     affine_ptr: tl.tensor,
     row: tl.tensor,
     num_rows: tl.tensor,
     d: tl.tensor,
+    inside: tl.tensor,
     size: tl.constexpr,
     has_delta: tl.constexpr,
     has_affine: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the value of a LinearOutput's row, rounded as it is sent, so that all ranks add the same numbers."""
-    inside = d < size
-    offsets = row.to(tl.int64) * size + d
+    """Returns the columns d of a LinearOutput's row. They are rounded as they are sent, so all ranks add the same."""
+    offsets = tl.cast(row, tl.int64) * size + d
     x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
     if has_delta or has_affine:
         total = x.to(tl.float32)
@@ -83,18 +83,16 @@ def _rank_sum_kernel(
     d = tl.arange(0, block_d)
     inside = d < size
     for row in tl.range(program, num_rows, most_programs, num_stages=1):
-        offsets = row.to(tl.int64) * size + d
-        own = _own_row(x_ptr, delta_ptr, affine_ptr, row, num_rows, d, size, has_delta, has_affine)
+        offsets = tl.cast(row, tl.int64) * size + d
+        own = own_numbers(x_ptr, delta_ptr, affine_ptr, row, num_rows, d, inside, size, has_delta, has_affine)
         send(own, address_ptr, half, offsets, inside, area, rank, num_ranks, empty)
     for row in tl.range(program, num_rows, most_programs, num_stages=1):
-        offsets = row.to(tl.int64) * size + d
-        own = _own_row(x_ptr, delta_ptr, affine_ptr, row, num_rows, d, size, has_delta, has_affine)
+        offsets = tl.cast(row, tl.int64) * size + d
+        own = own_numbers(x_ptr, delta_ptr, affine_ptr, row, num_rows, d, inside, size, has_delta, has_affine)
         summed = tl.zeros((block_d,), dtype=tl.float32)
+        parts = receive(own, address_ptr, half, offsets, inside, area, rank, num_ranks, empty)
         for other in tl.static_range(num_ranks):
-            part = own
-            if other != rank:
-                part = receive(other, address_ptr, half, offsets, inside, area, rank, num_ranks, empty, dtype)
-            summed += part.to(tl.float32)
+            summed += parts[other].to(tl.float32)
         if has_branch_norm:
             branch_weight = norm_weight(branch_weight_ptr, branch_own_ptr, row, d, inside, has_own)
             summed = normed(summed.to(dtype), branch_weight, eps, size).to(dtype).to(tl.float32)
@@ -113,12 +111,26 @@ def rank_sum_triton(
     peers: PeerAreas,
     branch: NormWeight | None,
 ) -> None:
+    pointers, constants = launch_arguments(x, residual_TD, norm, out_TD, peers, branch)
+    num_rows = len(x.y_TO)
+    _rank_sum_kernel[(min(num_rows, PROGRAMS),)](*pointers, eps, num_rows, **constants)
+
+
+def launch_arguments(
+    x: LinearOutput,
+    residual_TD: Tensor,
+    norm: NormWeight,
+    out_TD: Tensor,
+    peers: PeerAreas,
+    branch: NormWeight | None,
+) -> tuple[tuple[Tensor | None, ...], dict[str, int]]:
+    """Returns the pointers and the constants that the sums in one step and in two have in common."""
     x_TD, delta_TD, affine_2T, _ = x
     branch_weight_D, branch_own_T = (None, None) if branch is None else (branch.weight, branch.own_T)
     assert branch is None or (branch_own_T is None) == (norm.own_T is None)
-    num_rows, size = x_TD.shape
+    size = x_TD.shape[1]
     block_d = triton.next_power_of_2(size)
-    _rank_sum_kernel[(min(num_rows, PROGRAMS),)](
+    pointers = (
         x_TD,
         delta_TD,
         affine_2T,
@@ -130,18 +142,19 @@ def rank_sum_triton(
         out_TD,
         peers.address_N,
         peers.calls_P,
-        eps,
-        num_rows,
-        area=peers.area_bytes // x_TD.dtype.itemsize,
-        size=size,
-        rank=peers.rank,
-        num_ranks=peers.size,
-        most_programs=PROGRAMS,
-        empty=EMPTY[x_TD.dtype.itemsize],
-        has_delta=delta_TD is not None,
-        has_affine=affine_2T is not None,
-        has_own=norm.own_T is not None,
-        has_branch_norm=branch_weight_D is not None,
-        block_d=block_d,
-        num_warps=min(MOST_WARPS, max(1, block_d // (32 * ELEMENTS_A_THREAD))),
     )
+    constants = {
+        "area": peers.area_bytes // x_TD.dtype.itemsize,
+        "size": size,
+        "rank": peers.rank,
+        "num_ranks": peers.size,
+        "most_programs": PROGRAMS,
+        "empty": EMPTY[x_TD.dtype.itemsize],
+        "has_delta": delta_TD is not None,
+        "has_affine": affine_2T is not None,
+        "has_own": norm.own_T is not None,
+        "has_branch_norm": branch_weight_D is not None,
+        "block_d": block_d,
+        "num_warps": min(MOST_WARPS, max(1, block_d // (32 * ELEMENTS_A_THREAD))),
+    }
+    return pointers, constants

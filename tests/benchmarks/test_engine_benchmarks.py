@@ -42,6 +42,7 @@ def test_saturation_keeps_all_streams_busy_until_enough_requests_have_ended(
         assert figures.keys() == saturation.UNITS.keys()
         assert figures["requests"] in range(8, 8 + 4)
         assert figures["tokens_per_s"] * figures["seconds"] >= 8 * 4, "nearly all of the answers' tokens"
+        assert figures["waves"] >= 1, "the load is steady before it is measured"
         assert figures["preemptions"] == 0
         assert 0 < figures["gap_p50_ms"] <= figures["gap_p99_ms"]
         assert 0 < figures["ttft_p50_ms"] <= figures["ttft_p99_ms"]
@@ -59,6 +60,22 @@ def test_long_context_measures_prefill_decode_and_a_prompt_amid_streams(
     assert alone_s is not None
     assert figures["relative_speed"] == pytest.approx(alone_s / figures["first_token_s"])
     assert 0 < figures["gap_p50_ms"] <= figures["gap_p99_ms"] <= figures["gap_max_ms"]
+
+
+def test_a_load_that_is_measured_before_it_is_steady_is_recorded_as_such(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = ("--streams", "4", "--prompt", "16", "--generated", "8", "--requests", "8", "--fill-seconds", "0")
+    results = run(monkeypatch, tmp_path, saturation, *words, *ONE_THREAD)
+    assert results.cases[0].figures["waves"] < 1
+
+
+def test_long_context_without_decodes_measures_what_the_goals_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = ("--contexts", "300", "--streams", "2", "--seconds", "0.01", "--without-decodes")
+    results = run(monkeypatch, tmp_path, long_context, *words, *ONE_THREAD)
+    assert [case.settings["kind"] for case in results.cases] == ["prefill", "amid streams"]
 
 
 def test_sampling_records_every_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

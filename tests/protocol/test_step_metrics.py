@@ -25,13 +25,13 @@ def test_a_steps_shape_tells_prompts_from_decodes_and_whose_tokens_use_an_adapte
     assert decode.shape == StepShape("decode", 3, 3, 2)
     # Of the second prompt's five tokens an activated LoRA begins to work at the third.
     prefill = plan([1, 5, 4], [0, 1, BASE_SLOT], [0, 2, 4], [0, 5])
-    assert prefill.shape == StepShape("prefill", 3, 10, 4, 1, 5 + 4, 15 + 10)
+    assert prefill.shape == StepShape("prefill", 3, 10, 4, 1, ((5, 5), (4, 4)))
 
 
-def test_the_pairs_of_a_prompt_s_later_tokens_are_counted_with_the_whole_context() -> None:
+def test_a_prompt_s_later_tokens_are_counted_with_the_context_at_their_end() -> None:
     attention = AttentionBatch([1, 3], [20, 13], [[0], [0]])
     late = StepPlan(np.zeros((FIELDS, 4), np.int64), attention, [0, 0], [0, 0], [0], True, [], [8])
-    assert late.shape == StepShape("prefill", 2, 4, 4, 20, 13, 11 + 12 + 13)
+    assert late.shape == StepShape("prefill", 2, 4, 4, 20, ((3, 13),))
 
 
 def test_a_step_that_was_begun_under_another_counts_from_that_ones_end() -> None:

@@ -88,6 +88,18 @@ def test_what_would_fit_starts_and_one_more_does_not(base: Path) -> None:
         assert ("less than max_model_len=256" in (share.room.refusal or "")) != starts
 
 
+def test_slots_have_the_layout_that_the_cards_data_choose(base: Path) -> None:
+    def slot_bytes(max_num_seqs: int, fully_sharded: bool | None) -> int:
+        lora = LoRAConfig(max_loras=1, max_lora_rank=16, fully_sharded_loras=fully_sharded)
+        config = EngineConfig(str(base), max_model_len=256, max_num_seqs=max_num_seqs, lora=lora)
+        [two] = inspect_checkpoint(config, CARDS["h200-141"], (2,)).shares
+        assert two.needs is not None
+        return two.needs.slot
+
+    assert slot_bytes(8, None) == slot_bytes(8, False) > slot_bytes(8, True)
+    assert slot_bytes(256, None) == slot_bytes(256, True)
+
+
 def test_a_refusal_is_the_servers_own(base: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((base / "config.json").read_text().replace("LlamaForCausalLM", "OtherLM"))
     (tmp_path / "model.safetensors").symlink_to(base / "model.safetensors")

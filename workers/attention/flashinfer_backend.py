@@ -3,16 +3,15 @@
 It serves only half precision and the usual head sizes, and neither sinks nor chunks (flashinfer_refusal). Decodes at
 the front of a step use FlashInfer's XQA if the cache is FP8 (xqa_attention.py), else its tensor-core decode. The other
 sequences use its paged prefill. On Hopper that is FA3, which gives each decode a tile of 128 queries: 120 decodes would
-take 0.4 ms per layer there. Short chunks of long prompts would leave most of the GPU idle (prompt_tiles.py), so FA2
-computes them, which divides keys too. Each kind of layer has its own wrappers, since its shape and its window are
-compiled in and planned for. FlashInfer compiles its kernels on first use, which takes a minute or two with nvcc. The
-constructor does that, so that no request waits for it, unless a start finds that they are missing
-(flashinfer_modules.py).
+take 0.4 ms per layer there. Short chunks of long prompts would leave most of the GPU idle, so their contexts are
+divided (divided_prompts.py). Each kind of layer has its own wrappers, since its shape and its window are compiled in
+and planned for. FlashInfer compiles its kernels on first use, which takes a minute or two with nvcc. The constructor
+does that, so that no request waits for it, unless a start finds that they are missing (flashinfer_modules.py).
 FlashInfer plans on the host, except for XQA. A plan takes lengths and blocks there and copies them to the device from
 pinned memory, so that it never waits for the steps before it.
 Measured on an H200 (D=128, 32 heads, 8 KV heads, block 16, bf16): decode takes 16 us for 1 x 8192 tokens of context
-and 145 us for 128 x 1024, and 1.5 times that without tensor cores. Prefill reaches 438 TFLOP/s with FA3 and 305 with
-FA2.
+and 145 us for 128 x 1024, and 1.5 times that without tensor cores. Prefill reaches 438 TFLOP/s with FA3, and 305 with
+FA2, which serves other GPUs.
 """
 
 # T tokens of the step · B sequences · M their KV blocks in all · H query heads · D head size
@@ -24,14 +23,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache, LayerAttention
-from lorafleet.workers.attention.kv_pages import BlockTables, KVPages, pinned_copy, running_sums
-from lorafleet.workers.attention.prompt_tiles import TILE_QUERIES, filled_share
+from lorafleet.workers.attention.divided_prompts import DividedPrompts, Division
+from lorafleet.workers.attention.flashinfer_calls import PlacedPrompts, options_of, plan_prompts, run_layer, shape_of
+from lorafleet.workers.attention.kv_pages import BlockTables, KVPages
+from lorafleet.workers.attention.prompt_tiles import best_parts
 from lorafleet.workers.attention.xqa_attention import SEMAPHORE_BYTES, XQAAttention, xqa_refusal
 
 log = logging.getLogger(__name__)
@@ -39,10 +38,7 @@ log = logging.getLogger(__name__)
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 FA3_CAPABILITY = (9, 0)
-FA2_SPEED = 305 / 438  # of FA3's, while both fill the GPU
-LONG_CONTEXT = 4096  # keys from which dividing them is worth another launch
 WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation; shared, since only one wrapper runs at a time
-MOST_WORKSPACE_BYTES = 256 << 20
 
 
 def flashinfer_refusal(dtype: torch.dtype, layer: LayerAttention) -> str | None:
@@ -74,7 +70,7 @@ class FlashInferAttention:
         self._spec = spec
         self._caches = caches
         self._num_sms = torch.cuda.get_device_properties(spec.device).multi_processor_count
-        self._workspace = workspace = torch.zeros(self._workspace_bytes(), dtype=torch.uint8, device=spec.device)
+        self._workspace = workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
         self._graph_memory = torch.zeros(0, dtype=torch.int32, device=spec.device)
         self._kinds = spec.kinds
         self._kind_of_layer = spec.kind_of_layer
@@ -88,12 +84,10 @@ class FlashInferAttention:
                 BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True) for _ in self._kinds
             ]
         self._prefill: list[Any] = [BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD") for _ in self._kinds]
-        # For short chunks with long contexts. None for kinds whose prompts are computed by FA2 anyway, or see few keys.
-        self._divided: list[Any] = [
-            BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2") if self._divides(kind) else None
-            for kind in self._kinds
+        self._divided: list[DividedPrompts | None] = [
+            DividedPrompts(spec, kind, workspace) if self._may_divide(kind) else None for kind in self._kinds
         ]
-        self._chosen = list(self._prefill)  # The wrappers of this step's prompts, by kind.
+        self._is_divided = [False] * len(self._kinds)  # Whether this step's prompts are, by kind of layer.
         self._num_decodes = 0
         self._copied = torch.cuda.Event()
         if compiles:
@@ -110,28 +104,10 @@ class FlashInferAttention:
         log.info("attention of decodes: FlashInfer's XQA")
         return torch.zeros(SEMAPHORE_BYTES // 4, dtype=torch.int32, device=spec.device)
 
-    def _workspace_bytes(self) -> int:
-        needed = max(self._divided_bytes(kind) for kind in self._spec.kinds)
-        return max(WORKSPACE_BYTES, min(needed, MOST_WORKSPACE_BYTES))
-
-    def _divides(self, layer: LayerAttention) -> bool:
-        """Returns whether FA2 may compute prompts of these layers that FA3 would compute otherwise."""
+    def _may_divide(self, layer: LayerAttention) -> bool:
+        """Returns whether FA3 computes prompts of these layers, which see all keys."""
         has_fa3 = torch.cuda.get_device_capability(self._spec.device) == FA3_CAPABILITY
-        is_plain = self._spec.kv_dtype == self._spec.dtype and layer.window is None
-        return has_fa3 and is_plain and self._divided_bytes(layer) <= MOST_WORKSPACE_BYTES
-
-    def _divided_bytes(self, layer: LayerAttention) -> int:
-        """Returns the bytes of FA2's partial results: float32 values and a sum of each query of two programs for each
-        multiprocessor."""
-        programs = 2 * self._num_sms // layer.num_kv_heads
-        return programs * layer.num_heads * TILE_QUERIES * (layer.head_dim + 1) * 4 + (1 << 20)
-
-    def _wrapper_for(self, kind: int, batch: AttentionBatch) -> Any:
-        """Returns the wrapper that computes these prompts fastest."""
-        if self._divided[kind] is None or max(batch.context_lens) < LONG_CONTEXT:
-            return self._prefill[kind]
-        share = filled_share(batch.query_lens, batch.context_lens, self._kinds[kind].num_heads, self._num_sms)
-        return self._divided[kind] if share < FA2_SPEED else self._prefill[kind]
+        return has_fa3 and self._spec.kv_dtype == self._spec.dtype and layer.window is None
 
     def for_graph(self, num_seqs: int, max_context: int) -> FlashInferGraphAttention | XQAAttention:
         spec = self._spec
@@ -167,33 +143,21 @@ class FlashInferAttention:
 
     def _plan_decodes_of(self, kind: int, pages: KVPages, blocks: Tensor) -> None:
         spec, layer = self._spec, self._kinds[kind]
-        shape, fixed = _shape(spec, layer), _options(spec, layer)
+        shape, fixed = shape_of(spec, layer), options_of(spec, layer)
         self._decode[kind].plan(pages.starts, blocks, pages.last_lens, *shape, seq_lens=pages.lens, **fixed)
 
     def _plan_prompts(self, batch: AttentionBatch) -> None:
-        pages = KVPages.of(batch, self._spec.block_size)
-        query_starts = pinned_copy(running_sums(np.array(batch.query_lens)))
-        blocks = pages.blocks.to(self._spec.device, non_blocking=True)
-        for kind in range(len(self._kinds)):
-            self._chosen[kind] = self._wrapper_for(kind, batch)
-            self._plan_prompts_of(kind, batch, query_starts, pages, blocks)
-
-    def _plan_prompts_of(
-        self, kind: int, batch: AttentionBatch, query_starts: Tensor, pages: KVPages, blocks: Tensor
-    ) -> None:
-        spec, layer = self._spec, self._kinds[kind]
-        self._chosen[kind].plan(
-            query_starts,
-            pages.starts,
-            blocks,
-            pages.last_lens,
-            *_shape(spec, layer),
-            causal=True,
-            seq_lens=pages.lens,
-            max_token_per_sequence=max(batch.query_lens),
-            max_sequence_kv=max(batch.context_lens),
-            **_options(spec, layer),
-        )
+        placed: PlacedPrompts | None = None  # The same for all kinds of layers whose prompts are not divided.
+        for kind, layer in enumerate(self._kinds):
+            divided, parts = self._divided[kind], 1
+            if divided is not None:
+                parts = best_parts(batch.query_lens, batch.context_lens, layer.num_heads, self._num_sms)
+            self._is_divided[kind] = parts > 1
+            if divided is not None and parts > 1:
+                divided.plan(Division.of(batch, parts, self._spec.block_size))
+                continue
+            placed = placed or PlacedPrompts.of(batch, self._spec.block_size, self._spec.device)
+            plan_prompts(self._prefill[kind], self._spec, layer, placed)
 
     def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:
         out_THD = torch.empty_like(q_THD) if out_THD is None else out_THD
@@ -201,34 +165,44 @@ class FlashInferAttention:
         if count > 0 and self._xqa is not None:
             self._xqa.attend(layer, q_THD[:count], out_THD[:count])
         elif count > 0:
-            _run(self._decode[kind], q_THD[:count], cache, out_THD[:count])
+            run_layer(self._decode[kind], q_THD[:count], cache, out_THD[:count])
         if count < len(q_THD):
-            _run(self._chosen[kind], q_THD[count:], cache, out_THD[count:])
+            self._attend_prompts(kind, q_THD[count:], cache, out_THD[count:])
         return out_THD
+
+    def _attend_prompts(self, kind: int, q_THD: Tensor, cache: KVCache, out_THD: Tensor) -> None:
+        divided = self._divided[kind]
+        if divided is not None and self._is_divided[kind]:
+            divided.attend(q_THD, cache, out_THD)
+        else:
+            run_layer(self._prefill[kind], q_THD, cache, out_THD)
 
     def first_uses(self) -> Iterator[Callable[[], None]]:
         """Yields a callable for each kernel that is compiled or loaded at its first use. It runs the kernel once, over
         block 0 of the first layer of its kind, whatever lies there."""
         for kind in range(len(self._kinds)):
             yield partial(self._use, kind, 1)
-            for wrapper in (self._divided[kind], self._prefill[kind]):
-                if wrapper is not None:
-                    yield partial(self._use, kind, 2, wrapper)
+            yield partial(self._use, kind, 2)
+            if self._divided[kind] is not None:
+                yield partial(self._use, kind, 2, 2)
 
-    def _use(self, kind: int, tokens: int, prompts_by: Any = None) -> None:
-        """Runs a sequence of so many tokens through a wrapper of one kind of layer: as a decode, or as a prompt."""
-        spec, layer = self._spec, self._kinds[kind]
-        batch = AttentionBatch([tokens], [tokens], [[0]])
-        pages = KVPages.of(batch, spec.block_size)
-        blocks = pages.blocks.to(spec.device, non_blocking=True)
+    def _use(self, kind: int, tokens: int, parts: int = 1) -> None:
+        """Runs a sequence of so many tokens through the wrappers of one kind of layer: as a decode, or as a prompt,
+        behind a block for each of several parts."""
+        spec, layer, divided = self._spec, self._kinds[kind], self._divided[kind]
+        context = tokens + (parts * spec.block_size if parts > 1 else 0)
+        batch = AttentionBatch([tokens], [context], [[0] * -(-context // spec.block_size)])
         self._num_decodes = 1 if tokens == 1 else 0
-        if tokens > 1:
-            self._chosen[kind] = prompts_by
-            self._plan_prompts_of(kind, batch, pinned_copy(running_sums(np.array([tokens]))), pages, blocks)
+        self._is_divided[kind] = parts > 1
+        if divided is not None and parts > 1:
+            divided.plan(Division.of(batch, parts, spec.block_size, long_context=1))
+        elif tokens > 1:
+            plan_prompts(self._prefill[kind], spec, layer, PlacedPrompts.of(batch, spec.block_size, spec.device))
         elif self._xqa is not None:
             self._xqa.plan(batch)
         else:
-            self._plan_decodes_of(kind, pages, blocks)
+            pages = KVPages.of(batch, spec.block_size)
+            self._plan_decodes_of(kind, pages, pages.blocks.to(spec.device, non_blocking=True))
         self._copied.record()
         q_THD = torch.zeros(tokens, layer.num_heads, layer.head_dim, dtype=spec.dtype, device=spec.device)
         self.attend(self._kind_of_layer.index(kind), q_THD)
@@ -270,7 +244,7 @@ class FlashInferGraphAttention:
         # The first plan chooses and loads the kernels. The later ones use fast_decode_plan, which relies on that.
         first = KVPages.of(AttentionBatch([1] * num_seqs, [1] * num_seqs, [[0]] * num_seqs), spec.block_size)
         for kind, wrapper in zip(self._kinds, self._wrappers, strict=True):
-            wrapper.plan(first.starts, first.blocks, first.last_lens, *_shape(spec, kind), **_options(spec, kind))
+            wrapper.plan(first.starts, first.blocks, first.last_lens, *shape_of(spec, kind), **options_of(spec, kind))
         self._copied.record()
 
     def plan(self, batch: AttentionBatch) -> None:
@@ -284,9 +258,9 @@ class FlashInferGraphAttention:
                 pages.starts,
                 pages.blocks,
                 pages.last_lens,
-                *_shape(spec, kind),
+                *shape_of(spec, kind),
                 global_override_indptr_cpu=pages.starts,
-                **_options(spec, kind),
+                **options_of(spec, kind),
             )
         self._copied.record()
 
@@ -295,24 +269,5 @@ class FlashInferGraphAttention:
 
     def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:
         out_THD = torch.empty_like(q_THD) if out_THD is None else out_THD
-        _run(self._wrappers[self._kind_of_layer[layer]], q_THD, self._caches[layer], out_THD)
+        run_layer(self._wrappers[self._kind_of_layer[layer]], q_THD, self._caches[layer], out_THD)
         return out_THD
-
-
-def _run(wrapper: Any, q_THD: Tensor, cache: KVCache, out_THD: Tensor) -> None:
-    scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale} if cache.k_NPGD.dtype == FP8 else {}
-    wrapper.run(q_THD.contiguous(), (cache.k_NPGD, cache.v_NPGD), out=out_THD, **scales)
-
-
-def _shape(spec: AttentionSpec, layer: LayerAttention) -> tuple[int, int, int, int]:
-    return layer.num_heads, layer.num_kv_heads, layer.head_dim, spec.block_size
-
-
-def _options(spec: AttentionSpec, layer: LayerAttention) -> dict[str, Any]:
-    return {
-        "window_left": -1 if layer.window is None else layer.window - 1,  # FlashInfer's does not count the token itself
-        "sm_scale": layer.scale,
-        "logits_soft_cap": layer.softcap,
-        "q_data_type": spec.dtype,
-        "kv_data_type": spec.kv_dtype,
-    }

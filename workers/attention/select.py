@@ -11,6 +11,7 @@ from lorafleet.protocol.errors import ConfigError
 from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionSpec, KVCache, LayerAttention
 from lorafleet.workers.attention.flashinfer_backend import FlashInferAttention, flashinfer_refusal
 from lorafleet.workers.attention.mixed_attention import LayerPlace, MixedAttention
+from lorafleet.workers.attention.own_decodes import with_own_decodes
 from lorafleet.workers.attention.torch_backend import TorchAttention
 
 log = logging.getLogger(__name__)
@@ -29,8 +30,9 @@ def make_attention(
     """Returns the backend of that name, or the best that start.
 
     "auto" chooses torch on a CPU. On CUDA it chooses FlashInfer for the layers that it serves if it is installed, and
-    Triton for the others. A backend requested by name is never replaced: ConfigError says why it cannot serve and
-    which can. With has_fixed_order, a query's bits on CUDA do not depend on the batch, and the name has no effect.
+    Triton for the others, and for captured decodes of many sequences where that is faster (own_decodes.py). A backend
+    requested by name is never replaced: ConfigError says why it cannot serve and which can. With has_fixed_order, a
+    query's bits on CUDA do not depend on the batch, and the name has no effect.
     """
     if has_fixed_order and spec.device.type == "cuda":
         if (reason := refusal("triton", spec)) is not None:
@@ -49,7 +51,9 @@ def make_attention(
         for backend in chosen:
             layers = [i for i, serving in enumerate(by_layer) if serving == backend]
             try:
-                made.append(_make(backend, spec.of_layers(layers), [caches[i] for i in layers]))
+                own = spec.of_layers(layers), [caches[i] for i in layers]
+                one = _make(backend, *own)
+                made.append(with_own_decodes(one, *own) if (name, backend) == ("auto", "flashinfer") else one)
             except Exception as error:
                 # FlashInfer compiles its kernels here, and the compiler or headers may be missing.
                 others = [b for b in BEST_FIRST if b != backend and refusal(b, spec) is None]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache
 from lorafleet.workers.attention.paged_backend import PagedAttention
-from lorafleet.workers.attention.triton_decodes import DecodeLayers, TritonDecodes
+from lorafleet.workers.attention.triton_decodes import CapturedDecodes, DecodeLayers, TritonDecodes
 
 
 class TritonAttention:
@@ -23,11 +23,11 @@ class TritonAttention:
         self._spec = spec
         self._caches = caches
         self._prompts = PagedAttention(spec, caches)
-        self._decode_layers = DecodeLayers.of(spec, caches)
-        self._decodes = TritonDecodes(self._decode_layers)
+        layers = DecodeLayers.of(spec, caches)
+        self._decodes = TritonDecodes(layers)
+        self._captured = CapturedDecodes(layers)
         self._num_decodes = 0
         self._has_prompts = False
-        self._graph_memory = torch.zeros(0, dtype=torch.int32, device=spec.device)
         if spec.device.type == "cuda":
             self._compile()
 
@@ -41,12 +41,7 @@ class TritonAttention:
             self._prompts.plan(AttentionBatch(lens[count:], contexts[count:], tables[count:]))
 
     def for_graph(self, num_seqs: int, max_context: int) -> TritonDecodes:
-        layers = self._decode_layers
-        # Sequences that share a prefix list its blocks more than once, so the cache's size is no bound.
-        size = layers.plan_size(num_seqs) + num_seqs * -(-max_context // self._spec.block_size)
-        if len(self._graph_memory) < size:
-            self._graph_memory = torch.zeros(size, dtype=torch.int32, device=self._spec.device)
-        return TritonDecodes(layers, (self._graph_memory, num_seqs))
+        return self._captured.for_graph(num_seqs, max_context)
 
     def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:
         own, count = self._spec.layers[layer], self._num_decodes

@@ -66,6 +66,23 @@ class DecodeLayers:
         ]
 
 
+class CapturedDecodes:
+    """Makes backends for captured steps. They share their plan's memory, since only one graph runs at a time."""
+
+    def __init__(self, layers: DecodeLayers) -> None:
+        self._layers = layers
+        self._memory = torch.zeros(0, dtype=torch.int32, device=layers.spec.device)
+
+    def for_graph(self, num_seqs: int, max_context: int) -> TritonDecodes:
+        """Returns what AttentionBackend.for_graph does."""
+        spec = self._layers.spec
+        # Sequences that share a prefix list its blocks more than once, so the cache's size is no bound.
+        size = self._layers.plan_size(num_seqs) + num_seqs * -(-max_context // spec.block_size)
+        if len(self._memory) < size:
+            self._memory = torch.zeros(size, dtype=torch.int32, device=spec.device)
+        return TritonDecodes(self._layers, (self._memory, num_seqs))
+
+
 class TritonDecodes:
     """Computes steps in which every sequence computes one token.
 
@@ -88,7 +105,7 @@ class TritonDecodes:
         else:
             self._memory[: len(packed)].copy_(packed, non_blocking=True)
 
-    def for_graph(self, num_seqs: int, max_context: int) -> None:  # noqa: ARG002  TritonAttention makes them
+    def for_graph(self, num_seqs: int, max_context: int) -> None:  # noqa: ARG002  CapturedDecodes makes them
         return None
 
     def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:

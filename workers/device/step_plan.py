@@ -68,8 +68,7 @@ class StepPlan:
             self.num_tokens,
             adapted,
             decode_positions=sum(end for count, end in chunks if count == 1),
-            prompt_positions=sum(end for count, end in chunks if count > 1),
-            prompt_pairs=sum(count * end - count * (count - 1) // 2 for count, end in chunks if count > 1),
+            prompts=tuple((count, end) for count, end in chunks if count > 1),
         )
 
     @property

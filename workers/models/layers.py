@@ -100,7 +100,8 @@ class PackedLinear(nn.Module):
 
     Sizes are this rank's. adds_bias is False if the output is a sum over the ranks and another rank adds the bias.
     lora is None until adapters are enabled. shape is set while workers/step/own_linears.py captures a step without
-    adapters. It is None if cuBLAS, or a quantized weight's own kernel, computes the base.
+    adapters. It is None if cuBLAS, or a quantized weight's own kernel, computes the base. A wide one is only for gated
+    MLPs, which compute their first linear themselves.
     """
 
     weight: BaseWeight  # set by whoever builds the model; may be quantized
@@ -135,7 +136,7 @@ class PackedLinear(nn.Module):
     def forward(self, x_TD: Tensor, batch: LoRABatch | None) -> LinearOutput:
         if batch is not None and self.lora is not None:
             return linear_with_lora(x_TD, self.weight, self.added_bias, self.lora, batch)
-        if self.shape is not None:
+        if self.shape is not None and not self.shape.is_wide:
             return split_linear(x_TD, self.weight.dequantized(), self.added_bias, self.shape)
         return LinearOutput(self.weight.linear(x_TD, self.added_bias))
 

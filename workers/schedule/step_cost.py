@@ -2,12 +2,14 @@
 
     seconds = per step + per token x tokens + per adapter token x tokens that use an adapter
               + per position x sum of the decodes' contexts, whose keys and values are read
-              + per pair x (pairs of a prompt's token and a position that it attends to
-                            + READ_TOKENS x sum of the prompts' contexts, which are read once for each chunk)
+              + per pair x pairs of a prompt's query and a key
 
-The five coefficients are those of this machine, model and mix of adapters. A Kalman filter fits them: each step
-corrects them in proportion to their uncertainty. A step that took much longer than predicted moves them by a bounded
-amount, since the host may have been busy. If several steps in a row are as far off, they are believed.
+Tokens and pairs are those that the device computes, in whole tiles (step_tiles.py). So the prediction has the steps in
+time that the device has, and the coefficients are those of this machine, model and mix of adapters.
+
+A Kalman filter fits them: each step corrects them in proportion to their uncertainty. A step that took much longer than
+predicted moves them by a bounded amount, since the host may have been busy. If several steps in a row are as far off,
+they are believed. The spread of the steps around their predictions is learned as well.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from lorafleet.workers.schedule.step_tiles import StepTiles
 
 if TYPE_CHECKING:
     from lorafleet.protocol.step_metrics import StepShape
@@ -33,7 +37,9 @@ NOISE = 0.05  # standard deviation of a step's duration, as a share of it
 LEAST_NOISE_S = 3e-4
 OUTLIER = 4.0  # number of standard deviations beyond which a step is an outlier
 MANY_OUTLIERS = 4  # number of outliers in a row that are believed
-READ_TOKENS = 32  # reading a context takes about as long as attending to it with this many tokens
+FIRST_SPREAD = 0.1  # of a step's duration around its prediction, as a share of it, before any step was timed
+MOST_SPREAD = 0.2  # a spread beyond this is the cost's error rather than chance
+SPREAD_STEPS = 64  # number of steps over which the spread is averaged
 FIRST_TOKENS = 512  # largest step with prompts before any was timed
 
 
@@ -55,50 +61,48 @@ class StepCost:
         """
         return self.step + self.token * num_decodes + self.adapter_token * num_adapted + self.position * num_positions
 
-    def chunk(self, num_tokens: int, context: int, *, adapted: bool) -> float:
-        """Returns the seconds of a prompt's next tokens, which come behind `context` others."""
-        pairs = num_tokens * context + num_tokens * (num_tokens + 1) / 2
-        return self._token(adapted) * num_tokens + self.pair * pairs + self.reading(context)
+    def chunk(self, num_tokens: int, num_pairs: int, *, num_adapted: int) -> float:
+        """Returns the seconds of a prompt's next tokens.
 
-    def tokens_within(self, seconds: float, context: int, *, adapted: bool) -> int:
-        """Returns the number of a prompt's next tokens that take so long."""
-        # chunk(n) = a n^2 + b n + reading
-        a, b = self.pair / 2, self._token(adapted) + self.pair * (context + 0.5)
-        left_s = seconds - self.reading(context)
-        return int(2 * left_s / (b + math.sqrt(b * b + 4 * a * left_s))) if left_s > 0 else 0
-
-    def reading(self, context: int) -> float:
-        """Returns the part of a chunk's seconds that does not depend on its number of tokens."""
-        return self.pair * READ_TOKENS * context
-
-    def _token(self, adapted: bool) -> float:
-        return self.token + self.adapter_token if adapted else self.token
+        Args:
+            num_tokens: Tokens that the linears compute for them.
+            num_pairs: Pairs of a query and a key, as StepTiles.pairs.
+        """
+        return self.token * num_tokens + self.adapter_token * num_adapted + self.pair * num_pairs
 
 
 class StepCostFit:
     """Fits the coefficients to steps with prompts. Steps of decodes alone run other kernels, and nothing is decided
     for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, tiles: StepTiles) -> None:
+        self._tiles = tiles
         self.trusted_tokens = FIRST_TOKENS  # tokens of a step up to which the fit holds
         self._mean = np.ones(len(PRIOR))  # of the coefficients, as multiples of PRIOR
         self._covariance = self._widest()
         self._outliers = 0  # number in a row; negative if they were shorter than predicted
+        self._variance = FIRST_SPREAD**2  # of a step's duration, as a share of its prediction
 
     @property
     def cost(self) -> StepCost:
         return StepCost(*(self._mean * PRIOR).tolist())
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of a step's duration around its prediction, as a share of the prediction."""
+        return math.sqrt(self._variance)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Takes in the duration of one step."""
         if shape.kind != "prefill":
             return
         self.trusted_tokens = max(self.trusted_tokens, 2 * shape.num_tokens)
-        features = PRIOR * _features(shape)
+        features = PRIOR * self._features(shape)
         predicted = float(features @ self._mean)
         noise = max(LEAST_NOISE_S, NOISE * min(predicted, seconds)) ** 2
         self._drift()
         error = self._without_outlier(seconds - predicted, features, noise)
+        self._learn_spread(error / predicted)
         gain = self._covariance @ features
         variance = float(features @ gain) + noise
         self._mean = np.clip(self._mean + gain * (error / variance), *BOUNDS)
@@ -133,8 +137,13 @@ class StepCostFit:
         """Returns the covariance of coefficients of which nothing but their size is known."""
         return np.diag((SPREAD * self._scale()) ** 2)
 
+    def _learn_spread(self, error: float) -> None:
+        """Takes in the error of a prediction, as a share of it."""
+        squared = min(error * error, MOST_SPREAD**2 * SPREAD_STEPS)
+        self._variance = min(self._variance + (squared - self._variance) / SPREAD_STEPS, MOST_SPREAD**2)
 
-def _features(shape: StepShape) -> Vector:
-    """Returns the number by which each coefficient is multiplied."""
-    pairs = shape.prompt_pairs + READ_TOKENS * shape.prompt_positions
-    return np.array([1, shape.num_tokens, shape.num_adapter_tokens, shape.decode_positions, pairs], np.float64)
+    def _features(self, shape: StepShape) -> Vector:
+        """Returns the number by which each coefficient is multiplied."""
+        tokens = self._tiles.tokens(shape.num_tokens)
+        pairs = sum(self._tiles.pairs(count, end - count) for count, end in shape.prompts)
+        return np.array([1, tokens, shape.num_adapter_tokens, shape.decode_positions, pairs], np.float64)

@@ -180,9 +180,14 @@ class DecodeCapture:
                 forward()  # compiles kernels and creates library handles, which a capture must not do
             graph = torch.cuda.CUDAGraph()
             # The capture is of this thread only, since NCCL's thread queries events meanwhile, which would otherwise
-            # break it.
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-                hidden_BD, logits_BW = forward()
+            # break it. torch.cuda.graph would give the free memory of steps back to the driver, and they would wait
+            # until they have it again.
+            with torch.cuda.stream(stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    hidden_BD, logits_BW = forward()
+                finally:
+                    graph.capture_end()
         return DecodeGraph(size, graph, attention, lora, states, borrowed(hidden_BD), borrowed(logits_BW))
 
 

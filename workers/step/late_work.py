@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from lorafleet.workers.attention.switching_attention import SwitchingAttention
 from lorafleet.workers.step.decode_graphs import DecodeGraphs
@@ -14,11 +15,18 @@ class LateWork:
     Args:
         switching: The attention of all steps, if it may be replaced.
         graphs: The graphs for decode steps, if there are any.
+        reserve: Called after work that may have taken memory which was reserved for steps.
     """
 
-    def __init__(self, switching: SwitchingAttention | None = None, graphs: DecodeGraphs | None = None) -> None:
+    def __init__(
+        self,
+        switching: SwitchingAttention | None = None,
+        graphs: DecodeGraphs | None = None,
+        reserve: Callable[[], None] = lambda: None,
+    ) -> None:
         self._switching = switching
         self._graphs = graphs
+        self._reserve = reserve
         self.is_suspended = False  # Whether nothing may run, since the engine sleeps.
         self.switched_s = 0.0  # Unix time of the change of the attention; 0 if there was none.
 
@@ -44,8 +52,9 @@ class LateWork:
             self.switched_s = time.time()
             if self._graphs is not None:
                 self._graphs.restart()
-        elif self._graphs is not None:
-            self._graphs.capture_one(is_idle=is_idle)
+            self._reserve()
+        elif self._graphs is not None and self._graphs.capture_one(is_idle=is_idle):
+            self._reserve()
 
     def close(self) -> None:
         """Ends what runs in the background, and releases the graphs."""

@@ -34,6 +34,7 @@ from lorafleet.workers.step.decode_capture import DecodeGraph
 from lorafleet.workers.step.decode_graphs import DecodeGraphs
 from lorafleet.workers.step.late_work import LateWork
 from lorafleet.workers.step.prefill_graphs import MOST_TOKENS, PrefillGraphs
+from lorafleet.workers.step.reserved_memory import reserve_logits
 from lorafleet.workers.step.single_tokens import single_tokens
 
 # Number of tokens of each warm-up step, and of its tiles. The LoRA kernels have variants for few, some and many small
@@ -189,6 +190,7 @@ class StepRunner:
             self.decode_graphs.capture_first()
         if self._prefill_graphs is not None:
             self._prefill_graphs.capture()
+        reserve_logits(self.model, len(self.inputs.sampled_B), self.device)
 
     def close(self) -> None:
         """Releases the CUDA graphs. They hold NCCL's communicator, which cannot be destroyed before them."""

@@ -12,7 +12,7 @@ import os
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.ranks.peer_areas import EMPTY, MOST_RANKS, PROGRAMS, PeerAreas
+from lorafleet.kernels.ranks.peer_areas import ALIGNMENT, EMPTY, MOST_RANKS, PROGRAMS, PeerAreas
 from lorafleet.workers.tp.group import TPGroup
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ class PeerMemory:
         other's memory."""
         from torch.distributed import _symmetric_memory as symmetric
 
+        assert area_bytes % ALIGNMENT == 0
         global _num_opened
         _num_opened += 1
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")

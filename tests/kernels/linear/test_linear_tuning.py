@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from lorafleet.kernels.linear.linear_tuning import (
 )
 
 SMALL, LARGE = LinearShape(splits=2), LinearShape(block_o=128, stages=4, warps=8)
+WIDE = LinearShape(gated=True, block_t=128)
 BF16 = torch.bfloat16
 
 
@@ -26,6 +28,8 @@ def test_a_step_uses_the_shape_of_the_next_larger_bound() -> None:
     found = [choose_shape(shapes, 6144, 4096, rows) for rows in (1, 2, 8, 9, 16, 33, 64, 65)]
     assert found == [None, SMALL, SMALL, None, None, LARGE, LARGE, None]
     assert choose_shape(shapes, 4096, 6144, 8) is None
+    assert choose_shape({"28672x4096": {256: WIDE}}, 28672, 4096, 225) is WIDE
+    assert choose_shape({"28672x4096": {256: WIDE}}, 28672, 4096, 257) is None
 
 
 def test_without_data_cublas_computes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,10 +50,13 @@ def test_data_of_the_gpu_are_used_but_not_for_float32(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
     with pytest.raises(ValueError, match="early=false"):
         linear_shape(torch.device("cuda"), BF16, 6144, 4096, 8)
+    write_shapes(shapes_path("Some GPU"), {"28672x4096": {256: replace(WIDE, early=False)}})
+    with pytest.raises(ValueError, match="no data for more than 64 rows"):
+        linear_shape(torch.device("cuda"), BF16, 28672, 4096, 250)
 
 
 def test_shapes_are_read_as_they_were_written(tmp_path: Path) -> None:
-    shapes = {"6144x4096": {1: SMALL, 64: LARGE}, "28672x4096": {16: LinearShape(gated=True, prefetch=1024)}}
+    shapes = {"6144x4096": {1: SMALL, 64: LARGE}, "28672x4096": {16: LinearShape(gated=True, prefetch=1024), 96: WIDE}}
     path = tmp_path / "GPU.json"
     assert read_shapes(path) == {}
     write_shapes(path, shapes)
@@ -63,6 +70,10 @@ def test_shapes_are_read_as_they_were_written(tmp_path: Path) -> None:
         ({"splits": 0}, "splits=0"),
         ({"prefetch": 100}, "prefetch=100"),
         ({"gated": True, "splits": 2}, "splits=1"),
+        ({"gated": True, "block_t": 32}, "block_t=32"),
+        ({"block_t": 128}, "block_t=128 needs gated=true"),
+        ({"gated": True, "block_t": 128, "prefetch": 256}, "prefetch=0"),
+        ({"gated": True, "block_t": 128}, "block_t=128 for 8 rows"),
         ({"block_o": 256, "block_d": 64}, "do not divide 4224x4096"),
         ({"block_d": 256, "splits": 15}, "do not divide 4224x4096"),
     ],
@@ -72,6 +83,13 @@ def test_a_shape_that_is_not_possible_is_refused(tmp_path: Path, fields: dict[st
     path = tmp_path / "GPU.json"
     path.write_text(json.dumps({"4224x4096": {"8": fields}}))
     with pytest.raises(ValueError, match=message):
+        read_shapes(path)
+
+
+def test_many_rows_without_a_tile_of_rows_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "GPU.json"
+    path.write_text(json.dumps({"28672x4096": {"96": {"gated": True}}}))
+    with pytest.raises(ValueError, match="block_t=0 for 96 rows"):
         read_shapes(path)
 
 

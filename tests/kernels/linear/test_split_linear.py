@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,7 @@ SMALL = [
     LinearShape(16, 16, splits, stages=2, early=False, gated=gated)
     for splits, gated in ((1, False), (2, False), (3, False), (6, False), (1, True))
 ]
+SMALL_WIDE = [LinearShape(16, block_d, stages=2, early=False, gated=True, block_t=64) for block_d in (64, 128)]
 EIGHT_B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 SHAPES = [
     LinearShape(),
@@ -28,6 +31,12 @@ SHAPES = [
     LinearShape(64, 128, 4, stages=4, early=False),
 ]
 GATED = [LinearShape(stages=4, gated=True), LinearShape(stages=4, gated=True, prefetch=1024, early=False)]
+
+WIDE = [
+    LinearShape(block_o, 64, stages=stages, warps=warps, early=early, gated=True, block_t=block_t)
+    for block_o, stages, warps, block_t in ((64, 4, 8, 256), (64, 3, 4, 128), (128, 4, 8, 128), (64, 4, 4, 64))
+    for early in (True, False)
+]
 
 
 def make_linear(
@@ -89,6 +98,7 @@ def test_on_a_cpu(dtype: torch.dtype, with_bias: bool) -> None:
     x, w, bias = make_linear(3, 64, 256, dtype)
     check_linear(x, w, bias if with_bias else None, split_linear(x, w, bias if with_bias else None, LinearShape()))
     check_gated(x, w, gated_linear(x, w, LinearShape(gated=True)))
+    check_gated(x, w, gated_linear(x, w, LinearShape(gated=True, block_t=64)))
 
 
 def test_interpreted_kernel() -> None:
@@ -106,6 +116,19 @@ def test_interpreted_kernel() -> None:
                         check_linear(x, w, added, out)
                     if shape.gated:
                         check_gated(x, w, gated_linear_triton(x, w, shape))
+    """)
+
+
+def test_interpreted_wide_kernel() -> None:
+    run_interpreted("""
+        from lorafleet.kernels.linear.wide_gated_triton import wide_gated_triton
+        from tests.kernels.linear.test_split_linear import SMALL_WIDE, check_gated, make_linear
+
+        for dtype in (torch.float32, torch.float16):
+            for shape in SMALL_WIDE:
+                for num_rows in (1, 64, 65, 130):
+                    x, w, _ = make_linear(num_rows, 64, 256, dtype)
+                    check_gated(x, w, wide_gated_triton(x, w, shape))
     """)
 
 
@@ -166,6 +189,16 @@ class TestOnGPU:
                 poison_free_memory()
                 check_gated(x, w, gated_linear(x, w, shape))
 
+    @pytest.mark.parametrize("num_rows", [1, 65, 128, 200, 256, 300])
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    def test_wide_kernel_equals_float64(self, dtype: torch.dtype, num_rows: int) -> None:
+        x, w, _ = make_linear(num_rows, *EIGHT_B["gate_up"], dtype, "cuda")
+        for shape in WIDE:
+            poison_free_memory()
+            out = gated_linear(x, w, shape)
+            check_gated(x, w, out)
+            assert torch.equal(out, gated_linear(x, w, shape))
+
     @pytest.mark.parametrize("early", [False, True])
     @pytest.mark.parametrize("num_rows", [1, 16, 64])
     def test_readers_add_the_sums(self, num_rows: int, early: bool) -> None:
@@ -187,6 +220,37 @@ class TestOnGPU:
             q_plain = rotate_and_store(plain, cos, sin, None, None, *caches[1], slots, 1e-5)
             for found, unrounded in ((q, q_plain), (k, caches[1, 0]), (v, caches[1, 1])):
                 assert_equal_once_rounded(found, unrounded)
+
+    @pytest.mark.parametrize("shape", [shape for shape in WIDE if shape.early], ids=str)
+    def test_a_graph_of_early_wide_kernels_gives_the_same_bits_as_one_kernel_at_a_time(
+        self, shape: LinearShape
+    ) -> None:
+        """The norm is not early, so it ends before the next wide kernel reads what it has written."""
+        size, inner, num_rows = 1024, 4096, 200
+        up = make_linear(1, 2 * inner, size, torch.bfloat16, "cuda")[1]
+        down = make_linear(1, size, inner, torch.bfloat16, "cuda")[1]
+        weight = NormWeight(torch.ones(size, device="cuda", dtype=torch.bfloat16))
+        start = torch.randn(num_rows, size, device="cuda").bfloat16()
+
+        def chain(shape: LinearShape) -> Tensor:
+            x, residual = start * 1, start * 2
+            for _ in range(24):
+                out = LinearOutput(F.linear(gated_linear(x, up, shape), down))
+                x = add_rms_norm(out, residual, weight, 1e-5)
+            return x
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            want = chain(replace(shape, early=False))
+            chain(shape)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = chain(shape)
+        for _ in range(20):
+            out.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(out, want)
 
     @pytest.mark.parametrize("prefetch", [0, 1024])
     @pytest.mark.parametrize("num_rows", [1, 16, 64])

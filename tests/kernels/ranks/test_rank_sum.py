@@ -1,6 +1,8 @@
-"""The kernel that sums all ranks' rows. Ranks are streams of one GPU here; over two GPUs: tests/workers/tp."""
+"""The kernels that sum all ranks' rows. Ranks are streams of one GPU here; over two GPUs: tests/workers/tp."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 from lorafleet.kernels.decoder.rms_norm import NormWeight
 from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.kernels.ranks.peer_areas import PROGRAMS, PeerAreas
-from lorafleet.kernels.ranks.rank_sum import rank_sum_add_rms_norm
+from lorafleet.kernels.ranks.rank_sum import rank_sum_add_rms_norm, two_step_sum_add_rms_norm
 from tests.kernels.harness import needs_gpu
 from tests.kernels.one_gpu_ranks import Ranks
 from tests.kernels.vector_cases import own_affine, own_vectors
@@ -24,7 +26,12 @@ def random(rows: int, size: int, dtype: torch.dtype, zeros: float = 0.0) -> Tens
     return torch.where(torch.rand_like(x) < zeros, -0.0, x).to(dtype)
 
 
+Sum = Callable[..., Tensor]
+both_sums = pytest.mark.parametrize("function", [rank_sum_add_rms_norm, two_step_sum_add_rms_norm])
+
+
 def sums(
+    function: Sum,
     x: Tensor,
     delta: Tensor | None,
     residual: Tensor,
@@ -32,7 +39,7 @@ def sums(
     areas: PeerAreas,
     branch: NormWeight | None = None,
 ) -> Tensor:
-    return rank_sum_add_rms_norm(LinearOutput(x, delta), residual, NormWeight(weight), EPS, areas, branch)
+    return function(LinearOutput(x, delta), residual, NormWeight(weight), EPS, areas, branch)
 
 
 @pytest.mark.parametrize(
@@ -40,13 +47,18 @@ def sums(
     [(4096, torch.bfloat16, 0.01), (4096, torch.float16, 0.002), (96, torch.float32, 1e-5), (77, torch.bfloat16, 0.01)],
 )
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_equals_the_sum_of_all_ranks_rows(num_ranks: int, size: int, dtype: torch.dtype, bound: float) -> None:
+@both_sums
+def test_equals_the_sum_of_all_ranks_rows(
+    function: Sum, num_ranks: int, size: int, dtype: torch.dtype, bound: float
+) -> None:
     torch.manual_seed(num_ranks)
+    if function is two_step_sum_add_rms_norm:
+        size -= size % num_ranks
     all_rows = [rows for rows in ROWS * 3 if num_ranks == 2 or rows <= 65]
     ranks = Ranks(num_ranks, max(all_rows) * size * dtype.itemsize)
     x = random(1, size, dtype)
     for delta in (None, x):
-        ranks.warm_up(lambda areas, x=x, delta=delta: sums(x, delta, x.clone(), x[0], areas))
+        ranks.warm_up(lambda areas, x=x, delta=delta: sums(function, x, delta, x.clone(), x[0], areas))
     weight = random(1, size, dtype)[0]
     for call, rows in enumerate(all_rows):
         # -0.0 is what the kernel never sends, so it must stand for 0.0.
@@ -56,7 +68,7 @@ def test_equals_the_sum_of_all_ranks_rows(num_ranks: int, size: int, dtype: torc
         residuals = [before.clone() for _ in range(num_ranks)]
 
         def add(areas: PeerAreas, rows=(xs, deltas, residuals)) -> Tensor:
-            return sums(*(of_rank[areas.rank] for of_rank in rows), weight, areas)
+            return sums(function, *(of_rank[areas.rank] for of_rank in rows), weight, areas)
 
         outs = ranks.run(add)
         staged = [x if d is None else (x.float() + d.float()).to(dtype) for x, d in zip(xs, deltas, strict=True)]
@@ -70,19 +82,20 @@ def test_equals_the_sum_of_all_ranks_rows(num_ranks: int, size: int, dtype: torc
 
 
 @pytest.mark.parametrize(("size", "dtype", "bound"), [(2304, torch.bfloat16, 0.02), (96, torch.float32, 1e-5)])
-def test_a_branch_may_have_a_norm_of_its_own(size: int, dtype: torch.dtype, bound: float) -> None:
+@both_sums
+def test_a_branch_may_have_a_norm_of_its_own(function: Sum, size: int, dtype: torch.dtype, bound: float) -> None:
     torch.manual_seed(2)
     ranks = Ranks(2, 300 * size * dtype.itemsize)
     branch, weight = (1 + torch.randn(size, device="cuda") / 10 for _ in range(2))
     x = random(1, size, dtype)
-    ranks.warm_up(lambda areas: sums(x, x, x.clone(), weight, areas, NormWeight(branch)))
+    ranks.warm_up(lambda areas: sums(function, x, x, x.clone(), weight, areas, NormWeight(branch)))
     for rows in (1, 300, 64):
         xs, deltas = ([random(rows, size, dtype) for _ in range(2)] for _ in range(2))
         before = random(rows, size, dtype)
         residuals = [before.clone() for _ in range(2)]
 
         def add(areas: PeerAreas, of=(xs, deltas, residuals)) -> Tensor:
-            return sums(*(of_rank[areas.rank] for of_rank in of), weight, areas, NormWeight(branch))
+            return sums(function, *(of_rank[areas.rank] for of_rank in of), weight, areas, NormWeight(branch))
 
         outs = ranks.run(add)
         staged = [(x.float() + d.float()).to(dtype) for x, d in zip(xs, deltas, strict=True)]
@@ -94,7 +107,8 @@ def test_a_branch_may_have_a_norm_of_its_own(size: int, dtype: torch.dtype, boun
 
 
 @pytest.mark.parametrize(("size", "dtype", "bound"), [(4096, torch.bfloat16, 0.02), (96, torch.float32, 1e-5)])
-def test_tokens_with_vectors_of_their_own(size: int, dtype: torch.dtype, bound: float) -> None:
+@both_sums
+def test_tokens_with_vectors_of_their_own(function: Sum, size: int, dtype: torch.dtype, bound: float) -> None:
     """Each rank scales and biases its own part; the norm's weights are the same on all. Few rows: both ranks' must find
     room on this one GPU, and these programs have more registers."""
     torch.manual_seed(3)
@@ -103,7 +117,7 @@ def test_tokens_with_vectors_of_their_own(size: int, dtype: torch.dtype, bound: 
     none_T = torch.zeros(1, dtype=torch.int64, device="cuda")
     one = LinearOutput(x, x, none_T.expand(2, 1).contiguous())
     own_norm = NormWeight(weight, none_T)
-    ranks.warm_up(lambda areas: rank_sum_add_rms_norm(one, x.clone(), own_norm, EPS, areas))
+    ranks.warm_up(lambda areas: function(one, x.clone(), own_norm, EPS, areas))
     for rows in (1, 100, 65):
         xs, deltas = ([random(rows, size, dtype) for _ in range(2)] for _ in range(2))
         affines = [own_affine(rows, size, "cuda", seed) for seed in (1, 4)]
@@ -114,7 +128,7 @@ def test_tokens_with_vectors_of_their_own(size: int, dtype: torch.dtype, bound: 
         norm = NormWeight(weight, own.address_T)
 
         def add(areas: PeerAreas, of=(outputs, residuals), norm=norm) -> Tensor:
-            return rank_sum_add_rms_norm(of[0][areas.rank], of[1][areas.rank], norm, EPS, areas)
+            return function(of[0][areas.rank], of[1][areas.rank], norm, EPS, areas)
 
         outs = ranks.run(add)
         total = before.double() + sum(a.of(x, d) for x, d, a in zip(xs, deltas, affines, strict=True))

@@ -163,11 +163,11 @@ class TestOnGPU:
         check_batch(TorchAttention, spec, BATCHES[name])
 
 
-# FA3 would leave most of a GPU idle, so FA2 divides the keys, beside decodes and short prompts too.
+# FA3 would leave most of a GPU idle, so these contexts are divided, beside decodes and short prompts too.
 LONG_CHUNKS = {
-    "alone": [(300, 6000)],
-    "several": [(200, 5000), (64, 4500), (7, 7)],
-    "behind_decodes": [(1, 900), (1, 5), (260, 8000), (16, 16)],
+    "alone": [(300, 20_000)],
+    "several": [(200, 15_001), (64, 9000), (7, 7)],
+    "behind_decodes": [(1, 900), (1, 5), (260, 18_000), (16, 16)],
 }
 
 

@@ -6,9 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Protocol
 
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.protocol.step_metrics import StepShape
+from lorafleet.workers.attention.prompt_tiles import best_parts, walk_of
 from lorafleet.workers.bases.rope_config import RopeConfig
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.scheduler import Scheduler
@@ -18,6 +20,8 @@ from tests.workers.schedule.stepped_scheduler import Events, SteppedScheduler
 
 GRAPH_SIZES = (16, 32, 64, 128, 192, 256, *range(384, 1024, 128), *range(1024, 2049, 256))
 
+NUM_LAYERS, KEY_S = 32, 16.6e-9  # a tile of 128 queries takes so long for a key, in one layer
+
 
 def shape_of(chunks: list[Chunk]) -> StepShape:
     """The shape that StepPlan has for a step, before it is launched."""
@@ -25,9 +29,18 @@ def shape_of(chunks: list[Chunk]) -> StepShape:
     if all(chunk.num_tokens == 1 for chunk in chunks):
         return StepShape("decode", len(chunks), num_tokens, 0)
     ends = [(chunk.num_tokens, chunk.sequence.num_computed + chunk.num_tokens) for chunk in chunks]
-    pairs = sum(count * end - count * (count - 1) // 2 for count, end in ends if count > 1)
-    decoded, prompted = (sum(end for count, end in ends if (count == 1) == one) for one in (True, False))
-    return StepShape("prefill", len(chunks), num_tokens, 0, decoded, prompted, pairs)
+    prompts = tuple((count, end) for count, end in ends if count > 1)
+    decoded = sum(end for count, end in ends if count == 1)
+    return StepShape("prefill", len(chunks), num_tokens, 0, decoded, prompts)
+
+
+def num_pairs(shape: StepShape) -> int:
+    """Pairs of a prompt's token and a position that it attends to."""
+    return sum(count * end - count * (count - 1) // 2 for count, end in shape.prompts)
+
+
+class Device(Protocol):
+    def seconds(self, chunks: list[Chunk]) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -39,13 +52,40 @@ class H200:
 
     def seconds(self, chunks: list[Chunk]) -> float:
         shape = shape_of(chunks)
-        num_tokens = shape.num_tokens
-        if shape.kind == "prefill":
-            num_tokens = next((size for size in GRAPH_SIZES if size >= num_tokens), num_tokens)
         positions = sum(chunk.sequence.num_computed + chunk.num_tokens for chunk in chunks)
-        linears = (4.0e-3**3 + (21.7e-6 * num_tokens) ** 3) ** (1 / 3)
-        attention = 36e-9 * positions + 1.2e-9 * shape.prompt_pairs
+        linears = (4.0e-3**3 + (21.7e-6 * computed_tokens(shape)) ** 3) ** (1 / 3)
+        attention = 36e-9 * positions + 1.2e-9 * num_pairs(shape)
         return (5e-4 + 2e-6 * len(chunks) + linears + attention) * self.noise() / self.speed
+
+
+def computed_tokens(shape: StepShape) -> int:
+    if shape.kind == "decode":
+        return shape.num_tokens
+    return next((size for size in GRAPH_SIZES if size >= shape.num_tokens), shape.num_tokens)
+
+
+@dataclass(frozen=True)
+class H100:
+    """The same model, whose prompts' attention takes whole tiles of queries."""
+
+    noise: Callable[[], float] = lambda: 1.0
+    is_divided: bool = True  # Whether the keys of long contexts are divided among programs.
+
+    def seconds(self, chunks: list[Chunk]) -> float:
+        shape = shape_of(chunks)
+        linears = (5.3e-3**3 + (22e-6 * computed_tokens(shape)) ** 3) ** (1 / 3)
+        decoded = (
+            sum(chunk.sequence.num_computed for chunk in chunks) if shape.kind == "decode" else shape.decode_positions
+        )
+        attention = 44e-9 * decoded + self._prompts_s(shape.prompts)
+        return (1.3e-3 + 5e-6 * len(chunks) + linears + attention) * self.noise()
+
+    def _prompts_s(self, prompts: tuple[tuple[int, int], ...]) -> float:
+        if not prompts:
+            return 0.0
+        counts, contexts = [count for count, _ in prompts], [end for _, end in prompts]
+        parts = best_parts(counts, contexts, 32, 132) if self.is_divided else 1
+        return NUM_LAYERS * KEY_S * walk_of(counts, contexts, parts, 32, 132)
 
 
 @dataclass
@@ -59,7 +99,7 @@ class Times:
 class Simulation:
     """An engine on a simulated device."""
 
-    def __init__(self, limits: StepLimits, device: H200 | None = None, max_num_seqs: int = 256) -> None:
+    def __init__(self, limits: StepLimits, device: Device | None = None, max_num_seqs: int = 256) -> None:
         self.now = 1000.0
         self.times: dict[Sequence, Times] = {}
         self.steps: list[tuple[StepShape, float]] = []  # that have ended, with their seconds

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
 import pytest
 
 from lorafleet.workers.schedule.step_budget import LEAST_CHUNK, StepLimits
-from tests.workers.schedule.simulated_device import GRAPH_SIZES, H200, Load, Simulation, closed_loop, percentile
+from lorafleet.workers.schedule.step_tiles import StepTiles
+from tests.workers.schedule.simulated_device import (
+    GRAPH_SIZES,
+    H100,
+    H200,
+    Device,
+    Load,
+    Simulation,
+    closed_loop,
+    percentile,
+)
 
+TILES = StepTiles(GRAPH_SIZES, 1)
 FIXED = StepLimits(max_tokens=2048, max_mixed_tokens=512)
-DEFAULT = StepLimits(max_tokens=2048, max_gap_s=0.05, ttft_target_s=0.5, graph_sizes=GRAPH_SIZES)
+DEFAULT = StepLimits(max_tokens=2048, max_gap_s=0.05, ttft_target_s=0.5, tiles=TILES)
+
+STAIRCASE = replace(DEFAULT, tiles=StepTiles(GRAPH_SIZES, 128))
+STEADY = replace(STAIRCASE, max_gap_s=0.04)
 
 
 def load(limits: StepLimits, streams: int, requests: int) -> Load:
@@ -20,7 +36,7 @@ def load(limits: StepLimits, streams: int, requests: int) -> Load:
     return closed_loop(Simulation(limits, H200(noise=lambda: rng.gauss(1, 0.02))), streams, requests)
 
 
-def streaming(limits: StepLimits, streams: int = 32, device: H200 | None = None) -> Simulation:
+def streaming(limits: StepLimits, streams: int = 32, device: Device | None = None) -> Simulation:
     """A simulation with streams that have begun."""
     simulation = Simulation(limits, device)
     for _ in range(streams):
@@ -71,8 +87,8 @@ def test_a_lower_target_starts_requests_sooner_and_a_lower_gap_shortens_steps():
         last_s = max(simulation.first_token_s(sequence) for sequence in sent)
         return last_s, max(seconds for _, seconds in simulation.steps)
 
-    patient, hasty = StepLimits(2048, None, 0.05, 5.0, GRAPH_SIZES), StepLimits(2048, None, 0.05, 0.1, GRAPH_SIZES)
-    steady = StepLimits(2048, None, 0.02, 0.1, GRAPH_SIZES)
+    patient, hasty = StepLimits(2048, None, 0.05, 5.0, TILES), StepLimits(2048, None, 0.05, 0.1, TILES)
+    steady = StepLimits(2048, None, 0.02, 0.1, TILES)
     assert burst(hasty)[0] < 0.9 * burst(patient)[0]
     assert burst(patient)[1] < 0.8 * burst(hasty)[1]
     assert burst(steady)[1] < 0.025
@@ -115,7 +131,7 @@ def test_steps_fill_the_graphs_that_they_run():
 
 
 def test_a_machine_of_which_nothing_is_known_begins_with_small_steps_beside_streams():
-    simulation = Simulation(StepLimits(8192, None, 10.0, 0.001, GRAPH_SIZES))
+    simulation = Simulation(StepLimits(8192, None, 10.0, 0.001, TILES))
     for _ in range(4):
         simulation.send(16, 100_000)
     simulation.driven.step()
@@ -131,3 +147,44 @@ def test_where_nothing_streams_a_prompt_has_the_whole_step(limits):
     simulation = Simulation(limits)
     simulation.send(10_000, 2)
     assert [chunk.num_tokens for chunk in simulation.driven.step()] == [2048]
+
+
+def gauss(spread: float, seed: int = 1) -> Callable[[], float]:
+    rng = random.Random(seed)
+    return lambda: rng.gauss(1, spread)
+
+
+def test_a_long_prompt_keeps_most_of_its_speed_amid_streams_where_attention_takes_whole_tiles():
+    alone_s = (alone := Simulation(STEADY, H100(gauss(0.03)))).first_token_s(alone.send(131_000, 2))
+    simulation = streaming(STEADY, device=H100(gauss(0.03)))
+    took_s = simulation.first_token_s(simulation.send(131_000, 2))
+    assert alone_s > 0.7 * took_s
+    assert percentile([seconds for _, seconds in simulation.steps], 0.99) < 0.04
+    late = [shape.prompts[0][0] for shape, _ in simulation.steps[-100:-1]]
+    assert sum(count % 128 == 0 for count in late) > 0.9 * len(late), "chunks fill their tiles"
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.06, 0.1])
+def test_gaps_leave_room_for_the_spread_of_steps(spread):
+    ours = closed_loop(Simulation(STAIRCASE, H100(gauss(spread))), 256, 768)
+    assert percentile(ours.gap_ms, 0.99) <= 50
+    assert percentile(ours.gap_ms, 0.99) > 35, "the time that is left is used"
+
+
+def test_gaps_keep_their_bound_after_the_device_has_become_slower():
+    noise, num_steps = gauss(0.03), 0
+
+    def slower() -> float:
+        nonlocal num_steps
+        num_steps += 1
+        return noise() * (1.5 if num_steps > 400 else 1.0)
+
+    simulation = streaming(STAIRCASE, 128, H100(slower))
+    for _ in range(400):
+        simulation.send(2000, 2)
+    while len(simulation.driven.finished) < 400:
+        simulation.driven.step()
+    before, after = simulation.steps[:300], simulation.steps[400:]
+    assert len(after) > 100
+    for part in (before, after):
+        assert percentile([seconds for _, seconds in part], 0.99) <= 0.05

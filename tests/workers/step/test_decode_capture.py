@@ -47,6 +47,12 @@ class NoStream:
 class NoGraph:
     """Replays nothing: on a CPU, a capture has already computed."""
 
+    def capture_begin(self, *, pool: object, capture_error_mode: str) -> None:
+        assert pool == (0, 0) and capture_error_mode == "thread_local"
+
+    def capture_end(self) -> None:
+        pass
+
     def replay(self) -> None:
         pass
 
@@ -69,7 +75,6 @@ def test_a_late_capture_leaves_the_tokens_and_the_stream_of_the_steps(
         ("graph_pool_handle", lambda: (0, 0)),
         ("stream", lambda _: nullcontext()),
         ("synchronize", lambda _: None),
-        ("graph", lambda *_, **__: nullcontext()),
         ("current_stream", lambda _: "the steps'"),
         ("set_stream", (streams := []).append),
     ):

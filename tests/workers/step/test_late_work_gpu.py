@@ -108,6 +108,23 @@ def test_idle_time_captures_all_graphs_within_the_memory_of_the_largest(tmp_path
     llm.close()
 
 
+def test_late_captures_give_no_memory_back_for_which_the_next_steps_would_wait(tmp_path) -> None:
+    pytest.importorskip("flashinfer")
+    base = make_model(tmp_path / "base", "llama3", dtype="bfloat16", **SHAPE)
+    llm = LLM(str(base), max_num_seqs=128, kv_cache_tokens=32768)
+    engine = llm._engine
+    assert engine.fills_idle_time
+    num_frees = torch.cuda.memory_stats()["num_device_free"]
+    while engine.fills_idle_time:
+        engine.step()
+    stats = torch.cuda.memory_stats()
+    assert stats["num_device_free"] == num_frees
+    with torch.inference_mode():
+        engine.runner.steps.model.logits(torch.zeros(128, 1024, dtype=torch.bfloat16, device="cuda"))
+    assert torch.cuda.memory_stats()["num_device_alloc"] == stats["num_device_alloc"]
+    llm.close()
+
+
 def test_compiled_modules_are_found_without_compiling() -> None:
     pytest.importorskip("flashinfer")
     from lorafleet.workers.attention.flashinfer_backend import FlashInferAttention

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.linear.linear_tuning import LinearShape
+from lorafleet.kernels.linear.linear_tuning import MOST_SPLIT_ROWS, LinearShape
 from lorafleet.protocol.quantization_methods import Method
 from lorafleet.workers.attention.attention_backend import AttentionBatch, KVCache
 from lorafleet.workers.attention.select import make_attention
@@ -15,6 +15,7 @@ from lorafleet.workers.attention_spec import attention_spec
 from lorafleet.workers.bases.checkpoint import read_model_config
 from lorafleet.workers.bases.quantization import resolved
 from lorafleet.workers.bases.weights import fill_randomly
+from lorafleet.workers.models import layers as layers_module
 from lorafleet.workers.models import mlp as mlp_module
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.models.mlp import MLP
@@ -110,10 +111,24 @@ def test_the_gated_kernel_serves_silu_alone(
     assert calls == ([GATED] if is_gated else [])
 
 
+@pytest.mark.parametrize("family", ["llama3", "gemma2"])
+def test_a_wide_shape_is_for_the_gated_kernel_alone(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(tmp_path, family)
+    mlp = next(model.decoder_layers()).mlp
+    assert isinstance(mlp, MLP)
+    x = torch.randn(3, model.config.hidden_size)
+    want = mlp(x, None).y_TO
+    monkeypatch.setattr(layers_module, "split_linear", None)
+    with own_linears(model, 200, lambda *_: LinearShape(gated=True, block_t=128)):
+        torch.testing.assert_close(mlp(x, None).y_TO, want)
+
+
 class TestOnGPU:
     pytestmark = needs_gpu
 
-    @pytest.mark.parametrize("num_rows", [1, 16, 40])
+    @pytest.mark.parametrize("num_rows", [1, 16, 40, 100])
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     def test_a_graph_of_the_whole_model_agrees_with_cublas(
         self, tmp_path: Path, num_rows: int, dtype: torch.dtype
@@ -139,6 +154,8 @@ class TestOnGPU:
                     return None
                 gated = outputs == 2048
                 splits = 1 if gated else 2
+                if num_rows > MOST_SPLIT_ROWS:
+                    return LinearShape(stages=3, early=early, gated=True, block_t=128) if gated else None
                 return LinearShape(splits=splits, stages=4, prefetch=256, early=early, gated=gated)
 
             def step() -> Tensor:

@@ -12,7 +12,11 @@ import pytest
 import torch
 
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
+from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.workers.rank_processes import RankProcesses
+from lorafleet.workers.startup import build_engine
+from lorafleet.workers.tp.sharding_choice import with_sharding
 from tiny_models import Reference, make_adapter, make_model
 
 pytestmark = [
@@ -107,3 +111,31 @@ def test_a_process_may_have_one_replica_after_another(base, prompt):
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         [(token_ids, _)] = process.submit(generated, base, 2, True, [prompt(20)], params, [None], repeats=2).result()
     assert len(token_ids) == 4
+
+
+def slot_bytes(base: Path, max_num_seqs: int, fully: bool | None) -> int:
+    """Returns the bytes of rank 0's slots."""
+    lora = LoRAConfig(max_loras=2, max_lora_rank=16, fully_sharded_loras=fully)
+    config = EngineConfig(
+        str(base), device="cuda", kv_cache_tokens=8192, max_num_seqs=max_num_seqs, tensor_parallel_size=2, lora=lora,
+        attention_backend="triton",
+    )  # fmt: skip
+    ranks = RankProcesses(config)
+    engine = build_engine(config, addresses=ranks.addresses)
+    assert engine.loras is not None
+    found = engine.loras.model_manager.arena_bytes
+    engine.close()
+    ranks.close()
+    return found
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or with_sharding(LoRAConfig(), torch.cuda.get_device_name(), 2, 8) == LoRAConfig(),
+    reason="needs a GPU with measured layouts of adapters",
+)
+def test_a_small_replica_has_the_layout_that_was_measured_as_faster(base):
+    def on_new_process(fully: bool | None) -> int:
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            return process.submit(slot_bytes, base, 8, fully).result()
+
+    assert on_new_process(None) == on_new_process(False) > on_new_process(True)

@@ -1,4 +1,4 @@
-"""The kernel that sums all ranks' rows, over two GPUs, against a sum in float64."""
+"""The kernels that sum all ranks' rows, over two GPUs, against a sum in float64."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def inputs(seed: int, rows: int, size: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)).to(dtype).cuda()
 
 
-def sums(group: TPGroup, size: int, dtype: torch.dtype) -> list[float]:
+def sums(group: TPGroup, size: int, dtype: torch.dtype, two_steps_from_bytes: int | None) -> list[float]:
     """The largest errors of residual and norm, of calls in a row and of a graph replayed."""
-    ranks = RankSum(group, torch.device("cuda", 0))
-    assert ranks._peers is not None, "the GPUs cannot reach each other's memory"
+    ranks = RankSum(group, torch.device("cuda", 0), two_steps_from_bytes)
+    assert ranks._one_step is not None and ranks._two_steps is not None, "the GPUs cannot reach each other's memory"
     errors = []
 
     def parts(call: int, rows: int) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -74,7 +74,10 @@ def sums(group: TPGroup, size: int, dtype: torch.dtype) -> list[float]:
 
 
 @pytest.mark.parametrize(("size", "dtype", "bound"), [(4096, torch.bfloat16, 0.01), (96, torch.float32, 1e-5)])
-def test_equals_the_sum_of_all_ranks_rows(size: int, dtype: torch.dtype, bound: float) -> None:
-    found = on_ranks(2, sums, size, dtype, device="cuda")
+@pytest.mark.parametrize("two_steps_from_bytes", [None, 0], ids=["as measured", "two steps"])
+def test_equals_the_sum_of_all_ranks_rows(
+    size: int, dtype: torch.dtype, bound: float, two_steps_from_bytes: int | None
+) -> None:
+    found = on_ranks(2, sums, size, dtype, two_steps_from_bytes, device="cuda")
     assert found[0] == found[1], "the ranks have other bits"
     assert max(found[0]) < bound

@@ -1,0 +1,72 @@
+"""Has captured decodes of many sequences computed by the project's own kernels, and everything else by FlashInfer.
+
+Many sequences keep the GPU busy without a division of their keys. FlashInfer's wrapper divides them all the same, and
+merges the parts in a second launch. With fewer sequences it is better balanced than our kernels.
+Measured on an H100 (D=128, 32 heads, 8 KV heads, block 16, bf16; benchmarks/decode_attention.py), time of our kernels
+relative to FlashInfer's:
+- 576 tokens: +14 % for 32 sequences, -3 % for 64, -5 % for 128, 192, 256 and 512
+- 2048 tokens: +9 % for 64, +1.5 % for 128, -1.4 % for 256; 8192 tokens: +8 % for 64
+With 2 or 4 KV heads it takes more sequences: programs are sequences times KV heads.
+"""
+
+# T tokens of the step · H query heads · D head size
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from lorafleet.workers.attention.attention_backend import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    KVCache,
+    LayerAttention,
+)
+
+log = logging.getLogger(__name__)
+
+CAPABILITY = (9, 0)  # the only one that is measured
+HEAD_DIM = 128
+MOST_GROUP = 8  # query heads of a KV head
+LEAST_PROGRAMS = 1536  # sequences times KV heads of a captured step from which our kernels are faster
+
+
+def with_own_decodes(backend: AttentionBackend, spec: AttentionSpec, caches: list[KVCache]) -> AttentionBackend:
+    """Returns FlashInfer's backend with our captured decodes, or as it is where they are not known to be faster."""
+    if not all(_is_measured(kind) for kind in spec.kinds) or spec.kv_dtype != spec.dtype:
+        return backend
+    if torch.cuda.get_device_capability(spec.device) != CAPABILITY:
+        return backend
+    own = OwnDecodes(backend, spec, caches)
+    log.info("attention of captured decodes: Triton from %d sequences on", own.least_seqs)
+    return own
+
+
+def _is_measured(layer: LayerAttention) -> bool:
+    is_plain = layer.window is None and layer.softcap is None
+    return is_plain and layer.head_dim == HEAD_DIM and layer.group_size <= MOST_GROUP
+
+
+class OwnDecodes:
+    """Computes what the backend computes, except for captured decodes of least_seqs sequences or more."""
+
+    def __init__(self, backend: AttentionBackend, spec: AttentionSpec, caches: list[KVCache]) -> None:
+        from lorafleet.workers.attention.triton_decodes import CapturedDecodes, DecodeLayers  # optional on a CPU
+
+        self.least_seqs = -(-LEAST_PROGRAMS // min(kind.num_kv_heads for kind in spec.kinds))
+        self._backend = backend
+        self._captured = CapturedDecodes(DecodeLayers.of(spec, caches))
+
+    def plan(self, batch: AttentionBatch) -> None:
+        self._backend.plan(batch)
+
+    def for_graph(self, num_seqs: int, max_context: int) -> AttentionBackend | None:
+        if num_seqs >= self.least_seqs:
+            return self._captured.for_graph(num_seqs, max_context)
+        return self._backend.for_graph(num_seqs, max_context)
+
+    def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:
+        return self._backend.attend(layer, q_THD, out_THD)

@@ -1,0 +1,25 @@
+"""Reserves the memory that steps with prompts allocate outside of CUDA graphs.
+
+torch asks the driver for memory when a step needs a larger tensor than any step before it. The driver waits until the
+device is idle, so every stream waits for one more step. The largest of these tensors are the logits, which grow with
+the number of sequences. What is allocated for good, such as the attention's buffers for another CUDA graph, may take a
+part of the reserved memory, so it is reserved again afterwards (late_work.py).
+"""
+
+# B sequences of a step · D hidden size
+
+from __future__ import annotations
+
+import torch
+
+from lorafleet.workers.models.engine_model import EngineModel
+
+
+@torch.inference_mode()
+def reserve_logits(model: EngineModel, num_rows: int, device: torch.device) -> None:
+    """Computes logits of this many rows, and leaves their memory to torch's allocator. Does nothing on a CPU."""
+    if device.type == "cuda":
+        hidden_BD = torch.zeros(
+            num_rows, model.config.hidden_size, dtype=model.embed_tokens.weight.dtype, device=device
+        )
+        model.logits(hidden_BD)
