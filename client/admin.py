@@ -20,6 +20,7 @@ from typing import IO, Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Un
 import httpx
 
 from lorafleet.client.client_errors import APIError, status_error
+from lorafleet.client.group_verbs import GroupAnswer, JoinWeightsGroup, LeaveWeightsGroup
 from lorafleet.client.http_calls import HttpCall, answer_of, call_of, reaching
 from lorafleet.client.packing import pack
 from lorafleet.client.places import AdapterPlaces, ListPlaces, PlacesPage, ShowPlaces
@@ -36,8 +37,10 @@ from lorafleet.client.results import (
     Removed,
     Verified,
 )
+from lorafleet.client.shared_memory import shared_tensors
 from lorafleet.client.sleep_verbs import ShowSleep, SleepAll, SleepState, SleepStatus, WakeUpAll
-from lorafleet.client.tensor_packing import pack_tensors
+from lorafleet.client.tensor_packing import SharedTensors, pack_shared, pack_tensors
+from lorafleet.client.weights_group import WeightsGroup
 from lorafleet.protocol import admin_verbs as verbs
 from lorafleet.protocol.admin_verbs import REMOVE_S, Verb
 from lorafleet.protocol.engine_control import ALL_MEMORY, InFlight, MemoryTag, PauseMode, SleepLevel
@@ -149,6 +152,40 @@ class AdminClient:
         message = verbs.UploadTensors(name, options=verbs.PushOptions(**options))
         return self._upload_tensors(message, tensors, config)
 
+    def push_from_distributed(
+        self,
+        name: str,
+        tensors: Mapping[str, Any],
+        config: Mapping[str, Any],
+        group: WeightsGroup,
+        **options: Unpack[PushArguments],
+    ) -> PushedVersion:
+        """Pushes as push_tensors does, but the tensors go by broadcasts in a torch.distributed group.
+
+        Args:
+            tensors: torch tensors by PEFT's names. With NCCL they go through the current GPU.
+            group: The group of this process and the server. It ends if the push fails while tensors are sent.
+        """
+        options.setdefault("replicas", None)
+        message = verbs.UploadTensors(
+            name, "distributed", verbs.PushOptions(**options), group=group.name, timeout_s=group.timeout_s
+        )
+        return self._upload_shared(message, group.sending(tensors), config)
+
+    def push_from_device(
+        self, name: str, tensors: Mapping[str, Any], config: Mapping[str, Any], **options: Unpack[PushArguments]
+    ) -> PushedVersion:
+        """Pushes as push_tensors does, but the server copies the tensors out of this process's GPU, by CUDA IPC.
+
+        Args:
+            tensors: torch tensors by PEFT's names, all on one GPU of the server's node. On a server without a GPU, on
+                the CPU.
+        """
+        options.setdefault("replicas", None)
+        device, shared = shared_tensors(tensors)
+        message = verbs.UploadTensors(name, "device", verbs.PushOptions(**options), device=device)
+        return self._upload_shared(message, shared, config)
+
     def push_from(self, name: str, source: str, **options: Unpack[PushArguments]) -> Adapter:
         """Adds a new adapter, or a new version of an adapter, from a path or URI that the server reads."""
         return self._send(verbs.PushAdapter(name, source, **options))
@@ -233,6 +270,14 @@ class AdminClient:
     def is_sleeping(self) -> SleepState:
         return self._send(ShowSleep())
 
+    def join_weights_group(self, join: JoinWeightsGroup) -> GroupAnswer:
+        """Has the server join a process group; WeightsGroup calls it."""
+        return self._send(join)
+
+    def leave_weights_group(self, leave: LeaveWeightsGroup) -> GroupAnswer:
+        """Has the server leave a process group; WeightsGroup calls it."""
+        return self._send(leave)
+
     def _send(self, verb: Verb[AnswerT]) -> AnswerT:
         call = call_of(verb)
         return answer_of(verb, self._request(call, call.body))
@@ -250,6 +295,14 @@ class AdminClient:
         num_bytes = sum(map(len, parts))
         call = call_of(verb).with_body(TENSORS_TYPE, num_bytes)
         return answer_of(verb, self._request(call, _sliced(parts, num_bytes, self._on_upload)))
+
+    def _upload_shared(
+        self, verb: verbs.UploadTensors, shared: SharedTensors, config: Mapping[str, Any]
+    ) -> PushedVersion:
+        with shared as fields:
+            head = pack_shared(fields, config)
+            call = call_of(verb).with_body(TENSORS_TYPE, len(head))
+            return answer_of(verb, self._request(call, head))
 
     def _download(self, verb: verbs.DownloadAdapter, target: DownloadTarget) -> Downloaded:
         call = call_of(verb)
@@ -323,6 +376,8 @@ class AsyncAdminClient:
     show = _awaited(AdminClient.show)
     push = _awaited(AdminClient.push)
     push_tensors = _awaited(AdminClient.push_tensors)
+    push_from_distributed = _awaited(AdminClient.push_from_distributed)
+    push_from_device = _awaited(AdminClient.push_from_device)
     push_from = _awaited(AdminClient.push_from)
     download = _awaited(AdminClient.download)
     alias = _awaited(AdminClient.alias)
@@ -341,6 +396,8 @@ class AsyncAdminClient:
     sleep = _awaited(AdminClient.sleep)
     wake_up = _awaited(AdminClient.wake_up)
     is_sleeping = _awaited(AdminClient.is_sleeping)
+    join_weights_group = _awaited(AdminClient.join_weights_group)
+    leave_weights_group = _awaited(AdminClient.leave_weights_group)
 
     async def _send(self, verb: Verb[AnswerT]) -> AnswerT:
         call = call_of(verb)
@@ -358,6 +415,14 @@ class AsyncAdminClient:
         num_bytes = sum(map(len, parts))
         call = call_of(verb).with_body(TENSORS_TYPE, num_bytes)
         return answer_of(verb, await self._request(call, _later(_sliced(parts, num_bytes, None))))
+
+    async def _upload_shared(
+        self, verb: verbs.UploadTensors, shared: SharedTensors, config: Mapping[str, Any]
+    ) -> PushedVersion:
+        with shared as fields:
+            head = pack_shared(fields, config)
+            call = call_of(verb).with_body(TENSORS_TYPE, len(head))
+            return answer_of(verb, await self._request(call, head))
 
     async def _download(self, verb: verbs.DownloadAdapter, target: DownloadTarget) -> Downloaded:
         call = call_of(verb)

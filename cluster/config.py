@@ -7,6 +7,7 @@ command line (cluster/cli/cli.py) is generated from the fields of AppArgs, so th
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -103,6 +104,14 @@ def _check_origin(value: str) -> str:
     return value
 
 
+def _check_push_host(value: str) -> str:
+    if not value or any(character.isspace() or character == "," for character in value):
+        raise ValueError(f"{value!r} is no host; give a name, an address, or a network such as 10.0.0.0/8")
+    if "/" in value:
+        ip_network(value)
+    return value
+
+
 def _check_modules(modules: Sequence[LoRAModule], base_names: Collection[str]) -> None:
     names = [module.name for module in modules]
     for name in names:
@@ -123,6 +132,7 @@ def _check_resolvers(order: Sequence[str], configured: Collection[str]) -> None:
 
 
 Origin = Annotated[str, AfterValidator(_check_origin)]
+PushHost = Annotated[str, AfterValidator(_check_push_host)]
 Module = Annotated[LoRAModule, BeforeValidator(_parse_module)]
 
 
@@ -160,6 +170,11 @@ class AppArgs(
     )
     allow_runtime_lora_updating: bool = Field(
         False, description="Enable /v1/load_lora_adapter and /v1/unload_lora_adapter. Trusted networks only."
+    )
+    push_hosts: Annotated[list[PushHost], BeforeValidator(_as_list)] = Field(
+        [],
+        description="Hosts of trainers whose process groups replicas may join to receive adapters: names, addresses, "
+        "or networks such as 10.0.0.0/8. Default: this machine only.",
     )
     lora_resolver_dir: str | None = Field(
         None, description="Folder of adapters. Each is served by the name of its folder when it is first requested."

@@ -30,6 +30,7 @@ from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.limits import Range
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, SealedAdapter
 
+RECEIVE_S = 60.0  # Seconds in which the broadcasts of a push must be done.
 REMOVE_S = 60.0  # Seconds that a removal waits for in-flight requests before it continues without the caller.
 
 AnswerT = TypeVar("AnswerT", covariant=True)
@@ -37,6 +38,8 @@ AnswerT = TypeVar("AnswerT", covariant=True)
 # The server checks these bounds when it parses a call (api/request/message_models.py).
 Name = Annotated[str, Meta(max_length=limits.MAX_MODEL_CHARS)]
 Place = Annotated[str, Meta(max_length=limits.MAX_PATH_CHARS)]
+GroupName = Annotated[str, Meta(max_length=limits.MAX_GROUP_NAME_CHARS)]
+DeviceName = Annotated[str, Meta(max_length=limits.MAX_DEVICE_CHARS)]
 Replicas = Annotated[int, limits.REPLICAS]
 Metadata = Annotated[
     dict[
@@ -164,6 +167,11 @@ class UploadTensors(AdapterVerb[PushedVersion], frozen=True, omit_defaults=True)
 
     source: Place = "memory"
     options: PushOptions = PushOptions()
+    # With one of these two, the body ends with its head, and the tensors come from elsewhere
+    # (adapter_formats/announced_tensors.py).
+    group: GroupName | None = None  # A process group that the replica has joined, whose rank 0 broadcasts the tensors.
+    device: DeviceName | None = None  # UUID of a GPU of the replica's node, in whose memory they are.
+    timeout_s: Annotated[float, limits.RECEIVE_S] = RECEIVE_S  # Time in which the broadcasts of a group must be done.
 
 
 class MoveAlias(AdapterVerb[Adapter], frozen=True, omit_defaults=True):

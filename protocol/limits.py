@@ -174,6 +174,15 @@ QUEUE_TIMEOUT_S = Range(0.0, 86_400.0)  # Value of X-Queue-Timeout-Seconds.
 MAX_ADAPTERS_LISTED = 1000  # Adapters on one page of /v1/adapters.
 MAX_OPTIONS_CHARS = 32 << 10  # Options of an upload, which are part of its URL.
 MAX_TENANT_CHARS = 64
+MAX_GROUP_NAME_CHARS = 128  # Name of a trainer's process group.
+MAX_DEVICE_CHARS = 64  # UUID of a GPU.
+MAX_HOST_CHARS = 253  # Name of a host, as in DNS.
+MAX_DTYPE_CHARS = 32
+PORT = Range(1, 65_535)
+GROUP_SIZE = Range(2, 65_536)  # Members of a trainer's process group.
+GROUP_RANK = Range(1, 65_535)  # The server's rank there.
+TENSOR_SIZE = Range(0, (1 << 48) - 1)  # One dimension of a tensor.
+RECEIVE_S = Range(0.0, 300.0, open_low=True)
 MAX_SPLIT = 64  # Versions in the split of an alias.
 SPLIT_WEIGHT = Range(0.0, 1e6, open_low=True)
 VERSION = Range(1, INT32)

@@ -347,6 +347,7 @@ def build_engine(
         lora=None if config.lora is None else _lora_limits(config.lora),
         routed=None if steps.routed is None else steps.routed.shape,
         logprobs_mode=config.logprobs_mode,
+        device=_device_name(steps.device),
     )
     return Engine(
         runner,
@@ -359,6 +360,11 @@ def build_engine(
         config.max_queued_requests,
         config.max_queued_tokens,
     )
+
+
+def _device_name(device: torch.device) -> str:
+    """Returns the GPU's UUID as nvidia-smi shows it, or "cpu"."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else "cpu"
 
 
 def _lora_limits(config: LoRAConfig) -> LoRALimits:

@@ -88,6 +88,16 @@ class OutputCall(TypedDict):
 
 
 @_exactly
+class OutputCustomCall(TypedDict):
+    type: Literal["custom_tool_call"]
+    id: str
+    call_id: str
+    name: str
+    input: str
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+@_exactly
 class ReasoningText(TypedDict):
     type: Literal["reasoning_text", "summary_text"]
     text: str
@@ -149,7 +159,7 @@ class ResponseBody(TypedDict):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage | OutputCall | OutputReasoning]
+    output: list[OutputMessage | OutputCall | OutputCustomCall | OutputReasoning]
     parallel_tool_calls: bool
     previous_response_id: str | None
     reasoning: dict[str, str | None] | None
@@ -421,13 +431,29 @@ class ToolCall(TypedDict):
 
 
 @_exactly
+class CalledCustomTool(TypedDict):
+    name: NotRequired[str]
+    input: str
+
+
+@_exactly
+class CustomToolCall(TypedDict):
+    """A call of a custom tool. In a stream, `id`, `type` and `name` are in its first chunk, and `index` is in all."""
+
+    index: NotRequired[int]
+    id: NotRequired[str]
+    type: NotRequired[Literal["custom"]]
+    custom: CalledCustomTool
+
+
+@_exactly
 class Message(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: None
     reasoning_content: NotRequired[str]
     reasoning: NotRequired[str]  # The same text.
-    tool_calls: NotRequired[list[ToolCall]]
+    tool_calls: NotRequired[list[ToolCall | CustomToolCall]]
 
 
 @_exactly
@@ -436,7 +462,7 @@ class MessageDelta(TypedDict):
     content: NotRequired[str]
     reasoning_content: NotRequired[str]
     reasoning: NotRequired[str]  # The same text.
-    tool_calls: NotRequired[list[ToolCall]]
+    tool_calls: NotRequired[list[ToolCall | CustomToolCall]]
 
 
 @_exactly
@@ -572,6 +598,12 @@ class Paused(TypedDict):
 @_exactly
 class Sleeping(TypedDict):
     is_sleeping: bool
+
+
+@_exactly
+class GroupStatus(TypedDict):
+    success: Literal[True]
+    message: str
 
 
 @_exactly

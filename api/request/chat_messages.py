@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from lorafleet.api.request.bounds import JSON_BOUNDS, fault_of_json, json_schema
+from lorafleet.api.tool_calls.custom_input import arguments_of
 from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.limits import (
     MAX_CALL_CHARS,
@@ -44,7 +45,25 @@ _PARTS = {
     },
 }
 _MORE = {"maxProperties": MAX_JSON_VALUES, **JSON_BOUNDS}  # Some clients send back more fields of a call.
-_CALL = {
+_CUSTOM_CALL = {
+    "type": "object",
+    "properties": {
+        "id": {"anyOf": [_LABEL, _NULL]},
+        "type": {"const": "custom"},
+        "custom": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "maxLength": MAX_TOOL_NAME_CHARS},
+                "input": {"type": "string", "maxLength": MAX_CALL_CHARS},
+            },
+            "required": ["name", "input"],
+            **_MORE,
+        },
+    },
+    "required": ["type", "custom"],
+    **_MORE,
+}
+_FUNCTION_CALL = {
     "type": "object",
     "properties": {
         "id": {"anyOf": [_LABEL, _NULL]},
@@ -62,6 +81,7 @@ _CALL = {
     "required": ["function"],
     **_MORE,
 }
+_CALL = {"anyOf": [_FUNCTION_CALL, _CUSTOM_CALL]}
 _TEXT_OR_PARTS = [_TEXT, _PARTS]
 # The accepted messages, for /openapi.json.
 MESSAGE_SCHEMA: dict[str, Any] = {
@@ -140,7 +160,10 @@ def _read_calls(given: object, where: str) -> list[dict[str, Any]]:
 
 
 def _read_call(call: object, where: str) -> dict[str, Any]:
-    """Reads one tool call. Its arguments become an object, because templates serialize them themselves."""
+    """Reads one tool call. Its arguments become an object, because templates serialize them themselves. A call of a
+    custom tool becomes one of the function in its place."""
+    if isinstance(call, dict) and call.get("type") == "custom":
+        call = _as_function_call(call, where)
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or call.get("type", "function") != "function" or not isinstance(function, dict):
         raise InvalidRequest(
@@ -153,6 +176,16 @@ def _read_call(call: object, where: str) -> dict[str, Any]:
     name = string(function.get("name"), f"{where}.function.name", MAX_TOOL_NAME_CHARS)
     arguments = _read_arguments(function.get("arguments"), f"{where}.function.arguments")
     return read | {"function": {"name": name, "arguments": arguments}}
+
+
+def _as_function_call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    custom = call.get("custom")
+    if not isinstance(custom, dict):
+        raise InvalidRequest(f"`{where}` must have a `custom` with a name and an input.", where)
+    given = string(custom.get("input"), f"{where}.custom.input", MAX_CALL_CHARS)
+    name = string(custom.get("name"), f"{where}.custom.name", MAX_TOOL_NAME_CHARS)
+    others = {key: value for key, value in call.items() if key != "custom"}
+    return others | {"type": "function", "function": {"name": name, "arguments": arguments_of(given)}}
 
 
 def _read_arguments(given: object, where: str) -> dict[str, Any]:

@@ -15,11 +15,15 @@ from typing import Any
 
 import msgspec
 
+from lorafleet.api.request.custom_tools import as_functions
 from lorafleet.api.request.request_bodies import (
     AllowedToolChoice,
+    AnyTool,
     ChatRequest,
     ConvertedChat,
+    CustomTool,
     FunctionDefinition,
+    NamedCustomChoice,
     NamedToolChoice,
     Tool,
 )
@@ -27,6 +31,7 @@ from lorafleet.api.served_model import ServedModel
 from lorafleet.api.text.token_table import TokenTable
 from lorafleet.api.text_service import TextService
 from lorafleet.api.tool_calls.call_grammar import Offer
+from lorafleet.api.tool_calls.custom_input import InputReader
 from lorafleet.api.tool_calls.forced import NamedCallParser, RequiredCallsParser, calls_schema
 from lorafleet.api.tool_calls.formatted import FormattedParser, may_open_like
 from lorafleet.api.tool_calls.known import KnownFormat
@@ -65,6 +70,7 @@ class ToolUse:
     shows_special: bool = False  # A special token marks calls or reasoning.
     parses_channels: bool = False  # The parser separates reasoning too.
     budget: int | None = None  # Most tokens of reasoning; None: no bound.
+    customs: frozenset[str] = frozenset()  # Names of the tools whose input is text.
 
     @property
     def parses(self) -> bool:
@@ -86,39 +92,60 @@ class ToolUse:
         if self.tags is not None:
             parser = ThinkingParser(self.tags, parser, is_open=beginning_of(self.tags, prompt_end) == "open")
         assert parser is not None
-        return AnswerReader(parser, parallel=self.parallel)
+        return AnswerReader(parser, parallel=self.parallel, customs=self.customs)
 
 
 class AnswerReader:
     """Reads the text, the reasoning and the calls of one answer.
 
-    If not `parallel`, calls after the first are dropped.
+    If not `parallel`, calls after the first are dropped. `customs` are the names of tools whose input is text.
     """
 
-    def __init__(self, parser: ToolCallParser, *, parallel: bool) -> None:
+    def __init__(self, parser: ToolCallParser, *, parallel: bool, customs: frozenset[str] = frozenset()) -> None:
         self.has_called = False
         self._parser = parser
         self._parallel = parallel
+        self._customs = customs
+        self._inputs: dict[int, InputReader] = {}  # Readers of calls of custom tools, by the calls' indices.
         self.is_reasoning = False  # The text that came last is reasoning.
 
     def push(self, text: str) -> list[Event]:
         return self._kept(self._parser.push(text))
 
     def finish(self) -> list[Event]:
-        return self._kept(self._parser.finish())
+        events = self._kept(self._parser.finish())
+        rests = {index: reader.finish() for index, reader in self._inputs.items()}
+        return [*events, *(CallArguments(index, rest, is_custom=True) for index, rest in rests.items() if rest)]
 
     def _kept(self, events: list[Event]) -> list[Event]:
         if events:
             self.is_reasoning = isinstance(events[-1], Reasoning)
         self.has_called = self.has_called or any(isinstance(event, CallStart) for event in events)
-        return events if self._parallel else [e for e in events if isinstance(e, Text | Reasoning) or e.index == 0]
+        if not self._parallel:
+            events = [event for event in events if isinstance(event, Text | Reasoning) or event.index == 0]
+        return self._with_inputs(events) if self._customs else events
+
+    def _with_inputs(self, events: list[Event]) -> list[Event]:
+        """Returns the events with the inputs of custom tools in place of their arguments."""
+        made: list[Event] = []
+        for event in events:
+            if isinstance(event, CallStart) and event.name in self._customs:
+                self._inputs[event.index] = InputReader()
+                made.append(replace(event, is_custom=True))
+            elif isinstance(event, CallArguments) and event.index in self._inputs:
+                text = self._inputs[event.index].push(event.text)
+                made += [CallArguments(event.index, text, is_custom=True)] if text else []
+            else:
+                made.append(event)
+        return made
 
 
 @dataclass(slots=True)
 class Call:
     id: str
     name: str
-    arguments: str = ""
+    arguments: str = ""  # Or the input of a custom tool.
+    is_custom: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +164,17 @@ def read_answer(reader: AnswerReader, text: str) -> ParsedAnswer:
         elif isinstance(event, Reasoning):
             reasoning += event.text
         elif isinstance(event, CallStart):
-            calls.append(Call(event.id, event.name))
+            calls.append(Call(event.id, event.name, is_custom=event.is_custom))
         else:
             calls[event.index].arguments += event.text
     return ParsedAnswer((content or None) if calls or reasoning else content, calls, reasoning)
+
+
+def written_call(call: Call) -> dict[str, object]:
+    """Returns a call as a chat message has it."""
+    if call.is_custom:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def reasoning_fields(reasoning: str) -> dict[str, object]:
@@ -155,14 +189,19 @@ def delta_of(event: Event) -> dict[str, object]:
     if isinstance(event, Reasoning):
         return reasoning_fields(event.text)
     if isinstance(event, CallArguments):
-        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+        piece = {"custom": {"input": event.text}} if event.is_custom else {"function": {"arguments": event.text}}
+        return {"tool_calls": [{"index": event.index, **piece}]}
+    if event.is_custom:
+        custom = {"name": event.name, "input": ""}
+        return {"tool_calls": [{"index": event.index, "id": event.id, "type": "custom", "custom": custom}]}
     function = {"name": event.name, "arguments": ""}
     return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
 
 
 def read_tools(texts: TextService, model: ServedModel, body: ChatRequest, text: StructuredOutputs | None) -> ToolUse:
     """Reads the tools of a request. `text` is the format of answers that are not calls. Raises InvalidRequest."""
-    use = _use_of(texts, model, body, text)
+    customs = frozenset(tool.custom.name for tool in body.tools or () if isinstance(tool, CustomTool))
+    use = replace(_use_of(texts, model, body, text), customs=customs)
     if isinstance(body, ConvertedChat) and use.tags is not None and model.tokenizer.id_of(use.tags.closing) is not None:
         return replace(use, budget=body.thinking_wish)
     if body.thinking_token_budget is None:
@@ -177,10 +216,11 @@ def read_tools(texts: TextService, model: ServedModel, body: ChatRequest, text: 
 
 
 def _use_of(texts: TextService, model: ServedModel, body: ChatRequest, text: StructuredOutputs | None) -> ToolUse:
-    tools, choice = body.tools or [], body.tool_choice
+    offered, choice = body.tools or [], body.tool_choice
     if isinstance(choice, AllowedToolChoice):
-        tools = _allowed(tools, choice)
+        offered = _allowed(offered, choice)
         choice = choice.allowed_tools.mode
+    tools = as_functions(offered)
     functions = [tool.function for tool in tools]
     if not functions:
         if choice not in (None, "none", "auto"):
@@ -211,8 +251,9 @@ def _use_of(texts: TextService, model: ServedModel, body: ChatRequest, text: Str
     parallel = body.parallel_tool_calls is not False
     known = texts.tool_format(model)
     new_id = openai_id if known is None else known.new_id
-    if isinstance(choice, NamedToolChoice):
-        return _with_tags(_named(functions, choice.function.name, shown, new_id), texts, model)
+    if isinstance(choice, NamedToolChoice | NamedCustomChoice):
+        _check_named(offered, choice)
+        return _with_tags(_named(functions, _name_of(choice), shown, new_id), texts, model)
     if choice == "required":
         schema = calls_schema({function.name: _parameters(function) for function in functions}, parallel=parallel)
         forced = structured_spec.json_schema(schema, "tools", any_whitespace=False)
@@ -247,12 +288,23 @@ def _with_tags(use: ToolUse, texts: TextService, model: ServedModel) -> ToolUse:
     return replace(use, tags=tags, shows_special=shows)
 
 
-def _allowed(tools: list[Tool], choice: AllowedToolChoice) -> list[Tool]:
-    names = {tool.function.name for tool in choice.allowed_tools.tools}
-    unknown = names - {tool.function.name for tool in tools}
-    if unknown:
-        raise InvalidRequest(f"`tool_choice` allows {min(unknown)!r}, which is not one of the `tools`.", "tool_choice")
-    return [tool for tool in tools if tool.function.name in names]
+def _allowed(tools: list[AnyTool], choice: AllowedToolChoice) -> list[AnyTool]:
+    for named in choice.allowed_tools.tools:
+        _check_named(tools, named, "allows")
+    names = {_name_of(named) for named in choice.allowed_tools.tools}
+    return [tool for tool in tools if _name_of(tool) in names]
+
+
+def _check_named(tools: list[AnyTool], choice: NamedToolChoice | NamedCustomChoice, verb: str = "names") -> None:
+    """Raises InvalidRequest if no tool has the choice's type and name."""
+    name = _name_of(choice)
+    if not any((tool.type, _name_of(tool)) == (choice.type, name) for tool in tools):
+        kind = "" if choice.type == "function" else "custom "
+        raise InvalidRequest(f"`tool_choice` {verb} {name!r}, which is not one of the {kind}`tools`.", "tool_choice")
+
+
+def _name_of(tool: Tool | CustomTool | NamedToolChoice | NamedCustomChoice) -> str:
+    return tool.custom.name if isinstance(tool, CustomTool | NamedCustomChoice) else tool.function.name
 
 
 def _chosen(
@@ -292,9 +344,7 @@ def _chosen(
 
 
 def _named(functions: list[FunctionDefinition], name: str, shown: list[dict[str, Any]], new_id: NewId) -> ToolUse:
-    function = next((function for function in functions if function.name == name), None)
-    if function is None:
-        raise InvalidRequest(f"`tool_choice` names {name!r}, which is not one of the `tools`.", "tool_choice")
+    function = next(function for function in functions if function.name == name)
     forced = structured_spec.json_schema(_parameters(function), "tools", any_whitespace=False)
     return ToolUse(
         forced, shown, lambda _: NamedCallParser(Calls([name], eager=True, new_id=new_id), name), parallel=False

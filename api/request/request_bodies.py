@@ -246,6 +246,37 @@ class Tool(Strict):
     function: FunctionDefinition
 
 
+class ToolGrammar(Strict):
+    definition: Source = Field(min_length=1)
+    syntax: Literal["lark", "regex"]
+
+
+class GrammarToolFormat(Strict):
+    type: Literal["grammar"]
+    grammar: ToolGrammar
+
+
+class TextToolFormat(Strict):
+    type: Literal["text"]
+
+
+class CustomDefinition(Strict):
+    name: ToolName = Field(min_length=1)
+    description: Description | None = None
+    # The format of the input. A grammar in Lark must not be recursive.
+    format: Annotated[TextToolFormat | GrammarToolFormat, Field(discriminator="type")] | None = None
+
+
+class CustomTool(Strict):
+    """A tool whose input is text."""
+
+    type: Literal["custom"]
+    custom: CustomDefinition
+
+
+AnyTool = Annotated[Tool | CustomTool, Field(discriminator="type")]
+
+
 class NamedFunction(Strict):
     name: ToolName
 
@@ -255,9 +286,16 @@ class NamedToolChoice(Strict):
     function: NamedFunction
 
 
+class NamedCustomChoice(Strict):
+    type: Literal["custom"]
+    custom: NamedFunction
+
+
 class AllowedTools(Strict):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedToolChoice], AtMost(limits.MAX_TOOLS)] = Field(min_length=1)
+    tools: Annotated[
+        list[Annotated[NamedToolChoice | NamedCustomChoice, Field(discriminator="type")]], AtMost(limits.MAX_TOOLS)
+    ] = Field(min_length=1)
 
 
 class AllowedToolChoice(Strict):
@@ -269,7 +307,7 @@ class AllowedToolChoice(Strict):
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ToolMode = Literal["none", "auto", "required"]
-ToolChoice = Annotated[NamedToolChoice | AllowedToolChoice, Field(discriminator="type")]
+ToolChoice = Annotated[NamedToolChoice | NamedCustomChoice | AllowedToolChoice, Field(discriminator="type")]
 
 
 class ChatRequest(GenerationRequest):
@@ -277,7 +315,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
-    tools: Annotated[list[Tool], AtMost(limits.MAX_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool], AtMost(limits.MAX_TOOLS)] | None = None
     tool_choice: ToolMode | ToolChoice | None = None
     parallel_tool_calls: bool | None = None  # False allows one call at most.
     add_generation_prompt: bool | None = None
@@ -304,8 +342,21 @@ class ResponsesFunction(Strict):
     strict: bool | None = None
 
 
+class ResponsesGrammarFormat(ToolGrammar):
+    type: Literal["grammar"]
+
+
+class ResponsesCustom(Strict):
+    """A custom tool in the flat form of /v1/responses."""
+
+    type: Literal["custom"]
+    name: ToolName = Field(min_length=1)
+    description: Description | None = None
+    format: Annotated[TextToolFormat | ResponsesGrammarFormat, Field(discriminator="type")] | None = None
+
+
 class ResponsesNamedChoice(Strict):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: ToolName
 
 
@@ -376,7 +427,12 @@ class ResponsesRequest(SampledRequest):
     reasoning: ResponsesReasoning | None = None
     thinking_token_budget: MaxThinking | None = None
     chat_template_kwargs: TemplateArguments | None = None
-    tools: Annotated[list[ResponsesFunction], AtMost(limits.MAX_TOOLS)] | None = None
+    tools: (
+        Annotated[
+            list[Annotated[ResponsesFunction | ResponsesCustom, Field(discriminator="type")]], AtMost(limits.MAX_TOOLS)
+        ]
+        | None
+    ) = None
     tool_choice: ToolMode | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     metadata: Metadata | None = None  # Returned unchanged.

@@ -6,15 +6,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from lorafleet.api.request.bounds import AtMost
+from lorafleet.api.request.bounds import AtMost, Within
 from lorafleet.api.request.fields import Strict
 from lorafleet.api.request.request_bodies import Label, ModelName, Object, Path, RequestId
 from lorafleet.protocol import limits
 from lorafleet.protocol.adapter_formats.serialized_tensors import TensorFormat
+from lorafleet.protocol.adapter_formats.tensor_bucket import MAX_DIMENSIONS
 from lorafleet.protocol.engine_control import MemoryTag, PauseMode
+from lorafleet.protocol.weights_group_place import GroupBackend
 
 TensorName = Annotated[str, AtMost(limits.MAX_TENSOR_NAME_CHARS)]
 TensorText = Annotated[str, AtMost(limits.MAX_TENSOR_TEXT_CHARS)]  # base64
+GroupName = Annotated[str, AtMost(limits.MAX_GROUP_NAME_CHARS)]
+TensorSize = Annotated[int, Within(limits.TENSOR_SIZE)]
 Checksum = Annotated[str, AtMost(limits.CHECKSUM_CHARS)]
 
 
@@ -109,6 +113,39 @@ class TensorLoadRequest(Strict):
     expected_checksums: Annotated[dict[TensorName, Checksum], AtMost(limits.MAX_CHECKSUMS)] | None = (
         None  # SHA-256 of each tensor's bytes, in hexadecimal.
     )
+    pinned: Literal[False] | None = None  # /v1/adapters/NAME/pin pins adapters.
+    added_tokens_config: None = None  # An adapter with its own tokens is uploaded as files.
+    lora_id: None = None  # Adapters have names here.
+
+
+class JoinGroupRequest(Strict):
+    """The body of SGLang's /init_weights_update_group."""
+
+    group_name: GroupName = Field("weight_update_group", min_length=1)
+    master_address: Annotated[str, AtMost(limits.MAX_HOST_CHARS)] = Field(min_length=1)  # Host of rank 0.
+    master_port: Annotated[int, Within(limits.PORT)]
+    rank_offset: Annotated[int, Within(limits.GROUP_RANK)]  # The server's rank.
+    world_size: Annotated[int, Within(limits.GROUP_SIZE)]
+    backend: GroupBackend = "nccl"
+    timeout_s: Annotated[float, Within(limits.RECEIVE_S)] = 60.0  # Time in which all members must have met.
+
+
+class LeaveGroupRequest(Strict):
+    """The body of SGLang's /destroy_weights_update_group."""
+
+    group_name: GroupName = Field("weight_update_group", min_length=1)
+
+
+class DistributedLoadRequest(Strict):
+    """The body of SGLang's /load_lora_adapter_from_distributed. The tensors are broadcast in the order of the lists."""
+
+    lora_name: ModelName = Field(min_length=1)
+    config_dict: Object  # Content of adapter_config.json.
+    names: Annotated[list[TensorName], AtMost(limits.MAX_CHECKSUMS)] = Field(min_length=1)
+    dtypes: Annotated[list[Annotated[str, AtMost(limits.MAX_DTYPE_CHARS)]], AtMost(limits.MAX_CHECKSUMS)]
+    shapes: Annotated[list[Annotated[list[TensorSize], AtMost(MAX_DIMENSIONS)]], AtMost(limits.MAX_CHECKSUMS)]
+    group_name: GroupName = Field("weight_update_group", min_length=1)
+    upsert: bool = True  # Whether an adapter of this name gets a new version.
     pinned: Literal[False] | None = None  # /v1/adapters/NAME/pin pins adapters.
     added_tokens_config: None = None  # An adapter with its own tokens is uploaded as files.
     lora_id: None = None  # Adapters have names here.

@@ -26,6 +26,7 @@ from lorafleet.api.request.function_tools import (
     read_answer,
     read_tools,
     reasoning_fields,
+    written_call,
 )
 from lorafleet.api.request.parsing import read_body
 from lorafleet.api.request.priority import checked_priority
@@ -194,10 +195,7 @@ class _Answer:
         if read.reasoning:
             message |= reasoning_fields(read.reasoning)
         if read.calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in read.calls
-            ]
+            message["tool_calls"] = [written_call(call) for call in read.calls]
         return {"index": sample.index, "message": message, **self.extras(sample, delta, has_called=bool(read.calls))}
 
     def extras(self, sample: Sample, delta: Delta, *, has_called: bool) -> dict[str, object]:

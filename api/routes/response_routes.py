@@ -23,7 +23,13 @@ from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.limits import ITEMS_LISTED, MAX_LABEL_CHARS, SEQUENCE_NUMBER
 
 _DEFAULT_LISTED = 20
-_ID_PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_ID_PREFIXES = {
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
 
 
 class ShowResponseQuery(Strict):

@@ -30,6 +30,9 @@ from lorafleet.api.request.request_bodies import (
     JsonObjectFormat,
     JsonSchemaFormat,
     ResponsesAllowedChoice,
+    ResponsesCustom,
+    ResponsesFunction,
+    ResponsesGrammarFormat,
     ResponsesNamedChoice,
     ResponsesRequest,
     SampledRequest,
@@ -124,10 +127,7 @@ def _as_chat(body: ResponsesRequest, history: bytes) -> dict[str, object]:
     """Returns the body of the chat request. `history` has the items before the request's own; empty if none."""
     before = messages_of(msgspec.json.decode(history), body.instructions) if history else None
     own = messages_of(body.input, body.instructions if before is None else None)
-    tools = [
-        {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-        for tool in body.tools or ()
-    ]
+    tools = [_chat_tool(tool) for tool in body.tools or ()]
     says_text = body.text is not None and isinstance(body.text.format, TextFormat)
     return {
         "messages": [*(before or ()), *own],
@@ -154,9 +154,16 @@ def _as_chat(body: ResponsesRequest, history: bytes) -> dict[str, object]:
     }
 
 
+def _chat_tool(tool: ResponsesFunction | ResponsesCustom) -> dict[str, object]:
+    inner = tool.model_dump(exclude={"type"}, exclude_none=True)
+    if isinstance(tool, ResponsesCustom) and isinstance(tool.format, ResponsesGrammarFormat):
+        inner["format"] = {"type": "grammar", "grammar": tool.format.model_dump(exclude={"type"})}
+    return {"type": tool.type, tool.type: inner}
+
+
 def _chat_choice(choice: ToolMode | ResponsesNamedChoice | ResponsesAllowedChoice | None) -> object:
     if isinstance(choice, ResponsesNamedChoice):
-        return {"type": "function", "function": {"name": choice.name}}
+        return {"type": choice.type, choice.type: {"name": choice.name}}
     if isinstance(choice, ResponsesAllowedChoice):
         allowed = {"mode": choice.mode, "tools": [_chat_choice(tool) for tool in choice.tools]}
         return {"type": "allowed_tools", "allowed_tools": allowed}
@@ -309,7 +316,9 @@ class _Answer:
             or {"format": {"type": "text"}},
             "tool_choice": "auto" if body.tool_choice is None else _dumped(body.tool_choice),
             "tools": [
-                {"strict": None, "parameters": None, **tool.model_dump(exclude_none=True)} for tool in body.tools or ()
+                ({"strict": None, "parameters": None} if tool.type == "function" else {})
+                | tool.model_dump(exclude_none=True)
+                for tool in body.tools or ()
             ],
             "top_p": self.sample.params.top_p,
             "truncation": "disabled",

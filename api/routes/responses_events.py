@@ -43,7 +43,7 @@ class ResponseItems:
         if isinstance(event, Reasoning):
             return self._add_reasoning(event.text)
         if isinstance(event, CallStart):
-            return self.close() + self._begin(_function_call(event))
+            return self.close() + self._begin(_custom_call(event) if event.is_custom else _function_call(event))
         return self._add_arguments(event)
 
     def close(self, status: str = "completed") -> bytes:
@@ -53,7 +53,9 @@ class ResponseItems:
             return b""
         item["status"] = status
         place = self._place(item)
-        if item["type"] == "function_call":
+        if item["type"] == "custom_tool_call":
+            done = self.event("response.custom_tool_call_input.done", **place, input=item["input"])
+        elif item["type"] == "function_call":
             done = self.event(
                 "response.function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"]
             )
@@ -116,7 +118,10 @@ class ResponseItems:
         return logprobs
 
     def _add_arguments(self, event: CallArguments) -> bytes:
-        assert self._open is not None and self._open["type"] == "function_call"
+        assert self._open is not None
+        if event.is_custom:
+            self._open["input"] += event.text
+            return self.event("response.custom_tool_call_input.delta", **self._place(self._open), delta=event.text)
         self._open["arguments"] += event.text
         return self.event("response.function_call_arguments.delta", **self._place(self._open), delta=event.text)
 
@@ -145,5 +150,16 @@ def _function_call(start: CallStart) -> Item:
         "call_id": start.id,
         "name": start.name,
         "arguments": "",
+        "status": "in_progress",
+    }
+
+
+def _custom_call(start: CallStart) -> Item:
+    return {
+        "type": "custom_tool_call",
+        "id": "ctc_" + uuid.uuid4().hex,
+        "call_id": start.id,
+        "name": start.name,
+        "input": "",
         "status": "in_progress",
     }

@@ -86,6 +86,10 @@ ITEM_SCHEMA: dict[str, Any] = {
             encrypted_content={"anyOf": [{"type": "string", "maxLength": MAX_PACKED_CHARS}, {"type": "null"}]},
         ),
         _item("function_call_output", ["type", "call_id", "output"], call_id=_LABEL, output=_TEXT_OR_PARTS),
+        _item(
+            "custom_tool_call", ["type", "call_id", "name", "input"], call_id=_LABEL, name=_TOOL_NAME, input=_ARGUMENTS
+        ),
+        _item("custom_tool_call_output", ["type", "call_id", "output"], call_id=_LABEL, output=_TEXT_OR_PARTS),
     ]
 }
 _FIELDS = {
@@ -93,6 +97,8 @@ _FIELDS = {
     "reasoning": {"summary", "content", "encrypted_content"},
     "function_call": {"call_id", "name", "arguments"},
     "function_call_output": {"call_id", "output"},
+    "custom_tool_call": {"call_id", "name", "input"},
+    "custom_tool_call_output": {"call_id", "output"},
 }
 
 
@@ -129,7 +135,7 @@ def _add(messages: list[dict[str, Any]], item: object, where: str) -> None:
         _add_message(messages, item, where)
     elif kind == "reasoning":
         messages.append({"role": "assistant", "content": "", "reasoning_content": _reasoning(item, where)})
-    elif kind == "function_call_output":
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         output, call_id = _content(item, "output", where), _text(item, "call_id", where, MAX_LABEL_CHARS)
         messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
     else:
@@ -170,8 +176,12 @@ def _reasoning(item: dict[str, Any], where: str) -> str:
 def _add_call(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
     """Adds a call to the messages. Consecutive calls and a text before them become one message of the assistant."""
     name = _text(item, "name", where, MAX_TOOL_NAME_CHARS)
-    function = {"name": name, "arguments": _text(item, "arguments", where, MAX_CALL_CHARS)}
-    call = {"id": _text(item, "call_id", where, MAX_LABEL_CHARS), "type": "function", "function": function}
+    call: dict[str, Any] = {"id": _text(item, "call_id", where, MAX_LABEL_CHARS)}
+    if item["type"] == "custom_tool_call":
+        call |= {"type": "custom", "custom": {"name": name, "input": _text(item, "input", where, MAX_CALL_CHARS)}}
+    else:
+        arguments = _text(item, "arguments", where, MAX_CALL_CHARS)
+        call |= {"type": "function", "function": {"name": name, "arguments": arguments}}
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     messages[-1].setdefault("tool_calls", []).append(call)

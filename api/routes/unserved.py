@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 _WEIGHTS = (
     "the base model's weights do not change while this server runs. Train a LoRA adapter and load it instead: "
-    "PUT /v1/adapters/NAME/tensors, POST /load_lora_adapter_from_tensors, /v1/load_lora_adapter or /load_lora_adapter. "
+    "PUT /v1/adapters/NAME/tensors, POST /load_lora_adapter_from_tensors, /load_lora_adapter_from_distributed, "
+    "/v1/load_lora_adapter or /load_lora_adapter. "
     "For full weights, merge them into a checkpoint and start a server with it."
 )
 _REMEDIES: Mapping[str, str] = {
@@ -29,9 +30,6 @@ _REMEDIES: Mapping[str, str] = {
     "/update_weights_from_tensor": _WEIGHTS,
     "/update_weights_from_distributed": _WEIGHTS,
     "/update_weights_from_ipc": _WEIGHTS,
-    "/init_weights_update_group": _WEIGHTS,
-    "/destroy_weights_update_group": _WEIGHTS,
-    "/load_lora_adapter_from_distributed": _WEIGHTS,
     # vLLM
     "/init_weight_transfer_engine": _WEIGHTS,
     "/start_weight_update": _WEIGHTS,

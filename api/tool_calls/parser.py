@@ -36,14 +36,16 @@ class CallStart:
     index: int  # Index of the call within the answer.
     id: str
     name: str
+    is_custom: bool = False  # The call is of a custom tool, whose input is text.
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The next piece of a call's arguments, JSON as the model wrote it."""
+    """The next piece of a call's arguments, JSON as the model wrote it, or of a custom tool's input."""
 
     index: int
     text: str
+    is_custom: bool = False
 
 
 Event = Text | Reasoning | CallStart | CallArguments

@@ -42,7 +42,8 @@ from lorafleet.api.routes.operations import Body, TarFile, TensorBytes, describe
 from lorafleet.cluster.admin.download_api import download_route
 from lorafleet.cluster.admin.pushing import AdapterAdmin
 from lorafleet.cluster.admin.upload_tar import unpacked
-from lorafleet.cluster.admin.upload_tensors import received
+from lorafleet.cluster.admin.upload_tensors import hold_announced, read_announced, received
+from lorafleet.cluster.receiving.group_orders import GroupPush
 from lorafleet.protocol import admin_verbs as verbs
 from lorafleet.protocol import limits
 from lorafleet.protocol.admin_answers import (
@@ -56,8 +57,8 @@ from lorafleet.protocol.admin_answers import (
     Verified,
     Version,
 )
-from lorafleet.protocol.admin_verbs import REMOVE_S, HttpVerb, PushAdapter, Verb, route_of
-from lorafleet.protocol.errors import Forbidden
+from lorafleet.protocol.admin_verbs import RECEIVE_S, REMOVE_S, HttpVerb, PushAdapter, Verb, route_of
+from lorafleet.protocol.errors import Forbidden, InvalidRequest
 from lorafleet.protocol.names import bare_name, check_adapter_name, check_tenant, full_name, tenant_of
 
 logger = logging.getLogger("lorafleet.http")
@@ -74,6 +75,10 @@ class UploadQuery(Strict):
 class TensorsQuery(Strict):
     options: Annotated[str, AtMost(limits.MAX_OPTIONS_CHARS)] = "{}"  # PushOptions as JSON.
     source: Annotated[str, AtMost(limits.MAX_PATH_CHARS)] = "memory"
+    # A process group or a GPU from which the tensors come, if they are not in the body.
+    group: Annotated[str, AtMost(limits.MAX_GROUP_NAME_CHARS)] | None = None
+    device: Annotated[str, AtMost(limits.MAX_DEVICE_CHARS)] | None = None
+    timeout_s: Annotated[float, Within(limits.RECEIVE_S)] = RECEIVE_S  # Time for the broadcasts of a group.
 
 
 class RemoveQuery(Strict):
@@ -173,16 +178,35 @@ class _AdminApi:
 
     @_describe(verbs.UploadTensors, body=TensorBytes, query=TensorsQuery)
     async def upload_tensors(self, front: AppState, request: Request) -> PushedVersion:
-        verb = await _begin_upload(request, parse_query(request, TensorsQuery))
+        query = parse_query(request, TensorsQuery)
+        if query.group is not None or query.device is not None:
+            _check_may_receive(request, query)
+        verb = await _begin_upload(request, query)
         full = _pushed_name(front, request, verb.name, verb.tenant)
         terms = self._terms(front, request, verb, full)
         self._admin.check_name(full)
-        async with received(request, self._admin.tensor_budget, self._admin.take_in) as intake:
-            digest, adapter = await self._admin.push_taken_in(full, intake, terms)
+        digest, adapter = await self._push_tensors(request, query, full, terms)
         if verb.pin is not None:
             await self._admin.administer(verbs.PinAdapter(full, verb.pin))
         version = next(version.number for version in adapter.versions if version.digest == digest)
         return PushedVersion(full, "adapter.version", version, digest)
+
+    async def _push_tensors(
+        self, request: Request, query: TensorsQuery, full: str, terms: verbs.PushTerms
+    ) -> tuple[str, Adapter]:
+        """Pushes the tensors from wherever the query says. Returns the version's digest besides."""
+        admin = self._admin
+        if query.group is None and query.device is None:
+            async with received(request, admin.tensor_budget, admin.take_in) as intake:
+                return await admin.push_taken_in(full, intake, terms)
+        push = await read_announced(request, from_device=query.device is not None)
+        hold_announced(request, admin.tensor_budget, push)
+        if query.device is not None:
+            return await admin.push_from_device(full, query.device, push, terms)
+        assert query.group is not None
+        done = await admin.order_group(GroupPush(query.group, full, push, terms, query.timeout_s))
+        assert done.adapter is not None, "a push is answered with its adapter"
+        return done.digest, done.adapter
 
     @_describe(verbs.RemoveAdapter, query=RemoveQuery, answer=ANSWERS.model(Adapter) | ANSWERS.model(Removed))
     async def remove(self, front: AppState, request: Request) -> Adapter | Removed:
@@ -284,6 +308,18 @@ def _pushed_name(front: AppState, request: Request, name: str, tenant: str | Non
         )
     check_tenant(tenant)
     return full_name(tenant, name)
+
+
+def _check_may_receive(request: Request, query: TensorsQuery) -> None:
+    """Raises Forbidden unless the operator calls, since the replica opens memory or connections of its node for it, and
+    InvalidRequest if the query names both a group and a device."""
+    if not caller_of(request).is_operator:
+        raise Forbidden(
+            "Tensors from a process group or a GPU require the operator's key, which belongs to no tenant. Send them "
+            "in the body."
+        )
+    if query.group is not None and query.device is not None:
+        raise InvalidRequest("Give either `group` or `device`; the tensors come from one place.", "group")
 
 
 def _check_may_pin(request: Request) -> None:

@@ -103,8 +103,17 @@ class PushIntake:
     def add(self, part: bytes | memoryview) -> None:
         """Adds the next bytes of the weights. The caller sees to it that they are not too many."""
         self._memory.write(part, self._arrived)
-        self._arrived += len(part)
-        self.content.advance(self._arrived)
+        self.arrived(self._arrived + len(part))
+
+    def arrived(self, num_bytes: int) -> None:
+        """Says that the weights are complete from their beginning up to here, whoever has written them."""
+        self._arrived = num_bytes
+        self.content.advance(num_bytes)
+
+    @property
+    def path(self) -> str:
+        """The file by which another process of this node may write the weights until seal()."""
+        return self._memory.path
 
     async def seal(self) -> SealedAdapter:
         """Makes the memory final once digest() has returned. Other processes may map it until the intake ends."""

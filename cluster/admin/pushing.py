@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -19,13 +19,17 @@ from lorafleet.cluster.admin.push_intake import PushIntake, taking_in
 from lorafleet.cluster.admin.upload_tensors import tensor_budget
 from lorafleet.cluster.catalogue.catalogue_files import stage
 from lorafleet.cluster.catalogue.catalogue_store import Store
+from lorafleet.cluster.receiving.group_orders import GroupDone, GroupLeave, GroupOrder
+from lorafleet.cluster.receiving.tensor_receivers import TensorReceivers
 from lorafleet.protocol.adapter_formats.adapter_files import AdapterFolder
+from lorafleet.protocol.adapter_formats.announced_tensors import AnnouncedPush
 from lorafleet.protocol.adapter_formats.tensor_push import PushedTensors, TensorSums
 from lorafleet.protocol.admin_answers import Adapter
 from lorafleet.protocol.admin_verbs import PreloadAdapter, PushTerms, RegisterAdapter, SeedAdapter, Verb
-from lorafleet.protocol.errors import AdapterMissing, StoreRefused
+from lorafleet.protocol.errors import AdapterMissing, InvalidRequest, StoreRefused
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, turn_group
 from lorafleet.protocol.names import check_full_name, tenant_of
+from lorafleet.protocol.weights_group_place import WeightsGroupPlace
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.sandbox.job_turns import TurnLimits
 
@@ -50,6 +54,8 @@ class AdapterAdmin:
         administer: Sends a verb to Administration. Names in it are full names.
         application: Identifies this deployment; see SeedAdapter.
         sources: Opens the folder of a path or URI.
+        receivers: Receive tensors that do not come in a request's body. None: those of a server without a GPU, from
+            this machine.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class AdapterAdmin:
         base_names: list[str],
         application: str,
         sources: AdapterStore,
+        receivers: TensorReceivers | None = None,
     ) -> None:
         self.administer = administer
         self._store = store
@@ -69,6 +76,7 @@ class AdapterAdmin:
         self._followers = ThreadPoolExecutor(FOLLOWERS, "push-bytes", be_modest)
         self.downloads = AdapterDownloads(sources)
         self.tensor_budget = tensor_budget()
+        self.receivers = receivers or TensorReceivers()
 
     async def run_in_turn(self, name: str, work: Callable[[], T]) -> T:
         """Runs a part of a push in a thread, for which tenants take turns. `name` is the adapter's full name, which
@@ -138,6 +146,56 @@ class AdapterAdmin:
             intake.content.put_again(self._store, digest)
 
         return digest, await self._register(name, digest, put_again, terms)
+
+    async def join_group(self, place: WeightsGroupPlace) -> None:
+        """Joins a trainer's process group here. A former group of this name ends, wherever its member is. Raises
+        Forbidden, InvalidRequest and QueueFull."""
+        self.receivers.groups.check(place)
+        if not self.receivers.groups.has(place.name) and self.receivers.ask_members is not None:
+            await self.receivers.ask_members(GroupLeave(place.name))
+        await self.receivers.groups.join(place)
+
+    async def order_group(self, order: GroupOrder) -> GroupDone:
+        """Has the replica that is a group's member carry out an order, be it this one or another. Raises InvalidRequest
+        if none is, and AdapterError."""
+        done = await self.obey_group_order(order)
+        if done is None and self.receivers.ask_members is not None:
+            done = await self.receivers.ask_members(order)
+        if done is None:
+            raise InvalidRequest(
+                f"There is no process group {order.group!r}. Join it with POST /init_weights_update_group first.",
+                "group_name",
+            )
+        return done
+
+    async def obey_group_order(self, order: GroupOrder) -> GroupDone | None:
+        """Carries out an order if this replica is the group's member, and returns None if it is not."""
+        groups = self.receivers.groups
+        if not groups.has(order.group):
+            return None
+        if isinstance(order, GroupLeave):
+            await groups.leave(order.group)
+            return GroupDone()
+        async with self._announced(order.push) as intake:
+            await groups.receive(order.group, order.push, intake, order.timeout_s)
+            return GroupDone(*await self.push_taken_in(order.name, intake, order.terms))
+
+    async def push_from_device(
+        self, name: str, device: str, push: AnnouncedPush, terms: PushTerms
+    ) -> tuple[str, Adapter]:
+        """Pushes an adapter out of memory of a GPU of this node. Returns its digest besides. Raises InvalidRequest and
+        AdapterError."""
+        async with self._announced(push) as intake:
+            await self.receivers.devices.receive(device, push, intake)
+            return await self.push_taken_in(name, intake, terms)
+
+    @asynccontextmanager
+    async def _announced(self, push: AnnouncedPush) -> AsyncIterator[PushIntake]:
+        """Opens an intake that has the header, and whose tensors a receiver writes."""
+        weights_bytes = push.file.num_bytes
+        async with taking_in(push.config, weights_bytes, self._store, self._followers) as intake:
+            intake.add(push.file.header)
+            yield intake
 
     async def _register(self, name: str, digest: str, put_again: Callable[[], object], terms: PushTerms) -> Adapter:
         """Asks the directory to serve files that are in the store.

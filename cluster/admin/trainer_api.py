@@ -32,6 +32,7 @@ from lorafleet.api.request.trainer_bodies import (
 )
 from lorafleet.api.routes.build_api import Route
 from lorafleet.api.routes.operations import PlainText, describe
+from lorafleet.cluster.admin.group_api import GroupApi
 from lorafleet.cluster.admin.pushing import AdapterAdmin
 from lorafleet.cluster.admin.tensor_load_api import TensorLoadApi
 from lorafleet.protocol.admin_verbs import ControlEngines
@@ -78,6 +79,7 @@ def trainer_routes(admin: AdapterAdmin) -> list[Route]:
         # AReaL's names, which it adds to vLLM.
         ("POST", "/areal_pause_generation", "loading", api.pause_generation),
         ("POST", "/areal_continue_generation", "loading", api.continue_generation),
+        *GroupApi(admin).routes(),
     ]
 
 

@@ -12,6 +12,7 @@ from lorafleet.api.access.body_budget import BodyBudget, HeldBody
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.caller_admission import add_admission
 from lorafleet.cluster.admin.push_intake import PushIntake
+from lorafleet.protocol.adapter_formats.announced_tensors import AnnouncedPush
 from lorafleet.protocol.adapter_formats.tensor_push import (
     MAX_HEAD_BYTES,
     MAX_PUSH_BYTES,
@@ -57,6 +58,26 @@ async def received(request: Request, budget: BodyBudget, open_intake: OpenIntake
                 intake.add(part)
         compare_sums(await intake.content.sums(), head.sums, "sha256")
         yield intake
+
+
+async def read_announced(request: Request, from_device: bool) -> AnnouncedPush:
+    """Reads the body of a push whose tensors come from elsewhere. Raises AdapterMalformed, BodyTooLarge, BodyTimeout,
+    and InvalidRequest if the body's length is not declared or wrong."""
+    body = _Body(request, _declared_size(request))
+    async with body.in_time():
+        head = await body.read_head()
+        parsed = await asyncio.to_thread(AnnouncedPush.parse, head, from_device)
+        if body.missing_bytes:
+            raise InvalidRequest("The body must end with its head, since its tensors come from elsewhere.")
+    return parsed
+
+
+def hold_announced(request: Request, budget: BodyBudget, push: AnnouncedPush) -> None:
+    """Counts the bytes of a push whose tensors come from elsewhere in the budget until the request ends. Raises
+    QueueFull and Overloaded."""
+    held = HeldBody(budget, caller_of(request))
+    add_admission(request.scope, held)
+    held.add(push.file.num_bytes)
 
 
 def _declared_size(request: Request) -> int:

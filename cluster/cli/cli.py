@@ -40,7 +40,7 @@ from lorafleet.protocol.sources import HTTPConfig, HubConfig, S3Config
 
 # Several values may follow one of these flags, as with vLLM.
 SEVERAL_VALUES = (
-    *("--lora-modules", "--lora-paths", "--served-model-name", "--lora-resolvers"),
+    *("--lora-modules", "--lora-paths", "--served-model-name", "--lora-resolvers", "--push-hosts"),
     *("--merge", "--weights", "--adapters"),
 )
 # Panels of the help text, by the first field in each.

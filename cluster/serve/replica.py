@@ -17,6 +17,7 @@ from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.console.view import ReplicaQuery, ReplicaView, Viewer
 from lorafleet.cluster.directory.directory_actor import SWITCH_S
 from lorafleet.cluster.proxy import ingress
+from lorafleet.cluster.receiving.group_orders import GroupDone, GroupOrder
 from lorafleet.cluster.routing.route import Route
 from lorafleet.cluster.serve.autoscaling import autoscaling_metrics
 from lorafleet.cluster.serve.replica_parts import ReplicaParts
@@ -80,6 +81,10 @@ class EngineReplica:
     async def find_response(self, query: ResponseQuery) -> ResponseFound | None:
         """Carries out a query for a stored response, if this replica has it. Other replicas call it."""
         return await self._parts.find_response(query)
+
+    async def obey_group_order(self, order: GroupOrder) -> GroupDone | None:
+        """Carries out an order for a trainer's process group, if this replica is its member. Other replicas call it."""
+        return await self._parts.obey_group_order(order)
 
     async def answer_line(self, post: LinePost, route: Route) -> LineReply:  # noqa: ARG002  # The router reads it.
         """Answers one line of a batch. The replica that runs the batch calls it."""

@@ -39,6 +39,8 @@ from lorafleet.cluster.quality.monitor import QualityMonitor
 from lorafleet.cluster.quality.probes import read_probes
 from lorafleet.cluster.quality.quality_metrics import QualityMetrics
 from lorafleet.cluster.quality.routes import QualityApi
+from lorafleet.cluster.receiving.group_orders import GroupDone, GroupOrder, ask_members
+from lorafleet.cluster.receiving.tensor_receivers import TensorReceivers
 from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog, obey
 from lorafleet.cluster.serve.api_routes import routes_beside
 from lorafleet.cluster.serve.directory_link import DirectoryLink
@@ -55,7 +57,7 @@ from lorafleet.cluster.serve.worker_actor import StartOrder
 from lorafleet.cluster.task_set import TaskSet
 from lorafleet.cluster.tenancy.tenancy import Tenancy
 from lorafleet.protocol.engine_config import EngineConfig
-from lorafleet.protocol.errors import EngineDead
+from lorafleet.protocol.errors import EngineDead, LorafleetError
 from lorafleet.protocol.lora_request import AdapterInfo
 from lorafleet.protocol.random_numbers import named_seed
 from lorafleet.protocol.transport.addresses import RankAddresses
@@ -109,7 +111,10 @@ class ReplicaParts:
         engine = self.engine = await self._start_engine()
         store = await asyncio.to_thread(open_store, self.link.place.uri)
         base_names, sources = self._args.base_names, self._files.store
-        admin = self._admin = AdapterAdmin(self.link.administer, store, base_names, self._deployment, sources)
+        receivers = TensorReceivers(self._args.push_hosts, engine.hello.device, self._ask_members)
+        admin = self._admin = AdapterAdmin(
+            self.link.administer, store, base_names, self._deployment, sources, receivers
+        )
         resolver = make_resolver(self._args, self._files.store)
         languages = AdapterLanguages(await tokenizer, engine, self._files.store.open)
         checking = self._checking = CheckingEngine(engine, languages)
@@ -164,6 +169,15 @@ class ReplicaParts:
         """Carries out a query of another replica for a response that this one may store."""
         return await self.state.stored.find_here(query) if self.state is not None else None
 
+    async def obey_group_order(self, order: GroupOrder) -> GroupDone | None:
+        """Carries out an order of another replica if this one is the group's member."""
+        if self._admin is None:
+            return None
+        try:
+            return await self._admin.obey_group_order(order)
+        except LorafleetError as error:
+            return GroupDone(error=error)
+
     async def close(self) -> None:
         """Closes whatever has been built: first the workers, and the link to the directory after everything that
         may call it."""
@@ -172,6 +186,7 @@ class ReplicaParts:
         if self.state is not None:
             self.state.close()
         if self._admin is not None:
+            await self._admin.receivers.close()
             self._admin.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
@@ -222,6 +237,9 @@ class ReplicaParts:
 
     async def _ask_replicas(self, query: ResponseQuery) -> ResponseFound | None:
         return await find_response(all_replicas(), query)
+
+    async def _ask_members(self, order: GroupOrder) -> GroupDone | None:
+        return await ask_members(all_replicas(), order)
 
     async def _obey(self, order: Order) -> AdapterInfo | None:
         if self._checking is None:  # A replica that is starting only gets orders to drop adapters, and it has none.

@@ -49,6 +49,11 @@ class AdapterMemory:
             written = os.pwrite(self._descriptor, view, start)
             view, start = view[written:], start + written
 
+    @property
+    def path(self) -> str:
+        """The file by which other processes of this user on this node reach the memory until close()."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
     def seal(self) -> SealedAdapter:
         """Makes the content final, and returns what other processes of this node need to map it until close()."""
         for attempts_left in reversed(range(_SEAL_ATTEMPTS)):

@@ -43,7 +43,12 @@ def write_head(config: Mapping[str, object], weights: bytes) -> bytes:
     """Returns the part of a body that comes before the weights. Raises AdapterMalformed."""
     sums = TensorSums(len(weights))
     sums.advance(memoryview(weights), len(weights))
-    head = json.dumps({"config": config, "sha256": sums.computed()}).encode()
+    return write_config_head(config, {"sha256": sums.computed()})
+
+
+def write_config_head(config: Mapping[str, object], fields: Mapping[str, object]) -> bytes:
+    """Returns a head with the config and other fields, and its length before it."""
+    head = json.dumps({"config": config, **fields}).encode()
     return _LENGTH.pack(len(head)) + head
 
 

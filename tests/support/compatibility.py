@@ -75,9 +75,9 @@ NOTES = {
     "structural_tag": "as a JSON string",
     "suffix": "models here cannot fill in the middle",
     "text": "in `/v1/responses`: `format` is `text`, `json_object` or `json_schema`; in `/generate`: the prompt",
-    "tool_choice": "`none`, `auto`, `required`, a function by name, or `allowed_tools`",
+    "tool_choice": "`none`, `auto`, `required`, a tool by name, or `allowed_tools`",
     "top_logprobs": "in `/v1/responses`: with `include`",
-    "tools": "functions; `strict` is enforced",
+    "tools": "functions and [custom tools](#custom-tools); `strict` and `format` are enforced",
     "documents": "texts, or objects with `text`",
     "return_documents": "default: true",
     "task": "`embed`, `classify`, `token_classify`; default: the task of the adapter's head",
@@ -140,6 +140,21 @@ With `tool_choice: auto`, `tools` need a model whose chat template shows it tool
 - With `tools` and a JSON format (`response_format`, `structured_outputs`), the answer either is calls or matches the
   format. Other formats are refused beside tools unless `tool_choice` is `none`.
 - For gpt-oss, strict functions and JSON formats constrain whole answers: texts in them cannot contain `<|`.
+
+## Custom tools
+
+A tool of type `custom` has text as its input. The model is shown a function with one string, `input`, since open models
+know no other tools, and writes its call in its own format. The client gets the text: `custom.input` in chats, items
+`custom_tool_call` and events `response.custom_tool_call_input.delta` in `/v1/responses`. Calls and their outputs go
+back as OpenAI's clients send them.
+
+- `format` of type `grammar` with the syntax `regex` forces the input, under each `tool_choice`.
+- With the syntax `lark`, the grammar becomes a regular expression. A recursive grammar is refused, and so are `%ignore`
+  and imports other than the usual ones of `common`. Terminals are matched as parts of the whole: no lexer reads each as
+  far as it can.
+- Formats of calls with arguments between tags (GLM, Qwen3-Coder, MiniMax, Seed-OSS) and Gemma 4 cannot force a pattern
+  under `auto`. Such a request is refused; set `tool_choice` to `required` or name the tool.
+- In streams of chats, each chunk of a call has `custom` in the place of `function`.
 
 ## Reasoning
 

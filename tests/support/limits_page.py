@@ -43,6 +43,7 @@ from lorafleet.cluster.console import directory_view, state_api
 from lorafleet.cluster.directory import adapter_names, directory_socket, membership, name_copies
 from lorafleet.cluster.directory.directory_timing import TIMING
 from lorafleet.cluster.proxy import haproxy_answers, haproxy_config, haproxy_sessions
+from lorafleet.cluster.receiving import device_readers, update_groups
 from lorafleet.cluster.serve import adapter_lookup, residency_metrics, serve_environment
 from lorafleet.cluster.tenancy import audit_log, key_file, usage_log
 from lorafleet.offline.batch import batch_input
@@ -361,6 +362,8 @@ ADAPTERS = [
     Limit("push of tensors", size(tensor_push.MAX_PUSH_BYTES), "", "413 `body_too_large`"),
     Limit("time to receive a push of tensors", seconds(upload_tensors.MAX_READ_S), "", "408 `body_timeout`"),
     Limit("pushes of tensors in memory", size(2 * tensor_push.MAX_PUSH_BYTES), "", "429 `queue_full` or 503"),
+    Limit("process groups of trainers at a replica", update_groups.MAX_GROUPS, "", "429 `queue_full`"),
+    Limit("time to copy a push out of a GPU", seconds(device_readers.COPY_S), "", "400"),
     Limit("entries of an upload's tar", MAX_TAR_HEADERS, "", "400 `adapter_malformed`"),
     Limit("labels of a classification head", adapter_classifier.MAX_LABELS, "", TOO_LARGE),
     Limit("label in `id2label`", chars(adapter_classifier.MAX_LABEL_NAME_CHARS), "", MALFORMED),

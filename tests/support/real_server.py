@@ -163,6 +163,7 @@ async def _catalogue(
     try:
         yield directory, membership, admin
     finally:
+        await admin.receivers.close()
         await membership.stop()
 
 

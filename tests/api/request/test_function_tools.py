@@ -283,7 +283,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [], "tool_choice": {"type": "function", "function": {"name": "now"}}}, "tools"),
     ({"tools": [NOW, NOW]}, "tools"),
     ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
-    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0"),
     ({"tools": [strictly({"function": {"name": "f", "parameters": {"type": "string"}}})]}, "tools"),
     ({"tools": [NOW], "structured_outputs": {"regex": ".*"}}, "structured_outputs.regex"),
     ({"tools": [strictly(NOW)], "min_tokens": 3}, "min_tokens"),

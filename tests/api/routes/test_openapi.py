@@ -55,6 +55,8 @@ checks = [check for check in CHECKS.get_all() if check.__name__ not in NOT_CHECK
 def test_requests_of_every_kind_are_answered_as_documented(real: RealServer, case: schemathesis.Case) -> None:
     response = case.call(base_url=real.url, headers={"authorization": f"Bearer {ADMIN_KEY}"})
     assert response.status_code < 500 or response.status_code == 503, response.text
+    if response.text == "Invalid HTTP request received.":
+        return  # The HTTP parser's own answer, to a URL of more than 64 KiB.
     case.validate_response(response, checks=checks)
 
 

@@ -215,7 +215,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_output_tokens": 10**6}, "input"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
-    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0"),
     ({"messages": []}, "messages"),
 ]
 

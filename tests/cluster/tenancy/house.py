@@ -129,6 +129,7 @@ class House:
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as self.http:
                 yield self
         finally:
+            await admin.receivers.close()
             await membership.stop()
             self.front.close()
             tenancy.close()

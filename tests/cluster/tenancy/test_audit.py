@@ -93,6 +93,20 @@ async def test_every_route_that_changes_something_writes_it_down_before_and_afte
         **{("POST", path): {} for path in ("/release_memory_occupation", "/resume_memory_occupation")},
         ("GET", "/flush_cache"): None,
         ("POST", "/abort_request"): {"rid": "x"},
+        ("POST", "/init_weights_update_group"): {
+            "master_address": "192.0.2.1",
+            "master_port": 9,
+            "rank_offset": 1,
+            "world_size": 2,
+        },
+        ("POST", "/destroy_weights_update_group"): {},
+        ("POST", "/load_lora_adapter_from_distributed"): {
+            "lora_name": "x",
+            "config_dict": {},
+            "names": ["a"],
+            "dtypes": ["float32"],
+            "shapes": [[1]],
+        },
     }
     changing = {
         (method, path.replace("{name:path}", "sql"))

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from lorafleet.api.access.caller import Caller
 from lorafleet.api.routes.build_api import ROUTES
+from lorafleet.client.shared_memory import shared_tensors
+from lorafleet.client.tensor_packing import pack_shared
 from lorafleet.cluster.admin.admin_api import admin_routes
 from lorafleet.cluster.admin.download_api import MAX_DOWNLOADS
 from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
@@ -248,6 +251,27 @@ async def test_what_takes_from_all_tenants_or_is_another_s_needs_the_operator(
         assert [(one["id"], one["tenant"]) for one in listed] == [("~acme/sql", "acme"), ("~rival/x", "rival")]
         assert (await house.ask("public", "GET", "/v1/adapters")).status_code == 403
         assert (await house.ask(None, "GET", "/v1/models")).status_code == 401
+
+
+async def test_only_the_operator_has_a_replica_receive_from_elsewhere(house: House, adapters: dict[str, Path]) -> None:
+    """A tenant's key, which may push tensors in a body, makes the replica neither connect nor open memory."""
+    tensors = load_file(adapters["qv"] / "adapter_model.safetensors")
+    config = json.loads((adapters["qv"] / "adapter_config.json").read_text())
+    device, shared = shared_tensors(tensors)
+    path = "/v1/adapters/elsewhere/tensors"
+    async with house.open():
+        with shared as fields:
+            body = pack_shared(fields, config)
+            refused = await house.ask("acme", "PUT", path, content=body, params={"device": device})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
+            query = {"device": device, "options": json.dumps({"tenant": "acme"})}
+            pushed = await house.ask("operator", "PUT", path, content=body, params=query)
+            assert pushed.json()["id"] == "~acme/elsewhere", pushed.text
+        place = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2}
+        for caller in ("acme", "public"):
+            assert (await house.ask(caller, "POST", "/init_weights_update_group", place)).status_code == 403
+        assert "elsewhere" in await house.models("acme")
+        assert "elsewhere" not in await house.models("rival")
 
 
 async def test_a_tenant_downloads_its_own_adapters_only_and_the_operator_all(

@@ -1,0 +1,45 @@
+"""Serves custom tools, whose input is text, as functions with one parameter, which is how open models know tools.
+
+A model is shown the function and writes its arguments as JSON in its own format of calls. The client gets the text that
+they contain. A grammar becomes a pattern of the parameter, which the machinery of strict functions enforces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lorafleet.api.request.lark_expression import expression_of
+from lorafleet.api.request.request_bodies import (
+    CustomTool,
+    FunctionDefinition,
+    GrammarToolFormat,
+    Tool,
+)
+from lorafleet.api.tool_calls.custom_input import PARAMETER
+
+
+def as_functions(tools: Sequence[Tool | CustomTool]) -> list[Tool]:
+    """Returns the tools with a function in place of each custom tool. Raises InvalidRequest for a grammar that cannot
+    be enforced."""
+    return [_as_function(tool, f"tools.{i}") if isinstance(tool, CustomTool) else tool for i, tool in enumerate(tools)]
+
+
+def _as_function(tool: CustomTool, where: str) -> Tool:
+    custom = tool.custom
+    schema: dict[str, Any] = {"type": "string"}
+    is_strict = isinstance(custom.format, GrammarToolFormat)
+    if isinstance(custom.format, GrammarToolFormat):
+        given, param = custom.format.grammar, f"{where}.custom.format.grammar.definition"
+        expression = expression_of(given.definition, param) if given.syntax == "lark" else given.definition
+        schema["pattern"] = f"^(?:{expression})$"
+    parameters = {
+        "type": "object",
+        "properties": {PARAMETER: schema},
+        "required": [PARAMETER],
+        "additionalProperties": False,
+    }
+    function = FunctionDefinition(
+        name=custom.name, description=custom.description, parameters=parameters, strict=is_strict
+    )
+    return Tool(type="function", function=function)

@@ -1,0 +1,121 @@
+"""Serves SGLang's routes for pushes by a torch.distributed group, as Miles calls them.
+
+The server is one member of the group, however many GPUs and replicas it has: the other replicas get the adapter from
+this one. PUT /v1/adapters/NAME/tensors?group=GROUP (admin_api.py) has the options of other pushes besides.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorafleet.api.access.audit import begin
+from lorafleet.api.access.caller import caller_of
+from lorafleet.api.access.runtime_changes import check_may_control
+from lorafleet.api.answer import answer_types
+from lorafleet.api.answer.responses import json_response
+from lorafleet.api.app_state import AppState
+from lorafleet.api.request.parsing import read_body
+from lorafleet.api.request.trainer_bodies import DistributedLoadRequest, JoinGroupRequest, LeaveGroupRequest
+from lorafleet.api.routes.build_api import Route
+from lorafleet.api.routes.operations import describe
+from lorafleet.cluster.admin.pushing import AdapterAdmin
+from lorafleet.cluster.admin.tensor_load_api import PLACE
+from lorafleet.cluster.admin.upload_tensors import hold_announced
+from lorafleet.cluster.receiving.group_orders import GroupLeave, GroupPush
+from lorafleet.protocol.adapter_formats.announced_tensors import AnnouncedPush, read_announced
+from lorafleet.protocol.adapter_formats.tensor_push import write_config
+from lorafleet.protocol.admin_verbs import RECEIVE_S, PushTerms
+from lorafleet.protocol.errors import InvalidRequest
+from lorafleet.protocol.names import tenant_of
+from lorafleet.protocol.weights_group_place import WeightsGroupPlace
+
+logger = logging.getLogger("lorafleet.http")
+
+
+class GroupApi:
+    def __init__(self, admin: AdapterAdmin) -> None:
+        self._admin = admin
+
+    def routes(self) -> list[Route]:
+        return [
+            ("POST", "/init_weights_update_group", "loading", self.join),
+            ("POST", "/destroy_weights_update_group", "loading", self.leave),
+            ("POST", "/load_lora_adapter_from_distributed", "loading", self.load),
+        ]
+
+    @describe("Join a trainer's process group, as in SGLang", body=JoinGroupRequest, answer=answer_types.GroupStatus)
+    async def join(self, state: AppState, request: Request) -> Response:
+        check_may_control(state, caller_of(request))
+        body = await read_body(state, request, JoinGroupRequest)
+        if body.rank_offset >= body.world_size:
+            raise InvalidRequest(
+                f"`rank_offset` is {body.rank_offset}, but the group has {body.world_size} members. The server is one "
+                "member, whose rank it is.",
+                "rank_offset",
+            )
+        place = WeightsGroupPlace(
+            body.group_name,
+            body.master_address,
+            body.master_port,
+            body.world_size,
+            body.rank_offset,
+            body.backend,
+            body.timeout_s,
+        )
+        await begin(request, group=place.name, host=place.host, port=place.port, backend=place.backend)
+        await self._admin.join_group(place)
+        logger.info("joined the process group %s at %s:%d", place.name, place.host, place.port)
+        return json_response({"success": True, "message": f"Joined the process group {place.name}."})
+
+    @describe("Leave a trainer's process group, as in SGLang", body=LeaveGroupRequest, answer=answer_types.GroupStatus)
+    async def leave(self, state: AppState, request: Request) -> Response:
+        check_may_control(state, caller_of(request))
+        body = await read_body(state, request, LeaveGroupRequest)
+        await begin(request, group=body.group_name)
+        await self._admin.order_group(GroupLeave(body.group_name))
+        return json_response({"success": True, "message": f"Left the process group {body.group_name}."})
+
+    @describe(
+        "Load an adapter by broadcasts in a process group, as in SGLang",
+        body=DistributedLoadRequest,
+        answer=answer_types.LoadedAdapters,
+    )
+    async def load(self, state: AppState, request: Request) -> Response:
+        caller = caller_of(request)
+        check_may_control(state, caller)
+        body = await read_body(state, request, DistributedLoadRequest)
+        await begin(request, name=body.lora_name, source="distributed", group=body.group_name)
+        full = state.models.catalog_of(caller).to_change(body.lora_name)
+        limits = state.access.tenants.storage_limits(tenant_of(full))
+        terms = PushTerms(
+            "distributed",
+            replace=body.upsert,
+            num_replicas=None,
+            max_adapters=limits.adapters,
+            max_bytes=limits.num_bytes,
+        )
+        self._admin.check_name(full)
+        push = _push_of(body)
+        hold_announced(request, self._admin.tensor_budget, push)
+        await self._admin.order_group(GroupPush(body.group_name, full, push, terms, RECEIVE_S))
+        logger.info("adapter %s loaded from the process group %s", body.lora_name, body.group_name)
+        return json_response({"success": True, "error_message": "", "loaded_adapters": {body.lora_name: PLACE}})
+
+
+def _push_of(body: DistributedLoadRequest) -> AnnouncedPush:
+    """Returns the push that three lists of one length describe. Raises InvalidRequest, AdapterMalformed and
+    BodyTooLarge."""
+    if not len(body.names) == len(body.dtypes) == len(body.shapes):
+        raise InvalidRequest(
+            f"`names`, `dtypes` and `shapes` have {len(body.names)}, {len(body.dtypes)} and {len(body.shapes)} "
+            "entries; each must have one for each tensor.",
+            "names",
+        )
+    entries = [
+        {"name": name, "dtype": dtype.removeprefix("torch."), "shape": shape}
+        for name, dtype, shape in zip(body.names, body.dtypes, body.shapes, strict=True)
+    ]
+    return AnnouncedPush(write_config(body.config_dict), read_announced(entries))
