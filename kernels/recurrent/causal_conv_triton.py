@@ -1,9 +1,10 @@
-"""The short causal convolution in two launches: results, then states. kernels/recurrent/causal_conv.py has its twin.
+"""The short causal convolution: results, then states, in two launches, or in one if all sequences have one token.
+kernels/recurrent/causal_conv.py has its twin.
 
 Idea: a program of the first kernel computes BLOCK_C channels of one token. It reads the tokens before it from x, and
 from the sequence's state where they were in earlier steps. A program of the second kernel then shifts BLOCK_C channels
 of one sequence's state. The launches are two, because tokens of one sequence are in many programs, which all read the
-old state.
+old state. Where each sequence has one token, its only program of these channels shifts the state as it reads it.
 
 Memory: x is [T, C] with any row stride, weight is [C, K], bias is [C], and the states are [S, C, J].
 """
@@ -38,6 +39,7 @@ def _conv_kernel(
     channels: tl.constexpr,
     taps: tl.constexpr,
     activates: tl.constexpr,
+    shifts: tl.constexpr,
     block_c: tl.constexpr,
 ) -> None:
     before: tl.constexpr = taps - 1
@@ -54,6 +56,8 @@ def _conv_kernel(
         x = tl.load(x_ptr + (token - before + tap) * x_stride + c, mask=inside & (read >= 0), other=0.0)
         earlier = state_ptr + (slot * channels + c) * before + (before + read)
         held = tl.load(earlier, mask=inside & (read < 0) & has_state, other=0.0)
+        if shifts and tap > 0:  # read is tap - before
+            tl.store(earlier - 1, tl.where(read >= 0, x, held), mask=inside)
         weight = tl.load(weight_ptr + c * taps + tap, mask=inside, other=0.0).to(tl.float32)
         sums += weight * (x.to(tl.float32) + held.to(tl.float32))  # one of the two is zero
     if bias_ptr is not None:
@@ -110,8 +114,14 @@ def causal_conv_triton(
     blocks = triton.cdiv(channels, BLOCK_C)
     where = batch.slot_B, batch.is_new_B, batch.start_B
     sizes = {"x_stride": x_TC.stride(0), "channels": channels, "block_c": BLOCK_C, "num_warps": 4}
+    is_decode = all(count == 1 for count in batch.query_lens)
     _conv_kernel[num_tokens, blocks](
-        *(x_TC, weight_CK, bias_C, state_SCJ, *where, batch.sequence_T, out_TC), taps=taps, activates=activates, **sizes
+        *(x_TC, weight_CK, bias_C, state_SCJ, *where, batch.sequence_T, out_TC),
+        taps=taps,
+        activates=activates,
+        shifts=is_decode,
+        **sizes,
     )
-    _shift_kernel[len(batch.slot_B), blocks](x_TC, state_SCJ, *where, before=taps - 1, **sizes)
+    if not is_decode:
+        _shift_kernel[len(batch.slot_B), blocks](x_TC, state_SCJ, *where, before=taps - 1, **sizes)
     return out_TC

@@ -5,7 +5,8 @@ other. It reads them once, advances them by all tokens of the sequence in the st
 decodes, which have one token, and the few tokens of short prompts. Sequences of more than FEW_TOKENS tokens are left to
 kernels/recurrent/delta_chunks_triton.py.
 
-Memory: rows of qkv are all queries, then all keys, then all values. The memories are float32 [S, H, K, V].
+Memory: rows of qkv are all queries, then all keys, then all values. The memories are float32 [S, H, K, V]. Neighboring
+programs have the other columns of the same rows, so that memory is read in the order in which it lies.
 """
 
 # T tokens of the step · B sequences · H value heads · G key heads · K numbers of a key · V numbers of a value
@@ -24,7 +25,49 @@ from lorafleet.kernels.recurrent.delta_rule import NORM_EPS, HeadGates
 from lorafleet.kernels.recurrent.recurrent_batch import FEW_TOKENS, RecurrentBatch
 from lorafleet.kernels.softplus_triton import softplus
 
-BLOCK_V = 32
+BLOCK_V = 64
+
+
+@jit()
+def _advance(
+    memory: tl.tensor,
+    token: tl.tensor,
+    head: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    forgetting: tl.tensor,
+    dt_bias: tl.tensor,
+    qkv_ptr: tl.tensor,
+    b_ptr: tl.tensor,
+    a_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    b_stride: tl.tensor,
+    a_stride: tl.tensor,
+    heads: tl.constexpr,
+    key_heads: tl.constexpr,
+    k_dim: tl.constexpr,
+    v_dim: tl.constexpr,
+    beta_scale: tl.constexpr,
+    eps: tl.constexpr,
+) -> tl.tensor:
+    """Writes a token's result, and returns the memory after it."""
+    keys: tl.constexpr = key_heads * k_dim
+    in_k, in_v = k < k_dim, v < v_dim
+    row = qkv_ptr + token * (2 * keys + heads * v_dim)
+    key = (head // (heads // key_heads)) * k_dim + k
+    q_K = tl.load(row + key, mask=in_k, other=0.0).to(tl.float32)
+    k_K = tl.load(row + keys + key, mask=in_k, other=0.0).to(tl.float32)
+    v_V = tl.load(row + 2 * keys + head * v_dim + v, mask=in_v, other=0.0).to(tl.float32)
+    q_K *= tl.rsqrt(tl.sum(q_K * q_K, axis=0) + eps) * (k_dim**-0.5)
+    k_K *= tl.rsqrt(tl.sum(k_K * k_K, axis=0) + eps)
+    a = tl.load(a_ptr + token * a_stride + head).to(tl.float32) + dt_bias
+    beta = tl.sigmoid(tl.load(b_ptr + token * b_stride + head).to(tl.float32)) * beta_scale
+    memory *= tl.exp(-forgetting * softplus(a))
+    correction_V = beta * (v_V - tl.sum(memory * k_K[:, None], axis=0))
+    memory += k_K[:, None] * correction_V[None, :]
+    out_V = tl.sum(memory * q_K[:, None], axis=0)
+    tl.store(out_ptr + (token * heads + head) * v_dim + v, out_V.to(out_ptr.dtype.element_ty), mask=in_v)
+    return memory
 
 
 @jit(do_not_specialize=["slot_ptr", "new_ptr", "start_ptr"])
@@ -49,38 +92,31 @@ def _delta_rule_kernel(
     eps: tl.constexpr,
     block_k: tl.constexpr,
     block_v: tl.constexpr,
-    few_tokens: tl.constexpr,
+    most_tokens: tl.constexpr,
 ) -> None:
-    keys: tl.constexpr = key_heads * k_dim
-    channels: tl.constexpr = 2 * keys + heads * v_dim
-    sequence, head = tl.program_id(0), tl.program_id(1)
+    head, sequence = tl.program_id(1), tl.program_id(2)
     start, end = tl.load(start_ptr + sequence).to(tl.int64), tl.load(start_ptr + sequence + 1).to(tl.int64)
-    if end - start > few_tokens:
+    if end - start > most_tokens:
         return
-    k, v = tl.arange(0, block_k), tl.program_id(2) * block_v + tl.arange(0, block_v)
-    in_k, in_v = k < k_dim, v < v_dim
+    k, v = tl.arange(0, block_k), tl.program_id(0) * block_v + tl.arange(0, block_v)
     slot = tl.load(slot_ptr + sequence).to(tl.int64)
     has_state = tl.load(new_ptr + sequence) == 0
-    in_memory = in_k[:, None] & in_v[None, :]
+    in_memory = (k < k_dim)[:, None] & (v < v_dim)[None, :]
     place = memory_ptr + ((slot * heads + head) * k_dim + k[:, None]) * v_dim + v[None, :]
     memory = tl.load(place, mask=in_memory & has_state, other=0.0)
     forgetting = tl.exp(tl.load(a_log_ptr + head))
     dt_bias = tl.load(dt_bias_ptr + head)
-    key = (head // (heads // key_heads)) * k_dim + k
-    for token in range(start, end):
-        row = qkv_ptr + token * channels
-        q_K = tl.load(row + key, mask=in_k, other=0.0).to(tl.float32)
-        k_K = tl.load(row + keys + key, mask=in_k, other=0.0).to(tl.float32)
-        v_V = tl.load(row + 2 * keys + head * v_dim + v, mask=in_v, other=0.0).to(tl.float32)
-        q_K *= tl.rsqrt(tl.sum(q_K * q_K, axis=0) + eps) * (k_dim**-0.5)
-        k_K *= tl.rsqrt(tl.sum(k_K * k_K, axis=0) + eps)
-        a = tl.load(a_ptr + token * a_stride + head).to(tl.float32) + dt_bias
-        beta = tl.sigmoid(tl.load(b_ptr + token * b_stride + head).to(tl.float32)) * beta_scale
-        memory *= tl.exp(-forgetting * softplus(a))
-        correction_V = beta * (v_V - tl.sum(memory * k_K[:, None], axis=0))
-        memory += k_K[:, None] * correction_V[None, :]
-        out_V = tl.sum(memory * q_K[:, None], axis=0)
-        tl.store(out_ptr + (token * heads + head) * v_dim + v, out_V.to(out_ptr.dtype.element_ty), mask=in_v)
+    if most_tokens > 1:
+        for token in range(start, end):
+            memory = _advance(
+                memory, token, head, k, v, forgetting, dt_bias, qkv_ptr, b_ptr, a_ptr, out_ptr, b_stride, a_stride,
+                heads, key_heads, k_dim, v_dim, beta_scale, eps,
+            )  # fmt: skip
+    else:  # A loop of one token would take more registers.
+        memory = _advance(
+            memory, start, head, k, v, forgetting, dt_bias, qkv_ptr, b_ptr, a_ptr, out_ptr, b_stride, a_stride,
+            heads, key_heads, k_dim, v_dim, beta_scale, eps,
+        )  # fmt: skip
     tl.store(place, memory, mask=in_memory)
 
 
@@ -93,7 +129,9 @@ def delta_rule_triton(
     assert gates.b_TH.stride(1) == gates.a_TH.stride(1) == 1 and gates.a_log_H.dtype is torch.float32
     out_THV = torch.empty(len(qkv_TC), heads, v_dim, dtype=qkv_TC.dtype, device=qkv_TC.device)
     block_v = min(BLOCK_V, triton.next_power_of_2(v_dim))
-    _delta_rule_kernel[len(batch.slot_B), heads, triton.cdiv(v_dim, block_v)](
+    # Steps with prompts have one variant for all their sequences, so that warming up compiles it.
+    is_decode = all(count == 1 for count in batch.query_lens)
+    _delta_rule_kernel[triton.cdiv(v_dim, block_v), heads, len(batch.slot_B)](
         qkv_TC,
         *gates.tensors,
         memory_SHKV,
@@ -111,7 +149,7 @@ def delta_rule_triton(
         eps=NORM_EPS,
         block_k=triton.next_power_of_2(k_dim),
         block_v=block_v,
-        few_tokens=FEW_TOKENS,
+        most_tokens=1 if is_decode else FEW_TOKENS,
         num_warps=4,
     )
     if batch.long is not None:

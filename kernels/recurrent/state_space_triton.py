@@ -8,6 +8,7 @@ before them, and a third product advances the memory. Each kernel leaves the oth
 tensor cores do not have, the kernel for one token walks through all tokens.
 
 Memory: rows of xkq are x of all heads, then k and then q of all groups. The memories are float32 [S, H, K, V].
+Neighboring programs have the other columns of the same rows, so that memory is read in the order in which it lies.
 """
 
 # T tokens of the step · B sequences · H heads · G groups · K numbers of a key · V numbers of a head
@@ -88,11 +89,11 @@ def _step_kernel(
     block_v: tl.constexpr,
     any_length: tl.constexpr,
 ) -> None:
-    sequence, head = tl.program_id(0), tl.program_id(1)
+    head, sequence = tl.program_id(1), tl.program_id(2)
     start, end = tl.load(start_ptr + sequence).to(tl.int64), tl.load(start_ptr + sequence + 1).to(tl.int64)
     if end - start != 1 and (not any_length or end == start):
         return
-    k, v = tl.arange(0, block_k), tl.program_id(2) * block_v + tl.arange(0, block_v)
+    k, v = tl.arange(0, block_k), tl.program_id(0) * block_v + tl.arange(0, block_v)
     in_k, in_v = k < k_dim, v < v_dim
     slot = tl.load(slot_ptr + sequence).to(tl.int64)
     has_state = tl.load(new_ptr + sequence) == 0
@@ -172,11 +173,11 @@ def _chunk_kernel(
 ) -> None:
     channels: tl.constexpr = heads * v_dim + 2 * groups * k_dim
     operand = xkq_ptr.dtype.element_ty  # of the products, whose sums are float32
-    sequence, head = tl.program_id(0), tl.program_id(1)
+    head, sequence = tl.program_id(1), tl.program_id(2)
     start, end = tl.load(start_ptr + sequence).to(tl.int64), tl.load(start_ptr + sequence + 1).to(tl.int64)
     if end - start < 2:
         return
-    k, v, n = tl.arange(0, block_k), tl.program_id(2) * block_v + tl.arange(0, block_v), tl.arange(0, chunk)
+    k, v, n = tl.arange(0, block_k), tl.program_id(0) * block_v + tl.arange(0, block_v), tl.arange(0, chunk)
     in_k, in_v = k < k_dim, v < v_dim
     slot = tl.load(slot_ptr + sequence).to(tl.int64)
     has_state = tl.load(new_ptr + sequence) == 0
@@ -223,7 +224,7 @@ def state_space_triton(
     out_THV = torch.empty(len(xkq_TC), heads, v_dim, dtype=xkq_TC.dtype, device=xkq_TC.device)
     block_k, widest = max(16, triton.next_power_of_2(k_dim)), BLOCK_V if k_dim <= LARGE_K else BLOCK_V // 2
     block_v = min(widest, max(16, triton.next_power_of_2(v_dim)))
-    grid = len(batch.slot_B), heads, triton.cdiv(v_dim, block_v)
+    grid = triton.cdiv(v_dim, block_v), heads, len(batch.slot_B)
     tensors = xkq_TC, *steps[:-1], memory_SHKV, batch.slot_B, batch.is_new_B, batch.start_B, out_THV
     dt_min, dt_max = steps.dt_limits
     sizes: dict[str, int | float] = {

@@ -22,50 +22,62 @@ ROOT = Path(__file__).parents[2]
 CAPABILITY = 90
 # Such as "/*0e70*/  @!UP0 UIADD3 UR14, UP0, UR14, 0x20, URZ ;": the address, the instruction, its operands.
 INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?\s*([A-Z]\w*[\w.]*)\s*(.*?) ;")
-REGISTER = re.compile(r"\bUR(\d+)\b")
+UNIFORM = re.compile(r"\bUR(\d+)\b")
+OF_THREADS = re.compile(r"\bR\d+\b")
+PRODUCT = re.compile(r"HGMMA\.64x(\d+)x")
+WITHOUT_TARGET = ("ST", "RED")  # Stores' first operand is an address or a value.
+STACK_POINTER = "R1"
 # wgmma's matrices in shared memory: four registers, two for A and two for B. A may lie in registers of threads instead.
 MATRICES = re.compile(r"gdesc\[UR(\d+)\]")
 
 
 def unwritten_reads(assembly: str) -> list[str]:
-    """Returns the instructions that read a uniform register which no instruction above has written.
+    """Returns the instructions that read a register which no instruction above has written: uniform registers, and
+    registers of threads if the instruction adds the upper halves of 64-bit numbers.
+
+    Compilers read other registers of threads before they write them on purpose, such as to set some of their bits.
 
     Args:
         assembly: A kernel as nvdisasm prints it. The order of its lines stands for the order in which it runs.
     """
-    written: set[int] = set()
+    written = {STACK_POINTER}
     found = []
     for line in assembly.splitlines():
         match = INSTRUCTION.match(line)
         if match is None:
             continue
         address, name, operands = match[1], match[2], [part.strip() for part in match[3].split(",")]
-        target = re.fullmatch(r"UR(\d+)", operands[0])
+        target = None if name.startswith(WITHOUT_TARGET) else re.fullmatch(r"(U?R)(\d+)", operands[0])
         if target is not None:
             operands = operands[1:]
-        if not _reads(operands) <= written:
+        if not _reads(name, operands) <= written:
             found.append(f"{address}: {name} {match[3]}")
         if target is not None:
-            written |= set(range(int(target[1]), int(target[1]) + _width(name)))
+            first = int(target[2])
+            written |= {f"{target[1]}{number}" for number in range(first, first + _width(name))}
     return found
 
 
-def _reads(operands: list[str]) -> set[int]:
-    """Returns the uniform registers that must be written for an instruction with these operands."""
-    found: set[int] = set()
+def _reads(name: str, operands: list[str]) -> set[str]:
+    """Returns the registers that must be written for an instruction with these operands, which follow its target."""
+    found: set[str] = set()
     for i, operand in enumerate(operands):
         matrices = MATRICES.search(operand)
-        if matrices is None:
-            found |= {int(register) for register in REGISTER.findall(operand)}
-        else:
+        if matrices is not None:
             first = int(matrices[1])
-            found |= set(range(first + (0 if i == 1 else 2), first + 4))
+            found |= {f"UR{number}" for number in range(first + (0 if i == 0 else 2), first + 4)}
+        else:
+            found |= {f"UR{number}" for number in UNIFORM.findall(operand)}
+        if name.endswith(".X"):
+            found |= set(OF_THREADS.findall(operand))
     return found
 
 
 def _width(name: str) -> int:
-    """Returns the number of registers that an instruction writes."""
-    if ".128" in name:
+    """Returns the number of registers that an instruction writes, or more."""
+    if product := PRODUCT.match(name):
+        return int(product[1]) // 2
+    if ".128" in name or "MMA" in name or name.startswith("LDSM"):
         return 4
     return 2 if ".64" in name or ".WIDE" in name else 1
 

@@ -13,10 +13,12 @@ from tests.kernels.machine_code import nvdisasm, reads_of_compiled, unwritten_re
 WRITTEN = """
         /*0010*/                   ULDC.64 UR4, c[0x0][0x208] ;
         /*0020*/                   R2UR UR6, R12 ;
+        /*0028*/                   IMAD.WIDE R16, R12, 0x4, RZ ;
 .L_x_0:
         /*0030*/               @P0 UIADD3 UR14, UP0, UR6, 0x20, URZ ;
         /*0040*/                   UIADD3.X UR15, UR5, -0x3ffffff0, URZ, UP0, !UPT ;
         /*0050*/                   HGMMA.64x16x16.F32 R56, R24, gdesc[UR12].tnspB, R56 ;
+        /*0058*/                   IADD3.X R39, R17, R63, RZ, P2, !PT ;
 """
 
 
@@ -31,6 +33,7 @@ def test_registers_that_are_written_first_are_no_complaint() -> None:
         ("/*0070*/  HGMMA.64x16x16.F32 R56, R24, gdesc[UR20].tnspB, R56 ;", "0070"),
         ("/*0078*/  HGMMA.64x16x16.F32 R56, gdesc[UR12].tnspB, R56 ;", "0078"),
         ("/*0080*/  VIADD R17, R17, UR7 ;", "0080"),
+        ("/*0088*/  IADD3.X R40, R64, -0x80000000, RZ, P2, !PT ;", "0088"),
     ],
 )
 def test_a_register_that_is_read_first_is_found(line: str, address: str) -> None:
@@ -69,3 +72,27 @@ def test_no_attention_over_e4m3_reads_a_register_that_nothing_has_written(tmp_pa
         tmp_path,
     )
     assert compiled == [("attention_kernel", [])] * 3 + [("decode_kernel", [])]
+
+
+@needs_triton
+def test_no_state_space_reads_a_register_that_nothing_has_written(tmp_path: Path) -> None:
+    """A float32 one has no products of matrices. ptxas of CUDA 12.8 got those wrong that consist of three in TF32."""
+    if nvdisasm() is None:
+        pytest.skip("Triton's package has no nvdisasm")
+    compiled = reads_of_compiled(
+        """
+        import torch
+        from lorafleet.kernels.recurrent.recurrent_batch import RecurrentBatch
+        from lorafleet.kernels.recurrent.state_space import HeadSteps
+        from lorafleet.kernels.recurrent.state_space_triton import state_space_triton
+
+        heads, groups, k_dim, v_dim = 4, 2, 8, 12
+        batch = RecurrentBatch.build([70], [0], [True], torch.device("cpu"))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            xkq_TC = torch.zeros(70, heads * v_dim + 2 * groups * k_dim, dtype=dtype)
+            steps = HeadSteps(torch.zeros(70, heads, dtype=dtype), *torch.zeros(3, heads), (0.0, float("inf")))
+            state_space_triton(xkq_TC, steps, torch.zeros(1, heads, k_dim, v_dim), groups, batch)
+        """,
+        tmp_path,
+    )
+    assert compiled == [("_step_kernel", []), ("_chunk_kernel", []), ("_chunk_kernel", [])]

@@ -15,9 +15,10 @@ from lorafleet.kernels.recurrent.state_space import HeadSteps, state_space, stat
 from tests.kernels.harness import needs_gpu, run_interpreted
 
 # Steps of three sequences: the tokens of each, with a slot that stays the sequence's own.
-STEPS = [{0: 1, 2: 70, 1: 5}, {0: 1, 1: 1, 2: 1}, {1: 1, 2: 131, 0: 3}, {2: 2, 0: 1}]
+STEPS = [{0: 1, 2: 70, 1: 5}, {0: 1, 1: 1, 2: 1}, {1: 1, 2: 200, 0: 3}, {2: 2, 0: 1}]
 FEW_TOKENS = [{0: 1, 2: 66, 1: 5}, {0: 1, 1: 1, 2: 1}, {2: 2, 1: 1}]  # for the interpreter
 SLOT = {0: 3, 1: 0, 2: 2}
+EXACT = 5e-6  # of the largest number; the twin's chunks are about 1e-6 off in float32
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 LIMITS = 0.3, 0.9  # which many steps exceed
 
@@ -124,7 +125,9 @@ def check_triton(dtype: torch.dtype = torch.float32, device: str = "cpu", **size
     case = Case.make(**sizes, dtype=dtype, device=device)
     wanted = in_steps(case, causal_conv_torch, state_space_torch)
     for s, out in in_steps(case, causal_conv_triton, state_space_triton).items():
-        torch.testing.assert_close(out, wanted[s], **close)
+        largest = wanted[s].abs().max().item()
+        own = {"atol": EXACT * largest, "rtol": 0.0} if dtype is torch.float32 else close
+        torch.testing.assert_close(out, wanted[s], **own)
     batch = RecurrentBatch.build([len(case.x[1])], [0], [True], device=case.x[1].device)
     plain = [
         conv(case.x[1], case.weight_CK, case.x[1].new_zeros(1, len(case.weight_CK), 3), batch, None, activates=False)
