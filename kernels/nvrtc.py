@@ -82,7 +82,12 @@ def machine_code(source: str, options: Sequence[str], device: torch.device) -> b
     """
     major, minor = torch.cuda.get_device_capability(device)
     nvrtc = nvrtc_library()
-    return cached_code(nvrtc, source, [*options, f"--gpu-architecture=sm_{major}{minor}"], cache_directory())
+    return cached_code(nvrtc, source, [*options, f"--gpu-architecture={architecture(major, minor)}"], cache_directory())
+
+
+def architecture(major: int, minor: int) -> str:
+    """Returns NVRTC's name of an architecture. That of Hopper has the instructions that only Hopper has."""
+    return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
 
 
 def cached_code(nvrtc: ctypes.CDLL, source: str, options: Sequence[str], directory: Path | None) -> bytes:

@@ -27,7 +27,10 @@ DTYPE_INDEX = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # SCALE a
 SHARED_BYTES = 0x20000  # up to the end of the table of pairs
 COPIES_BYTES = 0x18000  # above it, for copies in flight
 LEAST_CAPABILITY = (8, 0)  # bfloat16 in tensor cores and asynchronous copies
+SOURCES = ("four_bit_primitives.cuh", "four_bit_wide.cuh", "four_bit.cu", "four_bit_wide.cu")
 MANY_WARPS = 8
+WIDE_WARPS = 12
+WIDE_CAPABILITY = (9, 0)  # whose wgmma no other GPU has
 MAX_AHEAD = 16
 DEQUANTIZE_WARPS = 8  # each writes a tile
 
@@ -90,6 +93,7 @@ class KernelShape:
     serves: int  # most tokens for which it is chosen, in several launches if they are more than `tokens`
     rows: int  # rows of W of an item
     least_blocks: int  # blocks of 64 inputs that a program has at least, or adding its parts would be more work
+    spans: int = 1  # most times `tokens` of a launch
     ahead: int = 0  # for few tokens: steps of a warp ahead of which codes are fetched into the L2 cache
 
     def __post_init__(self) -> None:
@@ -102,6 +106,10 @@ KERNEL_SHAPES = (
     KernelShape("few_32", 32, 64, TILE, 8),
     KernelShape("many_32", 32, 32, 2 * TILE, 4),  # for groups of 16 and 32, for which few_32 has no registers
     KernelShape("many_64", 64, 128, 2 * TILE, 4),
+    KernelShape("wide_32", 32, 32, 4 * TILE, 4, 1),
+    KernelShape("wide_64", 64, 64, 4 * TILE, 4, 1),
+    KernelShape("wide_64n", 64, 64, 2 * TILE, 4, 1),
+    KernelShape("wide_128", 128, 256, 2 * TILE, 4, 2),
 )
 
 
@@ -116,7 +124,7 @@ class FourBitKernels:
 
 def source() -> str:
     folder = Path(__file__).parent
-    return "".join((folder / name).read_text() for name in ("four_bit_primitives.cuh", "four_bit.cu"))
+    return "".join((folder / name).read_text() for name in SOURCES)
 
 
 def four_bit_kernels(variant: FourBitVariant, device: torch.device) -> FourBitKernels | None:
@@ -139,6 +147,8 @@ def _kernels(variant: FourBitVariant, index: int) -> FourBitKernels | None:
             for name in (shape.name for shape in variant.shapes):
                 warps = variant.few_warps.get(name)
                 threads, copies = (MANY_WARPS * 32, COPIES_BYTES) if warps is None else (warps * 32, 0)
+                if name.startswith("wide"):
+                    threads = WIDE_WARPS * 32
                 products[name] = code.kernel(name, threads, SHARED_BYTES + copies)
             dequantize = code.kernel("dequantize", DEQUANTIZE_WARPS * 32, 0)
             return FourBitKernels(products, dequantize, properties.multi_processor_count)
@@ -169,16 +179,17 @@ def launch(
     assert x_TD.data_ptr() % 16 == 0
     assert bias_O is None or (bias_O.is_contiguous() and bias_O.dtype == weight.dtype)
     outputs, device = weight.num_outputs, x_TD.device
-    blocks = -(-outputs // shape.rows) * (weight.num_inputs // TILE)
+    spans = -(-min(len(x_TD), shape.tokens * shape.spans) // shape.tokens)
+    blocks = -(-outputs // shape.rows) * spans * (weight.num_inputs // TILE)
     programs = min(kernels.num_sms, -(-blocks // shape.least_blocks))
     y_TO = torch.empty(len(x_TD), outputs, dtype=weight.dtype, device=device)
     parts = torch.empty(programs * 2 * shape.tokens * shape.rows, dtype=torch.float32, device=device)
     arguments = _arguments(weight)
     arguments.parts, arguments.outputs, arguments.ahead = parts.data_ptr(), outputs, shape.ahead
     arguments.bias = None if bias_O is None else bias_O.data_ptr()
-    for first in range(0, len(x_TD), shape.tokens):
+    for first in range(0, len(x_TD), shape.tokens * shape.spans):
         arguments.x, arguments.y = x_TD[first:].data_ptr(), y_TO[first:].data_ptr()
-        arguments.tokens = min(shape.tokens, len(x_TD) - first)
+        arguments.tokens = min(shape.tokens * shape.spans, len(x_TD) - first)
         kernels.by_name[shape.name](programs, arguments)
     return y_TO
 
