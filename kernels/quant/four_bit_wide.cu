@@ -13,6 +13,11 @@
 #define MULTIPLIER_REGISTERS 208
 #define PRODUCER_REGISTERS 88
 
+// Describes B [16, N] in shared memory: two rows of core matrices, `core` bytes apart, whose matrices are 128 bytes apart.
+DEVICE unsigned long long matrix(unsigned at, int core) {
+  return (unsigned long long)(at >> 4) | (unsigned long long)(core >> 4) << 16 | (unsigned long long)(128 >> 4) << 32;
+}
+
 // A unit is 64 rows and N tokens. A warpgroup has TILES tiles of 64 rows and SPANS spans of N tokens.
 template <int N, int TILES, int SPANS> struct Wide {
   static constexpr int TOKENS = N * SPANS, ROWS = MULTIPLIERS * TILES * 64, UNITS = TILES * SPANS;
@@ -152,7 +157,7 @@ template <int N, int TILES, int SPANS> struct Wide {
 
   // Adds the products of a block to the sums.
   DEVICE void multiply(float (*sums)[N / 8][4], const Operands& from, int stage, unsigned lane_bits) const {
-    const unsigned x = above_table_address() + stage * STAGE;
+    const unsigned x = ABOVE_TABLE + stage * STAGE;
 #pragma unroll
     for (int s = 0; s < SUB; s++) {
       float c[UNITS][N / 8][4];
@@ -251,28 +256,14 @@ template <int N, int TILES, int SPANS> struct Wide {
   }
 
   DEVICE void finish() const {
-    const int first_item = run.item_of(run.begin), last_item = run.item_of(run.end - 1);
-    const bool shares_first = !run.has_whole(first_item);
-    const bool shares_last = last_item != first_item && !run.has_whole(last_item);
-    if (!shares_first && !shares_last) return;
+    if (run.shared_item(0) < 0 && run.shared_item(1) < 0) return;
     wait_threads<MULTIPLIERS * 128>();
-    if (threadIdx.x < 2) {
-      const int item = threadIdx.x ? last_item : first_item;
-      bool last = false;
-      if (threadIdx.x ? shares_last : shares_first) {
-        const int others = run.owner((item + 1) * run.blocks - 1) - run.owner(item * run.blocks);
-        __threadfence();
-        last = atomicAdd(p.tickets + item, 1) == others;
-        if (last) p.tickets[item] = 0;
-        __threadfence();
-      }
-      is_last()[threadIdx.x] = last;
-    }
+    if (threadIdx.x < 2) is_last()[threadIdx.x] = run.is_last(p, run.shared_item(threadIdx.x));
     wait_threads<MULTIPLIERS * 128>();
 #pragma unroll 1
     for (int which = 0; which < 2; which++) {
       if (!is_last()[which]) continue;
-      const int item = which ? last_item : first_item;
+      const int item = run.shared_item(which);
       const int first = run.owner(item * run.blocks), last = run.owner((item + 1) * run.blocks - 1);
       float sums[UNITS][N / 8][4] = {};
 #pragma unroll 1

@@ -28,8 +28,6 @@ template <int COUNT, bool MORE> DEVICE void take_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT));
 }
 
-DEVICE unsigned above_table_address() { return ABOVE_TABLE; }
-
 // Makes this thread's writes to shared memory visible to wgmma.
 DEVICE void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -44,11 +42,6 @@ DEVICE unsigned transpose(unsigned pair) {
   unsigned r;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pair));
   return r;
-}
-
-// Describes B [16, N] in shared memory: two rows of core matrices, `core` bytes apart, whose matrices are 128 bytes apart.
-DEVICE unsigned long long matrix(unsigned at, int core) {
-  return (unsigned long long)(at >> 4 & 0x3FFF) | (unsigned long long)(core >> 4) << 16 | (unsigned long long)(128 >> 4) << 32;
 }
 
 DEVICE void begin_wgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -23,12 +23,12 @@ from lorafleet.kernels.quant.four_bit_cuda import (
 from lorafleet.kernels.quant.tiled_weight import TiledWeight
 from tests.kernels.quant.four_bit_cases import CASES, filled
 
-HERE, SOURCE = Path(__file__).parent, Path(four_bit_cuda.__file__).with_name("four_bit.cu")
+HERE, SOURCES = Path(__file__).parent, Path(four_bit_cuda.__file__).parent
 FEW_WARPS = 4  # of the emulated kernels for few tokens: a thread of the host takes longer to begin than a GPU's
 EMULATED = ["nf4", "int4 with zeros, groups of 32", "nvfp4"]  # one of each number of groups in a block
 # Shapes that are tried besides the one that is chosen.
 BY_NAME = {shape.name: shape for shape in KERNEL_SHAPES}
-ALSO = {7: [replace(BY_NAME["few_8"], ahead=2)], 27: [BY_NAME["many_32"]]}
+ALSO = {7: [replace(BY_NAME["few_8"], ahead=2)], 27: [BY_NAME["many_32"], BY_NAME["wide_32"], replace(BY_NAME["wide_64"], ahead=2), BY_NAME["wide_64n"]], 117: [BY_NAME["wide_128"]]}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,8 @@ def compiled(weight: TiledWeight, folder: Path) -> ctypes.CDLL:
         pytest.skip("g++ compiles the emulation")
     options = [option for option in weight.variant.options if option.startswith("-D") and "WARPS" not in option]
     options += [f"-D{name.upper()}_WARPS={min(warps, FEW_WARPS)}" for name, warps in weight.variant.few_warps.items()]
-    options += [f'-DEMULATED_SOURCE="{SOURCE}"']
+    for name, source in (("FOUR_BIT", "four_bit.cu"), ("WIDE", "four_bit_wide.cu")):
+        options.append(f'-D{name}_SOURCE="{SOURCES / source}"')
     library = folder / f"{len(list(folder.iterdir()))}.so"
     command = [compiler, "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-x", "c++", *options]
     done = subprocess.run([*command, str(HERE / "emulated_gpu.h"), "-o", str(library)], capture_output=True, text=True)
