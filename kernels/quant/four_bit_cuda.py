@@ -110,6 +110,7 @@ KERNEL_SHAPES = (
     KernelShape("wide_64", 64, 64, 4 * TILE, 4, 1),
     KernelShape("wide_64n", 64, 64, 2 * TILE, 4, 1),
     KernelShape("wide_128", 128, 256, 2 * TILE, 4, 2),
+    KernelShape("wide_128r", 128, 256, 4 * TILE, 4, 2),
 )
 
 

@@ -10,8 +10,6 @@
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define MULTIPLIERS 2        // warpgroups that multiply; one more produces
 #define WIDE_THREADS ((MULTIPLIERS + 1) * 128)
-#define MULTIPLIER_REGISTERS 208
-#define PRODUCER_REGISTERS 88
 
 // Describes B [16, N] in shared memory: two rows of core matrices, `core` bytes apart, whose matrices are 128 bytes apart.
 DEVICE unsigned long long matrix(unsigned at, int core) {
@@ -19,11 +17,13 @@ DEVICE unsigned long long matrix(unsigned at, int core) {
 }
 
 // A unit is 64 rows and N tokens. A warpgroup has TILES tiles of 64 rows and SPANS spans of N tokens.
-template <int N, int TILES, int SPANS> struct Wide {
+// SUMS units are multiplied at a time.
+template <int N, int TILES, int SPANS, int SUMS> struct Wide {
   static constexpr int TOKENS = N * SPANS, ROWS = MULTIPLIERS * TILES * 64, UNITS = TILES * SPANS;
   static constexpr int STAGE = TOKENS * 128, FITTING = STAGE_BYTES / STAGE, STAGES = FITTING < 6 ? FITTING : 6;
   static constexpr int CORE = TOKENS * 16;  // bytes of 8 inputs of all tokens
   static constexpr int GROUP_STEPS = STEPS / SUB;
+  static constexpr int PRODUCER_REGISTERS = UNITS > 2 ? 56 : 88, MULTIPLIER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
   const Linear& p;
   const int spans;  // of TOKENS tokens
   const Run run;
@@ -42,25 +42,25 @@ template <int N, int TILES, int SPANS> struct Wide {
   DEVICE int tile_of(int item, int index) const { return item / spans * (ROWS / 64) + index; }
   DEVICE int held_tile_of(int item, int index) const { return min(tile_of(item, index), p.outputs / 64 - 1); }
 
-  // The producer's part of x: 8 tokens by 32 inputs for a warp at a time.
-  static constexpr int PIECES = TOKENS / 16;
-  DEVICE void load(U4* x, const Place& place) const {
+  // The producer's part of x: 8 tokens by 32 inputs for a warp at a time, and a part of PIECES of them in registers.
+  static constexpr int PARTS = UNITS > 2 ? TOKENS / 64 : 1, PIECES = TOKENS / 16 / PARTS;
+  DEVICE void load(U4* x, const Place& place, int part) const {
     if (place.at >= run.end) return;
     const int first = place.item % spans * TOKENS;
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
-      const int piece = i * 4 + warp, token = first + (piece >> 1) * 8 + g;
+      const int piece = (part * PIECES + i) * 4 + warp, token = first + (piece >> 1) * 8 + g;
       x[i] = U4{{0, 0, 0, 0}};
       if (token < p.tokens) x[i] = load_16(p.x + (size_t)token * p.inputs + place.block * 64 + (piece & 1) * 32 + t * 8);
     }
   }
 
   // Writes what was loaded. Core matrices of wgmma are 8 tokens by 8 inputs, of which a token's are 16 bytes.
-  DEVICE void store(const U4* x, int stage) const {
+  DEVICE void store(const U4* x, int stage, int part) const {
     unsigned char* at = above_table() + stage * STAGE;
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
-      const int piece = i * 4 + warp, half = piece & 1;
+      const int piece = (part * PIECES + i) * 4 + warp, half = piece & 1;
 #pragma unroll
       for (int k = 0; k < 4; k++) {
         const int core = SUB == 4 ? half * 4 + (t >> 1) * 2 + (k & 1) : half * 4 + k;
@@ -85,23 +85,27 @@ template <int N, int TILES, int SPANS> struct Wide {
   DEVICE void produce(Place place, U4* first) const {
     U4 second[PIECES];
     Place far = place;
-    for (int i = 0; i < p.ahead; i++) { far.move(1, run.blocks); }
+    for (int i = 0; i < p.ahead; i++) far.move(1, run.blocks);
     int stage = 0, phase = 1;
 #pragma unroll 1
     while (place.at < run.end) {
+      if (PARTS == 1) place.move(1, run.blocks);
+      load(second, place, PARTS - 1);
+      wait_barrier(used() + stage, phase);
+      store(first, stage, 0);
+      if (PARTS == 1) {
+        hand_over(stage, phase, far);
+        if (place.at >= run.end) break;
+        wait_barrier(used() + stage, phase);
+      }
       place.move(1, run.blocks);
-      load(second, place);
-      hand_over(first, stage, phase, far);
-      if (place.at >= run.end) break;
-      place.move(1, run.blocks);
-      load(first, place);
-      hand_over(second, stage, phase, far);
+      load(first, place, 0);
+      store(second, stage, PARTS - 1);
+      hand_over(stage, phase, far);
     }
   }
 
-  DEVICE void hand_over(const U4* x, int& stage, int& phase, Place& far) const {
-    wait_barrier(used() + stage, phase);
-    store(x, stage);
+  DEVICE void hand_over(int& stage, int& phase, Place& far) const {
     show_to_wgmma();
     arrive(filled() + stage);
     if (p.ahead) {
@@ -160,25 +164,27 @@ template <int N, int TILES, int SPANS> struct Wide {
     const unsigned x = ABOVE_TABLE + stage * STAGE;
 #pragma unroll
     for (int s = 0; s < SUB; s++) {
-      float c[UNITS][N / 8][4];
+      float c[SUMS][N / 8][4];
       unsigned a[TILES][GROUP_STEPS][4];
+      decode(a[0], from, 0, s, lane_bits);
 #pragma unroll
-      for (int u = 0; u < UNITS; u++) {
-        const int m = u / SPANS, span = u % SPANS;
-        if (span == 0) decode(a[m], from, m, s, lane_bits);
-        begin_wgmma();
+      for (int u = 0; u < UNITS + SUMS - 1; u++) {
+        if (u < UNITS) {
+          const int m = u / SPANS, span = u % SPANS;
+          begin_wgmma();
 #pragma unroll
-        for (int q = 0; q < GROUP_STEPS; q++)
-          Wgmma<N>::run(c[u], a[m][q], matrix(x + (s * GROUP_STEPS + q) * 2 * CORE + span * N * 16, CORE), q > 0);
-        close_wgmma();
-      }
-#pragma unroll
-      for (int u = 0; u < UNITS; u++) {
-        if (u == UNITS - 1) wait_wgmma<0>(c[u]); else wait_wgmma<1>(c[u]);
+          for (int q = 0; q < GROUP_STEPS; q++)
+            Wgmma<N>::run(c[u % SUMS], a[m][q], matrix(x + (s * GROUP_STEPS + q) * 2 * CORE + span * N * 16, CORE), q > 0);
+          close_wgmma();
+          if (span == 0 && m + 1 < TILES) decode(a[m + 1], from, m + 1, s, lane_bits);
+        }
+        const int done = u - (SUMS - 1);
+        if (done < 0) continue;
+        if (u < UNITS) wait_wgmma<SUMS - 1>(c[done % SUMS]); else wait_wgmma<0>(c[done % SUMS]);
 #pragma unroll
         for (int n = 0; n < N / 8; n++)
 #pragma unroll
-          for (int i = 0; i < 4; i++) sums[u][n][i] += from.scale[u / SPANS][s][i >> 1] * c[u][n][i];
+          for (int i = 0; i < 4; i++) sums[done][n][i] += from.scale[done / SPANS][s][i >> 1] * c[done % SUMS][n][i];
       }
     }
   }
@@ -279,7 +285,7 @@ template <int N, int TILES, int SPANS> struct Wide {
     Operands now;
     U4 x[PIECES];
     if (produces) {
-      load(x, place);
+      load(x, place, 0);
       Place far = place;
       for (int i = 0; i < p.ahead; i++) {
         if (i > 0) fetch_block(far);
@@ -305,8 +311,9 @@ template <int N, int TILES, int SPANS> struct Wide {
   }
 };
 
-KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_32(const Linear p) { Wide<32, 2, 1>(p).work(); }
-KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_64(const Linear p) { Wide<64, 2, 1>(p).work(); }
-KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_64n(const Linear p) { Wide<64, 1, 1>(p).work(); }
-KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_128(const Linear p) { Wide<64, 1, 2>(p).work(); }
+KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_32(const Linear p) { Wide<32, 2, 1, 2>(p).work(); }
+KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_64(const Linear p) { Wide<64, 2, 1, 2>(p).work(); }
+KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_64n(const Linear p) { Wide<64, 1, 1, 1>(p).work(); }
+KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_128(const Linear p) { Wide<64, 1, 2, 2>(p).work(); }
+KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_128r(const Linear p) { Wide<64, 2, 2, 1>(p).work(); }
 #endif
