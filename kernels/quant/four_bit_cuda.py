@@ -106,11 +106,12 @@ KERNEL_SHAPES = (
     KernelShape("few_32", 32, 64, TILE, 8),
     KernelShape("many_32", 32, 32, 2 * TILE, 4),  # for groups of 16 and 32, for which few_32 has no registers
     KernelShape("many_64", 64, 128, 2 * TILE, 4),
+    KernelShape("wide_16", 16, 16, 4 * TILE, 4, 1),
     KernelShape("wide_32", 32, 32, 4 * TILE, 4, 1),
     KernelShape("wide_64", 64, 64, 4 * TILE, 4, 1),
     KernelShape("wide_64n", 64, 64, 2 * TILE, 4, 1),
-    KernelShape("wide_128", 128, 256, 2 * TILE, 4, 2),
-    KernelShape("wide_128r", 128, 256, 4 * TILE, 4, 2),
+    KernelShape("wide_128", 128, 512, 2 * TILE, 4, 4),
+    KernelShape("wide_128r", 128, 512, 4 * TILE, 4, 4),
 )
 
 

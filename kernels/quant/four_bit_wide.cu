@@ -311,6 +311,7 @@ template <int N, int TILES, int SPANS, int SUMS> struct Wide {
   }
 };
 
+KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_16(const Linear p) { Wide<16, 2, 1, 2>(p).work(); }
 KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_32(const Linear p) { Wide<32, 2, 1, 2>(p).work(); }
 KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_64(const Linear p) { Wide<64, 2, 1, 2>(p).work(); }
 KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_64n(const Linear p) { Wide<64, 1, 1, 1>(p).work(); }

@@ -87,7 +87,7 @@ class TiledWeight(nn.Module):
         self.zeros = _held(*numbers, dtype=torch.uint8, device=device) if has_zeros else None
         self.book = _held(BOOK_SIZE, dtype=torch.float32, device=device)
         self.pairs = _held(BOOK_SIZE * BOOK_SIZE, dtype=torch.int32, device=device)  # two of the book in each, by byte
-        self.tickets = _held(outputs // TILE + 1, dtype=torch.int32, device=device)  # zeros between launches
+        self.tickets = _held(outputs // TILE + 4, dtype=torch.int32, device=device)  # zeros between launches
         self._scratch = scratch
         if device.type == "cuda":
             scratch.reserve(outputs * inputs)

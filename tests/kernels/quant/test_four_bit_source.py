@@ -28,7 +28,7 @@ FEW_WARPS = 4  # of the emulated kernels for few tokens: a thread of the host ta
 EMULATED = ["nf4", "int4 with zeros, groups of 32", "nvfp4"]  # one of each number of groups in a block
 # Shapes that are tried besides the one that is chosen.
 BY_NAME = {shape.name: shape for shape in KERNEL_SHAPES}
-ALSO = {7: [replace(BY_NAME["few_8"], ahead=2)], 27: [BY_NAME["many_32"], BY_NAME["wide_32"], replace(BY_NAME["wide_64"], ahead=2), BY_NAME["wide_64n"]], 117: [BY_NAME["wide_128"], BY_NAME["wide_128r"]]}
+ALSO = {13: [BY_NAME["wide_16"]], 7: [replace(BY_NAME["few_8"], ahead=2)], 27: [BY_NAME["many_32"], BY_NAME["wide_32"], replace(BY_NAME["wide_64"], ahead=2), BY_NAME["wide_64n"]], 117: [BY_NAME["wide_128"], BY_NAME["wide_128r"]]}
 
 
 @pytest.fixture(scope="module")
