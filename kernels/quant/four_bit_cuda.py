@@ -109,9 +109,7 @@ KERNEL_SHAPES = (
     KernelShape("wide_16", 16, 16, 4 * TILE, 4, 1),
     KernelShape("wide_32", 32, 32, 4 * TILE, 4, 1),
     KernelShape("wide_64", 64, 64, 4 * TILE, 4, 1),
-    KernelShape("wide_64n", 64, 64, 2 * TILE, 4, 1),
-    KernelShape("wide_128", 128, 512, 2 * TILE, 4, 4),
-    KernelShape("wide_128r", 128, 512, 4 * TILE, 4, 4),
+    KernelShape("wide_128", 128, 512, 4 * TILE, 4, 4),
 )
 
 
@@ -151,7 +149,7 @@ def _kernels(variant: FourBitVariant, index: int) -> FourBitKernels | None:
                 threads, copies = (MANY_WARPS * 32, COPIES_BYTES) if warps is None else (warps * 32, 0)
                 if name.startswith("wide"):
                     threads = WIDE_WARPS * 32
-                products[name] = code.kernel(name, threads, SHARED_BYTES + copies)
+                products[name] = code.kernel(name, threads, SHARED_BYTES + copies, name.startswith("wide"))
             dequantize = code.kernel("dequantize", DEQUANTIZE_WARPS * 32, 0)
             return FourBitKernels(products, dequantize, properties.multi_processor_count)
     except CudaCodeError as error:

@@ -37,6 +37,12 @@ DEVICE F4 load_shared_by_programs(const F4* at) {
   return r;
 }
 
+DEVICE int load_ticket(const int* at) {
+  int r;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(r) : "l"(at) : "memory");
+  return r;
+}
+
 // Transposes a matrix of 8 by 8 numbers, of which lane 4 * i + j has those of row i and columns 2 * j and 2 * j + 1.
 DEVICE unsigned transpose(unsigned pair) {
   unsigned r;

@@ -1,4 +1,4 @@
-// Runs four_bit.cu on a CPU: threads of the host are those of a program, and programs run one after the other. It has
+// Runs four_bit.cu on a CPU: threads of the host are those of all programs, which run at the same time. It has
 // the primitives of four_bit_primitives.cuh, with the register layouts of PTX's mma.m16n8k16. Asynchronous copies happen
 // as late as they may, so that a missing wait is noticed.
 #pragma once
@@ -33,9 +33,13 @@ struct Warp {
   std::barrier<> barrier{32};
   unsigned a[32][4], b[32][2];
 };
-inline std::vector<unsigned char> window(WINDOW);
-inline std::unique_ptr<std::barrier<>> program_barrier;
-inline std::vector<std::unique_ptr<Warp>> warps;
+struct Program {
+  std::vector<unsigned char> window = std::vector<unsigned char>(WINDOW, 0xFF);  // numbers that nobody has written are NaN
+  std::barrier<> barrier, part_barrier;
+  std::vector<Warp> warps;
+  Program(int num_threads) : barrier(num_threads), part_barrier(num_threads / 3 * 2), warps(num_threads / 32) {}
+};
+inline thread_local Program* own;
 inline thread_local Index threadIdx, blockIdx;
 inline Index gridDim;
 inline thread_local std::deque<std::vector<std::function<void()>>> copies;
@@ -43,9 +47,9 @@ inline thread_local std::vector<std::function<void()>> open_copies;
 
 inline unsigned char* at_window(unsigned address, unsigned size) {
   if (address < DRIVER || address + size > WINDOW) abort();
-  return window.data() + address;
+  return own->window.data() + address;
 }
-inline void __syncthreads() { program_barrier->arrive_and_wait(); }
+inline void __syncthreads() { own->barrier.arrive_and_wait(); }
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline int atomicAdd(int* at, int value) { return __sync_fetch_and_add(at, value); }
 inline float __uint_as_float(unsigned bits) { float r; memcpy(&r, &bits, 4); return r; }
@@ -63,7 +67,7 @@ inline void fetch_into_cache(const void* at, int bytes) { if ((size_t)at % 16 ||
 inline float load_shared_by_programs(const float* at) { return *at; }
 
 template <int BYTES> void copy_to_shared(void* to, const void* from, bool inside = true) {
-  const size_t offset = (unsigned char*)to - window.data();
+  const size_t offset = (unsigned char*)to - own->window.data();
   if ((size_t)from % BYTES || offset % BYTES || offset < DRIVER || offset + BYTES > WINDOW) abort();
   open_copies.push_back([=] { if (inside) memcpy(to, from, BYTES); else memset(to, 0, BYTES); });
 }
@@ -101,7 +105,7 @@ inline unsigned fma_pair(unsigned a, unsigned b, unsigned c) {
 }
 
 inline void mma(float* c, const unsigned* a, U2 b) {
-  Warp& warp = *warps[threadIdx.x >> 5];
+  Warp& warp = own->warps[threadIdx.x >> 5];
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   memcpy(warp.a[lane], a, 16);
   memcpy(warp.b[lane], b.v, 8);
@@ -122,7 +126,6 @@ inline void mma(float* c, const unsigned* a, U2 b) {
 struct Barrier { int count, arrived, phases; };
 inline std::mutex of_barriers;
 inline std::condition_variable completed;
-inline std::unique_ptr<std::barrier<>> part_barrier;
 struct Product {
   float (*c)[4];
   const unsigned* a;
@@ -145,13 +148,14 @@ inline void wait_barrier(Barrier* barrier, int parity) {
   std::unique_lock lock(of_barriers);
   completed.wait(lock, [&] { return (barrier->phases & 1) != parity; });
 }
-template <int COUNT> void wait_threads() { part_barrier->arrive_and_wait(); }
+template <int COUNT> void wait_threads() { own->part_barrier.arrive_and_wait(); }
 template <int COUNT, bool MORE> void take_registers() {}
+inline int load_ticket(const int* at) { std::this_thread::yield(); return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
 inline void show_to_wgmma() {}
 inline F4 load_shared_by_programs(const F4* at) { return read<F4>(at); }
 
 inline unsigned transpose(unsigned pair) {
-  Warp& warp = *warps[threadIdx.x >> 5];
+  Warp& warp = own->warps[threadIdx.x >> 5];
   const int lane = threadIdx.x & 31, row = lane >> 2, column = (lane & 3) * 2;
   warp.a[lane][0] = pair;
   warp.barrier.arrive_and_wait();
@@ -170,7 +174,7 @@ inline void begin_wgmma() {}
 inline void close_wgmma() { products.push_back(std::move(open_products)); open_products.clear(); }
 
 inline void multiply(const Product& product) {
-  Warp& warp = *warps[threadIdx.x >> 5];
+  Warp& warp = own->warps[threadIdx.x >> 5];
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   memcpy(warp.a[lane], product.a, 16);
   warp.barrier.arrive_and_wait();
@@ -193,24 +197,22 @@ template <int LEFT, int NT> void wait_wgmma(float (&)[NT][4]) {
   for (; products.size() > LEFT; products.pop_front()) for (const Product& product : products.front()) multiply(product);
 }
 
-template <class Arguments> void launch(void (*kernel)(Arguments), int programs, int num_threads, const Arguments* arguments) {
-  gridDim.x = programs;
-  for (int program = 0; program < programs; program++) {
-    std::fill(window.begin(), window.end(), 0xFF);  // numbers that nobody has written are NaN
-    program_barrier = std::make_unique<std::barrier<>>(num_threads);
-    part_barrier = std::make_unique<std::barrier<>>(num_threads / 3 * 2);
-    warps.clear();
-    for (int i = 0; i < num_threads / 32; i++) warps.push_back(std::make_unique<Warp>());
-    std::vector<std::thread> threads;
+template <class Arguments> void launch(void (*kernel)(Arguments), int num_programs, int num_threads, const Arguments* arguments) {
+  gridDim.x = num_programs;
+  std::vector<std::unique_ptr<Program>> programs;
+  std::vector<std::thread> threads;
+  for (int program = 0; program < num_programs; program++) {
+    programs.push_back(std::make_unique<Program>(num_threads));
     for (int i = 0; i < num_threads; i++)
-      threads.emplace_back([=] {
+      threads.emplace_back([=, at = programs.back().get()] {
+        own = at;
         threadIdx.x = i;
         blockIdx.x = program;
         kernel(*arguments);
-        program_barrier->arrive_and_drop();
+        own->barrier.arrive_and_drop();
       });
-    for (auto& thread : threads) thread.join();
   }
+  for (auto& thread : threads) thread.join();
 }
 
 #include FOUR_BIT_SOURCE
@@ -223,7 +225,7 @@ extern "C" void emulate(int kernel, int programs, const Linear* arguments) {
 #else
   const Kernel few_of_32 = nullptr;
 #endif
-  const Kernel kernels[] = {few_8, few_16, few_of_32, many_32, many_64, wide_16, wide_32, wide_64, wide_64n, wide_128, wide_128r, dequantize};
-  const int warps[] = {FEW_8_WARPS, FEW_16_WARPS, FEW_32_WARPS, MANY_WARPS, MANY_WARPS, 12, 12, 12, 12, 12, 12, 8};
+  const Kernel kernels[] = {few_8, few_16, few_of_32, many_32, many_64, wide_16, wide_32, wide_64, wide_128, dequantize};
+  const int warps[] = {FEW_8_WARPS, FEW_16_WARPS, FEW_32_WARPS, MANY_WARPS, MANY_WARPS, 12, 12, 12, 12, 8};
   launch<Linear>(kernels[kernel], programs, warps[kernel] * 32, arguments);
 }
