@@ -38,11 +38,15 @@ struct WidePlace {
 // An item is 256 rows and SPANS * N tokens. A warpgroup has two tiles of 64 rows.
 template <int N, int SPANS> struct Wide {
   static constexpr int TOKENS = N * SPANS, TILES = 2, ROWS = MULTIPLIERS * TILES * 64, UNITS = TILES * SPANS;
-  static constexpr int STAGE = TOKENS * 128, FITTING = STAGE_BYTES / STAGE, STAGES = FITTING < 8 ? FITTING : 8;
+  // Bytes of a stage: x above the table; codes, scales and zeros of four tiles below it.
+  static constexpr int STAGE = TOKENS * 128, SCALES = 64 * SUB * SCALE_BYTES, ZERO_BYTES = ZEROS ? 64 * SUB : 0;
+  static constexpr int TILE_BYTES = BLOCK_BYTES + SCALES + ZERO_BYTES, OPERANDS = ROWS / 64 * TILE_BYTES;
+  static constexpr int FITTING = 0xFB00 / OPERANDS, STAGES = FITTING < 6 ? FITTING : 6;
+  static_assert(STAGES * STAGE <= STAGE_BYTES, "x of all stages must fit above the table");
   static constexpr int CORE = TOKENS * 16;  // bytes of 8 inputs of all tokens
   static constexpr int GROUP_STEPS = STEPS / SUB;
-  static constexpr int BATCHES = SPANS, PIECES = N / 16, DEPTH = SPANS == 1 && SUB == 1 ? 4 : 2;
-  static constexpr int PRODUCER_REGISTERS = DEPTH == 4 ? 88 : 56, MULTIPLIER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
+  static constexpr int BATCHES = SPANS, PIECES = N / 16, DEPTH = SPANS == 1 ? 4 : 2;
+  static constexpr int PRODUCER_REGISTERS = SPANS == 1 ? 88 : 72, MULTIPLIER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
   const Linear& p;
   const int spans;  // of TOKENS tokens
   const Run run;
@@ -53,7 +57,10 @@ template <int N, int SPANS> struct Wide {
       : p(p), spans((p.tokens + TOKENS - 1) / TOKENS), run(p, (p.outputs + ROWS - 1) / ROWS * spans), groups(p),
         lane(threadIdx.x & 31), g(lane >> 2), t(lane & 3), warp(threadIdx.x >> 5 & 3) {}
 
-  DEVICE Barrier* filled() const { return (Barrier*)below_table(); }  // one of each stage
+  DEVICE unsigned char* operands(int stage, int tile) const {
+    return below_table() + (stage * (ROWS / 64) + tile) * TILE_BYTES;
+  }
+  DEVICE Barrier* filled() const { return (Barrier*)operands(STAGES, 0); }  // one of each stage
   DEVICE Barrier* used() const { return filled() + STAGES; }
 
   DEVICE WidePlace first_place() const {
@@ -90,15 +97,18 @@ template <int N, int SPANS> struct Wide {
       }
   }
 
-  // Fetches a block's codes and its groups' numbers into the L2 cache.
-  DEVICE void fetch_block(const WidePlace& place) const {
+  // Begins to copy the operands of a stage. A thread copies those of a tile.
+  DEVICE void copy_operands(const WidePlace& place, int stage) const {
     const int index = threadIdx.x - MULTIPLIERS * 128;
-    if (index >= ROWS / 64 || place.at >= run.end) return;
+    if (index >= ROWS / 64) return;
     const int block = held_tile(place.rows, index) * run.blocks + place.block;
     const size_t group = (size_t)groups.first_of(block) * 64;
-    fetch_into_cache(p.codes + (size_t)block * BLOCK_BYTES, BLOCK_BYTES);
-    fetch_into_cache(p.scales + group * SCALE_BYTES, 64 * SUB * SCALE_BYTES);
-    if (ZEROS) fetch_into_cache(p.zeros + group, 64 * SUB);
+    unsigned char* to = operands(stage, index);
+    Barrier* barrier = filled() + stage;
+    expect_bytes(barrier, TILE_BYTES);
+    copy_bytes(to, p.codes + (size_t)block * BLOCK_BYTES, BLOCK_BYTES, barrier);
+    copy_bytes(to + BLOCK_BYTES, p.scales + group * SCALE_BYTES, SCALES, barrier);
+    if (ZEROS) copy_bytes(to + BLOCK_BYTES + SCALES, p.zeros + group, ZERO_BYTES, barrier);
   }
 
   DEVICE void next_batch(WidePlace& place, int& batch) const {
@@ -107,70 +117,50 @@ template <int N, int SPANS> struct Wide {
     place.move(run.blocks, spans);
   }
 
-  DEVICE void produce(U4 (*x)[PIECES], WidePlace place, int batch, WidePlace far) const {
-    int at = run.begin, own = 0, stage = 0, phase = 1;
+  DEVICE void produce(U4 (*x)[PIECES], WidePlace place, WidePlace x_place, int x_batch) const {
+    int batch = 0, stage = 0, phase = 1;
 #pragma unroll 1
     while (true) {
 #pragma unroll
       for (int d = 0; d < DEPTH; d++) {
-        if (at >= run.end) return;
-        if (own == 0) wait_barrier(used() + stage, phase);
-        store_x(x[d], stage, own);
-        if (++own == BATCHES) {
-          show_to_wgmma();
-          arrive(filled() + stage);
-          own = 0;
-          at++;
-          if (++stage == STAGES) stage = 0, phase ^= 1;
-          if (p.ahead) {
-            fetch_block(far);
-            far.move(run.blocks, spans);
-          }
-        } else {
-          show_to_wgmma();
+        if (place.at >= run.end) return;
+        if (batch == 0) {
+          wait_barrier(used() + stage, phase);
+          copy_operands(place, stage);
         }
-        load_x(x[d], place, batch);
+        store_x(x[d], stage, batch);
+        show_to_wgmma();
+        load_x(x[d], x_place, x_batch);
+        next_batch(x_place, x_batch);
         next_batch(place, batch);
+        if (batch > 0) continue;
+        arrive(filled() + stage);
+        if (++stage == STAGES) stage = 0, phase ^= 1;
       }
     }
   }
 
-  // What a warpgroup multiplies in a block of 64 inputs, for a tile of 64 rows.
-  struct Operands {
-    U4 code;
-    float scale[SUB][2];  // rows g and g + 8 of the warp's 16
-    unsigned zero[SUB][2];
-  };
-
-  DEVICE void load(Operands& to, const WidePlace& place, int m) const {
-    const int block = held_tile(place.rows, (threadIdx.x >> 7) * TILES + m) * run.blocks + place.block;
-    to.code = load_once(p.codes + (size_t)block * BLOCK_BYTES + warp * 512 + lane * 16);
-    const size_t group = (size_t)groups.first_of(block) * 64 + g * 8 + warp;
-#pragma unroll
-    for (int s = 0; s < SUB; s++)
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const size_t at = group + s * 64 + h * 4;
-        to.scale[s][h] = load_scale(p.scales, at);
-        if (ZEROS) to.zero[s][h] = p.zeros[at];
-      }
-  }
-
-  static DEVICE float load_scale(const unsigned char* scales, size_t at) {
+  // Returns the scale of row g or g + 8 of a warp's 16 rows.
+  DEVICE float scale(int stage, int m, int s, int h) const {
+    const unsigned char* scales = operands(stage, (threadIdx.x >> 7) * TILES + m) + BLOCK_BYTES;
+    const int at = s * 64 + g * 8 + h * 4 + warp;
     if (SCALE == 0) return ((const float*)scales)[at];
     const unsigned short bits = ((const unsigned short*)scales)[at];
     return SCALE == 1 ? bfloat_to_float(bits) : half_to_float(bits);
   }
 
-  DEVICE void decode(unsigned (*a)[4], const Operands& from, int s, unsigned lane_bits) const {
+  // Looks up the codes of a group or a block, of 16 rows for a warp.
+  DEVICE void decode(unsigned (*a)[4], int stage, int m, int s, unsigned lane_bits) const {
+    const unsigned char* from = operands(stage, (threadIdx.x >> 7) * TILES + m);
+    const U4 code = *(const U4*)(from + warp * 512 + lane * 16);
     unsigned zero[2];
 #pragma unroll
-    for (int h = 0; h < 2; h++) zero[h] = ZEROS ? zero_pair(from.zero[s][h], 0) : 0;
+    for (int h = 0; h < 2; h++) zero[h] = ZEROS ? zero_pair(from[BLOCK_BYTES + SCALES + s * 64 + g * 8 + h * 4 + warp], 0) : 0;
 #pragma unroll
     for (int q = 0; q < GROUP_STEPS; q++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        a[q][i] = lookup(from.code.v[s * GROUP_STEPS + q], i, lane_bits);
+        a[q][i] = lookup(code.v[s * GROUP_STEPS + q], i, lane_bits);
         if (ZEROS) a[q][i] = minus_zero(a[q][i], zero[i & 1]);
       }
   }
@@ -183,11 +173,13 @@ template <int N, int SPANS> struct Wide {
     close_wgmma();
   }
 
-  static DEVICE void add(float (*sums)[4], const float (*c)[4], const float* scale) {
+  // Adds products of a tile, times their scales.
+  DEVICE void add(float (*sums)[4], const float (*c)[4], int stage, int m, int s) const {
+    const float scales[2] = {scale(stage, m, s, 0), scale(stage, m, s, 1)};
 #pragma unroll
     for (int n = 0; n < N / 8; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) sums[n][i] += scale[i >> 1] * c[n][i];
+      for (int i = 0; i < 4; i++) sums[n][i] += scales[i >> 1] * c[n][i];
   }
 
   DEVICE int first_token(int span, int u, int n) const { return span * TOKENS + u % SPANS * N + n * 8; }
@@ -225,61 +217,65 @@ template <int N, int SPANS> struct Wide {
       }
   }
 
-  DEVICE void consume(WidePlace next_place, Operands* next, unsigned lane_bits) const {
-    Operands now[TILES];
+  // Multiplies a block. While tile 0, whose codes are in `a`, is multiplied, those of tile 1 are looked up, and then the next
+  // ones of tile 0, if `next` is not -1.
+  DEVICE void multiply(float (*sums)[N / 8][4], unsigned (*a)[GROUP_STEPS][4], int stage, int next, int next_phase,
+                       unsigned lane_bits) const {
+#pragma unroll
+    for (int s = 0; s < SUB; s++) {
+      float c[SPANS == 1 ? TILES : 1][N / 8][4];
+#pragma unroll
+      for (int m = 0; m < TILES; m++) {
+#pragma unroll
+        for (int span = 0; span < SPANS; span++) {
+          issue(c[SPANS == 1 ? m : 0], a[m], stage, s, span);
+          if (SPANS == 1 && m == 1) {
+            wait_wgmma<1>(c[0]);
+            add(sums[0], c[0], stage, 0, s);
+          }
+          if (span == 0) {
+            if (m == 0) {
+              decode(a[1], stage, 1, s, lane_bits);
+            } else if (s < SUB - 1) {
+              decode(a[0], stage, 0, s + 1, lane_bits);
+            } else if (next >= 0) {
+              wait_barrier(filled() + next, next_phase);
+              decode(a[0], next, 0, 0, lane_bits);
+            }
+          }
+          if (SPANS > 1) {
+            wait_wgmma<0>(c[0]);
+            add(sums[m * SPANS + span], c[0], stage, m, s);
+          }
+        }
+      }
+      if (SPANS == 1) {
+        wait_wgmma<0>(c[TILES - 1]);
+        add(sums[1], c[TILES - 1], stage, 1, s);
+      }
+    }
+  }
+
+  DEVICE void consume(WidePlace place, unsigned lane_bits) const {
     unsigned a[TILES][GROUP_STEPS][4];
-    WidePlace place = next_place;
-    advance(now, next, next_place, 0);
-    decode(a[0], now[0], 0, lane_bits);
     int stage = 0, phase = 0;
+    wait_barrier(filled(), 0);
+    decode(a[0], 0, 0, 0, lane_bits);
 #pragma unroll 1
     while (place.at < run.end) {
       float sums[UNITS][N / 8][4] = {};
       const int steps = min(run.blocks - place.block, run.end - place.at);
 #pragma unroll 1
       for (int step = 0; step < steps; step++) {
-        wait_barrier(filled() + stage, phase);
-#pragma unroll
-        for (int s = 0; s < SUB; s++) {
-          float c[SPANS == 1 ? TILES : 1][N / 8][4];
-#pragma unroll
-          for (int u = 0; u < UNITS; u++) {
-            const int m = u / SPANS, span = u % SPANS;
-            issue(c[SPANS == 1 ? m : 0], a[m], stage, s, span);
-            // While a tile is multiplied, the other one's next codes are looked up.
-            if (SPANS == 1 && m == 1) {
-              wait_wgmma<1>(c[0]);
-              add(sums[0], c[0], now[0].scale[s]);
-            }
-            if (span == 0) {
-              if (m == 0 && s == 0) advance(now, next, next_place, 1);
-              if (m == 1 && s == SUB - 1) advance(now, next, next_place, 0);
-              decode(a[1 - m], now[1 - m], m == 0 ? s : (s + 1) % SUB, lane_bits);
-            }
-            if (SPANS > 1) {
-              wait_wgmma<0>(c[0]);
-              add(sums[u], c[0], now[m].scale[s]);
-            }
-          }
-          if (SPANS == 1) {
-            wait_wgmma<0>(c[TILES - 1]);
-            add(sums[1], c[TILES - 1], now[1].scale[s]);
-          }
-        }
-        if (lane == 0) arrive(used() + stage);
+        const int now = stage;
         if (++stage == STAGES) stage = 0, phase ^= 1;
+        multiply(sums, a, now, place.at + step + 1 < run.end ? stage : -1, phase, lane_bits);
+        if (lane == 0) arrive(used() + now);
       }
       close_item(place, sums);
       place.skip(steps, run.blocks, spans);
     }
     finish();
-  }
-
-  // Takes a tile's next operands and begins to load those behind them. At the run's end it loads the last ones again.
-  DEVICE void advance(Operands* now, Operands* next, WidePlace& place, int m) const {
-    now[m] = next[m];
-    if (m == 0 && place.at + 1 < run.end) place.move(run.blocks, spans);
-    load(next[m], place, m);
   }
 
   // Adds the parts of shared items. All programs of an item wait for each other and share its sums, so all must run at once.
@@ -323,37 +319,30 @@ template <int N, int SPANS> struct Wide {
   DEVICE void work() const {
     const bool produces = threadIdx.x >= MULTIPLIERS * 128;
     const WidePlace place = first_place();
-    WidePlace ahead = place, far = place;
-    int batch = 0;
-    Operands next[TILES];
+    WidePlace x_place = place;
+    int x_batch = 0;
     U4 x[DEPTH][PIECES];
     if (produces) {
 #pragma unroll
       for (int d = 0; d < DEPTH; d++) {
-        load_x(x[d], ahead, batch);
-        next_batch(ahead, batch);
+        load_x(x[d], x_place, x_batch);
+        next_batch(x_place, x_batch);
       }
-      for (int i = 0; i < p.ahead; i++) {
-        if (i > 1) fetch_block(far);
-        far.move(run.blocks, spans);
-      }
-    } else {
-#pragma unroll
-      for (int m = 0; m < TILES; m++) load(next[m], place, m);
     }
     if (threadIdx.x == 0) {
       for (int i = 0; i < STAGES; i++) {
         begin_barrier(filled() + i, 128);
         begin_barrier(used() + i, MULTIPLIERS * 4);
       }
+      show_barriers();
     }
     const unsigned lane_bits = fill_table<WIDE_THREADS>(p);
     if (produces) {
       take_registers<PRODUCER_REGISTERS, false>();
-      produce(x, ahead, batch, far);
+      produce(x, place, x_place, x_batch);
     } else {
       take_registers<MULTIPLIER_REGISTERS, true>();
-      consume(place, next, lane_bits);
+      consume(place, lane_bits);
     }
   }
 };

@@ -18,6 +18,20 @@ DEVICE void wait_barrier(Barrier* barrier, int parity) {
       :: "r"(shared_address(barrier)), "r"(parity) : "memory");
 }
 
+// Makes new barriers visible to copies.
+DEVICE void show_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Adds to the bytes that must be copied before the phase is complete.
+DEVICE void expect_bytes(Barrier* barrier, int bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+// Begins to copy bytes, a multiple of 16, from global to shared memory.
+DEVICE void copy_bytes(void* to, const void* from, int bytes, Barrier* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+
 // Waits for the first COUNT threads of the program.
 template <int COUNT> DEVICE void wait_threads() { asm volatile("bar.sync 1, %0;" :: "n"(COUNT) : "memory"); }
 

@@ -148,6 +148,12 @@ inline void wait_barrier(Barrier* barrier, int parity) {
   std::unique_lock lock(of_barriers);
   completed.wait(lock, [&] { return (barrier->phases & 1) != parity; });
 }
+inline void show_barriers() {}
+inline void expect_bytes(Barrier*, int) {}
+inline void copy_bytes(void* to, const void* from, int bytes, Barrier*) {
+  if ((size_t)from % 16 || ((unsigned char*)to - own->window.data()) % 16 || bytes % 16) abort();
+  memcpy(to, from, bytes);
+}
 template <int COUNT> void wait_threads() { own->part_barrier.arrive_and_wait(); }
 template <int COUNT, bool MORE> void take_registers() {}
 inline int load_ticket(const int* at) { std::this_thread::yield(); return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
