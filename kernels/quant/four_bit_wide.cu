@@ -111,6 +111,22 @@ template <int N, int SPANS> struct Wide {
     if (ZEROS) copy_bytes(to + BLOCK_BYTES + SCALES, p.zeros + group, ZERO_BYTES, barrier);
   }
 
+  // Begins the barriers and the copies of all stages. A warp calls it.
+  DEVICE void begin_copies(WidePlace place) const {
+    if (lane == 0) {
+      for (int i = 0; i < STAGES; i++) {
+        begin_barrier(filled() + i, 128);
+        begin_barrier(used() + i, MULTIPLIERS * 4);
+      }
+      show_barriers();
+    }
+    __syncwarp();
+    for (int i = 0; i < STAGES && place.at < run.end; i++) {
+      copy_operands(place, i);
+      place.move(run.blocks, spans);
+    }
+  }
+
   DEVICE void next_batch(WidePlace& place, int& batch) const {
     if (++batch < BATCHES) return;
     batch = 0;
@@ -126,7 +142,7 @@ template <int N, int SPANS> struct Wide {
         if (place.at >= run.end) return;
         if (batch == 0) {
           wait_barrier(used() + stage, phase);
-          copy_operands(place, stage);
+          if (place.at >= run.begin + STAGES) copy_operands(place, stage);  // the first ones are in flight already
         }
         store_x(x[d], stage, batch);
         show_to_wgmma();
@@ -323,18 +339,12 @@ template <int N, int SPANS> struct Wide {
     int x_batch = 0;
     U4 x[DEPTH][PIECES];
     if (produces) {
+      if (threadIdx.x < MULTIPLIERS * 128 + 32) begin_copies(place);
 #pragma unroll
       for (int d = 0; d < DEPTH; d++) {
         load_x(x[d], x_place, x_batch);
         next_batch(x_place, x_batch);
       }
-    }
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < STAGES; i++) {
-        begin_barrier(filled() + i, 128);
-        begin_barrier(used() + i, MULTIPLIERS * 4);
-      }
-      show_barriers();
     }
     const unsigned lane_bits = fill_table<WIDE_THREADS>(p);
     if (produces) {

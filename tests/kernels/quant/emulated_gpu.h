@@ -50,6 +50,7 @@ inline unsigned char* at_window(unsigned address, unsigned size) {
   return own->window.data() + address;
 }
 inline void __syncthreads() { own->barrier.arrive_and_wait(); }
+inline void __syncwarp() { own->warps[threadIdx.x >> 5].barrier.arrive_and_wait(); }
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline int atomicAdd(int* at, int value) { return __sync_fetch_and_add(at, value); }
 inline float __uint_as_float(unsigned bits) { float r; memcpy(&r, &bits, 4); return r; }
