@@ -45,8 +45,9 @@ template <int N, int SPANS> struct Wide {
   static_assert(STAGES * STAGE <= STAGE_BYTES, "x of all stages must fit above the table");
   static constexpr int CORE = TOKENS * 16;  // bytes of 8 inputs of all tokens
   static constexpr int GROUP_STEPS = STEPS / SUB;
-  static constexpr int BATCHES = SPANS, PIECES = N / 16, DEPTH = SPANS == 1 ? 4 : 2;
-  static constexpr int PRODUCER_REGISTERS = SPANS == 1 ? 88 : 72, MULTIPLIER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
+  // A piece of x is 8 tokens by 32 inputs. A warp of the producer loads as many at a time as its registers hold.
+  static constexpr int PIECES = TOKENS / 4 < 8 ? TOKENS / 4 : 8, BATCHES = TOKENS / 4 / PIECES;
+  static constexpr int PRODUCER_REGISTERS = SUB == 1 ? 56 : 72, MULTIPLIER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
   const Linear& p;
   const int spans;  // of TOKENS tokens
   const Run run;
@@ -71,39 +72,35 @@ template <int N, int SPANS> struct Wide {
   // Returns a tile of 64 rows, which is the last one for those behind it. They are not stored.
   DEVICE int held_tile(int rows, int index) const { return min(rows * (ROWS / 64) + index, p.outputs / 64 - 1); }
 
-  // Loads a batch of x into registers: N tokens by 64 inputs, of which a warp has 8 tokens by 32 inputs in a piece.
   DEVICE void load_x(U4* x, const WidePlace& place, int batch) const {
-    if (place.at >= run.end) return;
-    const int first = place.span * TOKENS + batch * N + (warp >> 1) * 8 + g;
-    const unsigned short* from = p.x + (size_t)first * p.inputs + place.block * 64 + (warp & 1) * 32 + t * 8;
+    const int first = place.span * TOKENS + batch * PIECES * 4 + g;
+    const unsigned short* from = p.x + (size_t)first * p.inputs + place.block * 64 + t * 8;
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
       x[i] = U4{{0, 0, 0, 0}};
-      if (first + i * 16 < p.tokens) x[i] = load_16(from + (size_t)i * 16 * p.inputs);
+      if (first + i / 2 * 8 < p.tokens) x[i] = load_16(from + (size_t)(i / 2 * 8) * p.inputs + i % 2 * 32);
     }
   }
 
-  // Writes a batch. Core matrices of wgmma are 8 tokens by 8 inputs, of which a token's are 16 bytes.
+  // Writes what was loaded. Core matrices of wgmma are 8 tokens by 8 inputs, of which a token's are 16 bytes.
   DEVICE void store_x(const U4* x, int stage, int batch) const {
-    const int half = warp & 1;
-    unsigned char* at = above_table() + stage * STAGE + batch * N * 16 + (warp >> 1) * 128 + g * 16;
+    unsigned char* at = above_table() + stage * STAGE + batch * PIECES * 64 + g * 16;
 #pragma unroll
     for (int i = 0; i < PIECES; i++)
 #pragma unroll
       for (int k = 0; k < 4; k++) {
-        const int core = SUB == 4 ? half * 4 + (t >> 1) * 2 + (k & 1) : half * 4 + k;
+        const int core = SUB == 4 ? i % 2 * 4 + (t >> 1) * 2 + (k & 1) : i % 2 * 4 + k;
         const int word = SUB == 4 ? (t & 1) * 2 + (k >> 1) : t;
-        *(unsigned*)(at + core * CORE + i * 256 + word * 4) = x[i].v[k];
+        *(unsigned*)(at + core * CORE + i / 2 * 128 + word * 4) = x[i].v[k];
       }
   }
 
-  // Begins to copy the operands of a stage. A thread copies those of a tile.
+  // Begins to copy the operands of a stage. A lane copies those of a tile.
   DEVICE void copy_operands(const WidePlace& place, int stage) const {
-    const int index = threadIdx.x - MULTIPLIERS * 128;
-    if (index >= ROWS / 64) return;
-    const int block = held_tile(place.rows, index) * run.blocks + place.block;
+    if (lane >= ROWS / 64) return;
+    const int block = held_tile(place.rows, lane) * run.blocks + place.block;
     const size_t group = (size_t)groups.first_of(block) * 64;
-    unsigned char* to = operands(stage, index);
+    unsigned char* to = operands(stage, lane);
     Barrier* barrier = filled() + stage;
     expect_bytes(barrier, TILE_BYTES);
     copy_bytes(to, p.codes + (size_t)block * BLOCK_BYTES, BLOCK_BYTES, barrier);
@@ -115,7 +112,7 @@ template <int N, int SPANS> struct Wide {
   DEVICE void begin_copies(WidePlace place) const {
     if (lane == 0) {
       for (int i = 0; i < STAGES; i++) {
-        begin_barrier(filled() + i, 128);
+        begin_barrier(filled() + i, 32);
         begin_barrier(used() + i, MULTIPLIERS * 4);
       }
       show_barriers();
@@ -127,32 +124,26 @@ template <int N, int SPANS> struct Wide {
     }
   }
 
-  DEVICE void next_batch(WidePlace& place, int& batch) const {
-    if (++batch < BATCHES) return;
-    batch = 0;
-    place.move(run.blocks, spans);
-  }
-
-  DEVICE void produce(U4 (*x)[PIECES], WidePlace place, WidePlace x_place, int x_batch) const {
-    int batch = 0, stage = 0, phase = 1;
+  // Warps take blocks in turn. Each waits for its loads and stores before wgmma may see them, while those of others are in flight.
+  DEVICE void produce(WidePlace place) const {
+    for (int i = 0; i < warp; i++) place.move(run.blocks, spans);
+    U4 x[PIECES];
 #pragma unroll 1
-    while (true) {
-#pragma unroll
-      for (int d = 0; d < DEPTH; d++) {
-        if (place.at >= run.end) return;
-        if (batch == 0) {
-          wait_barrier(used() + stage, phase);
-          if (place.at >= run.begin + STAGES) copy_operands(place, stage);  // the first ones are in flight already
-        }
-        store_x(x[d], stage, batch);
-        show_to_wgmma();
-        load_x(x[d], x_place, x_batch);
-        next_batch(x_place, x_batch);
-        next_batch(place, batch);
-        if (batch > 0) continue;
-        arrive(filled() + stage);
-        if (++stage == STAGES) stage = 0, phase ^= 1;
+    for (int i = warp; place.at < run.end; i += 4) {
+      const int stage = i % STAGES;
+      load_x(x, place, 0);
+      wait_barrier(used() + stage, i / STAGES + 1 & 1);
+      if (i >= STAGES) copy_operands(place, stage);  // the first ones are in flight already
+      store_x(x, stage, 0);
+#pragma unroll 1
+      for (int batch = 1; batch < BATCHES; batch++) {
+        load_x(x, place, batch);
+        store_x(x, stage, batch);
       }
+      show_to_wgmma();
+      arrive(filled() + stage);
+#pragma unroll
+      for (int k = 0; k < 4; k++) place.move(run.blocks, spans);
     }
   }
 
@@ -335,21 +326,11 @@ template <int N, int SPANS> struct Wide {
   DEVICE void work() const {
     const bool produces = threadIdx.x >= MULTIPLIERS * 128;
     const WidePlace place = first_place();
-    WidePlace x_place = place;
-    int x_batch = 0;
-    U4 x[DEPTH][PIECES];
-    if (produces) {
-      if (threadIdx.x < MULTIPLIERS * 128 + 32) begin_copies(place);
-#pragma unroll
-      for (int d = 0; d < DEPTH; d++) {
-        load_x(x[d], x_place, x_batch);
-        next_batch(x_place, x_batch);
-      }
-    }
+    if (produces && warp == 0) begin_copies(place);
     const unsigned lane_bits = fill_table<WIDE_THREADS>(p);
     if (produces) {
       take_registers<PRODUCER_REGISTERS, false>();
-      produce(x, place, x_place, x_batch);
+      produce(place);
     } else {
       take_registers<MULTIPLIER_REGISTERS, true>();
       consume(place, lane_bits);
