@@ -38,7 +38,7 @@ class CudaCode:
         self._check(self._driver.cuModuleLoadData(ctypes.byref(self._module), machine_code))
 
     def kernel(self, name: str, threads: int, shared_bytes: int, waits: bool = False) -> CudaKernel:
-        """Returns a function. If its programs wait for each other, none begins before there is room for all of them."""
+        """Returns a function of the code. If its programs wait for each other, none begins without room for all."""
         function = ctypes.c_void_p()
         self._check(self._driver.cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()))
         self._check(self._driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes))

@@ -31,7 +31,7 @@ SOURCES = ("four_bit_primitives.cuh", "four_bit_wide.cuh", "four_bit.cu", "four_
 MANY_WARPS = 8
 WIDE_WARPS = 12
 WGMMA_CAPABILITY = (9, 0)  # no other GPU has wgmma
-MAX_SPANS = 4
+MAX_SPANS = 2
 MAX_AHEAD = 16
 DEQUANTIZE_WARPS = 8  # each writes a tile
 
@@ -114,14 +114,13 @@ class KernelShape:
         return self.tokens * self.spans
 
 
-# Measured by benchmarks/four_bit_linears.py: NOTES.md, "Four bits by wgmma".
+# Those with wgmma were measured on an H100, the others on an H200: benchmarks/NOTES.md, "Four bits by wgmma".
 KERNEL_SHAPES = (
     KernelShape("few_8", 8, 8, TILE, 8),
     KernelShape("few_16", 16, 16, TILE, 8),
-    KernelShape("wide_16", 16, 16, 4 * TILE, 4),
     KernelShape("wide_32", 32, 32, 4 * TILE, 4),
     KernelShape("wide_64", 64, 64, 4 * TILE, 4),
-    KernelShape("wide_128", 128, 512, 4 * TILE, 4, spans=4),
+    KernelShape("wide_128", 128, 256, 4 * TILE, 4, spans=2),
     # Without wgmma:
     KernelShape("few_32", 32, 64, TILE, 8),
     KernelShape("many_32", 32, 32, 2 * TILE, 4),  # for groups of 16 and 32, for which few_32 has no registers

@@ -2,13 +2,14 @@
 // packing, table of pairs, runs and parts it shares.
 //
 // Idea: a warpgroup looks its rows' codes up once and multiplies them by up to 128 tokens with wgmma, whose first operand
-// lies in registers and whose second, x, in shared memory. Warps of a producer load x, give its inputs the order of the codes'
-// products and write it to shared memory, several blocks of 64 inputs ahead. So the warpgroups that multiply never wait
-// for each other. Each has two independent units of 64 rows by N tokens: while one is multiplied, the other's sums are
-// scaled or its codes looked up. Codes go from memory to registers, and the producer fetches them into the L2 cache some
-// blocks ahead, since registers hold too few bytes in flight.
+// lies in registers and whose second operand, x, lies in shared memory. A warpgroup has two tiles of 64 rows: while one is
+// multiplied, the other one's codes are looked up and its sums are scaled. One more warpgroup produces: it copies codes and
+// scales to shared memory, several blocks of 64 inputs ahead, and writes x there with its inputs in the order of the codes'
+// products. A fence before wgmma waits for all loads of a warp, so each warp of the producer has a block of its own.
+// Programs that share an item wait for each other, and each adds up a share of the parts: one program alone would take longer
+// to add them than the products take. So they must all run at once.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define MULTIPLIERS 2        // warpgroups that multiply; one more produces
+#define MULTIPLIERS 2  // warpgroups that multiply
 #define WIDE_THREADS ((MULTIPLIERS + 1) * 128)
 
 // Describes B [16, N] in shared memory: two rows of core matrices, `core` bytes apart, whose matrices are 128 bytes apart.
@@ -124,7 +125,7 @@ template <int N, int SPANS> struct Wide {
     }
   }
 
-  // Warps take blocks in turn. Each waits for its loads and stores before wgmma may see them, while those of others are in flight.
+  // Warps take blocks in turn. Each waits for its own loads and stores before wgmma may see them.
   DEVICE void produce(WidePlace place) const {
     for (int i = 0; i < warp; i++) place.move(run.blocks, spans);
     U4 x[PIECES];
@@ -224,8 +225,8 @@ template <int N, int SPANS> struct Wide {
       }
   }
 
-  // Multiplies a block. While tile 0, whose codes are in `a`, is multiplied, those of tile 1 are looked up, and then the next
-  // ones of tile 0, if `next` is not -1.
+  // Multiplies a block, whose values of tile 0 are in `a` already, and looks up those of the next block's tile 0. The next
+  // block is in the stage `next`, which is -1 if there is none.
   DEVICE void multiply(float (*sums)[N / 8][4], unsigned (*a)[GROUP_STEPS][4], int stage, int next, int next_phase,
                        unsigned lane_bits) const {
 #pragma unroll
@@ -338,7 +339,6 @@ template <int N, int SPANS> struct Wide {
   }
 };
 
-KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_16(const Linear p) { Wide<16, 1>(p).work(); }
 KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_32(const Linear p) { Wide<32, 1>(p).work(); }
 KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_64(const Linear p) { Wide<64, 1>(p).work(); }
 KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_128(const Linear p) { Wide<64, 2>(p).work(); }

@@ -81,14 +81,6 @@ template <int LEFT, int NT> DEVICE void wait_wgmma(float (&c)[NT][4]) {
 
 // Adds A [64, 16] in registers times B [16, N] in shared memory to C [64, N], or writes it to C.
 template <int N> struct Wgmma;
-template <> struct Wgmma<16> {
-  static DEVICE void run(float (*c)[4], const unsigned* a, unsigned long long b, bool adds) {
-    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %13, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n16k16.f32." NUMBER "." NUMBER " "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, adds, 1, 1, 0;\n}"
-                 : C4(0), C4(1) : A_B_ADDS);
-  }
-};
 template <> struct Wgmma<32> {
   static DEVICE void run(float (*c)[4], const unsigned* a, unsigned long long b, bool adds) {
     asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %21, 0;\n"

@@ -4,7 +4,7 @@ It serves NF4, FP4, e2m1 (MXFP4 and NVFP4) and four-bit integers in runs of colu
 IntWeight. Those serve what this weight does not: a CPU, a GPU without the kernels, sizes that are not multiples of 64,
 columns that are assigned to groups in any order, and experts.
 
-Values are book * scale, or (code - zero) * scale. The kernels for few tokens round the book to the served dtype, which
+Values are book * scale, or (code - zero) * scale. The kernels that read codes round the book to the served dtype, which
 is exact for integers and e2m1, and multiply sums by scales in float32. For many tokens, the values are written into
 memory that all weights share, rounded as by NF4Weight and IntWeight.
 """

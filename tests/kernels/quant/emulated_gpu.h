@@ -232,7 +232,7 @@ extern "C" void emulate(int kernel, int programs, const Linear* arguments) {
 #else
   const Kernel few_of_32 = nullptr;
 #endif
-  const Kernel kernels[] = {few_8, few_16, wide_16, wide_32, wide_64, wide_128, few_of_32, many_32, many_64, dequantize};
-  const int warps[] = {FEW_8_WARPS, FEW_16_WARPS, 12, 12, 12, 12, FEW_32_WARPS, MANY_WARPS, MANY_WARPS, 8};  // as KERNEL_SHAPES
+  const Kernel kernels[] = {few_8, few_16, wide_32, wide_64, wide_128, few_of_32, many_32, many_64, dequantize};
+  const int warps[] = {FEW_8_WARPS, FEW_16_WARPS, 12, 12, 12, FEW_32_WARPS, MANY_WARPS, MANY_WARPS, 8};  // as KERNEL_SHAPES
   launch<Linear>(kernels[kernel], programs, warps[kernel] * 32, arguments);
 }

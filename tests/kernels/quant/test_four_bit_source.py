@@ -37,7 +37,6 @@ LAUNCHES = (
     (27, 3, BY_NAME["many_32"]),
     (64 + 53, 1, BY_NAME["many_64"]),
     (27, 4, BY_NAME["wide_32"]),
-    (13, 2, BY_NAME["wide_16"]),
     (53, 1, BY_NAME["wide_64"]),
     (128 + 22, 3, BY_NAME["wide_128"]),
 )
