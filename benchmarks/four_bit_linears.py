@@ -28,7 +28,6 @@ from lorafleet.kernels.decoder.decoder_stack import LINEARS, captured, medians
 from lorafleet.kernels.decoder.scratch import Scratch
 from lorafleet.kernels.quant.base_weight import PlainWeight, QuantizedMatrix, QuantizedWeight, Scheme
 from lorafleet.kernels.quant.four_bit_cuda import (
-    KERNEL_SHAPES,
     FourBitKernels,
     KernelShape,
     four_bit_kernels,
@@ -64,12 +63,12 @@ def fill(weight: QuantizedWeight, matrix: QuantizedMatrix) -> None:
     weight.fill(0, matrix, (slice(0, outputs), slice(0, inputs)))
 
 
-def candidates(tokens: int) -> list[KernelShape]:
+def candidates(tokens: int, kernels: FourBitKernels) -> list[KernelShape]:
     """Returns the kernels that may be the fastest for a number of tokens."""
-    shapes = [shape for shape in KERNEL_SHAPES if tokens <= 2 * shape.tokens and shape.tokens <= max(16, 2 * tokens)]
     return [
         dataclasses.replace(shape, ahead=ahead)
-        for shape in shapes
+        for shape in kernels.shapes
+        if tokens <= 2 * shape.launch_tokens and shape.tokens <= max(32, 2 * tokens)
         for ahead in (AHEAD if shape.name.startswith("few") else (0,))
     ]
 
@@ -104,7 +103,7 @@ class Weights:
         kernels = four_bit_kernels(self.tiled[0].variant, DEVICE)
         assert kernels is not None
         found: dict[str, Work] = {"served": lambda x, i: self.tiled[i].linear(x, None)}
-        for shape in candidates(tokens):
+        for shape in candidates(tokens, kernels):
             name = f"{shape.name}+{shape.ahead}" if shape.ahead else shape.name
             found[name] = self._by_shape(kernels, shape)
         if tokens >= 64:

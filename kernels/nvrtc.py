@@ -13,6 +13,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,22 +37,22 @@ class CudaCode:
         self._module = ctypes.c_void_p()
         self._check(self._driver.cuModuleLoadData(ctypes.byref(self._module), machine_code))
 
-    def kernel(self, name: str, threads: int, shared_bytes: int) -> CudaKernel:
+    def kernel(self, name: str, threads: int, shared_bytes: int, waits: bool = False) -> CudaKernel:
+        """Returns a function of the code. If its programs wait for each other, none begins without room for all."""
         function = ctypes.c_void_p()
         self._check(self._driver.cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()))
         self._check(self._driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes))
-        return CudaKernel(self, function, threads, shared_bytes)
+        return CudaKernel(self, function, threads, shared_bytes, waits)
 
-    def launch(
-        self, function: ctypes.c_void_p, programs: int, threads: int, shared_bytes: int, arguments: ctypes.Structure
-    ) -> None:
+    def launch(self, kernel: CudaKernel, programs: int, arguments: ctypes.Structure) -> None:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        self._check(
-            self._driver.cuLaunchKernel(
-                function, programs, 1, 1, threads, 1, 1, shared_bytes, stream, pointers, ctypes.c_void_p()
-            )
-        )
+        sizes = programs, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes
+        if kernel.waits:
+            status = self._driver.cuLaunchCooperativeKernel(kernel.function, *sizes, stream, pointers)
+        else:
+            status = self._driver.cuLaunchKernel(kernel.function, *sizes, stream, pointers, ctypes.c_void_p())
+        self._check(status)
 
     def _check(self, status: int) -> None:
         if status == 0:
@@ -61,18 +62,19 @@ class CudaCode:
         raise CudaCodeError(f"the CUDA driver returned error {status}: {(text.value or b'unknown').decode()}")
 
 
+@dataclass(frozen=True, slots=True)
 class CudaKernel:
-    """A function of CudaCode with the number of its threads and bytes of shared memory."""
+    """A function of CudaCode."""
 
-    def __init__(self, code: CudaCode, function: ctypes.c_void_p, threads: int, shared_bytes: int) -> None:
-        self._code = code
-        self._function = function
-        self._threads = threads
-        self._shared_bytes = shared_bytes
+    code: CudaCode
+    function: ctypes.c_void_p
+    threads: int  # of a program
+    shared_bytes: int  # of a program
+    waits: bool  # whether programs wait for each other
 
     def __call__(self, programs: int, arguments: ctypes.Structure) -> None:
         """Launches on torch's current stream, also while that is captured. The kernel takes the structure by value."""
-        self._code.launch(self._function, programs, self._threads, self._shared_bytes, arguments)
+        self.code.launch(self, programs, arguments)
 
 
 def machine_code(source: str, options: Sequence[str], device: torch.device) -> bytes:
@@ -82,7 +84,12 @@ def machine_code(source: str, options: Sequence[str], device: torch.device) -> b
     """
     major, minor = torch.cuda.get_device_capability(device)
     nvrtc = nvrtc_library()
-    return cached_code(nvrtc, source, [*options, f"--gpu-architecture=sm_{major}{minor}"], cache_directory())
+    return cached_code(nvrtc, source, [*options, f"--gpu-architecture={architecture(major, minor)}"], cache_directory())
+
+
+def architecture(major: int, minor: int) -> str:
+    """Returns NVRTC's name of an architecture. That of Hopper has the instructions that only Hopper has."""
+    return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
 
 
 def cached_code(nvrtc: ctypes.CDLL, source: str, options: Sequence[str], directory: Path | None) -> bytes:

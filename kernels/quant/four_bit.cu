@@ -1,4 +1,5 @@
-// x @ W.T with weights of four bits, for few tokens. kernels/quant/four_bit_cuda.py compiles this file with NVRTC.
+// x @ W.T with weights of four bits, for few tokens. kernels/quant/four_bit_cuda.py compiles this file with NVRTC, and after it
+// four_bit_wide.cu, for more tokens.
 //
 // Idea: with few tokens, the cost of a GEMM is the weight's bytes. A byte names a pair of values. A table of all 256 pairs
 // lies in shared memory, a copy for each lane, so that a lookup has no bank conflict. It gives two values at once, which
@@ -95,6 +96,22 @@ struct Run {
   // Returns which part of a program's two an item is: 0 if the run begins in the item.
   DEVICE int part_of(int program, int item) const { return first_of(program) / blocks != item; }
   DEVICE bool has_whole(int item) const { return item * blocks >= begin && (item + 1) * blocks <= end; }
+  // Returns the first item, or the last one if it is another, or -1 if the program does not share it.
+  DEVICE int shared_item(int which) const {
+    const int first = item_of(begin), item = which ? item_of(end - 1) : first;
+    return (which && item == first) || has_whole(item) ? -1 : item;
+  }
+  // Returns whether all other programs that share an item have written their parts. One thread calls it for an item, behind
+  // a barrier and before one, so that its fences are the whole program's.
+  DEVICE bool is_last(const Linear& p, int item) const {
+    if (item < 0) return false;
+    const int others = owner((item + 1) * blocks - 1) - owner(item * blocks);
+    __threadfence();
+    const bool last = atomicAdd(p.tickets + item, 1) == others;
+    if (last) p.tickets[item] = 0;
+    __threadfence();
+    return last;
+  }
 };
 
 // Finds the first of the groups of a block of 64 rows, through all of them. Rows have a whole number of groups, so the
@@ -183,28 +200,14 @@ template <int ROWS, int TOKENS, int COPIES, int THREADS> struct Sums {
   // Adds the parts of the items that this program is the last one to finish. Both of its items wait until here, so that
   // no copies or products wait for another program's memory.
   DEVICE void finish() const {
-    const int first_item = run.item_of(run.begin), last_item = run.item_of(run.end - 1);
-    const bool shares_first = !run.has_whole(first_item);
-    const bool shares_last = last_item != first_item && !run.has_whole(last_item);
-    if (!shares_first && !shares_last) return;
+    if (run.shared_item(0) < 0 && run.shared_item(1) < 0) return;
     __syncthreads();
-    if (threadIdx.x < 2) {  // this thread's fences are the whole program's, as it is behind a barrier and before one
-      const int item = threadIdx.x ? last_item : first_item;
-      bool last = false;
-      if (threadIdx.x ? shares_last : shares_first) {
-        const int others = run.owner((item + 1) * run.blocks - 1) - run.owner(item * run.blocks);
-        __threadfence();
-        last = atomicAdd(p.tickets + item, 1) == others;
-        if (last) p.tickets[item] = 0;
-        __threadfence();
-      }
-      is_last[threadIdx.x] = last;
-    }
+    if (threadIdx.x < 2) is_last[threadIdx.x] = run.is_last(p, run.shared_item(threadIdx.x));
     __syncthreads();
 #pragma unroll 1
     for (int which = 0; which < 2; which++) {
       if (!is_last[which]) continue;
-      const int item = which ? last_item : first_item;
+      const int item = run.shared_item(which);
       const int first = run.owner(item * run.blocks), last = run.owner((item + 1) * run.blocks - 1);
       for (int i = threadIdx.x; i < p.tokens * ROWS; i += THREADS) {
         // All programs but the first one begin in the item, or they would not share it.

@@ -1,4 +1,4 @@
-"""Compiles and launches kernels/quant/four_bit.cu: products with weights of four bits, and their values."""
+"""Compiles and launches four_bit.cu and four_bit_wide.cu: products with weights of four bits, and their values."""
 
 # T tokens · D in · O out
 
@@ -27,7 +27,11 @@ DTYPE_INDEX = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # SCALE a
 SHARED_BYTES = 0x20000  # up to the end of the table of pairs
 COPIES_BYTES = 0x18000  # above it, for copies in flight
 LEAST_CAPABILITY = (8, 0)  # bfloat16 in tensor cores and asynchronous copies
+SOURCES = ("four_bit_primitives.cuh", "four_bit_wide.cuh", "four_bit.cu", "four_bit_wide.cu")
 MANY_WARPS = 8
+WIDE_WARPS = 12
+WGMMA_CAPABILITY = (9, 0)  # no other GPU has wgmma
+MAX_SPANS = 2
 MAX_AHEAD = 16
 DEQUANTIZE_WARPS = 8  # each writes a tile
 
@@ -75,10 +79,13 @@ class FourBitVariant:
             *(f"-D{name.upper()}_WARPS={warps}" for name, warps in self.few_warps.items()),
         ]
 
-    @property
-    def shapes(self) -> list[KernelShape]:
+    def shapes(self, has_wgmma: bool) -> tuple[KernelShape, ...]:
         """Returns the kernels for products, in the order in which they are tried for a number of tokens."""
-        return [shape for shape in KERNEL_SHAPES if self.few_warps.get(shape.name) != 0]
+        return tuple(
+            shape
+            for shape in KERNEL_SHAPES
+            if self.few_warps.get(shape.name) != 0 and (has_wgmma or not shape.needs_wgmma)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +93,38 @@ class KernelShape:
     """A kernel for products, and how its work is divided."""
 
     name: str
-    tokens: int  # most tokens of a launch
-    serves: int  # most tokens for which it is chosen, in several launches if they are more than `tokens`
+    tokens: int  # most tokens of an item
+    serves: int  # most tokens for which it is chosen, in several launches if they are more than a launch takes
     rows: int  # rows of W of an item
     least_blocks: int  # blocks of 64 inputs that a program has at least, or adding its parts would be more work
+    spans: int = 1  # most items of a launch that have the same rows and different tokens
     ahead: int = 0  # for few tokens: steps of a warp ahead of which codes are fetched into the L2 cache
 
     def __post_init__(self) -> None:
-        assert 0 <= self.ahead <= MAX_AHEAD
+        assert 0 <= self.ahead <= MAX_AHEAD and self.spans <= MAX_SPANS
+
+    @property
+    def needs_wgmma(self) -> bool:
+        """Whether it is one of four_bit_wide.cu, whose programs wait for each other."""
+        return self.name.startswith("wide")
+
+    @property
+    def launch_tokens(self) -> int:
+        """Most tokens of a launch."""
+        return self.tokens * self.spans
 
 
+# Those with wgmma were measured on an H100, the others on an H200: benchmarks/NOTES.md, "Four bits by wgmma".
 KERNEL_SHAPES = (
     KernelShape("few_8", 8, 8, TILE, 8),
     KernelShape("few_16", 16, 16, TILE, 8),
+    KernelShape("wide_32", 32, 32, 4 * TILE, 4),
+    KernelShape("wide_64", 64, 64, 4 * TILE, 4),
+    KernelShape("wide_128", 128, 256, 4 * TILE, 4, spans=2),
+    # Without wgmma:
     KernelShape("few_32", 32, 64, TILE, 8),
     KernelShape("many_32", 32, 32, 2 * TILE, 4),  # for groups of 16 and 32, for which few_32 has no registers
-    KernelShape("many_64", 64, 128, 2 * TILE, 4),
+    KernelShape("many_64", 64, 64, 2 * TILE, 4),
 )
 
 
@@ -109,14 +132,24 @@ KERNEL_SHAPES = (
 class FourBitKernels:
     """The compiled kernels of a variant on one GPU."""
 
-    by_name: dict[str, Launch]  # Those of KERNEL_SHAPES.
+    shapes: tuple[KernelShape, ...]  # in the order in which they are tried
+    by_name: dict[str, Launch]
     dequantize: Launch
     num_sms: int
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens for which a kernel is chosen."""
+        return max(shape.serves for shape in self.shapes)
+
+    def shape_of(self, tokens: int) -> KernelShape:
+        """Returns the first kernel that serves so many tokens, which are most_tokens or less."""
+        return next(shape for shape in self.shapes if tokens <= shape.serves)
 
 
 def source() -> str:
     folder = Path(__file__).parent
-    return "".join((folder / name).read_text() for name in ("four_bit_primitives.cuh", "four_bit.cu"))
+    return "".join((folder / name).read_text() for name in SOURCES)
 
 
 def four_bit_kernels(variant: FourBitVariant, device: torch.device) -> FourBitKernels | None:
@@ -128,34 +161,35 @@ def four_bit_kernels(variant: FourBitVariant, device: torch.device) -> FourBitKe
 def _kernels(variant: FourBitVariant, index: int) -> FourBitKernels | None:
     device = torch.device("cuda", index)
     properties = torch.cuda.get_device_properties(device)
+    capability = torch.cuda.get_device_capability(device)
     room = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stub does not have it
-    if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY or room < SHARED_BYTES + COPIES_BYTES:
+    if capability < LEAST_CAPABILITY or room < SHARED_BYTES + COPIES_BYTES:
         return None  # Such a GPU is served by the Triton kernels, as it always was.
+    shapes = variant.shapes(capability == WGMMA_CAPABILITY)
     try:
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # makes the device's context current in this thread
             code = CudaCode(machine_code(source(), variant.options, device))
-            products: dict[str, Launch] = {}
-            for name in (shape.name for shape in variant.shapes):
-                warps = variant.few_warps.get(name)
-                threads, copies = (MANY_WARPS * 32, COPIES_BYTES) if warps is None else (warps * 32, 0)
-                products[name] = code.kernel(name, threads, SHARED_BYTES + copies)
+            products: dict[str, Launch] = {shape.name: _product(code, variant, shape) for shape in shapes}
             dequantize = code.kernel("dequantize", DEQUANTIZE_WARPS * 32, 0)
-            return FourBitKernels(products, dequantize, properties.multi_processor_count)
+            return FourBitKernels(shapes, products, dequantize, properties.multi_processor_count)
     except CudaCodeError as error:
         log.warning("weights of four bits are served by slower kernels: %s", error)
         return None
 
 
-def shape_of(tokens: int, variant: FourBitVariant) -> KernelShape:
-    """Returns the kernel for a number of tokens: the first one that serves so many, or the last."""
-    shapes = variant.shapes
-    return next((shape for shape in shapes if tokens <= shape.serves), shapes[-1])
+def _product(code: CudaCode, variant: FourBitVariant, shape: KernelShape) -> Launch:
+    if shape.needs_wgmma:
+        return code.kernel(shape.name, WIDE_WARPS * 32, SHARED_BYTES + COPIES_BYTES, waits=True)
+    few_warps = variant.few_warps.get(shape.name)
+    if few_warps is not None:
+        return code.kernel(shape.name, few_warps * 32, SHARED_BYTES)
+    return code.kernel(shape.name, MANY_WARPS * 32, SHARED_BYTES + COPIES_BYTES)
 
 
 def four_bit_linear(x_TD: Tensor, weight: TiledWeight, bias_O: Tensor | None, kernels: FourBitKernels) -> Tensor:
     """Returns x @ W.T + bias."""
-    return launch(x_TD, weight, bias_O, kernels, shape_of(len(x_TD), weight.variant))
+    return launch(x_TD, weight, bias_O, kernels, kernels.shape_of(len(x_TD)))
 
 
 def launch(
@@ -169,16 +203,17 @@ def launch(
     assert x_TD.data_ptr() % 16 == 0
     assert bias_O is None or (bias_O.is_contiguous() and bias_O.dtype == weight.dtype)
     outputs, device = weight.num_outputs, x_TD.device
-    blocks = -(-outputs // shape.rows) * (weight.num_inputs // TILE)
+    spans = -(-min(len(x_TD), shape.launch_tokens) // shape.tokens)
+    blocks = -(-outputs // shape.rows) * spans * (weight.num_inputs // TILE)
     programs = min(kernels.num_sms, -(-blocks // shape.least_blocks))
     y_TO = torch.empty(len(x_TD), outputs, dtype=weight.dtype, device=device)
     parts = torch.empty(programs * 2 * shape.tokens * shape.rows, dtype=torch.float32, device=device)
     arguments = _arguments(weight)
     arguments.parts, arguments.outputs, arguments.ahead = parts.data_ptr(), outputs, shape.ahead
     arguments.bias = None if bias_O is None else bias_O.data_ptr()
-    for first in range(0, len(x_TD), shape.tokens):
+    for first in range(0, len(x_TD), shape.launch_tokens):
         arguments.x, arguments.y = x_TD[first:].data_ptr(), y_TO[first:].data_ptr()
-        arguments.tokens = min(shape.tokens, len(x_TD) - first)
+        arguments.tokens = min(shape.launch_tokens, len(x_TD) - first)
         kernels.by_name[shape.name](programs, arguments)
     return y_TO
 

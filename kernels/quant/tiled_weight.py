@@ -4,7 +4,7 @@ It serves NF4, FP4, e2m1 (MXFP4 and NVFP4) and four-bit integers in runs of colu
 IntWeight. Those serve what this weight does not: a CPU, a GPU without the kernels, sizes that are not multiples of 64,
 columns that are assigned to groups in any order, and experts.
 
-Values are book * scale, or (code - zero) * scale. The kernels for few tokens round the book to the served dtype, which
+Values are book * scale, or (code - zero) * scale. The kernels that read codes round the book to the served dtype, which
 is exact for integers and e2m1, and multiply sums by scales in float32. For many tokens, the values are written into
 memory that all weights share, rounded as by NF4Weight and IntWeight.
 """
@@ -33,11 +33,17 @@ from lorafleet.kernels.quant.code_tiles import (
 )
 from lorafleet.kernels.quant.e2m1 import E2M1Matrix
 from lorafleet.kernels.quant.e2m1_scheme import E2M1Scheme
-from lorafleet.kernels.quant.four_bit_cuda import FourBitVariant, four_bit_kernels, four_bit_linear, four_bit_values
+from lorafleet.kernels.quant.four_bit_cuda import (
+    MAX_SPANS,
+    FourBitKernels,
+    FourBitVariant,
+    four_bit_kernels,
+    four_bit_linear,
+    four_bit_values,
+)
 from lorafleet.kernels.quant.int_weight import IntParts, IntScheme
 from lorafleet.kernels.quant.nf4 import BLOCK, NF4Matrix, NF4Scheme
 
-FUSED_TOKENS = 64  # up to this many tokens the codes are read; for more, the values are written first
 BOOK_SIZE = 16
 MIDDLE = 8  # the book of integers is code - MIDDLE, and has the zero of symmetric codes
 
@@ -87,7 +93,7 @@ class TiledWeight(nn.Module):
         self.zeros = _held(*numbers, dtype=torch.uint8, device=device) if has_zeros else None
         self.book = _held(BOOK_SIZE, dtype=torch.float32, device=device)
         self.pairs = _held(BOOK_SIZE * BOOK_SIZE, dtype=torch.int32, device=device)  # two of the book in each, by byte
-        self.tickets = _held(outputs // TILE, dtype=torch.int32, device=device)  # zeros between launches
+        self.tickets = _held(outputs // TILE + MAX_SPANS, dtype=torch.int32, device=device)  # zeros between launches
         self._scratch = scratch
         if device.type == "cuda":
             scratch.reserve(outputs * inputs)
@@ -112,14 +118,13 @@ class TiledWeight(nn.Module):
         self.pairs.copy_(pairs_of(book, self.dtype))
 
     def linear(self, x_TD: Tensor, bias_O: Tensor | None) -> Tensor:
-        if self._is_fused(x_TD):
-            kernels = four_bit_kernels(self.variant, x_TD.device)
-            assert kernels is not None  # or tiled_weight() would have returned None
+        kernels = self._kernels_for(x_TD)
+        if kernels is not None:
             return four_bit_linear(x_TD, self, bias_O, kernels)
         return F.linear(x_TD, self._values(), bias_O)
 
     def add_linear(self, y_TO: Tensor, x_TD: Tensor) -> Tensor:
-        if self._is_fused(x_TD):
+        if self._kernels_for(x_TD) is not None:
             return y_TO.add_(self.linear(x_TD, None))
         return y_TO.addmm_(x_TD, self._values().T)
 
@@ -136,8 +141,13 @@ class TiledWeight(nn.Module):
             number_OD = number_OD - (self._by_column(self.zeros, rows) - MIDDLE)
         return (number_OD * self._by_column(self.scales, rows)).to(self.quantized_from).to(self.dtype)
 
-    def _is_fused(self, x_TD: Tensor) -> bool:
-        return x_TD.is_cuda and 0 < len(x_TD) <= FUSED_TOKENS
+    def _kernels_for(self, x_TD: Tensor) -> FourBitKernels | None:
+        """Returns the kernels that read the codes, or None if the values are written first."""
+        if not x_TD.is_cuda or not len(x_TD):
+            return None
+        kernels = four_bit_kernels(self.variant, x_TD.device)
+        assert kernels is not None  # or tiled_weight() would have returned None
+        return kernels if len(x_TD) <= kernels.most_tokens else None
 
     def _by_column(self, tiles: Tensor, rows: slice) -> Tensor:
         return take_numbers(tiles, rows).float().repeat_interleave(self.group, dim=1)

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from lorafleet.kernels.nvrtc import MAX_CACHED, CudaCodeError, cached_code, compile_source
+from lorafleet.kernels import nvrtc
+from lorafleet.kernels.nvrtc import MAX_CACHED, CudaCode, CudaCodeError, architecture, cached_code, compile_source
 
 
 class CountingCompiler:
@@ -82,3 +85,36 @@ def test_a_directory_that_cannot_be_written_costs_only_the_cache(tmp_path: Path)
 def test_a_rejected_source_is_reported_with_the_compilers_messages() -> None:
     with pytest.raises(CudaCodeError, match=r"line 1\?"):
         compile_source(CountingCompiler(), "wrong", [])
+
+
+def test_only_hoppers_code_may_use_what_only_hopper_has() -> None:
+    assert [architecture(*capability) for capability in ((8, 0), (9, 0), (10, 0))] == ["sm_80", "sm_90a", "sm_100"]
+
+
+class Arguments(ctypes.Structure):
+    _fields_ = (("number", ctypes.c_int),)
+
+
+class RecordingDriver:
+    """Has the driver's functions, all of which succeed, and records their names."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def succeed(*_arguments: Any) -> int:
+            self.calls.append(name)
+            return 0
+
+        return succeed
+
+
+@pytest.mark.parametrize(("waits", "launch"), [(False, "cuLaunchKernel"), (True, "cuLaunchCooperativeKernel")])
+def test_programs_that_wait_for_each_other_are_launched_together(
+    waits: bool, launch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = RecordingDriver()
+    monkeypatch.setattr(nvrtc, "_library", lambda _name: driver)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    CudaCode(b"code").kernel("name", 32, 0, waits)(4, Arguments(1))
+    assert driver.calls[-1] == launch

@@ -1,4 +1,4 @@
-// Runs four_bit.cu on a CPU: threads of the host are those of a program, and programs run one after the other. It has
+// Runs four_bit.cu on a CPU: threads of the host are those of all programs, which run at the same time. It has
 // the primitives of four_bit_primitives.cuh, with the register layouts of PTX's mma.m16n8k16. Asynchronous copies happen
 // as late as they may, so that a missing wait is noticed.
 #pragma once
@@ -6,10 +6,12 @@
 #include <atomic>
 #include <barrier>
 #include <cmath>
+#include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -23,6 +25,7 @@ using std::min;
 
 struct alignas(8) U2 { unsigned v[2]; };
 struct alignas(16) U4 { unsigned v[4]; };
+struct alignas(16) F4 { float v[4]; };
 struct Index { int x; };
 
 constexpr unsigned TABLE_AT = 0x10000, ABOVE_TABLE = 0x20000, WINDOW = 228 * 1024, DRIVER = 1024;
@@ -30,9 +33,13 @@ struct Warp {
   std::barrier<> barrier{32};
   unsigned a[32][4], b[32][2];
 };
-inline std::vector<unsigned char> window(WINDOW);
-inline std::unique_ptr<std::barrier<>> program_barrier;
-inline std::vector<std::unique_ptr<Warp>> warps;
+struct Program {
+  std::vector<unsigned char> window = std::vector<unsigned char>(WINDOW, 0xFF);  // numbers that nobody has written are NaN
+  std::barrier<> barrier, part_barrier;
+  std::vector<Warp> warps;
+  Program(int num_threads) : barrier(num_threads), part_barrier(num_threads / 3 * 2), warps(num_threads / 32) {}
+};
+inline thread_local Program* own;
 inline thread_local Index threadIdx, blockIdx;
 inline Index gridDim;
 inline thread_local std::deque<std::vector<std::function<void()>>> copies;
@@ -40,9 +47,10 @@ inline thread_local std::vector<std::function<void()>> open_copies;
 
 inline unsigned char* at_window(unsigned address, unsigned size) {
   if (address < DRIVER || address + size > WINDOW) abort();
-  return window.data() + address;
+  return own->window.data() + address;
 }
-inline void __syncthreads() { program_barrier->arrive_and_wait(); }
+inline void __syncthreads() { own->barrier.arrive_and_wait(); }
+inline void __syncwarp() { own->warps[threadIdx.x >> 5].barrier.arrive_and_wait(); }
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline int atomicAdd(int* at, int value) { return __sync_fetch_and_add(at, value); }
 inline float __uint_as_float(unsigned bits) { float r; memcpy(&r, &bits, 4); return r; }
@@ -60,7 +68,7 @@ inline void fetch_into_cache(const void* at, int bytes) { if ((size_t)at % 16 ||
 inline float load_shared_by_programs(const float* at) { return *at; }
 
 template <int BYTES> void copy_to_shared(void* to, const void* from, bool inside = true) {
-  const size_t offset = (unsigned char*)to - window.data();
+  const size_t offset = (unsigned char*)to - own->window.data();
   if ((size_t)from % BYTES || offset % BYTES || offset < DRIVER || offset + BYTES > WINDOW) abort();
   open_copies.push_back([=] { if (inside) memcpy(to, from, BYTES); else memset(to, 0, BYTES); });
 }
@@ -98,7 +106,7 @@ inline unsigned fma_pair(unsigned a, unsigned b, unsigned c) {
 }
 
 inline void mma(float* c, const unsigned* a, U2 b) {
-  Warp& warp = *warps[threadIdx.x >> 5];
+  Warp& warp = own->warps[threadIdx.x >> 5];
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   memcpy(warp.a[lane], a, 16);
   memcpy(warp.b[lane], b.v, 8);
@@ -114,26 +122,108 @@ inline void mma(float* c, const unsigned* a, U2 b) {
   warp.barrier.arrive_and_wait();
 }
 
-template <class Arguments> void launch(void (*kernel)(Arguments), int programs, int num_threads, const Arguments* arguments) {
-  gridDim.x = programs;
-  for (int program = 0; program < programs; program++) {
-    std::fill(window.begin(), window.end(), 0xFF);  // numbers that nobody has written are NaN
-    program_barrier = std::make_unique<std::barrier<>>(num_threads);
-    warps.clear();
-    for (int i = 0; i < num_threads / 32; i++) warps.push_back(std::make_unique<Warp>());
-    std::vector<std::thread> threads;
+// What GPUs of compute capability 9.0 have. Products of wgmma happen as late as they may, too.
+#define __CUDA_ARCH_FEAT_SM90_ALL
+struct Barrier { int count, arrived, phases; };
+inline std::mutex of_barriers;
+inline std::condition_variable completed;
+struct Product {
+  float (*c)[4];
+  const unsigned* a;
+  unsigned long long b;
+  bool adds;
+  int tokens;
+};
+inline thread_local std::deque<std::vector<Product>> products;
+inline thread_local std::vector<Product> open_products;
+
+inline void begin_barrier(Barrier* barrier, int arrivals) { *barrier = {arrivals, 0, 0}; }
+inline void arrive(Barrier* barrier) {
+  std::lock_guard lock(of_barriers);
+  if (++barrier->arrived < barrier->count) return;
+  barrier->arrived = 0;
+  barrier->phases++;
+  completed.notify_all();
+}
+inline void wait_barrier(Barrier* barrier, int parity) {
+  std::unique_lock lock(of_barriers);
+  completed.wait(lock, [&] { return (barrier->phases & 1) != parity; });
+}
+inline void show_barriers() {}
+inline void expect_bytes(Barrier*, int) {}
+inline void copy_bytes(void* to, const void* from, int bytes, Barrier*) {
+  if ((size_t)from % 16 || ((unsigned char*)to - own->window.data()) % 16 || bytes % 16) abort();
+  memcpy(to, from, bytes);
+}
+template <int COUNT> void wait_threads() { own->part_barrier.arrive_and_wait(); }
+template <int COUNT, bool MORE> void take_registers() {}
+inline int load_ticket(const int* at) { std::this_thread::yield(); return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
+inline void show_to_wgmma() {}
+inline F4 load_shared_by_programs(const F4* at) { return read<F4>(at); }
+
+inline unsigned transpose(unsigned pair) {
+  Warp& warp = own->warps[threadIdx.x >> 5];
+  const int lane = threadIdx.x & 31, row = lane >> 2, column = (lane & 3) * 2;
+  warp.a[lane][0] = pair;
+  warp.barrier.arrive_and_wait();
+  const auto at = [&](int i, int j) { return warp.a[i * 4 + j / 2][0] >> j % 2 * 16 & 0xFFFF; };
+  const unsigned r = at(column, row) | at(column + 1, row) << 16;
+  warp.barrier.arrive_and_wait();
+  return r;
+}
+
+template <int N> struct Wgmma {
+  static void run(float (*c)[4], const unsigned* a, unsigned long long b, bool adds) {
+    open_products.push_back({c, a, b, adds, N});
+  }
+};
+inline void begin_wgmma() {}
+inline void close_wgmma() { products.push_back(std::move(open_products)); open_products.clear(); }
+
+inline void multiply(const Product& product) {
+  Warp& warp = own->warps[threadIdx.x >> 5];
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  memcpy(warp.a[lane], product.a, 16);
+  warp.barrier.arrive_and_wait();
+  const unsigned start = (product.b & 0x3FFF) * 16, inputs = (product.b >> 16 & 0x3FFF) * 16, tokens = (product.b >> 32) * 16;
+  for (int n = 0; n < product.tokens / 8; n++)
+    for (int i = 0; i < 4; i++) {
+      const int row = g + (i >> 1) * 8, column = t * 2 + (i & 1);
+      float& sum = product.c[n][i];
+      if (!product.adds) sum = 0.f;
+      for (int k = 0; k < 16; k++) {
+        const int upper = k >> 3, at = k & 7;
+        const unsigned left = warp.a[(row & 7) * 4 + (at >> 1)][upper * 2 + (row >> 3)];
+        const unsigned right = read<unsigned>(at_window(start + upper * inputs + n * tokens + column * 16 + at / 2 * 4, 4));
+        sum += number_at(left, at & 1) * number_at(right, at & 1);
+      }
+    }
+  warp.barrier.arrive_and_wait();
+}
+template <int LEFT, int NT> void wait_wgmma(float (&)[NT][4]) {
+  for (; products.size() > LEFT; products.pop_front()) for (const Product& product : products.front()) multiply(product);
+}
+
+template <class Arguments> void launch(void (*kernel)(Arguments), int num_programs, int num_threads, const Arguments* arguments) {
+  gridDim.x = num_programs;
+  std::vector<std::unique_ptr<Program>> programs;
+  std::vector<std::thread> threads;
+  for (int program = 0; program < num_programs; program++) {
+    programs.push_back(std::make_unique<Program>(num_threads));
     for (int i = 0; i < num_threads; i++)
-      threads.emplace_back([=] {
+      threads.emplace_back([=, at = programs.back().get()] {
+        own = at;
         threadIdx.x = i;
         blockIdx.x = program;
         kernel(*arguments);
-        program_barrier->arrive_and_drop();
+        own->barrier.arrive_and_drop();
       });
-    for (auto& thread : threads) thread.join();
   }
+  for (auto& thread : threads) thread.join();
 }
 
-#include EMULATED_SOURCE
+#include FOUR_BIT_SOURCE
+#include WIDE_SOURCE
 
 extern "C" void emulate(int kernel, int programs, const Linear* arguments) {
   using Kernel = void (*)(Linear);
@@ -142,7 +232,7 @@ extern "C" void emulate(int kernel, int programs, const Linear* arguments) {
 #else
   const Kernel few_of_32 = nullptr;
 #endif
-  const Kernel kernels[] = {few_8, few_16, few_of_32, many_32, many_64, dequantize};
-  const int warps[] = {FEW_8_WARPS, FEW_16_WARPS, FEW_32_WARPS, MANY_WARPS, MANY_WARPS, 8};
+  const Kernel kernels[] = {few_8, few_16, wide_32, wide_64, wide_128, few_of_32, many_32, many_64, dequantize};
+  const int warps[] = {FEW_8_WARPS, FEW_16_WARPS, 12, 12, 12, FEW_32_WARPS, MANY_WARPS, MANY_WARPS, 8};  // as KERNEL_SHAPES
   launch<Linear>(kernels[kernel], programs, warps[kernel] * 32, arguments);
 }

@@ -1,4 +1,7 @@
-"""Runs four_bit.cu as C++ on this CPU, with the GPU's instructions emulated, and compares it with the values."""
+"""Runs four_bit.cu and four_bit_wide.cu as C++ on this CPU and compares their results with the values.
+
+The GPU's instructions are emulated.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,25 @@ from lorafleet.kernels.quant.four_bit_cuda import (
     Launch,
     four_bit_values,
     launch,
-    shape_of,
 )
 from lorafleet.kernels.quant.tiled_weight import TiledWeight
 from tests.kernels.quant.four_bit_cases import CASES, filled
 
-HERE, SOURCE = Path(__file__).parent, Path(four_bit_cuda.__file__).with_name("four_bit.cu")
+HERE, SOURCES = Path(__file__).parent, Path(four_bit_cuda.__file__).parent
 FEW_WARPS = 4  # of the emulated kernels for few tokens: a thread of the host takes longer to begin than a GPU's
 EMULATED = ["nf4", "int4 with zeros, groups of 32", "nvfp4"]  # one of each number of groups in a block
-# Shapes that are tried besides the one that is chosen.
 BY_NAME = {shape.name: shape for shape in KERNEL_SHAPES}
-ALSO = {7: [replace(BY_NAME["few_8"], ahead=2)], 27: [BY_NAME["many_32"]]}
+# Programs that share an item, that have several, and that have whole ones. 117 tokens are two launches of many_64.
+LAUNCHES = (
+    (7, 4, replace(BY_NAME["few_8"], ahead=2)),
+    (13, 2, BY_NAME["few_16"]),
+    (27, 3, BY_NAME["few_32"]),
+    (27, 3, BY_NAME["many_32"]),
+    (64 + 53, 1, BY_NAME["many_64"]),
+    (27, 4, BY_NAME["wide_32"]),
+    (53, 1, BY_NAME["wide_64"]),
+    (128 + 22, 3, BY_NAME["wide_128"]),
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +53,8 @@ def compiled(weight: TiledWeight, folder: Path) -> ctypes.CDLL:
         pytest.skip("g++ compiles the emulation")
     options = [option for option in weight.variant.options if option.startswith("-D") and "WARPS" not in option]
     options += [f"-D{name.upper()}_WARPS={min(warps, FEW_WARPS)}" for name, warps in weight.variant.few_warps.items()]
-    options += [f'-DEMULATED_SOURCE="{SOURCE}"']
+    for name, source in (("FOUR_BIT", "four_bit.cu"), ("WIDE", "four_bit_wide.cu")):
+        options.append(f'-D{name}_SOURCE="{SOURCES / source}"')
     library = folder / f"{len(list(folder.iterdir()))}.so"
     command = [compiler, "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-x", "c++", *options]
     done = subprocess.run([*command, str(HERE / "emulated_gpu.h"), "-o", str(library)], capture_output=True, text=True)
@@ -52,14 +64,14 @@ def compiled(weight: TiledWeight, folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def emulated_kernels(library: ctypes.CDLL, programs: int) -> FourBitKernels:
+def emulated_kernels(library: ctypes.CDLL, programs: int, weight: TiledWeight) -> FourBitKernels:
     """Returns kernels for a GPU of that many programs."""
 
     def kernel(index: int) -> Launch:
         return lambda programs, arguments: library.emulate(index, programs, ctypes.byref(arguments))
 
     by_name = {shape.name: kernel(index) for index, shape in enumerate(KERNEL_SHAPES)}
-    return FourBitKernels(by_name, kernel(len(KERNEL_SHAPES)), programs)
+    return FourBitKernels(weight.variant.shapes(has_wgmma=True), by_name, kernel(len(KERNEL_SHAPES)), programs)
 
 
 @pytest.mark.parametrize("case", EMULATED)
@@ -69,15 +81,16 @@ def test_the_source_computes_products_and_values(case: str, folder: Path) -> Non
     library, generator = compiled(weight, folder), torch.Generator().manual_seed(4)
     values = weight.dequantized().double()
     bias = torch.randn(192, generator=generator).to(dtype)
-    # Programs that share an item, that have several, and that have whole ones. The last case is two launches.
-    for tokens, programs in ((7, 4), (13, 2), (27, 3), (64 + 53, 1)):
+    for tokens, programs, shape in LAUNCHES:
+        kernels = emulated_kernels(library, programs, weight)
+        if shape.name not in {own.name for own in kernels.shapes}:
+            continue
         x = torch.randn(tokens, 320, generator=generator).to(dtype)
-        own_bias = bias if tokens in (7, 27) else None
+        own_bias = bias if tokens < 60 else None
         want = x.double() @ values.T + (0 if own_bias is None else own_bias.double())
-        for shape in {shape_of(tokens, weight.variant), *ALSO.get(tokens, ())}:
-            y = launch(x, weight, own_bias, emulated_kernels(library, programs), shape)
-            assert (y.double() - want).norm() < 0.004 * want.norm(), shape
-            assert not weight.tickets.any()
+        y = launch(x, weight, own_bias, kernels, shape)
+        assert (y.double() - want).norm() < 0.004 * want.norm(), shape
+        assert not weight.tickets.any()
     out = torch.full((128, 320), torch.nan, dtype=dtype)
-    four_bit_values(weight, out, 64, emulated_kernels(library, 1))
+    four_bit_values(weight, out, 64, emulated_kernels(library, 1, weight))
     assert torch.equal(out, weight.dequantized(slice(64, None)))

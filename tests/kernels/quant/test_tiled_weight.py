@@ -13,7 +13,7 @@ from lorafleet.kernels.quant import four_bit_cuda
 from lorafleet.kernels.quant.code_tiles import empty_codes, put_codes, take_codes
 from lorafleet.kernels.quant.int_weight import IntScheme
 from lorafleet.kernels.quant.nf4 import NF4Scheme
-from lorafleet.kernels.quant.tiled_weight import FUSED_TOKENS, TiledWeight, is_tileable, tiled_weight
+from lorafleet.kernels.quant.tiled_weight import TiledWeight, is_tileable, tiled_weight
 from lorafleet.workers.models.linear_weights import LinearWeights
 from tests.kernels.harness import needs_gpu, poison_free_memory
 from tests.kernels.quant.four_bit_cases import BF16, CASES, CPU, F16, filled, random_matrix_of
@@ -126,7 +126,27 @@ class TestOnTheGPU:
             assert torch.equal(weight.dequantized(slice(5, 60)).cpu(), on_cpu.dequantized(slice(5, 60)))
             values = weight.dequantized().double()
             bias = torch.randn(outputs, generator=generator).to(device, dtype) * math.sqrt(inputs)
-            for tokens in (*range(1, 18), 31, 32, 33, 47, 63, 64, 65, 100, FUSED_TOKENS, FUSED_TOKENS + 1):
+            kernels = four_bit_cuda.four_bit_kernels(weight.variant, device)
+            assert kernels is not None
+            most = kernels.most_tokens
+            for tokens in (
+                *range(1, 18),
+                31,
+                32,
+                33,
+                47,
+                63,
+                64,
+                65,
+                100,
+                128,
+                129,
+                256,
+                257,
+                most - 1,
+                most,
+                most + 1,
+            ):
                 x = torch.randn(tokens, inputs, generator=generator).to(device, dtype)
                 for own_bias in (None, bias):
                     poison_free_memory()
@@ -136,7 +156,7 @@ class TestOnTheGPU:
                     assert torch.equal(y, weight.linear(x, own_bias))  # never depends on timing
             assert not weight.tickets.any()
 
-    @pytest.mark.parametrize("tokens", [1, 16, 32, 100])
+    @pytest.mark.parametrize("tokens", [1, 16, 32, 64, 100, 300])
     def test_a_captured_product_reads_what_x_has_at_its_replay(self, tokens: int) -> None:
         weight = filled(NF4Scheme(), 512, 1024, F16, torch.device("cuda"))
         x, y = (torch.zeros(tokens, size, dtype=F16, device="cuda") for size in (1024, 512))

@@ -1,0 +1,101 @@
+// Instructions that four_bit_wide.cu needs and that only GPUs of compute capability 9.0 have.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+struct __align__(16) F4 { float v[4]; };
+struct Barrier { unsigned long long state; };
+
+DEVICE void begin_barrier(Barrier* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+DEVICE void arrive(Barrier* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
+}
+
+// Waits until the phase of this parity is complete.
+DEVICE void wait_barrier(Barrier* barrier, int parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN;\n}"
+      :: "r"(shared_address(barrier)), "r"(parity) : "memory");
+}
+
+// Makes new barriers visible to copies.
+DEVICE void show_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Adds to the bytes that must be copied before the phase is complete.
+DEVICE void expect_bytes(Barrier* barrier, int bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+// Begins to copy bytes, a multiple of 16, from global to shared memory.
+DEVICE void copy_bytes(void* to, const void* from, int bytes, Barrier* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+
+// Waits for the first COUNT threads of the program.
+template <int COUNT> DEVICE void wait_threads() { asm volatile("bar.sync 1, %0;" :: "n"(COUNT) : "memory"); }
+
+template <int COUNT, bool MORE> DEVICE void take_registers() {
+  if (MORE)
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT));
+  else
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT));
+}
+
+// Makes this thread's writes to shared memory visible to wgmma.
+DEVICE void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+DEVICE F4 load_shared_by_programs(const F4* at) {
+  F4 r;
+  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(r.v[0]), "=f"(r.v[1]), "=f"(r.v[2]), "=f"(r.v[3]) : "l"(at));
+  return r;
+}
+
+DEVICE int load_ticket(const int* at) {
+  int r;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(r) : "l"(at) : "memory");
+  return r;
+}
+
+// Transposes a matrix of 8 by 8 numbers, of which lane 4 * i + j has those of row i and columns 2 * j and 2 * j + 1.
+DEVICE unsigned transpose(unsigned pair) {
+  unsigned r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pair));
+  return r;
+}
+
+DEVICE void begin_wgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void close_wgmma() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits until at most LEFT groups of products are in flight. C is what the finished ones have written.
+template <int LEFT, int NT> DEVICE void wait_wgmma(float (&c)[NT][4]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory");
+#pragma unroll
+  for (int n = 0; n < NT; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) asm volatile("" : "+f"(c[n][i]) :: "memory");
+}
+
+#define C4(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
+#define A_B_ADDS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)adds)
+
+// Adds A [64, 16] in registers times B [16, N] in shared memory to C [64, N], or writes it to C.
+template <int N> struct Wgmma;
+template <> struct Wgmma<32> {
+  static DEVICE void run(float (*c)[4], const unsigned* a, unsigned long long b, bool adds) {
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %21, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32." NUMBER "." NUMBER " "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, adds, 1, 1, 0;\n}"
+                 : C4(0), C4(1), C4(2), C4(3) : A_B_ADDS);
+  }
+};
+template <> struct Wgmma<64> {
+  static DEVICE void run(float (*c)[4], const unsigned* a, unsigned long long b, bool adds) {
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." NUMBER "." NUMBER " "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
+                 "%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, adds, 1, 1, 0;\n}"
+                 : C4(0), C4(1), C4(2), C4(3), C4(4), C4(5), C4(6), C4(7) : A_B_ADDS);
+  }
+};
+#endif
