@@ -161,6 +161,7 @@ JSON_NUMBER = Range(-1e308, 1e308)
 # -- structured output ------------------------------------------------------------------------------------------------
 
 MAX_SOURCE_BYTES = 1 << 20  # A schema, regex, grammar or list of choices.
+MAX_LARK_BYTES = 64 << 10  # Grammars in Lark of a request's tools together. Reading them takes 0.3 s in a thread.
 MAX_CHOICES = 10_000
 MAX_TRIGGERS = 64  # All text is searched for each of them.
 MAX_TAGS = 1024  # Structures or tags in one part of a structural tag.

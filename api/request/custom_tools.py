@@ -6,6 +6,7 @@ they contain. A grammar becomes a pattern of the parameter, which the machinery 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,11 +18,31 @@ from lorafleet.api.request.request_bodies import (
     Tool,
 )
 from lorafleet.api.tool_calls.custom_input import PARAMETER
+from lorafleet.protocol.errors import InvalidRequest
+from lorafleet.protocol.limits import MAX_LARK_BYTES
 
 
-def as_functions(tools: Sequence[Tool | CustomTool]) -> list[Tool]:
+async def as_functions(tools: Sequence[Tool | CustomTool]) -> list[Tool]:
     """Returns the tools with a function in place of each custom tool. Raises InvalidRequest for a grammar that cannot
-    be enforced."""
+    be enforced, and for grammars that are too large."""
+    num_bytes = sum(map(_lark_bytes, tools))
+    if num_bytes > MAX_LARK_BYTES:
+        raise InvalidRequest(
+            f"The grammars in Lark of `tools` have {num_bytes} bytes; at most {MAX_LARK_BYTES} are allowed in total. "
+            "Shorten them, or send fewer tools.",
+            "tools",
+        )
+    return await asyncio.to_thread(_converted, tools) if num_bytes else _converted(tools)
+
+
+def _lark_bytes(tool: Tool | CustomTool) -> int:
+    if not isinstance(tool, CustomTool) or not isinstance(tool.custom.format, GrammarToolFormat):
+        return 0
+    given = tool.custom.format.grammar
+    return len(given.definition.encode()) if given.syntax == "lark" else 0
+
+
+def _converted(tools: Sequence[Tool | CustomTool]) -> list[Tool]:
     return [_as_function(tool, f"tools.{i}") if isinstance(tool, CustomTool) else tool for i, tool in enumerate(tools)]
 
 

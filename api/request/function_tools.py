@@ -26,6 +26,7 @@ from lorafleet.api.request.request_bodies import (
     NamedCustomChoice,
     NamedToolChoice,
     Tool,
+    ToolMode,
 )
 from lorafleet.api.served_model import ServedModel
 from lorafleet.api.text.token_table import TokenTable
@@ -55,6 +56,8 @@ from lorafleet.protocol.structured_spec import StructuredOutputs
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}  # OpenAI's default.
 ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
+
+Choice = ToolMode | NamedToolChoice | NamedCustomChoice | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +201,15 @@ def delta_of(event: Event) -> dict[str, object]:
     return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
 
 
-def read_tools(texts: TextService, model: ServedModel, body: ChatRequest, text: StructuredOutputs | None) -> ToolUse:
+async def read_tools(
+    texts: TextService, model: ServedModel, body: ChatRequest, text: StructuredOutputs | None
+) -> ToolUse:
     """Reads the tools of a request. `text` is the format of answers that are not calls. Raises InvalidRequest."""
     customs = frozenset(tool.custom.name for tool in body.tools or () if isinstance(tool, CustomTool))
-    use = replace(_use_of(texts, model, body, text), customs=customs)
+    offered, choice = _offered(body)
+    tools = await as_functions(offered)
+    parallel = body.parallel_tool_calls is not False
+    use = replace(_use_of(texts, model, tools, choice, parallel, text), customs=customs)
     if isinstance(body, ConvertedChat) and use.tags is not None and model.tokenizer.id_of(use.tags.closing) is not None:
         return replace(use, budget=body.thinking_wish)
     if body.thinking_token_budget is None:
@@ -215,12 +223,24 @@ def read_tools(texts: TextService, model: ServedModel, body: ChatRequest, text: 
     return replace(use, budget=body.thinking_token_budget)
 
 
-def _use_of(texts: TextService, model: ServedModel, body: ChatRequest, text: StructuredOutputs | None) -> ToolUse:
-    offered, choice = body.tools or [], body.tool_choice
+def _offered(body: ChatRequest) -> tuple[list[AnyTool], Choice]:
+    """Returns the tools that the model may call, and whether it must call one of them. Raises InvalidRequest."""
+    tools, choice = body.tools or [], body.tool_choice
     if isinstance(choice, AllowedToolChoice):
-        offered = _allowed(offered, choice)
-        choice = choice.allowed_tools.mode
-    tools = as_functions(offered)
+        return _allowed(tools, choice), choice.allowed_tools.mode
+    if tools and isinstance(choice, NamedToolChoice | NamedCustomChoice):
+        _check_named(tools, choice)
+    return tools, choice
+
+
+def _use_of(
+    texts: TextService,
+    model: ServedModel,
+    tools: list[Tool],
+    choice: Choice,
+    parallel: bool,
+    text: StructuredOutputs | None,
+) -> ToolUse:
     functions = [tool.function for tool in tools]
     if not functions:
         if choice not in (None, "none", "auto"):
@@ -248,11 +268,9 @@ def _use_of(texts: TextService, model: ServedModel, body: ChatRequest, text: Str
             text.param,
         )
     shown = [tool.model_dump(exclude_none=True) for tool in tools]
-    parallel = body.parallel_tool_calls is not False
     known = texts.tool_format(model)
     new_id = openai_id if known is None else known.new_id
     if isinstance(choice, NamedToolChoice | NamedCustomChoice):
-        _check_named(offered, choice)
         return _with_tags(_named(functions, _name_of(choice), shown, new_id), texts, model)
     if choice == "required":
         schema = calls_schema({function.name: _parameters(function) for function in functions}, parallel=parallel)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.limits import MAX_SOURCE_BYTES
+from lorafleet.protocol.strict_json import shown
+from lorafleet.protocol.yield_gil import yielding_gil
 
 _MAX_DEPTH = 100  # Of brackets within brackets, and of rules within rules.
 _TOKEN = re.compile(
@@ -20,7 +22,7 @@ _TOKEN = re.compile(
     |(?P<text>"(?:\\.|[^"\\\n])*"i?)
     |(?P<pattern>/(?!/)(?:\\.|[^/\\\n])+/[imsx]*)
     |(?P<statement>%[a-z]+[^\n]*)
-    |(?P<name>[?!]?[A-Za-z_][A-Za-z0-9_]*)(?P<priority>\.-?[0-9]+)?
+    |(?P<name>(?:(?:!\??|\?!?)(?=[_a-z]))?[A-Za-z_][A-Za-z0-9_]*)(?P<priority>\.-?[0-9]+)?
     |(?P<number>[0-9]+)
     |(?P<sign>->|\.\.|[:|()\[\]?*+~])""",
     re.VERBOSE,
@@ -55,9 +57,10 @@ class _Token(NamedTuple):
 
 
 def expression_of(grammar: str, param: str) -> str:
-    """Returns the expression that the whole of a text must match. Raises InvalidRequest, naming `param`."""
-    if len(grammar.encode()) > MAX_SOURCE_BYTES:
-        raise InvalidRequest(f"`{param}` is longer than {MAX_SOURCE_BYTES} bytes.", param)
+    """Returns the expression that the whole of a text must match. Raises InvalidRequest, naming `param`.
+
+    The caller bounds the grammar's size. No part of the expression becomes larger than MAX_SOURCE_BYTES characters.
+    """
     return _Grammar(grammar, param).expression("start", 0)
 
 
@@ -72,35 +75,40 @@ class _Grammar:
         if name in self._found:
             return self._found[name]
         if name not in self._bodies:
-            raise self._fault(f"has no rule {name!r}")
+            raise self._fault(f"has no rule {shown(name)}")
         if name in self._open or depth > _MAX_DEPTH:
             raise self._fault(
-                f"uses {name!r} within itself, or nests rules too deeply. Only a grammar without recursion can "
+                f"uses {shown(name)} within itself, or nests rules too deeply. Only a grammar without recursion can "
                 "constrain the input of a tool; unroll it"
             )
         self._open.add(name)
         body = _Body(self._bodies[name])
         made = self._alternatives(body, depth + 1)
         if body.next is not None:
-            raise self._fault(f"has {body.next.text!r} where a rule should end")
+            raise self._fault(f"has {shown(body.next.text)} where a rule should end")
         self._open.remove(name)
         self._found[name] = made
         return made
 
     def _read_tokens(self, text: str) -> list[_Token]:
-        tokens, position = list[_Token](), 0
-        while position < len(text):
-            found = _TOKEN.match(text, position)
-            if found is None:
-                raise self._fault(f"cannot be read at {text[position : position + 20]!r}")
-            position = found.end()
+        tokens = list[_Token]()
+        for found in yielding_gil(self._matches(text)):
             kind = found.lastgroup if found["name"] is None else "name"
             assert kind is not None
             if kind == "statement":
                 self._read_statement(found[0])
             elif kind != "blank":
-                tokens.append(_Token(kind, found[kind].lstrip("?!") if kind == "name" else found[kind]))
+                tokens.append(_Token(kind, found[kind]))
         return tokens
+
+    def _matches(self, text: str) -> Iterator[re.Match[str]]:
+        position = 0
+        while position < len(text):
+            found = _TOKEN.match(text, position)
+            if found is None:
+                raise self._fault(f"cannot be read at {shown(text[position : position + 20])}")
+            position = found.end()
+            yield found
 
     def _read_statement(self, statement: str) -> None:
         found = _IMPORT.fullmatch(statement.strip())
@@ -109,7 +117,7 @@ class _Grammar:
         names = [found[1]] if found[1] else re.split(r"\s*,\s*", found[3])
         for name in names:
             if name not in _COMMON:
-                raise self._fault(f"imports {name!r}, which is none of {', '.join(_COMMON)}")
+                raise self._fault(f"imports {shown(name)}, which is none of {', '.join(_COMMON)}")
             self._found[found[2] or name] = _COMMON[name]
 
     def _read_rules(self, tokens: list[_Token]) -> dict[str, list[_Token]]:
@@ -117,11 +125,12 @@ class _Grammar:
         body: list[_Token] | None = None
         for index, token in enumerate(tokens):
             if token.kind == "name" and tokens[index + 1 : index + 2] == [_Token("sign", ":")]:
-                if token.text in bodies:
-                    raise self._fault(f"has two rules {token.text!r}")
-                body = bodies[token.text] = []
+                name = token.text.lstrip("?!")
+                if name in bodies or name in self._found:
+                    raise self._fault(f"has two rules {shown(name)}")
+                body = bodies[name] = []
             elif body is None:
-                raise self._fault(f"begins with {token.text!r} instead of a rule")
+                raise self._fault(f"begins with {shown(token.text)} instead of a rule")
             elif body or token.text != ":":
                 body.append(token)
         return bodies
@@ -130,18 +139,26 @@ class _Grammar:
         if depth > _MAX_DEPTH:
             raise self._fault("nests brackets too deeply")
         found = [self._sequence(body, depth)]
+        num_chars = len(found[0])
         while body.takes("|"):
             found.append(self._sequence(body, depth))
-        return self._bounded(found[0] if len(found) == 1 else f"(?:{'|'.join(found)})")
+            num_chars = self._bounded(num_chars + len(found[-1]) + 1)
+        return found[0] if len(found) == 1 else f"(?:{'|'.join(found)})"
 
     def _sequence(self, body: _Body, depth: int) -> str:
-        made = ""
+        found, num_chars = list[str](), 0
         while body.next is not None and body.next.text not in ("|", ")", "]"):
             if body.takes("->"):
-                body.take()  # The name of an alternative.
+                self._skip_alias(body)
                 continue
-            made = self._bounded(made + self._repeated(body, self._item(body, depth)))
-        return made
+            found.append(self._repeated(body, self._item(body, depth)))
+            num_chars = self._bounded(num_chars + len(found[-1]))
+        return "".join(found)
+
+    def _skip_alias(self, body: _Body) -> None:
+        token = body.take()
+        if token.kind != "name":
+            raise self._fault(f"has {shown(token.text)} where the name of an alternative should be")
 
     def _item(self, body: _Body, depth: int) -> str:
         token = body.take()
@@ -149,16 +166,25 @@ class _Grammar:
             return self._closed(body, ")", depth)
         if token.text == "[":
             return f"(?:{self._closed(body, ']', depth)})?"
-        if token.kind == "name":
+        if token.kind == "name" and token.text[0] not in "?!":
             return self.expression(token.text, depth + 1)
         if token.kind == "pattern":
             return self._pattern(token.text)
         if token.kind == "text" and body.takes(".."):
-            return f"[{_escaped(self._text(token))}-{_escaped(self._text(body.take()))}]"
+            return self._range(token, body.take())
         if token.kind == "text":
             flag = "(?i:" if token.text.endswith("i") else "(?:"
             return f"{flag}{_escaped(self._text(token))})"
-        raise self._fault(f"has {token.text!r} where something should be repeated or begin")
+        raise self._fault(f"has {shown(token.text)} where something should be repeated or begin")
+
+    def _range(self, first: _Token, last: _Token) -> str:
+        low, high = self._text(first), self._text(last)
+        if len(low) != 1 or len(high) != 1 or low > high or first.text.endswith("i") or last.text.endswith("i"):
+            raise self._fault(
+                f"has the range {shown(first.text)}..{shown(last.text)}; it must go from one character up to another, "
+                "without flags"
+            )
+        return f"[{_escaped(low)}-{_escaped(high)}]"
 
     def _closed(self, body: _Body, sign: str, depth: int) -> str:
         inner = self._alternatives(body, depth + 1)
@@ -175,12 +201,14 @@ class _Grammar:
         least = most = self._number(body)
         if body.takes(".."):
             most = self._number(body)
+        if least > most:
+            raise self._fault(f"repeats something {least} to {most} times; the smaller number must come first")
         return f"(?:{item}){{{least},{most}}}"
 
     def _number(self, body: _Body) -> int:
         token = body.take()
         if token.kind != "number" or len(token.text) > 4:
-            raise self._fault(f"has {token.text!r} where a number of at most four digits should be")
+            raise self._fault(f"has {shown(token.text)} where a number of at most four digits should be")
         return int(token.text)
 
     def _pattern(self, text: str) -> str:
@@ -188,18 +216,24 @@ class _Grammar:
         return f"(?{flags}:{inner})".replace("\\/", "/")
 
     def _text(self, token: _Token) -> str:
+        literal = token.text.removesuffix("i")
+        if token.kind == "text" and "\\" not in literal:
+            return literal[1:-1]  # Most texts have no escapes, and literal_eval() takes 20 us.
         try:
-            value = ast.literal_eval(token.text.removesuffix("i"))
+            value = ast.literal_eval(literal)
         except (SyntaxError, ValueError):
             value = None
         if token.kind != "text" or not isinstance(value, str):
-            raise self._fault(f"has {token.text[:60]!r}, which is no text")
+            raise self._fault(f"has {shown(token.text)}, which is no text")
         return value
 
-    def _bounded(self, made: str) -> str:
-        if len(made) > MAX_SOURCE_BYTES:
-            raise self._fault(f"has more than {MAX_SOURCE_BYTES} characters as one expression")
-        return made
+    def _bounded(self, num_chars: int) -> int:
+        if num_chars > MAX_SOURCE_BYTES:
+            raise self._fault(
+                f"has more than {MAX_SOURCE_BYTES} characters as one expression, in which each use of a rule counts; "
+                "use long rules less often"
+            )
+        return num_chars
 
     def _fault(self, what: str) -> InvalidRequest:
         return InvalidRequest(f"`{self._param}` {what}.", self._param)

@@ -86,7 +86,7 @@ async def start_chat(
     label_request(request.scope, state.telemetry.metrics.label(model.lora))
     demand = read_demand(model, body)
     params = await read_chat_params(state, model, body)
-    tools = read_tools(state.texts, model, body, structured_outputs or params.structured_outputs)
+    tools = await read_tools(state.texts, model, body, structured_outputs or params.structured_outputs)
     prompt = await read_chat_prompt(state, request, model, body, tools)
     params = tools.params(params, prompt.ending(model.tokenizer), model.tokenizer)
     asked = _asked(body)
@@ -110,7 +110,8 @@ async def start_chat(
 
 async def count_prompt_tokens(state: AppState, request: Request, body: ChatRequest) -> int:
     model = await state.models.find(caller_of(request), body.model)
-    text = await render_chat(state, request, model, body, read_tools(state.texts, model, body, None).shown)
+    tools = await read_tools(state.texts, model, body, None)
+    text = await render_chat(state, request, model, body, tools.shown)
     return len(await encode(state.texts, model, text, add_special_tokens=False))
 
 

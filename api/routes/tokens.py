@@ -170,7 +170,7 @@ async def render_chat_tokens(state: AppState, request: Request) -> Response:
     key = draw_key(request, body.request_id, body.seed)
     model = await state.models.find(caller_of(request), body.model, key, body.lora_weights)
     params = await read_chat_params(state, model, body)
-    tools = read_tools(state.texts, model, body, params.structured_outputs)
+    tools = await read_tools(state.texts, model, body, params.structured_outputs)
     prompt: Prompt = await read_chat_prompt(state, request, model, body, tools)
     if tools.params(params, prompt.ending(model.tokenizer), model.tokenizer).structured_outputs is not None:
         raise InvalidRequest(

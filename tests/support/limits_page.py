@@ -189,6 +189,7 @@ ACROSS = [
     ),
     Limit("parts and calls of all messages", limits.MAX_PARTS, "", REFUSED),
     Limit("schema, regex, grammar, choices together", size(limits.MAX_SOURCE_BYTES), "", REFUSED),
+    Limit("grammars in Lark of all custom tools", size(limits.MAX_LARK_BYTES), "", REFUSED),
     Limit(
         "values in a schema, `chat_template_kwargs` or a field without effect",
         f"{limits.MAX_JSON_VALUES:,}, {limits.MAX_JSON_DEPTH} levels",

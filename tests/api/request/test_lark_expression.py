@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 
 import pytest
 
@@ -49,6 +50,7 @@ DIGITS: DIGIT
             ["*** Begin Patch\n*** Add File: a.py\n+x = 1\n+\n*** Delete File: b\n*** End Patch"],
             ["*** Begin Patch\n*** End Patch\n", "*** Begin Patch\n*** Add File: a\nx\n*** End Patch"],
         ),
+        ('start: "a"?B WORD\nB: "b"\n!?word: "w"\nWORD: word', ["abw", "bw"], ["a", "aw"]),
         (
             EVERYTHING,
             ['SELECT distinctab,"c"A/b12y\t".', 'selecta,b,ca/B99z\t".'],
@@ -73,6 +75,13 @@ def test_an_expression_matches_what_the_grammar_does(grammar: str, matching: lis
         ('start: "x" )', "should end"),
         ('start: ("x"', "lacks a closing"),
         ('start: "x" ~ many', "number"),
+        ('start: "x" ~ 5..2', "smaller number"),
+        ('start: "x"?y\ny: "y"', "'\\?y'"),
+        ('start: "ab".."z"', "one character"),
+        ('start: "z".."a"', "one character"),
+        ('start: "a"i.."z"', "one character"),
+        ('start: "x" ->', "name of an alternative"),
+        ('start: INT\nINT: "x"\n%import common.INT', "two rules 'INT'"),
         ('start: "x"\n%ignore " "', "only imports"),
         ("start: A\n%import common.NOTHING -> A", "NOTHING"),
         ("start: A\n%import python.NAME", "only imports"),
@@ -87,3 +96,21 @@ def test_a_grammar_that_is_no_expression_is_refused_by_what_is_in_the_way(gramma
     with pytest.raises(InvalidRequest, match=fault) as refused:
         expression_of(grammar, "tools.0")
     assert refused.value.param == "tools.0"
+
+
+def test_a_grammar_that_is_refused_for_its_size_takes_little_memory() -> None:
+    """Written out, the alternatives have 150 million characters."""
+    grammar = "start: " + "|".join(["LONG"] * 5000) + f'\nLONG: "{"x" * 30_000}"'
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match="as one expression"):
+            expression_of(grammar, "tools.0")
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_name_that_is_long_is_shortened_in_the_error() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        expression_of("start: " + "a" * 50_000, "tools.0")
+    assert len(refused.value.message) < 1000

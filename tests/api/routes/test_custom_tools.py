@@ -136,6 +136,19 @@ async def test_what_cannot_be_honored_is_refused(
     assert param is None or answer.json()["error"]["param"] == param, answer.text
 
 
+async def test_all_grammars_in_lark_have_one_bound(http: httpx.AsyncClient) -> None:
+    """The pieces are read by Python, which a larger text would occupy for seconds."""
+    definition = "start: " + '"a"' * 11_000
+    tools = [
+        {"type": "custom", "custom": {"name": f"run{i}", "format": {"type": "grammar", "grammar": given}}}
+        for i, given in enumerate([{"syntax": "lark", "definition": definition}] * 2)
+    ]
+    answer = await http.post("/v1/chat/completions", json={"model": "llama", "messages": ASK, "tools": tools})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "tools")
+    assert "66014 bytes; at most 65536" in error["message"]
+
+
 # -- with a real engine, whose model writes at random ------------------------------------------------------------------
 
 LARK = 'start: word ("-" word)~1 SUFFIX\nword: /[a-c]{2}/\nSUFFIX: "\\n\\"!"'
