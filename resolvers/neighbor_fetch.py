@@ -53,6 +53,7 @@ class NeighborLimits:
     most_tried: int = 2  # Neighbors that are asked for one adapter.
     offer_s: float = 2.0  # Seconds until the connection stands and the files are announced.
     least_bytes_s: float = 50e6  # Bytes per second below which a neighbor is given up.
+    share: float = 0.5  # Part of the fetch's time that all neighbors together may use. The rest is the source's.
 
 
 LIMITS = NeighborLimits()
@@ -83,10 +84,11 @@ class NeighborFetcher:
 
         max_bytes limits the size of the adapter's files together. The caller holds the lock of the adapter's source.
         """
+        ends_s = time.monotonic() + deadline.left_s() * self._limits.share
         for address in self._found(digest):
             started = time.monotonic()
             try:
-                num_bytes = self._fetch_from(address, digest, cache, max_bytes, deadline)
+                num_bytes = self._fetch_from(address, digest, cache, max_bytes, deadline, ends_s)
             except NeighborFailed as failed:
                 deadline.left_s()
                 logger.warning("adapter %s: neighbor %s has not sent it: %s", digest[:12], address.host, failed)
@@ -110,15 +112,23 @@ class NeighborFetcher:
         return found[: self._limits.most_tried]
 
     def _fetch_from(
-        self, address: NeighborAddress, digest: str, cache: AdapterCache, max_bytes: int, deadline: FetchDeadline
+        self,
+        address: NeighborAddress,
+        digest: str,
+        cache: AdapterCache,
+        max_bytes: int,
+        deadline: FetchDeadline,
+        ends_s: float,
     ) -> int:
-        ends_s = time.monotonic() + self._limits.offer_s
+        """Returns the number of bytes. Raises NeighborFailed, at the latest at ends_s, a time of time.monotonic()."""
+        offer_ends_s = min(time.monotonic() + self._limits.offer_s, ends_s)
         try:
-            with socket.create_connection((address.host, address.port), timeout=self._limits.offer_s) as sock:
+            with socket.create_connection((address.host, address.port), timeout=_left_s(offer_ends_s)) as sock:
                 send(sock, encoder.encode(NeighborRequest(address.secret, digest)))
-                sizes = _checked(_offer(sock, ends_s), max_bytes)
+                sizes = _checked(_offer(sock, offer_ends_s), max_bytes)
                 num_bytes = sum(sizes.values())
-                ends_s = time.monotonic() + self._limits.offer_s + num_bytes / self._limits.least_bytes_s
+                files_s = self._limits.offer_s + num_bytes / self._limits.least_bytes_s
+                ends_s = min(time.monotonic() + files_s, ends_s)
                 with cache.draft(sizes, deadline) as draft:
                     for name, size in sizes.items():
                         self._receive_file(sock, draft / name, size, ends_s, deadline)
@@ -149,6 +159,14 @@ class NeighborFetcher:
                 size -= count
 
 
+def _left_s(ends_s: float) -> float:
+    """Returns the seconds until ends_s. Raises TimeoutError if there are none."""
+    left_s = ends_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
+
+
 def _offer(sock: socket.socket, ends_s: float) -> NeighborOffer:
     frame = receive(sock, MAX_OFFER_BYTES, ends_s)
     if frame is None:
@@ -170,9 +188,9 @@ def _checked(offer: NeighborOffer, max_bytes: int) -> Mapping[str, int]:
 
 
 def _receive_some(sock: socket.socket, buffer: memoryview, ends_s: float, deadline: FetchDeadline) -> int:
-    while (left_s := ends_s - time.monotonic()) > 0:
+    while True:
         deadline.left_s()
-        sock.settimeout(min(left_s, STOP_POLL_S))
+        sock.settimeout(min(_left_s(ends_s), STOP_POLL_S))
         try:
             count = sock.recv_into(buffer)
         except TimeoutError:
@@ -180,7 +198,6 @@ def _receive_some(sock: socket.socket, buffer: memoryview, ends_s: float, deadli
         if count == 0:
             raise ConnectionResetError("it was closed early")
         return count
-    raise TimeoutError
 
 
 def _write_all(fd: int, data: memoryview) -> None:

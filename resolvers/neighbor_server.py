@@ -34,6 +34,7 @@ REQUEST_S = 2.0  # Seconds in which a connection must show the secret and name a
 SEND_S = 10.0  # Seconds that a send may take, besides those for its bytes.
 LEAST_BYTES_S = 20e6  # A neighbor that receives fewer bytes per second is cut off.
 CHUNK_BYTES = 4 << 20
+ACCEPT_AGAIN_S = 0.1  # Seconds until connections are accepted again when the system has no descriptor or memory left.
 OUTCOMES = ("sent", "absent", "busy", "broken", "rejected")
 
 Cached = Callable[[str], AbstractContextManager[Path | None]]  # Holds an adapter's folder, or None if it is not there.
@@ -68,6 +69,7 @@ class NeighborServer(Collector):
         )
         for outcome in OUTCOMES:
             self._outcomes.labels(outcome)
+        self._is_closed = threading.Event()
         self._accepting = threading.Thread(target=self._accept, name="neighbors-accept", daemon=True)
         self._accepting.start()
 
@@ -76,6 +78,7 @@ class NeighborServer(Collector):
 
     def close(self) -> None:
         """Accepts no further connections. Adapters that are being sent are sent to their end."""
+        self._is_closed.set()
         with contextlib.suppress(OSError):  # It wakes the thread that accepts.
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -86,8 +89,11 @@ class NeighborServer(Collector):
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return  # The listener was closed.
+            except OSError as error:
+                if self._is_closed.wait(ACCEPT_AGAIN_S):
+                    return
+                logger.warning("a neighbor's connection cannot be accepted: %s", error)
+                continue
             if not self._connections.acquire(blocking=False):
                 connection.close()
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import threading
@@ -201,6 +202,16 @@ def test_a_neighbor_that_never_answers_is_left_for_the_source(
         assert second.outcomes() == {("neighbor", "slow"): 1, ("http", "fetched"): 1}
 
 
+def test_neighbors_leave_time_for_the_source(source: FileServer, node: Callable[..., Node], make_files: Make) -> None:
+    uri = source.put("/a", make_files(1))
+    digest = node().store.fetch(uri)
+    with answering(keeps_open=True) as silent:
+        second = node(silent, silent, timeout_s=int(WAIT_S))
+        second.limit(NeighborLimits(offer_s=10 * WAIT_S, share=0.01))
+        assert second.store.fetch(uri, digest) == digest
+        assert second.outcomes() == {("neighbor", "slow"): 2, ("http", "fetched"): 1}
+
+
 FILES = {"adapter_config.json": b"{}", WEIGHTS: b"x" * 1000}
 
 
@@ -295,6 +306,36 @@ def test_a_neighbor_sends_a_bounded_number_of_adapters_at_a_time(
                 send(other, encoder.encode(NeighborRequest(SECRET, digest)))
                 refused = receive(other)
                 assert refused is not None and offer_decoder.decode(refused).refusal == "busy"
+    finally:
+        server.close()
+
+
+class Exhausted(socket.socket):
+    """A listener of a process that has no file descriptor left at first."""
+
+    num_failures = 2
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+def test_a_connection_that_cannot_be_accepted_does_not_end_the_server(
+    source: FileServer, node: Callable[..., Node], make_files: Make
+) -> None:
+    uri, first = source.put("/a", make_files(1)), node()
+    digest = first.store.fetch(uri)
+    listener = Exhausted()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    server = NeighborServer(listener, SECRET, first.store.cached)
+    try:
+        second = node(NeighborAddress("127.0.0.1", listener.getsockname()[1], SECRET))
+        second.limit(NeighborLimits(offer_s=WAIT_S))
+        assert second.store.fetch(uri, digest) == digest
+        assert second.outcomes() == {("neighbor", "fetched"): 1}
     finally:
         server.close()
 
