@@ -11,6 +11,7 @@ from lorafleet.api.tool_calls.json_scanner import BLANKS
 PARAMETER = "input"
 _OPENING = re.compile(r'\{[ \t\n\r]*"input"[ \t\n\r]*:[ \t\n\r]*"')
 _BEGINNINGS = re.compile(r'(\{[ \t\n\r]*("(i(n(p(u(t("[ \t\n\r]*(:[ \t\n\r]*)?)?)?)?)?)?)?)?)?')
+_PLAIN = re.compile(r'[^"\\]+')
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", '"': '"', "\\": "\\", "/": "/"}
 
 
@@ -56,6 +57,11 @@ class InputReader:
         made, text = list[str](), self._held
         position = 0
         while position < len(text) and self._state == "text":
+            plain = _PLAIN.match(text, position)
+            if plain is not None:
+                made.append(plain[0])
+                position = plain.end()
+                continue
             end = _end_of_letter(text, position)
             if end is None:
                 break
@@ -70,9 +76,9 @@ class InputReader:
 
 
 def _end_of_letter(text: str, begin: int) -> int | None:
-    """Returns where the letter of a JSON text that begins here ends, or None if its end has not arrived. Two escapes
-    that are one character are one letter."""
-    if text[begin] != "\\":
+    """Returns where the quote or escape of a JSON text that begins here ends, or None if its end has not arrived. Two
+    escapes that are one character are one letter."""
+    if text[begin] == '"':
         return begin + 1
     if len(text) < begin + 2:
         return None
@@ -88,8 +94,6 @@ def _end_of_letter(text: str, begin: int) -> int | None:
 
 
 def _decoded(letter: str) -> str:
-    if letter[0] != "\\":
-        return letter
     if letter[1] != "u":
         return _ESCAPES.get(letter[1], letter)
     try:
