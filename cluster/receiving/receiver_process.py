@@ -21,7 +21,8 @@ _PASSED_ON = ("NCCL_", "GLOO_", "LD_LIBRARY_PATH", "CUDA_HOME", "PATH")
 
 
 class ReceiverFailed(Exception):
-    """An error that means that a job has failed, and that the process has been ended. The message has the reason."""
+    """An error that means that a job has failed. If it had begun, its process has been ended. The message has the
+    reason."""
 
 
 class ReceiverProcess:
@@ -42,13 +43,16 @@ class ReceiverProcess:
 
     async def wait_until_started(self, timeout_s: float) -> None:
         """Waits for the program's word that it can take jobs. Raises ReceiverFailed."""
-        async with self._ending_if_failed(timeout_s), self._turn:
+        async with self._job(timeout_s):
             await self._follow(None)
 
     async def receive(self, push: AnnouncedPush, intake: PushIntake, timeout_s: float) -> None:
-        """Has the process write the push's tensors into the intake's memory. Raises ReceiverFailed."""
+        """Has the process write the push's tensors into the intake's memory, after the pushes before it.
+
+        Raises ReceiverFailed, also if its turn does not come in time. Only then the process goes on.
+        """
         job = ReceiveJob(intake.path, push.file.num_bytes, push.file.tensors, push.handle, push.offset)
-        async with self._ending_if_failed(timeout_s), self._turn:
+        async with self._job(timeout_s):
             if self.has_ended:
                 raise ReceiverFailed("its process has ended")
             await asyncio.get_running_loop().sock_sendall(self._program.socket, framed(msgspec.json.encode(job)))
@@ -68,18 +72,22 @@ class ReceiverProcess:
             self._program.socket.close()
 
     @asynccontextmanager
-    async def _ending_if_failed(self, timeout_s: float) -> AsyncIterator[None]:
+    async def _job(self, timeout_s: float) -> AsyncIterator[None]:
+        """Waits for the process's turn, and ends the process if the job fails then. A job that gives up before its turn
+        does not harm the one that the process does."""
+        has_begun = False
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s), self._turn:
+                has_begun = True
                 yield
-        except TimeoutError:
-            await self.end()
-            raise ReceiverFailed(f"it took longer than {timeout_s:g} s") from None
-        except OSError as error:
-            await self.end()
-            raise ReceiverFailed("its process has ended") from error
-        except BaseException:
-            await self.end()
+        except BaseException as error:
+            if has_begun:
+                await self.end()
+            if isinstance(error, TimeoutError):
+                subject = "it" if has_begun else "the pushes before it"
+                raise ReceiverFailed(f"{subject} took longer than {timeout_s:g} s") from None
+            if isinstance(error, OSError):
+                raise ReceiverFailed("its process has ended") from error
             raise
 
     async def _follow(self, intake: PushIntake | None) -> None:

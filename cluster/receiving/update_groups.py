@@ -53,17 +53,17 @@ class UpdateGroups:
             raise InvalidRequest("`backend` is nccl, but this server runs without a GPU; use gloo.", "backend")
 
     async def receive(self, name: str, push: AnnouncedPush, intake: PushIntake, timeout_s: float) -> None:
-        """Receives a push's tensors by broadcasts from rank 0. If that fails, the group has ended.
-
-        Raises BodyTimeout. This replica must be a member.
-        """
-        member = self._members[name]
+        """Receives a push's tensors by broadcasts from rank 0, after the pushes before it. If that fails once it has
+        begun, the group has ended. Raises BodyTimeout."""
+        member = self._members.get(name)
+        if member is None:  # It has ended since the push was accepted.
+            raise BodyTimeout(f"The process group {name!r} has ended, and nothing was changed: join it again.")
         try:
             await member.receive(push, intake, timeout_s)
         except ReceiverFailed as error:
+            rest = "the group has ended: join it again" if member.has_ended else "the group goes on: push again"
             raise BodyTimeout(
-                f"The tensors did not arrive in the process group {name!r}: {error}. Nothing was changed, and the "
-                "group has ended: join it again."
+                f"The tensors did not arrive in the process group {name!r}: {error}. Nothing was changed, and {rest}."
             ) from None
         finally:
             if member.has_ended:
