@@ -132,7 +132,7 @@ class LLM:
             async_scheduling=options.async_scheduling,
             lora=_lora_config(options, given),
         )
-        # An engine's objects refer to each other. So an engine that was closed before keeps its GPU memory until they are
+        # An engine's objects refer to each other. So one that was closed before keeps its GPU memory until they are
         # collected.
         gc.collect()
         self._ranks = RankProcesses(config) if config.tensor_parallel_size > 1 else None
