@@ -14,7 +14,7 @@ from typing import NamedTuple
 from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.limits import MAX_SOURCE_BYTES
 
-_MAX_DEPTH = 100  # Of brackets within brackets, and of rules within rules.
+_MAX_DEPTH = 100  # Most brackets within brackets, and rules within rules.
 _TOKEN = re.compile(
     r"""(?P<blank>\s+|//[^\n]*)
     |(?P<text>"(?:\\.|[^"\\\n])*"i?)
