@@ -88,7 +88,12 @@ def test_a_late_capture_leaves_the_tokens_and_the_stream_of_the_steps(
     capture = DecodeCapture(steps.model, steps.caches, None, attention, steps.inputs, 0, None, 64, torch.device("cpu"))
     steps.inputs.sampled_B.copy_(torch.tensor([3, 1, 4, 1]))
     compute = attention.attend
-    monkeypatch.setattr(attention, "attend", lambda *given: order.append("computed") or compute(*given))
+
+    def attend(layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+        order.append("computed")
+        return compute(layer, q_THD)
+
+    monkeypatch.setattr(attention, "attend", attend)
     if fails:
         monkeypatch.setattr(steps.model, "logits", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
