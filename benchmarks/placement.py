@@ -97,7 +97,7 @@ class Scene:
     """The parameters of a simulation that are the same for all rules, besides the requests."""
 
     storage: StorageKind = "local"
-    cache_bytes: int = 64 << 30  # Of each node's disk cache; the default of lora_cache_bytes.
+    cache_bytes: int = 64 << 30  # Size of each node's disk cache; the default of lora_cache_bytes.
     new_node_s: float | None = None  # The time at which a replica moves to a new node; only later requests count then.
 
 

@@ -5,6 +5,7 @@ There is no Ray and no socket: the calling thread drives the same engine.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import itertools
 import time
@@ -131,6 +132,9 @@ class LLM:
             async_scheduling=options.async_scheduling,
             lora=_lora_config(options, given),
         )
+        # An engine's objects refer to each other. So one that was closed before keeps its GPU memory until they are
+        # collected.
+        gc.collect()
         self._ranks = RankProcesses(config) if config.tensor_parallel_size > 1 else None
         try:
             if self._ranks is None:

@@ -35,7 +35,7 @@ class StepShape:
     num_adapter_tokens: int  # Those of num_tokens that used an adapter.
     # The work of attention, which is not counted for a step of decodes alone.
     decode_positions: int = 0  # Sum of the decodes' contexts.
-    prompts: tuple[tuple[int, int], ...] = ()  # Of each prompt, the tokens in the step, and its context at their end.
+    prompts: tuple[tuple[int, int], ...] = ()  # Each prompt's tokens in the step, and its context at their end.
 
 
 class StepMetrics:

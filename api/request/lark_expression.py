@@ -16,7 +16,7 @@ from lorafleet.protocol.limits import MAX_SOURCE_BYTES
 from lorafleet.protocol.strict_json import shown
 from lorafleet.protocol.yield_gil import yielding_gil
 
-_MAX_DEPTH = 100  # Of brackets within brackets, and of rules within rules.
+_MAX_DEPTH = 100  # Most brackets within brackets, and rules within rules.
 _TOKEN = re.compile(
     r"""(?P<blank>\s+|//[^\n]*)
     |(?P<text>"(?:\\.|[^"\\\n])*"i?)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lorafleet.protocol.lru_cache import LRUCache
 
 MAX_ADAPTERS = 100_000
-MAX_REPLICAS = 3  # For one adapter.
+MAX_REPLICAS = 3  # Most replicas that are remembered for one adapter.
 
 
 class FormerHolders:

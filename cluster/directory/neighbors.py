@@ -1,7 +1,7 @@
 """Knows which replicas' nodes probably have an adapter's files in their caches, where other nodes can fetch them.
 
-A replica that holds an adapter in memory has read it from its node's cache, where it usually still is. That it is no
-longer there only costs one question. resolvers/neighbor_fetch.py asks it.
+A replica that holds an adapter in memory has read it from its node's cache, where it usually still is. If it is no
+longer there, one request of resolvers/neighbor_fetch.py is wasted.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class GroupLeave:
 class GroupDone:
     """The answer of the replica that is the group's member."""
 
-    digest: str = ""  # Of the pushed version.
+    digest: str = ""  # The digest of the pushed version.
     adapter: Adapter | None = None  # The pushed adapter.
     error: LorafleetError | None = None  # Why the order has failed. None: it is done.
 

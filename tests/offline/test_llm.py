@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import inspect
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -155,6 +157,21 @@ def test_threads_that_read_an_adapter_have_the_processor_meanwhile(llm, fleet, m
     llm.add_lora(LoRARequest("rslora", 9, str(fleet("llama3").adapters["rslora"])))
     assert stepped_s[19] - stepped_s[0] >= 19 * STALLED_WAIT_S
     llm.remove_lora(9)
+
+
+def test_an_engine_that_was_closed_has_given_its_memory_back_when_the_next_one_starts(fleet, monkeypatch):
+    first = LLM(str(fleet("llama3").base), kv_cache_tokens=256)
+    cache = weakref.ref(first._engine.runner.steps.caches[0].k_NPGD)
+    first.close()
+    gc.disable()
+    try:
+        del first
+        in_memory: list[bool] = []
+        monkeypatch.setattr("lorafleet.offline.llm.build_engine", lambda _: in_memory.append(cache() is not None))
+        LLM(str(fleet("llama3").base))
+        assert in_memory == [False]
+    finally:
+        gc.enable()
 
 
 def test_mistakes_are_named_before_anything_runs(llm, fleet):

@@ -1,7 +1,7 @@
 """Computes prompts whose long contexts are divided among programs, with FlashInfer's FA3, which does not divide keys.
 
 The keys in front of a chunk are seen by all of its queries. So each part of them is a sequence of its own for FA3,
-without a causal mask. The chunk's own keys are computed as ever, and merge_parts adds the parts. prompt_tiles.py says
+without a causal mask. The chunk's own keys are computed as usual, and merge_parts adds the parts. prompt_tiles.py says
 into how many parts contexts are divided.
 """
 

@@ -1,4 +1,4 @@
-"""Divides the device memory for A and B among the adapters in slots. It only keeps the books and needs no torch.
+"""Divides the device memory for A and B among the adapters in slots. It only records the ranges and needs no torch.
 
 An adapter takes the bytes of its own rank and modules. It lies in one range of the memory if there is one, otherwise in
 several: the kernels have an address for each matrix, so a block may be cut before any of its matrices. Cutting leaves
@@ -15,7 +15,7 @@ import msgspec
 
 from lorafleet.protocol.errors import AdapterTooLarge
 
-MAX_EXTENTS = 8  # Of one adapter, since each is at least one copy.
+MAX_EXTENTS = 8  # Most ranges of one adapter, since each is at least one copy.
 
 Range = tuple[int, int]  # First byte and number of bytes.
 

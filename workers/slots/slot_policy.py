@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lorafleet.workers.slots.lora_memory import Extent, LoRAMemory
     from lorafleet.workers.slots.packed_adapter import PackedAdapter
 
-COST = 1  # Of every adapter, see eviction.py.
+COST = 1  # The cost of every adapter, see eviction.py.
 
 
 @dataclass(slots=True, eq=False)

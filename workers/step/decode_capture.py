@@ -102,6 +102,9 @@ class DecodeCapture:
             return self._capture(key.num_rows, self._backends[key.num_rows], self._lora_batch(key))
         finally:
             torch.cuda.set_stream(stream)  # a capture that fails leaves its own
+            # The step before the capture ran on another stream. It must not write its tokens after this copy, nor run
+            # beside the next step.
+            torch.cuda.synchronize(self._device)
             self._inputs.sampled_B.copy_(last_tokens_B)
 
     def forget(self) -> None:

@@ -10,16 +10,29 @@ part of the reserved memory, so it is reserved again afterwards (late_work.py).
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from lorafleet.workers.models.engine_model import EngineModel
 
+log = logging.getLogger(__name__)
+
 
 @torch.inference_mode()
 def reserve_logits(model: EngineModel, num_rows: int, device: torch.device) -> None:
-    """Computes logits of this many rows, and leaves their memory to torch's allocator. Does nothing on a CPU."""
-    if device.type == "cuda":
-        hidden_BD = torch.zeros(
-            num_rows, model.config.hidden_size, dtype=model.embed_tokens.weight.dtype, device=device
+    """Computes logits of this many rows, and leaves their memory to torch's allocator. Does nothing on a CPU.
+
+    A lack of memory is logged and ends nothing, since smaller steps may still run.
+    """
+    if device.type != "cuda":
+        return
+    try:
+        model.logits(model.embed_tokens.weight.new_zeros(num_rows, model.config.hidden_size))
+    except torch.OutOfMemoryError as error:
+        log.warning(
+            "there is no memory left for the logits of %d sequences, so a step of so many may fail: lower "
+            "gpu_memory_utilization or max_num_seqs (%s)",
+            num_rows,
+            error,
         )
-        model.logits(hidden_BD)

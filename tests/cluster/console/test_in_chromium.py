@@ -286,9 +286,9 @@ def test_the_keyboard_alone_reaches_and_does_everything(
 def test_arrow_keys_go_from_slot_to_slot(open_page: Open) -> None:
     page = open_page()
     slots = page.locator(".replica").first.locator(".slot")
-    expect(slots).to_have_count(4)
+    expect(slots).to_have_count(8)  # by default twice --max-loras
     slots.nth(0).focus()
-    for key, number in (("ArrowRight", 1), ("End", 3), ("ArrowRight", 0), ("ArrowLeft", 3)):
+    for key, number in (("ArrowRight", 1), ("End", 7), ("ArrowRight", 0), ("ArrowLeft", 7)):
         page.keyboard.press(key)
         expect(slots.nth(number)).to_be_focused()
     assert slots.evaluate_all("slots => slots.filter((one) => one.tabIndex === 0).length") == 1
@@ -489,10 +489,10 @@ def test_a_replica_has_an_address_with_its_own_slots_and_traffic(open_page: Open
     page = open_page()
     page.locator(".replica h4 a").first.click()
     expect(page).to_have_url(re.compile("#/replicas/"))
-    expect(page.locator("#replica-picture .slot")).to_have_count(4)
+    expect(page.locator("#replica-picture .slot")).to_have_count(8)
     expect(page.locator("#replica-traffic figure")).to_have_count(4)
     page.reload()
-    expect(page.locator("#replica-picture .slot")).to_have_count(4)
+    expect(page.locator("#replica-picture .slot")).to_have_count(8)
     page.go_back()
     expect(page.locator("#replicas .replica")).to_have_count(2)
 

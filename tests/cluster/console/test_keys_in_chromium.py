@@ -162,7 +162,7 @@ def test_a_tenants_key_to_infer_shows_its_own_and_what_is_public_and_changes_not
     open_as_acme: Open,
 ) -> None:
     page = open_as_acme("fleet", "acme-app")
-    expect(page.locator(".replica .facts")).to_contain_text("shown of 2 slots")
+    expect(page.locator(".replica .facts")).to_contain_text("shown of 4 slots")
     expect(page.locator("#errors")).to_contain_text("No errors since")
     expect(page.locator("#loads")).to_contain_text("Nothing is being loaded")
     expect(page.locator("#fleet-traffic figure:visible")).to_have_count(3)  # Loads are not its own.

@@ -69,12 +69,13 @@ def test_a_late_capture_leaves_the_tokens_and_the_stream_of_the_steps(
     fleet, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     """The device's part is left out. A capture computes a step of padding, whose tokens overwrite those in flight."""
+    order: list[str] = []
     for name, stand_in in (
         ("Stream", NoStream),
         ("CUDAGraph", NoGraph),
         ("graph_pool_handle", lambda: (0, 0)),
         ("stream", lambda _: nullcontext()),
-        ("synchronize", lambda _: None),
+        ("synchronize", lambda _: order.append("waited")),
         ("current_stream", lambda _: "the steps'"),
         ("set_stream", (streams := []).append),
     ):
@@ -86,6 +87,13 @@ def test_a_late_capture_leaves_the_tokens_and_the_stream_of_the_steps(
     attention = WithGraphs(spec, steps.caches)
     capture = DecodeCapture(steps.model, steps.caches, None, attention, steps.inputs, 0, None, 64, torch.device("cpu"))
     steps.inputs.sampled_B.copy_(torch.tensor([3, 1, 4, 1]))
+    compute = attention.attend
+
+    def attend(layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+        order.append("computed")
+        return compute(layer, q_THD)
+
+    monkeypatch.setattr(attention, "attend", attend)
     if fails:
         monkeypatch.setattr(steps.model, "logits", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -96,4 +104,5 @@ def test_a_late_capture_leaves_the_tokens_and_the_stream_of_the_steps(
         assert graph.hidden_BD.shape[0] == graph.logits_BW.shape[0] == graph.num_rows == 2
     assert steps.inputs.sampled_B.tolist() == [3, 1, 4, 1]
     assert streams == ["the steps'"]
+    assert order[-2:] == ["computed", "waited"]  # or the padding's tokens might be written after those in flight
     engine.close()

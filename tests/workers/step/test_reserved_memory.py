@@ -3,6 +3,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -29,6 +30,16 @@ def test_nothing_is_reserved_on_a_cpu() -> None:
     model: Any = Head("cpu")
     reserve_logits(model, ROWS, torch.device("cpu"))
     assert model.num_rows == []
+
+
+def test_a_lack_of_memory_is_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    class FullHead(Head):
+        def logits(self, hidden_BD: Tensor) -> Tensor:
+            raise torch.OutOfMemoryError(f"no room for {len(hidden_BD)} rows")
+
+    model: Any = FullHead("cpu")
+    reserve_logits(model, ROWS, torch.device("cuda"))
+    assert "no room for 64 rows" in caplog.text and "lower gpu_memory_utilization" in caplog.text
 
 
 class TestOnGPU:
