@@ -128,12 +128,13 @@ With `tool_choice: auto`, `tools` need a model whose chat template shows it tool
 
 - The server detects the format from the template, also from an adapter's own. `--tool-call-parser NAME` sets it
   instead, and so does `"tool_call_parser": NAME` in an adapter's `lorafleet.json`. `none`: calls are not parsed.
-- Arguments always reach the client as JSON. Between tags, the function's schema decides whether a value is a text.
+- Arguments of functions always reach the client as JSON. Between tags, the function's schema decides whether a value is
+  a text.
 - vLLM's `--enable-auto-tool-choice` is not needed. Calls are parsed whenever the format is known; otherwise the
   request is refused.
-- `required`, or a function by name, works with every template that shows tools. A schema forces the call, and the
+- `required`, or a tool by name, works with every template that shows tools. A schema forces the call, and the
   answer ends with `finish_reason: tool_calls`.
-- `allowed_tools` shows the model only those functions.
+- `allowed_tools` shows the model only those tools.
 - Under `auto`, calls of functions with `strict` match their schemas ([structured output](structured-output.md#tools)).
   Other calls are parsed as the model writes them. Text that is not a call of an offered function is content.
 - If a call in a stream becomes invalid after it has begun, the rest is sent as its arguments, as the model wrote it.
@@ -150,11 +151,11 @@ back as OpenAI's clients send them.
 
 - `format` of type `grammar` with the syntax `regex` forces the input, under each `tool_choice`.
 - With the syntax `lark`, the grammar becomes a regular expression. A recursive grammar is refused, and so are `%ignore`
-  and imports other than the usual ones of `common`. Terminals are matched as parts of the whole: no lexer reads each as
-  far as it can.
+  and imports other than the usual ones of `common`. Terminals are parts of one expression. So a terminal does not take
+  as much text as it can, as it does in Lark's lexer. All grammars in Lark of a request may have 64 KiB together.
 - Formats of calls with arguments between tags (GLM, Qwen3-Coder, MiniMax, Seed-OSS) and Gemma 4 cannot force a pattern
   under `auto`. Such a request is refused; set `tool_choice` to `required` or name the tool.
-- In streams of chats, each chunk of a call has `custom` in the place of `function`.
+- In streams of chats, each chunk of a call has `custom` in place of `function`.
 
 ## Reasoning
 
