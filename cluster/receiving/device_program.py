@@ -18,8 +18,8 @@ import msgspec
 from lorafleet.cluster.receiving.receiver_messages import (
     ReceiveJob,
     ReceiverReport,
-    error_text,
     report,
+    reported,
     write_at,
 )
 from lorafleet.protocol.adapter_formats.announced_tensors import TensorPlace
@@ -112,19 +112,11 @@ def runs_of(tensors: Sequence[TensorPlace], offset: int) -> list[Run]:
 def main() -> None:
     server, device = socket.socket(fileno=0), settings()["device"]
     server.settimeout(IDLE_S)
-    try:
+    with reported(server):
         opener = _HostOpener() if device == "cpu" else _GpuOpener(device)
-    except Exception as error:
-        report(server, ReceiverReport(has_ended=True, error=error_text(error)))
-        return
-    report(server, ReceiverReport(has_ended=True))
     while (message := _next_job(server)) is not None:
-        try:
+        with reported(server):
             _copy(server, opener, msgspec.json.decode(message, type=ReceiveJob))
-        except Exception as error:
-            report(server, ReceiverReport(has_ended=True, error=error_text(error)))
-            return
-        report(server, ReceiverReport(has_ended=True))
 
 
 def _next_job(server: socket.socket) -> bytearray | None:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lorafleet.cluster.replica_search import find_answer
 from lorafleet.protocol.adapter_formats.announced_tensors import AnnouncedPush
 from lorafleet.protocol.admin_answers import Adapter
 from lorafleet.protocol.admin_verbs import PushTerms
@@ -54,17 +55,10 @@ async def ask_members(replicas: Any, order: GroupOrder) -> GroupDone | None:
     `replicas` is a handle whose deployment has obey_group_order(). Raises the member's error, and Overloaded if a
     replica does not answer.
     """
-    try:
-        answers = await replicas.broadcast("obey_group_order", order).results_async(
-            timeout_s=PATIENCE_S, return_exceptions=True
-        )
-    except TimeoutError as error:
-        answers = [error]
-    done = next((answer for answer in answers if isinstance(answer, GroupDone)), None)
+    done, error = await find_answer(replicas, "obey_group_order", order, GroupDone, PATIENCE_S)
     if done is not None and done.error is not None:
         raise done.error
-    silent = [answer for answer in answers if isinstance(answer, Exception)]
-    if done is None and silent:
-        logger.warning("a replica did not say whether it is in the process group %r: %r", order.group, silent[0])
+    if done is None and error is not None:
+        logger.warning("a replica did not say whether it is in the process group %r: %r", order.group, error)
         raise Overloaded("A replica that may be in this process group does not answer; try again in a moment.")
     return done

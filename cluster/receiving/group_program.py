@@ -25,8 +25,8 @@ from lorafleet.cluster.admin.tensor_memory import DTYPE_NAMES
 from lorafleet.cluster.receiving.receiver_messages import (
     ReceiveJob,
     ReceiverReport,
-    error_text,
     report,
+    reported,
     write_at,
 )
 from lorafleet.protocol.adapter_formats.announced_tensors import TensorPlace, complete_until
@@ -42,26 +42,18 @@ WINDOW_BYTES = 32 << 20  # Tensors of about so many bytes are in flight together
 def main() -> None:
     server, place = socket.socket(fileno=0), WeightsGroupPlace(**settings())
     torch.set_num_threads(1)
-    try:
+    with reported(server):
         store, _ = open_store(place)
         say_joined(store)
         group = join_group(place, store)
-    except Exception as error:
-        report(server, ReceiverReport(has_ended=True, error=error_text(error)))
-        return
-    report(server, ReceiverReport(has_ended=True))
     device = torch.device("cuda" if place.backend == "nccl" else "cpu")
     for push in itertools.count():
         message = receive(server)
         if message is None:
             return
-        try:
+        with reported(server):
             group.say_ready(push)
             _receive_push(server, group, msgspec.json.decode(message, type=ReceiveJob), device)
-        except Exception as error:
-            report(server, ReceiverReport(has_ended=True, error=error_text(error)))
-            return
-        report(server, ReceiverReport(has_ended=True))
 
 
 def _receive_push(server: socket.socket, group: WeightsGroupMember, job: ReceiveJob, device: torch.device) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 
@@ -22,7 +24,7 @@ class ReceiveJob(msgspec.Struct, frozen=True):
     memory: str  # Path of the memory that the tensors are written to.
     file_bytes: int  # Size of the safetensors file there.
     tensors: tuple[TensorPlace, ...]  # In the order in which they come.
-    handle: str = ""  # As in AnnouncedPush.
+    handle: str = ""  # The same as AnnouncedPush.handle.
     offset: int = 0
 
 
@@ -38,7 +40,18 @@ def report(sock: socket.socket, said: ReceiverReport) -> None:
     send(sock, msgspec.json.encode(said))
 
 
-def error_text(error: Exception) -> str:
+@contextmanager
+def reported(sock: socket.socket) -> Iterator[None]:
+    """Reports that the job inside has ended. If it fails, reports its error and ends the program."""
+    try:
+        yield
+    except Exception as error:
+        report(sock, ReceiverReport(has_ended=True, error=_error_text(error)))
+        raise SystemExit from None
+    report(sock, ReceiverReport(has_ended=True))
+
+
+def _error_text(error: Exception) -> str:
     """Returns the error's message on one line, of a length that fits in an answer."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text[:500]

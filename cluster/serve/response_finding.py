@@ -10,6 +10,7 @@ import logging
 from typing import Any
 
 from lorafleet.api.stored.response_query import ResponseFound, ResponseQuery
+from lorafleet.cluster.replica_search import find_answer
 from lorafleet.protocol.errors import Overloaded
 
 PATIENCE_S = 5.0
@@ -22,15 +23,8 @@ async def find_response(replicas: Any, query: ResponseQuery) -> ResponseFound | 
 
     `replicas` is a handle whose deployment has find_response(). Raises Overloaded if a replica does not answer.
     """
-    try:
-        answers = await replicas.broadcast("find_response", query).results_async(
-            timeout_s=PATIENCE_S, return_exceptions=True
-        )
-    except TimeoutError as error:
-        answers = [error]
-    found = next((answer for answer in answers if isinstance(answer, ResponseFound)), None)
-    silent = [answer for answer in answers if isinstance(answer, Exception)]
-    if found is None and silent:
-        logger.warning("a replica did not say whether it has the response %r: %r", query.response_id, silent[0])
+    found, error = await find_answer(replicas, "find_response", query, ResponseFound, PATIENCE_S)
+    if found is None and error is not None:
+        logger.warning("a replica did not say whether it has the response %r: %r", query.response_id, error)
         raise Overloaded("A replica that may have this response does not answer; try again in a moment.")
     return found

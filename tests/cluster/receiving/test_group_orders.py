@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from answering_replicas import AnsweringReplicas
 from lorafleet.cluster.receiving.group_orders import GroupDone, GroupPush, ask_members
 from lorafleet.protocol.adapter_formats.announced_tensors import AnnouncedPush, read_announced
 from lorafleet.protocol.admin_verbs import PushTerms
@@ -17,34 +16,21 @@ PUSH = AnnouncedPush(b"{}", read_announced([{"name": "a", "dtype": "float32", "s
 ORDER = GroupPush("group", "policy", PUSH, PushTerms("distributed"), 60.0)
 
 
-@dataclass
-class Replicas:
-    """A handle of a deployment, whose replicas give these answers."""
-
-    answers: list[Any]
-
-    def broadcast(self, method: str, order: GroupPush) -> Replicas:
-        assert (method, pickle.loads(pickle.dumps(order))) == ("obey_group_order", ORDER)
-        return self
-
-    async def results_async(self, timeout_s: float, *, return_exceptions: bool) -> list[Any]:
-        assert timeout_s > 0 and return_exceptions
-        if not self.answers:
-            raise TimeoutError
-        return [pickle.loads(pickle.dumps(answer)) for answer in self.answers]
+def replicas(answers: list[Any]) -> AnsweringReplicas:
+    return AnsweringReplicas("obey_group_order", ORDER, answers)
 
 
 async def test_the_member_answers() -> None:
-    assert await ask_members(Replicas([None, GroupDone("digest"), RuntimeError("gone")]), ORDER) == GroupDone("digest")
-    assert await ask_members(Replicas([None, None]), ORDER) is None
+    assert await ask_members(replicas([None, GroupDone("digest"), RuntimeError("gone")]), ORDER) == GroupDone("digest")
+    assert await ask_members(replicas([None, None]), ORDER) is None
 
 
 async def test_the_members_error_is_the_orders() -> None:
     with pytest.raises(BodyTimeout, match="did not arrive"):
-        await ask_members(Replicas([None, GroupDone(error=BodyTimeout("did not arrive"))]), ORDER)
+        await ask_members(replicas([None, GroupDone(error=BodyTimeout("did not arrive"))]), ORDER)
 
 
 @pytest.mark.parametrize("answers", [[None, RuntimeError("gone")], []])
 async def test_a_silent_replica_may_be_the_member(answers: list[Any]) -> None:
     with pytest.raises(Overloaded, match="does not answer"):
-        await ask_members(Replicas(answers), ORDER)
+        await ask_members(replicas(answers), ORDER)
