@@ -56,7 +56,7 @@ class JoinCall(SocketCall[Changes], frozen=True):
     names: list[str]
     found: list[LoRARequest]
     ready: bool
-    neighbor: Neighbor | None = None  # Where the replica sends adapters to other nodes, if it does.
+    neighbor: Neighbor | None = None  # The replica's server for other nodes; None: it has none.
 
     async def answered_by(self, directory: AdapterDirectory) -> Changes:
         directory.neighbors.register(self.replica_id, self.neighbor)

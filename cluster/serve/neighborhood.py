@@ -28,7 +28,7 @@ class NodeFiles:
 
     def __init__(self, sources: SourcesConfig, place: DirectoryPlace, replica_id: str, *, has_neighbors: bool) -> None:
         self.store = AdapterStore(sources, neighbor_finder(place, replica_id) if has_neighbors else None)
-        self.neighbor: Neighbor | None = None  # What the directory has to know of the server.
+        self.neighbor: Neighbor | None = None  # The server, as the directory tells other nodes of it.
         self.server: NeighborServer | None = None
         if has_neighbors:
             host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # Ray's

@@ -1,4 +1,4 @@
-"""Where adapters of any size lie in the memory that all slots share."""
+"""The memory that all slots share gives each adapter a place of its size."""
 
 from __future__ import annotations
 
