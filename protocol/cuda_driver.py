@@ -1,7 +1,8 @@
-"""The few calls of NVIDIA's driver by which processes share memory of a GPU (CUDA IPC), through ctypes.
+"""The few calls of NVIDIA's driver for which torch has none, through ctypes.
 
-torch's own sharing needs its pickles and counts references in files of both processes. The driver's handles are 64
-plain bytes.
+By some of them, processes share memory of a GPU (CUDA IPC). torch's own sharing needs its pickles and counts references
+in files of both processes. The driver's handles are 64 plain bytes. By the others, memory moves from one address to
+another (CUDA virtual memory management), so that tensors and CUDA graphs may outlive the memory behind them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import uuid
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag that there is.
+_HAS_VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+_PINNED, _ON_DEVICE = 1, 1  # CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE
+_READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
 
 class CudaDriverError(Exception):
@@ -19,6 +23,28 @@ class CudaDriverError(Exception):
 
 class _IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("device", ctypes.c_int))
+
+
+class _AllocationKind(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("windows_attributes", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
 class CudaDriver:
@@ -82,6 +108,51 @@ class CudaDriver:
         """Fills the target with the bytes at an address of the GPU, and waits for them."""
         begin = ctypes.addressof(ctypes.c_ubyte.from_buffer(target))
         self._call("cuMemcpyDtoH_v2", ctypes.c_void_p(begin), ctypes.c_uint64(address), ctypes.c_size_t(len(target)))
+
+    def has_virtual_memory(self, device: int) -> bool:
+        """Returns whether memory of the GPU with this index can be mapped to reserved addresses."""
+        found = ctypes.c_int()
+        self._call("cuDeviceGetAttribute", ctypes.byref(found), _HAS_VIRTUAL_MEMORY, ctypes.c_int(device))
+        return bool(found.value)
+
+    def reserve_addresses(self, num_bytes: int) -> int:
+        """Returns the first of new addresses, behind which there is no memory yet."""
+        address = ctypes.c_uint64()
+        size, none = ctypes.c_size_t(num_bytes), ctypes.c_uint64(0)
+        self._call("cuMemAddressReserve", ctypes.byref(address), size, ctypes.c_size_t(0), none, none)
+        return address.value
+
+    def free_addresses(self, address: int, num_bytes: int) -> None:
+        self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(num_bytes))
+
+    def create_memory(self, num_bytes: int, device: int) -> int:
+        """Returns the handle of new memory without an address, of the GPU with this index. `num_bytes` is a multiple of
+        2 MiB."""
+        kind = _AllocationKind(type=_PINNED, location=_Location(_ON_DEVICE, device))
+        handle = ctypes.c_uint64()
+        self._call(
+            "cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(num_bytes), ctypes.byref(kind), ctypes.c_uint64(0)
+        )
+        return handle.value
+
+    def release_memory(self, handle: int) -> None:
+        """Frees memory as soon as it is not mapped any more."""
+        self._call("cuMemRelease", ctypes.c_uint64(handle))
+
+    def map_memory(self, address: int, num_bytes: int, handle: int) -> None:
+        """Puts all of the handle's memory behind reserved addresses. allow_access() must follow."""
+        none = ctypes.c_size_t(0), ctypes.c_uint64(handle), ctypes.c_uint64(0)
+        self._call("cuMemMap", ctypes.c_uint64(address), ctypes.c_size_t(num_bytes), *none)
+
+    def allow_access(self, address: int, num_bytes: int, device: int) -> None:
+        """Lets the GPU read and write memory that has been mapped to consecutive addresses."""
+        access = _Access(_Location(_ON_DEVICE, device), _READ_WRITE)
+        size = ctypes.c_size_t(num_bytes)
+        self._call("cuMemSetAccess", ctypes.c_uint64(address), size, ctypes.byref(access), ctypes.c_size_t(1))
+
+    def unmap_memory(self, address: int, num_bytes: int) -> None:
+        """Takes memory away from addresses. No work on the GPU may use them any more."""
+        self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(num_bytes))
 
     def _uuid_of(self, device: ctypes.c_int) -> str:
         found = (ctypes.c_ubyte * 16)()
