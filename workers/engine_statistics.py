@@ -78,6 +78,7 @@ class EngineStatistics:
         resident = [slot.digest or "" for slot in slots.slots]
         cpu = adapters.resident_cpu()
         size = self._runner.steps.model.group.size
+        pool = None if self._runner.loras is None else self._runner.loras.filler.pool
         fetched, late, snapshots = adapters.fetched, self._runner.steps.late, scheduler.memory.snapshots
         return EngineStats(
             paused=scheduler.pause,
@@ -86,7 +87,7 @@ class EngineStatistics:
             num_waiting=len(scheduler.waiting) + num_pending + scheduler.num_aside,
             running_tokens=sum(len(sequence.tokens) for sequence in scheduler.running),
             waiting_tokens=scheduler.waiting.num_tokens,
-            kv_blocks_total=kv.num_blocks,
+            kv_blocks_total=kv.num_blocks - (0 if pool is None else pool.num_blocks),
             kv_blocks_free=kv.num_free,
             prompt_tokens_total=self._answers.num_prompt_tokens,
             generation_tokens_total=self._answers.num_generated_tokens,
@@ -127,6 +128,8 @@ class EngineStatistics:
             lora_usable=slots.num_usable,
             lora_memory_total_bytes=slots.memory.num_bytes * size,
             lora_memory_used_bytes=slots.memory.num_used * size,
+            lora_memory_borrowed_bytes=0 if pool is None else pool.borrowed_bytes,
+            lora_memory_moves_total={} if pool is None else {"lent": pool.counts.lent, "returned": pool.counts.returned},
             lora_cpu_bytes=adapters.cpu_bytes,
             waiting_adapters=[lora.digest for lora in scheduler.waiting.adapters()[0]],
             resident_slots=resident,
@@ -142,6 +145,9 @@ class EngineStatistics:
             memory["kv_host"] = self._scheduler.memory.tiers.host_bytes
         if self._runner.loras is None:
             return memory
+        if self._runner.loras.filler.pool is not None:
+            borrowed = self._runner.loras.filler.pool.borrowed_bytes
+            memory |= {"kv_cache": memory["kv_cache"] - borrowed, "lora_slots": memory["lora_slots"] + borrowed}
         extra = self._runner.loras.slots.extra_memory.num_bytes * self._runner.steps.model.group.size
         return memory | {"lora_extra": extra, "lora_cpu": self._adapters.cpu_bytes}
 
@@ -152,10 +158,10 @@ def _fixed_memory(runner: ModelRunner) -> dict[str, int]:
     All ranks hold equally many. Activations and graphs are torch's, and not included.
 
     - weights: the base's
-    - kv_cache: all its blocks, free or not
+    - kv_cache: all its blocks, free or not, with those that adapters may borrow
     - states: of recurrent layers, for all sequences that may run
     - state_snapshots: of these states, for the prefix cache
-    - lora_slots: reserved for A and B of all adapters in slots
+    - lora_slots: for A and B of all adapters in slots, without what is borrowed
     """
     steps = runner.steps
     weights = sum(weight.nbytes for weight in steps.model.parameters())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.protocol.engine_config import EngineConfig
@@ -127,6 +129,17 @@ def longest_sequence(config: EngineConfig, limit: int, tokens: int) -> int:
 def bytes_per_token(spec: AttentionSpec) -> int:
     """Returns the bytes of a token's keys and values in all layers. Layers that read another's cache have none."""
     return spec.kv_dtype.itemsize * sum(layer.cached_numbers for layer in spec.layers if layer.cache_layer is None)
+
+
+def block_bytes(spec: AttentionSpec) -> list[int]:
+    """Returns the bytes of a KV block in each tensor of allocate_caches(), in their order."""
+    sizes: list[int] = []
+    for layer in spec.layers:
+        num_kv_heads, key_dim, value_dim = layer.kv_shape
+        if layer.cache_layer is None:
+            dims = [key_dim] if layer.values_in_keys else [key_dim, value_dim]
+            sizes += [spec.block_size * num_kv_heads * dim * spec.kv_dtype.itemsize for dim in dims]
+    return sizes
 
 
 def _free_bytes(config: EngineConfig, model: EngineModel, spec: AttentionSpec, states: StateCache | None) -> int:
@@ -252,12 +265,21 @@ def snapshots_for(config: EngineConfig, model: ServedConfig) -> int:
     return max(LEAST_SNAPSHOTS, config.max_num_seqs // SEQS_PER_SNAPSHOT)
 
 
-def allocate_caches(config: EngineConfig, model: ServedConfig, spec: AttentionSpec, num_blocks: int) -> list[KVCache]:
+def allocate_caches(
+    config: EngineConfig,
+    model: ServedConfig,
+    spec: AttentionSpec,
+    num_blocks: int,
+    memory: Sequence[Tensor] | None = None,
+) -> list[KVCache]:
     """Returns the empty cache of each layer that has attention, with the scales that the checkpoint gives.
 
     A layer that reads another layer's cache has the same object.
+
+    Args:
+        memory: The memory of each tensor, uint8 and zero, with the sizes of block_bytes(). None allocates it.
     """
-    return _allocate(spec, num_blocks, _kv_scales(config, model, spec))
+    return _allocate(spec, num_blocks, _kv_scales(config, model, spec), memory)
 
 
 def _kv_scales(config: EngineConfig, model: ServedConfig, spec: AttentionSpec) -> list[tuple[float, float]]:
@@ -277,8 +299,20 @@ def _kv_scales(config: EngineConfig, model: ServedConfig, spec: AttentionSpec) -
     return scales
 
 
-def _allocate(spec: AttentionSpec, num_blocks: int, scales: list[tuple[float, float]]) -> list[KVCache]:
+def _allocate(
+    spec: AttentionSpec,
+    num_blocks: int,
+    scales: list[tuple[float, float]],
+    memory: Sequence[Tensor] | None = None,
+) -> list[KVCache]:
     """Returns the cache of each layer. `scales` has (k_scale, v_scale) of each."""
+    given = None if memory is None else iter(memory)
+
+    def empty(*shape: int) -> Tensor:
+        if given is None:
+            return torch.zeros(shape, dtype=spec.kv_dtype, device=spec.device)
+        return next(given).view(spec.kv_dtype).view(shape)
+
     caches: list[KVCache] = []
     for layer, layer_scales in zip(spec.layers, scales, strict=True):
         if layer.cache_layer is not None:
@@ -286,11 +320,10 @@ def _allocate(spec: AttentionSpec, num_blocks: int, scales: list[tuple[float, fl
             continue
         num_kv_heads, key_dim, value_dim = layer.kv_shape
         shape = num_blocks, spec.block_size, num_kv_heads
-        k_NPGD = torch.zeros(*shape, key_dim, dtype=spec.kv_dtype, device=spec.device)
+        k_NPGD = empty(*shape, key_dim)
         k_scale, v_scale = layer_scales
         if layer.values_in_keys:  # and have the keys' scale
             caches.append(KVCache(k_NPGD, k_NPGD[..., :value_dim], k_scale, k_scale))
         else:
-            v_NPGD = torch.zeros(*shape, value_dim, dtype=spec.kv_dtype, device=spec.device)
-            caches.append(KVCache(k_NPGD, v_NPGD, k_scale, v_scale))
+            caches.append(KVCache(k_NPGD, empty(*shape, value_dim), k_scale, v_scale))
     return caches

@@ -42,6 +42,7 @@ from lorafleet.workers.engine import Engine
 from lorafleet.workers.kv_cache_sizing import (
     allocate_caches,
     allocate_states,
+    block_bytes,
     check_tiers,
     longest_adapted,
     longest_captured,
@@ -58,6 +59,8 @@ from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.models.fixed_order import check_adapter, check_fixed_order, fix_order
 from lorafleet.workers.models.generic.architecture import with_implementation
 from lorafleet.workers.models.generic.generic_loading import find_shard, load_generic
+from lorafleet.workers.pool.build_pool import build_pool
+from lorafleet.workers.pool.pool_start import PoolStart, start_pool
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.schedule.state_slots import StateSlots
@@ -103,6 +106,12 @@ class Rank:
     memory: RankMemory
     num_blocks: int  # KV blocks, the same on all ranks
     max_model_len: int
+    pool: PoolStart | None  # None if adapters and KV blocks have fixed shares of memory
+
+    @property
+    def least_blocks(self) -> int:
+        """KV blocks that sequences have even if adapters borrow all that they may."""
+        return self.num_blocks if self.pool is None else self.pool.least_blocks(self.num_blocks)
 
 
 def build_rank(
@@ -125,15 +134,19 @@ def build_rank(
         torch.set_num_threads(config.cpu_threads)
     base = _build_model(config, rank, addresses, progress, check)
     # Slots come before the KV cache, which gets the memory that is left.
-    slots, loader = (None, None) if config.lora is None else _build_adapters(config, config.lora, base, find_neighbors)
-    steps, num_blocks, max_model_len = _build_steps(config, base, slots)
+    spec = _attention_spec(config, base)
+    pool = start_pool(config.lora, base.model.group.size, base.device, block_bytes(spec))
+    slots, loader = None, None
+    if config.lora is not None:
+        slots, loader = _build_adapters(config, config.lora, base, pool, find_neighbors)
+    steps, num_blocks, max_model_len = _build_steps(config, base, spec, slots, pool)
     tiers = allocate_tiers(config, steps.caches, steps.states, base.model.group, base.device)
     if slots is not None:
         _bound_extra_memory(slots.extra_memory, base.model.group, base.device)
     name = Path(config.model).name
     log.info("rank %d is ready: %s on %s in %s, context %d", rank, name, base.device, base.dtype, max_model_len)
-    memory = RankMemory(steps, slots, list(tiers.values()), base.gate, base.reload)
-    return Rank(steps, slots, loader, tiers, memory, num_blocks, max_model_len)
+    memory = RankMemory(steps, slots, list(tiers.values()), base.gate, base.reload, pool)
+    return Rank(steps, slots, loader, tiers, memory, num_blocks, max_model_len, pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +192,23 @@ def _build_model(
     return _LoadedModel(model, BaseLayout.of(model_config), held_tensors(model), reload, dtype, device)
 
 
+def _attention_spec(config: EngineConfig, base: _LoadedModel) -> AttentionSpec:
+    cached_in = kv_dtype(config, base.dtype, base.device)
+    model = base.model
+    return attention_spec(model.shard.local, config.block_size, base.dtype, cached_in, base.device, model.sinks())
+
+
 def _build_adapters(
-    config: EngineConfig, lora: LoRAConfig, base: _LoadedModel, find_neighbors: FindNeighbors | None
+    config: EngineConfig,
+    lora: LoRAConfig,
+    base: _LoadedModel,
+    pool: PoolStart | None,
+    find_neighbors: FindNeighbors | None,
 ) -> tuple[LoRAModelManager, AdapterLoader]:
     """Allocates the slots, and starts the loader that reads adapters for them."""
     dtype = lora_dtype(lora, base.dtype, base.device)
     lora = with_sharding_of(lora, base.model.group, base.device, config.max_num_seqs)
-    slots = LoRAModelManager(base.model, lora, dtype, base.device)
+    slots = LoRAModelManager(base.model, lora, dtype, base.device, pool)
     described = Base(base.layout, _base_weights(config, base), Path(config.model).name)
     check = check_adapter if config.batch_invariant else None
     store = AdapterStore(config.sources, find_neighbors)
@@ -193,19 +216,29 @@ def _build_adapters(
 
 
 def _build_steps(
-    config: EngineConfig, base: _LoadedModel, slots: LoRAModelManager | None
+    config: EngineConfig,
+    base: _LoadedModel,
+    spec: AttentionSpec,
+    slots: LoRAModelManager | None,
+    pool: PoolStart | None,
 ) -> tuple[StepRunner, int, int]:
     """Allocates the KV cache and captures the graphs. Returns the runner, the number of KV blocks and the longest
     sequence served."""
     model, device = base.model, base.device
     check_tiers(config, model.config)
-    cached_in = kv_dtype(config, base.dtype, device)
-    spec = attention_spec(model.shard.local, config.block_size, base.dtype, cached_in, device, model.sinks())
     states = allocate_states(config, model, base.dtype, device)
     modules = _late_modules(config, spec, model.group.size)
     starting = replace(config, attention_backend="triton") if modules else config
-    num_blocks, max_model_len = size_cache(starting, model, spec, states, FLASHINFER_BYTES if modules else 0)
-    caches = allocate_caches(config, model.config, spec, num_blocks + 1)  # the last is for captured steps' padding
+    late_bytes = (FLASHINFER_BYTES if modules else 0) + (0 if pool is None else pool.late_bytes)
+    num_blocks, max_model_len = size_cache(starting, model, spec, states, late_bytes)
+    memory = None
+    if pool is not None and slots is not None:
+        kept = -(-max(max_model_len, config.max_model_len or 0) // config.block_size)
+        exact = config.kv_cache_tokens is not None
+        num_blocks = pool.divide(num_blocks, kept, slots.policy.memory, rounds_up=exact)
+        memory = None if pool.groups is None else pool.groups.tensors
+    # the last block is for captured steps' padding
+    caches = allocate_caches(config, model.config, spec, num_blocks + 1, memory)
     attention: AttentionBackend = make_attention(
         spec, caches, starting.attention_backend, has_fixed_order=config.batch_invariant
     )
@@ -220,7 +253,8 @@ def _build_steps(
     decode_graphs = prefill_graphs = None
     if device.type == "cuda" and not config.enforce_eager:
         sizes = graph_sizes(config.max_num_seqs)
-        longest = longest_captured(config, model.config, max_model_len, num_blocks)
+        least_blocks = num_blocks if pool is None else pool.least_blocks(num_blocks)
+        longest = longest_captured(config, model.config, max_model_len, least_blocks)
         capture = DecodeCapture(model, caches, states, attention, inputs, num_blocks, slots, longest, device)
         first_sizes = FIRST_SIZES if model.group.size == 1 else sizes
         decode_graphs = DecodeGraphs(capture, sizes, first_sizes, slots, longest, bool(model.mixtures()))
@@ -302,9 +336,6 @@ def build_engine(
             others.close()
         raise
     steps, model_config = rank.steps, rank.steps.model.config
-    loras = None
-    if config.lora is not None and rank.slots is not None and rank.loader is not None:
-        loras = WorkerLoRAManager(config.lora, rank.slots, rank.loader, others, wake)
     is_recurrent, snapshots = steps.states is not None, None
     if steps.states is not None and steps.states.snapshot_slots:
         snapshots = StateSnapshots(steps.states.snapshot_slots)
@@ -318,12 +349,17 @@ def build_engine(
         state_tiers = StateTiers(snapshots, orders["states"], *rank.tiers["states"].num_slots)
     if "blocks" in orders:
         tiers = KVTiers(kv, orders["blocks"], *rank.tiers["blocks"].num_slots, states=state_tiers)
+    budget = StepBudget(_step_limits(config, steps.device, is_recurrent))
+    loras = None
+    if config.lora is not None and rank.slots is not None and rank.loader is not None:
+        sharing = None if rank.pool is None else build_pool(rank.pool, kv, rank.slots.policy, budget, tiers)
+        loras = WorkerLoRAManager(config.lora, rank.slots, rank.loader, others, wake, sharing)
     scheduler = Scheduler(
         kv,
         loras,
         model_config.rope,
         config.max_num_seqs,
-        StepBudget(_step_limits(config, steps.device, is_recurrent)),
+        budget,
         StateSlots(config.max_num_seqs, snapshots) if is_recurrent else None,
         tiers,
     )
@@ -341,7 +377,7 @@ def build_engine(
         hidden_size=model_config.hidden_size,
         falls_back_to_base=config.on_lora_load_failure == "base",
         rope_positions=model_config.rope_positions,
-        max_adapter_len=longest_adapted(config, rank.num_blocks),
+        max_adapter_len=longest_adapted(config, rank.least_blocks),
         tensor_parallel_size=config.tensor_parallel_size,
         dtype=str(steps.model.embed_tokens.weight.dtype).removeprefix("torch."),
         lora=None if config.lora is None else _lora_limits(config.lora),

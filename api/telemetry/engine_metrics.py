@@ -62,6 +62,10 @@ _GAUGES = {
         "lora_memory_used_bytes",
         "Bytes that A and B of the adapters in slots take.",
     ),
+    "lorafleet_engine_lora_memory_borrowed_bytes": (
+        "lora_memory_borrowed_bytes",
+        "Bytes for A and B of adapters that the KV cache has lent.",
+    ),
     "lorafleet_engine_lora_adapters_wanted": ("lora_adapters_wanted", "Adapters of running and waiting requests."),
     "lorafleet_engine_lora_cpu_adapters": ("lora_cpu_adapters", "Adapters held in CPU memory."),
 }
@@ -124,6 +128,15 @@ def collect_engine(stats: EngineStats, replica: str) -> Iterator[Metric]:
     size.add_metric([*values, "gpu"], stats.lora_slot_bytes)
     size.add_metric([*values, "cpu"], stats.lora_cpu_bytes)
     yield size
+    moves = CounterMetricFamily(
+        "lorafleet_engine_lora_memory_moves",
+        "Groups of KV blocks whose memory went to adapters (lent) or came back (returned).",
+        None,
+        ["replica", "way"],
+    )
+    for way in ("lent", "returned"):
+        moves.add_metric([*values, way], stats.lora_memory_moves_total.get(way, 0))
+    yield moves
     gone = CounterMetricFamily(
         "lorafleet_engine_lora_evictions", "Adapters evicted from a tier.", None, ["replica", "tier"]
     )

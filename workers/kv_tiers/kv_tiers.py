@@ -174,6 +174,11 @@ class KVTiers:
         """Returns whether blocks arrive for a running sequence that a waiting one can share soon."""
         return sequence.reuses_prefixes and any(self._will_share(other, sequence) for other in running)
 
+    def save_now(self, blocks: Iterable[int]) -> None:
+        """Saves the content of forgotten blocks, as far as there is room, before their memory is used for something
+        else."""
+        self._leaving.save(blocks)
+
     def save_all(self) -> None:
         """Saves all that was forgotten and whose content is still on the GPU, as far as there is room."""
         self._leaving.save_all()

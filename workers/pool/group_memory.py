@@ -21,15 +21,26 @@ class Arena:
     """The memory for A and B of adapters: pages that it always has, then a region for each group that it may borrow.
 
     Args:
-        own_bytes: Bytes that it always has. They are rounded up to whole pages.
-        most_bytes: All bytes that it may have at a time.
+        own_bytes: Bytes that it always has, rounded up to whole pages, and at least one.
+        most_bytes: Bytes that it may have besides.
     """
 
     def __init__(self, driver: CudaDriver, device: torch.device, own_bytes: int, most_bytes: int) -> None:
-        self.own_bytes = _whole_pages(own_bytes)
-        self.addresses = MappedAddresses(driver, device, max(self.own_bytes, _whole_pages(most_bytes)))
-        self.addresses.create(0, self.own_bytes)
+        self.own_bytes = max(PAGE_BYTES, _whole_pages(own_bytes))
+        self.addresses = MappedAddresses(driver, device, self.own_bytes + _whole_pages(most_bytes))
+        self._own = [(0, self.own_bytes)]  # First byte and number of bytes of its own pages.
+        _create(self.addresses, self._own)
         self.memory = self.addresses.tensor()
+
+    def extend(self, num_bytes: int) -> int:
+        """Adds own bytes behind the others, which are rounded up to whole pages, and returns their number. Nothing may
+        have been borrowed yet."""
+        added = _whole_pages(num_bytes)
+        if added:
+            self._own.append((self.own_bytes, added))
+            _create(self.addresses, self._own)
+            self.own_bytes += added
+        return added
 
     # As SizedStorages, for sleep. Nothing may be borrowed.
 
@@ -41,7 +52,7 @@ class Arena:
         self.addresses.release_all()
 
     def allocate(self) -> None:
-        _create(self.addresses, [(0, self.own_bytes)])
+        _create(self.addresses, self._own)
 
 
 class GroupMemory:
@@ -55,7 +66,8 @@ class GroupMemory:
         self, driver: CudaDriver, device: torch.device, arena: Arena, layout: GroupLayout, num_lendable: int
     ) -> None:
         self.layout = layout
-        self.first_lendable = layout.first_lendable(num_lendable)
+        self.num_lendable = num_lendable
+        self._first_lendable = layout.first_lendable(num_lendable)
         self._arena = arena
         self._device = device
         self._stream = torch.cuda.Stream(device)
@@ -107,8 +119,8 @@ class GroupMemory:
 
     def _pages(self, part: int) -> Iterator[tuple[int, int]]:
         """Yields (start, bytes) of the pages of one tensor. Groups that are never lent need no pages of their own."""
-        yield 0, self.first_lendable * part
-        for group in range(self.first_lendable, self.layout.num_groups):
+        yield 0, self._first_lendable * part
+        for group in range(self._first_lendable, self.layout.num_groups):
             yield group * part, part
 
     def _start(self, region: int) -> int:

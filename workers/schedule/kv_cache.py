@@ -14,9 +14,9 @@ from __future__ import annotations
 import time
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 
 import numpy as np
 
@@ -25,6 +25,8 @@ REFRESH_BLOCKS = 64
 NO_NODE = -1  # of a block whose content is not known
 
 BlockKey = tuple[int, int, tuple[int, ...]]  # node before, owner's root, tokens
+Int32s = np.ndarray[tuple[int], np.dtype[np.int32]]
+Float64s = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
 @dataclass(slots=True)
@@ -137,6 +139,11 @@ class KVCacheManager:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def num_forgotten(self) -> int:
+        """Number of blocks whose content was forgotten so far."""
+        return self._num_forgotten
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -287,6 +294,46 @@ class KVCacheManager:
                 if self._keys[block] is None:
                     self._free.move_to_end(block, last=False)
 
+    def withhold(self, blocks: Sequence[int]) -> None:
+        """Counts one more user of these blocks, and forgets the content of those that were free. No sequence gets the
+        free ones until let_go(). The others may be shared until their sequences have left them."""
+        for block in blocks:
+            if block in self._free:
+                self._forget(block)
+            self._take(block)
+
+    def are_left(self, blocks: range) -> bool:
+        """Returns whether consecutive blocks that are withheld have no other user."""
+        return bool((np.frombuffer(self._users, np.int32)[blocks.start : blocks.stop] == 1).all())
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Forgets the content of these blocks."""
+        for block in blocks:
+            self._forget(block)
+
+    def users(self) -> Int32s:
+        """Returns the number of users of each block, [N]. It is a copy."""
+        return np.array(self._users, np.int32)
+
+    def idle_since(self) -> Float64s:
+        """Returns for each block the time, by time.monotonic(), since which it is free, [N]. It is 0 for a block that
+        is in use or has no known content, and for one that was never used."""
+        since_N = np.zeros(self.num_blocks)
+        since_N[np.fromiter(self._free.keys(), np.int64, len(self._free))] = np.fromiter(
+            self._free.values(), np.float64, len(self._free)
+        )
+        since_N[np.frombuffer(self._nodes, np.int64) == NO_NODE] = 0.0
+        return since_N
+
+    def next_to_leave(self, num_blocks: int) -> list[int]:
+        """Returns the free blocks that are taken next, in their order."""
+        return list(islice(self._free, num_blocks))
+
+    def salt_of_content(self, block: int) -> Hashable:
+        """Returns the salt of the owner of a block's content, or None if the content is not known."""
+        key = self._keys[block]
+        return None if key is None else self._roots.salt(key[1])
+
     def flush(self) -> None:
         """Forgets the content of all blocks that no sequence uses."""
         for block in self._free:
@@ -305,7 +352,7 @@ class KVCacheManager:
                 self.on_forget(self._nodes[block], block)
             self._nodes[block], self._keys[block] = NO_NODE, None
             self._num_forgotten += 1
-            self.counts.forgotten_s = max(self.counts.forgotten_s, self._free[block])
+            self.counts.forgotten_s = max(self.counts.forgotten_s, self._free.get(block, 0.0))
             self._roots.leave(key[1])
 
     def _drop_forgotten(self, found: PrefixMatch) -> None:

@@ -149,6 +149,11 @@ class StepBudget:
         self._fit = StepCostFit(limits.tiles)
         self._clock = clock
 
+    @property
+    def token_s(self) -> float:
+        """Seconds to compute one more token of a prompt."""
+        return self._fit.cost.token
+
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Takes in the duration of a step."""
         self._fit.observe(shape, seconds)

@@ -15,6 +15,8 @@ from typing import Literal
 from lorafleet.protocol.engine_control import PauseMode, SleepEngine, WakeEngine
 from lorafleet.protocol.errors import InvalidRequest, LorafleetError
 from lorafleet.workers.schedule.scheduler import Scheduler
+from lorafleet.workers.slots.pool_room import PoolRoom
+from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
 from lorafleet.workers.step.runner import ModelRunner
 
 
@@ -87,6 +89,8 @@ class EngineSleep:
             return
         for sequence in list(self._scheduler.running):
             self._scheduler.preempt(sequence)
+        if loras is not None and loras.filler.pool is not None:
+            yield from self._recall(loras, loras.filler.pool)
         if "kv_cache" in tags:
             self.awaits_copies = True
             # Blocks and snapshots may still arrive from a lower tier, for sequences that were preempted.
@@ -97,6 +101,17 @@ class EngineSleep:
         if "weights" in tags and loras is not None:
             loras.empty_slots()
         yield from memory.release(tags, control.level)
+
+    def _recall(self, loras: WorkerLoRAManager, pool: PoolRoom) -> Iterator[None]:
+        """Gives the KV cache back what adapters have borrowed of it."""
+        if not pool.num_blocks:
+            return
+        loras.empty_slots()
+        self.awaits_copies = True
+        while pool.num_blocks:
+            pool.recall()
+            yield
+        self.awaits_copies = False
 
     def _wake_up(self, control: WakeEngine) -> Iterator[None]:
         memory = self._runner.memory

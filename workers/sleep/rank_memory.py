@@ -17,7 +17,8 @@ from safetensors import SafetensorError
 from lorafleet.protocol.engine_control import MemoryTag, SleepLevel
 from lorafleet.protocol.errors import ConfigError, LorafleetError, Overloaded
 from lorafleet.workers.kv_tiers.rank_tiers import RankTiers
-from lorafleet.workers.sleep.storages import SizedStorages, StorageCopy
+from lorafleet.workers.pool.pool_start import PoolStart
+from lorafleet.workers.sleep.storages import SizedStorages, SleepingMemory, StorageCopy
 from lorafleet.workers.sleep.weights_gate import WeightsGate
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.step.step_runner import StepRunner
@@ -37,6 +38,8 @@ class RankMemory:
         tiers: The tiers below the KV cache, which copy nothing from or to it meanwhile. Empty without tiers.
         gate: The access of loads to the weights.
         reload: Fills the model with the checkpoint's weights again. None if that is not possible.
+        pool: The memory that adapters and KV blocks share. All borrowed memory is back whenever a part leaves. None if
+            their shares are fixed.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class RankMemory:
         tiers: Collection[RankTiers],
         gate: WeightsGate,
         reload: Callable[[], None] | None,
+        pool: PoolStart | None = None,
     ) -> None:
         self._steps = steps
         self._slots = slots
@@ -56,10 +60,15 @@ class RankMemory:
         arena = [] if slots is None or slots.arena is None else [slots.arena]
         caches = [tensor for cache in steps.caches for tensor in (cache.k_NPGD, cache.v_NPGD)]
         states = [] if steps.states is None else steps.states.tensors
-        self._parts: dict[MemoryTag, list[SizedStorages]] = {
+        # The storages of a pool are not resizable, so SizedStorages passes them over.
+        self._parts: dict[MemoryTag, list[SleepingMemory]] = {
             "weights": [self._weights, SizedStorages(arena)],
             "kv_cache": [SizedStorages([*caches, *states])],
         }
+        if pool is not None and pool.arena is not None:
+            self._parts["weights"].append(pool.arena)
+        if pool is not None and pool.groups is not None:
+            self._parts["kv_cache"].append(pool.groups)
         self._asleep: set[MemoryTag] = set()
         self._level: SleepLevel = 1
         # The weights never change, so the copy of a first sleep serves all later ones. It has small weights at level 2.

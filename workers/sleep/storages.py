@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -19,6 +20,21 @@ from lorafleet.workers.slots.pinned_memory import PIECE_BYTES, PinnedMemory
 log = logging.getLogger(__name__)
 
 ALIGNMENT = 64  # bytes
+
+
+class SleepingMemory(Protocol):
+    """Memory that is given back and taken again."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the memory while it is there."""
+
+    def empty(self) -> None:
+        """Frees the memory, and with it all values."""
+
+    def allocate(self) -> None:
+        """Takes the memory again, as far as it is not there. KV blocks and weights are zero then. Raises RuntimeError,
+        such as torch.OutOfMemoryError, if there is not enough."""
 
 
 class SizedStorages:

@@ -29,7 +29,7 @@ class Extent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoRAMemory:
-    """The free and the used ranges of `num_bytes` bytes.
+    """The free and the used ranges of `num_bytes` bytes, which may become more, and fewer again.
 
     Under tensor parallelism rank 0 decides by its own parts, which are the largest. The other ranks put the same
     matrices into the same ranges.
@@ -37,6 +37,7 @@ class LoRAMemory:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
+        self.most_bytes = num_bytes  # Bytes that there may be at a time.
         self.num_used = 0
         self._free: list[Range] = [(0, num_bytes)] if num_bytes else []  # By start; no two are adjacent.
 
@@ -46,10 +47,10 @@ class LoRAMemory:
 
     def check(self, num_bytes: int, adapter: str) -> None:
         """Raises AdapterTooLarge if A and B of this size could never be placed."""
-        if num_bytes > self.num_bytes:
+        if num_bytes > self.most_bytes:
             raise AdapterTooLarge(
                 f"adapter {adapter!r} needs {num_bytes} bytes on each GPU for A and B; lora.lora_memory_gib allows "
-                f"{self.num_bytes} for all adapters in slots. Raise lora.lora_memory_gib to at least "
+                f"{self.most_bytes} for all adapters in slots. Raise lora.lora_memory_gib to at least "
                 f"{num_bytes / 2**30:.3f} and restart, or leave it out."
             )
 
@@ -71,6 +72,21 @@ class LoRAMemory:
         if whole is not None:
             return [Extent(whole[0], size, num_matrices)]
         return _cut(cuts, sorted(free, key=lambda found: found[1], reverse=True))
+
+    def grow(self, start: int, num_bytes: int) -> None:
+        """Adds a range that is free."""
+        self._free = _merged(sorted([*self._free, (start, num_bytes)]))
+        self.num_bytes += num_bytes
+
+    def is_free(self, start: int, num_bytes: int) -> bool:
+        """Returns whether nothing in the range is used."""
+        return any(first <= start and start + num_bytes <= first + size for first, size in self._free)
+
+    def shrink(self, start: int, num_bytes: int) -> None:
+        """Takes away a range that is free."""
+        self.take([Extent(start, num_bytes, 0)])
+        self.num_used -= num_bytes
+        self.num_bytes -= num_bytes
 
     def take(self, extents: Iterable[Extent]) -> None:
         """Marks free ranges as used."""

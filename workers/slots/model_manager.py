@@ -16,6 +16,7 @@ from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.workers.bases.rope_config import RopeConfig
 from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.models.slot_heads import SlotHeads
+from lorafleet.workers.pool.pool_start import PoolStart
 from lorafleet.workers.slots.adapter_copies import AdapterCopies
 from lorafleet.workers.slots.base_parts import BaseParts
 from lorafleet.workers.slots.eviction import Demand
@@ -36,9 +37,20 @@ EXCHANGE_BYTES = 2 << 20
 
 
 class LoRAModelManager:
-    """The adapter slots of one rank. `sharding` says which part of every adapter they hold."""
+    """The adapter slots of one rank. `sharding` says which part of every adapter they hold.
 
-    def __init__(self, model: EngineModel, config: LoRAConfig, dtype: torch.dtype, device: torch.device) -> None:
+    Args:
+        pool: Provides the memory for A and B, if it is shared with KV blocks.
+    """
+
+    def __init__(
+        self,
+        model: EngineModel,
+        config: LoRAConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        pool: PoolStart | None = None,
+    ) -> None:
         fully = config.is_fully_sharded(device)
         self._peers = open_peer_memory(model.group, device, EXCHANGE_BYTES) if fully else None
         areas = None if self._peers is None else self._peers.areas
@@ -53,9 +65,9 @@ class LoRAModelManager:
         self._layers = SlotLayers.attach(model, self.sharding, self.tables, self.max_rank, dtype)
         self.heads = SlotHeads(model.lm_head)
         self._ropes = None if model.rotations is None else model.rotations.add_slots(config.gpu_loras)
-        largest = slot_bytes(self._layers.linears, config.max_lora_rank, dtype)
         # The other ranks put their parts, which are no larger, into the same ranges as rank 0.
-        num_bytes = config.lora_memory_bytes(model.group.most(largest, device))
+        largest = model.group.most(slot_bytes(self._layers.linears, config.max_lora_rank, dtype), device)
+        num_bytes = config.lora_memory_bytes(largest) if pool is None else pool.own_bytes(config, largest)
         demand = Demand(config.cpu_loras)
         memory = LoRAMemory(num_bytes)
         self.policy = SlotPolicy(config.gpu_loras, config.max_loras, demand, memory, self.extra_memory, self.mark_quiet)
@@ -63,7 +75,10 @@ class LoRAModelManager:
         self.arena: Tensor | None = None  # The memory for A and B. Its address never changes while adapters are in it.
         self._copies: AdapterCopies | None = None
         if device.type == "cuda":
-            self.arena = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            shared = None if pool is None else pool.arena
+            self.arena = (
+                torch.empty(num_bytes, dtype=torch.uint8, device=device) if shared is None else shared.memory
+            )
             self._copies = AdapterCopies(self.arena)
 
     @property
@@ -74,7 +89,7 @@ class LoRAModelManager:
     def arena_bytes(self) -> int:
         """Bytes that this rank's GPU reserves for A and B, used or not. It is 0 on a CPU, where slots are views of host
         memory."""
-        return 0 if self.arena is None else self.arena.numel()
+        return 0 if self.arena is None else self.policy.memory.num_bytes
 
     def tile_counts(self, num_tokens: int, tile_tokens: int = TILE_TOKENS) -> list[int]:
         """Returns the tile counts of the static batches that steps of num_tokens should have."""

@@ -11,12 +11,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from lorafleet.protocol.errors import AdapterError
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.names import tenant_of
+from lorafleet.workers.pool.memory_pool import MemoryPool
+from lorafleet.workers.pool.pool_cost import RecentRequests
 from lorafleet.workers.slots.adapter_lives import AdapterLives, AdapterState
 from lorafleet.workers.slots.cpu_tier import CPUTier
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.packed_adapter import PackedAdapter
+from lorafleet.workers.slots.pool_room import PoolRoom
 from lorafleet.workers.slots.slot_policy import Slot
 from lorafleet.workers.tp.rank_messages import EmptySlot, FillSlot, Order
+
+Sharing = tuple[MemoryPool, RecentRequests]
 
 
 def owner(lora: LoRARequest) -> str:
@@ -25,10 +30,21 @@ def owner(lora: LoRARequest) -> str:
 
 
 class SlotFiller:
-    """Fills the slots of one worker. `send` sends an order to the other ranks, which fill theirs likewise."""
+    """Fills the slots of one worker.
+
+    Args:
+        send: Sends an order to the other ranks, which fill theirs likewise.
+        sharing: The pool from which adapters may borrow memory, and the requests by which it knows their worth. None if
+            their memory is fixed.
+    """
 
     def __init__(
-        self, manager: LoRAModelManager, cpu: CPUTier, lives: AdapterLives, send: Callable[[Order], None]
+        self,
+        manager: LoRAModelManager,
+        cpu: CPUTier,
+        lives: AdapterLives,
+        send: Callable[[Order], None],
+        sharing: Sharing | None = None,
     ) -> None:
         self.pins: dict[str, LoRARequest] = {}  # By digest.
         self._manager = manager
@@ -36,6 +52,14 @@ class SlotFiller:
         self._cpu = cpu
         self._lives = lives
         self._send = send
+        self.pool: PoolRoom | None = None  # The memory shared with KV blocks; None if the adapters' memory is fixed.
+        if sharing is not None:
+            self.pool = PoolRoom(*sharing, self._slots, self._room, self._evict_everywhere)
+
+    def begin_step(self) -> None:
+        """Must be called before each step is scheduled."""
+        if self.pool is not None:
+            self.pool.advance()
 
     def place_pins(self) -> list[LoRARequest]:
         """Gives pinned adapters their slots. Returns those that have none and are not in host memory."""
@@ -44,7 +68,11 @@ class SlotFiller:
             slot, adapter = self._slots.find(digest), self._cpu.get(digest)
             if slot is None and adapter is not None:
                 free = self._room.victim(adapter, keep=keep, tenant=owner(lora))
-                if free is not None and self._make_room(adapter, free, owner(lora), keep=keep):
+                if (
+                    free is not None
+                    and not self._waits_for_memory(adapter, free, owner(lora), keep=keep)
+                    and self._make_room(adapter, free, owner(lora), keep=keep)
+                ):
                     self._fill(free, lora, adapter, owner(lora))
                     slot = free
             if slot is not None:
@@ -77,7 +105,7 @@ class SlotFiller:
                 continue
             before = frozenset(digests[:index])
             slot = self._room.victim(adapter, digests[index + 1 :], before, tenant)
-            if slot is None:
+            if slot is None or self._waits_for_memory(adapter, slot, tenant, digests[index + 1 :], before):
                 served.add(tenant)
             elif self._make_room(adapter, slot, tenant, digests[index + 1 :], before):
                 self._fill(slot, wanted[index], adapter, tenant)
@@ -90,6 +118,21 @@ class SlotFiller:
                 else:
                     served.add(tenant)
         return rejected
+
+    def count(self, digest: str) -> None:
+        """Counts a request for the adapter, by which a pool knows its worth."""
+        if self.pool is not None:
+            self.pool.count(digest, self._cpu.get(digest))
+
+    def to_drain(self, digest: str, claimed: set[int], tenant: str) -> list[Slot]:
+        """Returns the slots of WorkerLoRAManager.claims(). There are none if the adapter is not in host memory yet, or
+        if memory for it is on its way."""
+        if self._slots.find(digest) is not None:
+            return self._room.to_yield(claimed)
+        adapter = self._cpu.get(digest)
+        if adapter is None or (self.pool is not None and self.pool.is_bringing):
+            return []
+        return self._room.to_drain(adapter, claimed, tenant)
 
     def poll_copies(self) -> None:
         """Records the copies that have ended, with their durations as steps see them."""
@@ -112,13 +155,22 @@ class SlotFiller:
                 self.empty(slot)
                 self._left(digest)
 
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
+
+    def _waits_for_memory(
+        self, adapter: PackedAdapter, slot: Slot, tenant: str, wanted: Sequence[str] = (), keep: Collection[str] = ()
+    ) -> bool:
+        """Returns whether the adapter should wait for memory that the KV cache is lending."""
+        return self.pool is not None and self.pool.waits(adapter, slot, tenant, wanted, keep)
+
     def _make_room(
         self, adapter: PackedAdapter, slot: Slot, tenant: str, wanted: Sequence[str] = (), keep: Collection[str] = ()
     ) -> bool:
         """Evicts what must leave for the adapter's bytes. Returns whether the slot can be filled with it now."""
         for victim in self._room.to_empty(adapter, slot, wanted, keep, tenant) or ():
-            self._evict(victim)
-            self._send(EmptySlot(victim.index))
+            self._evict_everywhere(victim)
         return self._room.is_free(adapter, slot)
 
     def _fill(self, slot: Slot, lora: LoRARequest, adapter: PackedAdapter, tenant: str) -> None:
@@ -126,6 +178,10 @@ class SlotFiller:
         self._evict(slot)
         self._manager.activate(adapter, slot, tenant)
         self._send(FillSlot(lora.digest, slot.index, slot.generation, list(slot.extents)))
+
+    def _evict_everywhere(self, slot: Slot) -> None:
+        self._evict(slot)
+        self._send(EmptySlot(slot.index))
 
     def _evict(self, slot: Slot) -> None:
         digest = slot.digest

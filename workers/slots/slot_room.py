@@ -50,6 +50,11 @@ class SlotRoom:
         extra_memory = self._policy.extra_memory
         return adapter.extra is None or (slot.extra is None and extra_memory.is_free(adapter.extra_bytes))
 
+    def lacks(self, adapter: PackedAdapter, slot: Slot) -> int:
+        """Returns how many bytes the memory for A and B lacks for the adapter once the slot is empty; at least 1 if its
+        free ranges are too small, and 0 if there is room."""
+        return 0 if self._fits(adapter, [slot]) else max(1, self._missing_bytes(adapter) - _num_bytes([slot]))
+
     def to_empty(
         self,
         adapter: PackedAdapter,
@@ -101,7 +106,8 @@ class SlotRoom:
 
     def is_kept_out(self, adapter: PackedAdapter) -> bool:
         """Returns whether the adapter would wait for A and B of pinned adapters, which never leave."""
-        if not self._policy.num_pinned:
+        memory = self._policy.memory
+        if not self._policy.num_pinned or memory.num_bytes < memory.most_bytes:
             return False
         return not self._fits(adapter, [slot for slot in self._policy.slots if not slot.pinned])
 

@@ -26,7 +26,7 @@ from lorafleet.workers.slots.cpu_tier import CPUTier
 from lorafleet.workers.slots.loader import AdapterLoader
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.packed_adapter import PackedAdapter
-from lorafleet.workers.slots.slot_filler import SlotFiller, owner
+from lorafleet.workers.slots.slot_filler import Sharing, SlotFiller, owner
 from lorafleet.workers.slots.slot_policy import Slot
 from lorafleet.workers.tp.link import OtherRanks
 from lorafleet.workers.tp.rank_messages import ForgetShard, Order
@@ -52,6 +52,7 @@ class WorkerLoRAManager:
         others: The replica's other ranks, which hold their parts of the same adapters in the same slots. An adapter is
             resident only once all ranks have it.
         wake: Called from a pool thread when a load has ended, to end the engine loop's sleep.
+        sharing: As in SlotFiller.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class WorkerLoRAManager:
         loader: AdapterLoader,
         others: OtherRanks | None,
         wake: Callable[[], None] = lambda: None,
+        sharing: Sharing | None = None,
     ) -> None:
         self.model_manager = model_manager
         self.slots = model_manager.policy
@@ -71,7 +73,7 @@ class WorkerLoRAManager:
         self._cpu = CPUTier(config.cpu_loras, self.slots.demand)
         self._moves: deque[AdapterMove] = deque(maxlen=MAX_UNTAKEN)
         self._lives = AdapterLives(self._moves.append)
-        self._filler = SlotFiller(model_manager, self._cpu, self._lives, self._send)
+        self.filler = SlotFiller(model_manager, self._cpu, self._lives, self._send, sharing)
         self._wanted: frozenset[str] = frozenset()
         self._rejected: list[tuple[str, LorafleetError]] = []  # Digests and errors for the next poll().
 
@@ -93,7 +95,7 @@ class WorkerLoRAManager:
     def drop(self, digest: str) -> None:
         """Removes the adapter from every tier, and from its slot as soon as no sequence holds it."""
         self.unpin(digest)
-        self._filler.poll_copies()  # a copy that has ended is recorded as such
+        self.filler.poll_copies()  # a copy that has ended is recorded as such
         if self._lives.state(digest) is AdapterState.GONE and self._loads.is_reading(digest):
             self._lives.enter(digest, AdapterState.READING)  # it was evicted while it is read from a second place
         if self._lives.state(digest) not in (AdapterState.DROPPING, AdapterState.GONE):
@@ -107,7 +109,7 @@ class WorkerLoRAManager:
 
         Raises AdapterError if no slot would be left for other adapters.
         """
-        pins, num_slots = self._filler.pins, len(self.slots.slots)
+        pins, num_slots = self.filler.pins, len(self.slots.slots)
         if len(pins.keys() | {lora.digest}) >= num_slots:
             raise AdapterError(
                 f"pinning adapter {lora.lora_name!r} would pin all {num_slots} slots, so that no other adapter could "
@@ -119,18 +121,19 @@ class WorkerLoRAManager:
         return loaded
 
     def unpin(self, digest: str) -> None:
-        self._filler.pins.pop(digest, None)
+        self.filler.pins.pop(digest, None)
         self.slots.unpin(digest)
 
     def empty_slots(self) -> None:
         """Empties all slots, which no sequence may hold. Adapters in host memory stay there."""
-        self._filler.empty_all()
+        self.filler.empty_all()
 
     # -- once a step ----------------------------------------------------------------------------------------------
 
     def poll(self) -> list[tuple[str, LorafleetError]]:
         """Handles the loads that have ended. Returns the failed ones, and adapters that can get no room, as (requested
         digest, error)."""
+        self.filler.begin_step()
         failed, self._rejected = self._rejected, []
         for load in self._loads.take_ended():
             seconds = time.monotonic() - load.started_s
@@ -161,10 +164,10 @@ class WorkerLoRAManager:
             self.slots.demand.want(tenant)
         first = wanted[: self._cpu.capacity]
         self._wanted = frozenset(lora.digest for lora in first)
-        for lora in self._filler.place_pins():
+        for lora in self.filler.place_pins():
             self._start(lora, owner(lora))
-        self._rejected += self._filler.fill(wanted, tenants)
-        self._filler.poll_copies()
+        self._rejected += self.filler.fill(wanted, tenants)
+        self.filler.poll_copies()
         served: set[str] = set()  # tenants that get no more places now
         for lora in first:
             tenant = tenants.get(lora.digest, "")
@@ -189,6 +192,7 @@ class WorkerLoRAManager:
         copied."""
         self.slots.demand.count(lora.digest)
         self.slots.demand.want(tenant)
+        self.filler.count(lora.digest)
         self._cpu.charge(lora.digest, tenant)
         if self.slots.find(lora.digest) is not None:
             return "gpu"
@@ -203,13 +207,8 @@ class WorkerLoRAManager:
 
     def claims(self, digest: str, claimed: set[int], tenant: str = "") -> set[int]:
         """Returns the slots, beyond those claimed for others, that should drain for an adapter that a request of the
-        tenant waits for. There are none if the adapter is not in host memory yet."""
-        adapter, room = self._cpu.get(digest), self.model_manager.room
-        if self.slots.find(digest) is not None:
-            drained = room.to_yield(claimed)
-        else:
-            drained = [] if adapter is None else room.to_drain(adapter, claimed, tenant)
-        return {slot.index for slot in drained}
+        tenant waits for."""
+        return {slot.index for slot in self.filler.to_drain(digest, claimed, tenant)}
 
     def info(self, digest: str) -> AdapterInfo | None:
         """Returns the info of an adapter in host memory or a slot, otherwise None."""
@@ -233,6 +232,7 @@ class WorkerLoRAManager:
 
     def close(self) -> None:
         self._loader.stop()
+        self.filler.close()
         self.model_manager.wait_for_copies()
         self._loader.free()
 
@@ -272,7 +272,7 @@ class WorkerLoRAManager:
     def _need(self, digest: str) -> int:
         """Returns how badly the adapter's copy in host memory is needed soon. An adapter in a slot needs it as soon as
         it loses the slot."""
-        is_wanted = digest in self._wanted or digest in self._filler.pins
+        is_wanted = digest in self._wanted or digest in self.filler.pins
         return 2 * is_wanted + (self.slots.find(digest) is not None)
 
     def _sweep(self) -> None:
@@ -286,7 +286,7 @@ class WorkerLoRAManager:
                 continue  # the load in progress must not bring it back
             if slot is None or slot.holders == 0:
                 if slot is not None:
-                    self._filler.empty(slot)
+                    self.filler.empty(slot)
                 self._lives.enter(digest, AdapterState.GONE)
 
     def _send(self, order: Order) -> None:

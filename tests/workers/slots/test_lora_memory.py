@@ -91,3 +91,22 @@ def test_no_two_blocks_share_a_byte_and_each_matrix_lies_in_one_range(seed: int)
         ranges = sorted([*memory.free_ranges, *used])
         assert [start for start, _ in ranges] == [0, *accumulate(size for _, size in ranges)][:-1]
         assert memory.num_used == sum(size for _, size in used)
+
+
+def test_memory_grows_and_shrinks_where_nothing_lies() -> None:
+    memory = LoRAMemory(100)
+    memory.most_bytes = 300
+    take(memory, 100)
+    memory.check(300, "large")
+    assert memory.find(cuts_of(80)) is None
+    memory.grow(200, 100)
+    memory.grow(100, 100)
+    assert (memory.num_bytes, memory.free_ranges) == (300, [(100, 200)]), "neighbors are one range"
+    second = take(memory, 120)
+    assert not memory.is_free(200, 100) and memory.is_free(220, 80)
+    memory.give_back(second)
+    assert memory.is_free(200, 100)
+    memory.shrink(200, 100)
+    assert (memory.num_bytes, memory.num_used, memory.free_ranges) == (200, 100, [(100, 100)])
+    with pytest.raises(AdapterTooLarge, match="allows 300"):
+        memory.check(301, "too large")
