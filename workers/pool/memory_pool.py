@@ -120,10 +120,12 @@ class MemoryPool:
         for _, group in found:
             self._groups.close(group)
             self._lend(group)
-        if not found:
-            self._drain(now_s)
         self._return_due_s = now_s + CALM_S
-        return bool(found)
+        if found:
+            self._stop_draining()
+            return True
+        self._drain(now_s)
+        return False
 
     def advance(self, users: RegionUsers) -> None:
         """Takes in the moves that have ended, and gives back what the KV cache needs more than adapters. Call it before
@@ -143,9 +145,7 @@ class MemoryPool:
     def recall(self) -> None:
         """Gives back all that adapters have borrowed, which they do not use. Call it at each step until num_blocks is
         0."""
-        if self._draining is not None:
-            self._groups.open(self._draining[0])
-            self._draining = None
+        self._stop_draining()
         for region in self._lent.keys() - self._coming - self._going:
             self._return(region)
 
@@ -154,14 +154,18 @@ class MemoryPool:
 
     def _drain(self, now_s: float) -> None:
         """Closes the group that fewest sequences use, and gives up another one that has taken too long."""
-        if self._draining is not None:
-            if now_s - self._draining[1] < PATIENCE_S:
-                return
-            self._groups.open(self._draining[0])
+        if self._draining is not None and now_s - self._draining[1] < PATIENCE_S:
+            return
         group = self._groups.least_used()
-        self._draining = None if group is None else (group, now_s)
+        self._stop_draining()
         if group is not None:
             self._groups.close(group)
+            self._draining = group, now_s
+
+    def _stop_draining(self) -> None:
+        if self._draining is not None:
+            self._groups.open(self._draining[0])
+            self._draining = None
 
     def _lend(self, group: int) -> None:
         """Begins to move a closed group that no sequence uses to adapters."""

@@ -54,7 +54,7 @@ class SlotFiller:
         self._send = send
         self.pool: PoolRoom | None = None  # The memory shared with KV blocks; None if the adapters' memory is fixed.
         if sharing is not None:
-            self.pool = PoolRoom(*sharing, self._slots, self._room, self._evict_everywhere)
+            self.pool = PoolRoom(*sharing, self._slots, self._room, self.evict_everywhere)
 
     def begin_step(self) -> None:
         """Must be called before each step is scheduled."""
@@ -147,6 +147,11 @@ class SlotFiller:
         self._manager.deactivate(slot)
         self._send(EmptySlot(slot.index))
 
+    def evict_everywhere(self, slot: Slot) -> None:
+        """Empties an idle slot for lack of room."""
+        self._evict(slot)
+        self._send(EmptySlot(slot.index))
+
     def empty_all(self) -> None:
         """Empties all slots, which nobody holds. Pinned adapters get their slots back from place_pins()."""
         for slot in self._slots.slots:
@@ -170,7 +175,7 @@ class SlotFiller:
     ) -> bool:
         """Evicts what must leave for the adapter's bytes. Returns whether the slot can be filled with it now."""
         for victim in self._room.to_empty(adapter, slot, wanted, keep, tenant) or ():
-            self._evict_everywhere(victim)
+            self.evict_everywhere(victim)
         return self._room.is_free(adapter, slot)
 
     def _fill(self, slot: Slot, lora: LoRARequest, adapter: PackedAdapter, tenant: str) -> None:
@@ -178,10 +183,6 @@ class SlotFiller:
         self._evict(slot)
         self._manager.activate(adapter, slot, tenant)
         self._send(FillSlot(lora.digest, slot.index, slot.generation, list(slot.extents)))
-
-    def _evict_everywhere(self, slot: Slot) -> None:
-        self._evict(slot)
-        self._send(EmptySlot(slot.index))
 
     def _evict(self, slot: Slot) -> None:
         digest = slot.digest
