@@ -18,17 +18,17 @@ from tiny_models import make_adapter, make_model
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 SHAPE = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
     "num_hidden_layers": 4,
-    "num_attention_heads": 32,
+    "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "max_position_embeddings": 4096,
     "vocab_size": 32000,
     "initializer_range": 0.02,
     "tie_word_embeddings": False,
 }
-NUM_ADAPTERS = 10
+NUM_ADAPTERS = 40
 Jobs = list[tuple[list[int], int]]
 
 
