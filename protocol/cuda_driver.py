@@ -30,7 +30,7 @@ class _Location(ctypes.Structure):
 
 
 class _AllocationKind(ctypes.Structure):
-    """CUmemAllocationProp."""
+    """The driver's CUmemAllocationProp."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -42,7 +42,7 @@ class _AllocationKind(ctypes.Structure):
 
 
 class _Access(ctypes.Structure):
-    """CUmemAccessDesc."""
+    """The driver's CUmemAccessDesc."""
 
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 

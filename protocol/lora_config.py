@@ -52,8 +52,9 @@ class LoRAOptions:
     lora_memory_gib: Annotated[
         float | None,
         Option(
-            "GPU memory for A and B of the adapters in slots. Default: as much as max_loras adapters of max_lora_rank "
-            "on every module take."
+            "Most GPU memory for A and B of the adapters in slots. The KV cache uses what they do not need, where the two "
+            "can share memory. Default: half of both, but at least what max_loras adapters of max_lora_rank on every "
+            "module take; or exactly that, where memory cannot be shared."
         ),
     ] = None
     max_lora_rank: Annotated[int, Option("Largest adapter rank that is accepted.", Range(1, MAX_RANK_BOUND))] = 64

@@ -129,7 +129,9 @@ class EngineStatistics:
             lora_memory_total_bytes=slots.memory.num_bytes * size,
             lora_memory_used_bytes=slots.memory.num_used * size,
             lora_memory_borrowed_bytes=0 if pool is None else pool.borrowed_bytes,
-            lora_memory_moves_total={} if pool is None else {"lent": pool.counts.lent, "returned": pool.counts.returned},
+            lora_memory_moves_total={}
+            if pool is None
+            else {"lent": pool.counts.lent, "returned": pool.counts.returned},
             lora_cpu_bytes=adapters.cpu_bytes,
             waiting_adapters=[lora.digest for lora in scheduler.waiting.adapters()[0]],
             resident_slots=resident,

@@ -18,17 +18,17 @@ from lorafleet.workers.pool.group_memory import GroupMemory
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class GroupMove:
     group: int  # The group of KV blocks.
     region: int  # The place of its memory among the adapters' regions.
     to_adapters: bool
 
 
 class GroupMover(Protocol):
-    def begin(self, move: Move) -> None:
+    def begin(self, move: GroupMove) -> None:
         """Begins a move behind the steps that have been launched. Moves are done in their order."""
 
-    def take_done(self) -> list[Move]:
+    def take_done(self) -> list[GroupMove]:
         """Returns the moves that have ended since the last call. Raises what a move has raised, after which the memory
         cannot be used any more."""
 
@@ -43,15 +43,15 @@ class ThreadMover:
         self._memory = memory
         self._device = device
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pool")
-        self._moves: deque[tuple[Move, Future[None]]] = deque()
+        self._moves: deque[tuple[GroupMove, Future[None]]] = deque()
 
-    def begin(self, move: Move) -> None:
+    def begin(self, move: GroupMove) -> None:
         launched = torch.cuda.Event()
         launched.record(torch.cuda.current_stream(self._device))
         self._moves.append((move, self._thread.submit(self._run, move, launched)))
 
-    def take_done(self) -> list[Move]:
-        done: list[Move] = []
+    def take_done(self) -> list[GroupMove]:
+        done: list[GroupMove] = []
         while self._moves and self._moves[0][1].done():
             move, future = self._moves.popleft()
             future.result()
@@ -62,7 +62,7 @@ class ThreadMover:
         self._thread.shutdown()
 
     @torch.inference_mode()
-    def _run(self, move: Move, launched: torch.cuda.Event) -> None:
+    def _run(self, move: GroupMove, launched: torch.cuda.Event) -> None:
         launched.synchronize()
         if move.to_adapters:
             self._memory.lend(move.group, move.region)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
-from lorafleet.workers.pool.group_mover import GroupMover, Move
+from lorafleet.workers.pool.group_mover import GroupMover, GroupMove
 from lorafleet.workers.pool.kv_groups import KVGroups
 from lorafleet.workers.pool.pool_cost import PoolCosts, pays
 from lorafleet.workers.slots.lora_memory import LoRAMemory
@@ -39,7 +39,7 @@ class RegionUsers(Protocol):
         """Returns what is lost if a range is emptied, or None if an adapter in use or pinned is in it."""
 
     def leave(self, start: int, num_bytes: int) -> None:
-        """Empties a range."""
+        """Empties a range of their memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class MemoryPool:
         region = next(region for region in count() if region not in self._lent)
         self._lent[region] = group
         self._coming.add(region)
-        self._mover.begin(Move(group, region, to_adapters=True))
+        self._mover.begin(GroupMove(group, region, to_adapters=True))
 
     def _return_cheapest(self, users: RegionUsers, wanted: float) -> None:
         """Gives back the region whose adapters are worth least, if that is little enough."""
@@ -186,9 +186,9 @@ class MemoryPool:
     def _return(self, region: int) -> None:
         self._memory.shrink(*self._range(region))
         self._going.add(region)
-        self._mover.begin(Move(self._lent[region], region, to_adapters=False))
+        self._mover.begin(GroupMove(self._lent[region], region, to_adapters=False))
 
-    def _end(self, move: Move) -> None:
+    def _end(self, move: GroupMove) -> None:
         if move.to_adapters:
             self._coming.remove(move.region)
             self._memory.grow(*self._range(move.region))

@@ -31,7 +31,7 @@ HOST_BYTES_PER_S = 50e9  # From pinned host memory to one H100 (benchmarks/NOTES
 
 @dataclass(frozen=True, slots=True)
 class AdapterUse:
-    """What the worth of a KV block owes to its adapter."""
+    """The use of the adapter that a KV block depends on."""
 
     uses_per_s: float
     missing_bytes: int = 0  # Bytes that must be copied before the adapter can be used; 0 if it is in a slot.
@@ -84,7 +84,7 @@ class RecentRequests:
         self._most = LEAST_REMEMBERED  # Number of adapters at which those without recent requests are forgotten.
 
     def count(self, digest: str, num_bytes: int | None = None) -> None:
-        """Counts one request. `num_bytes` is the size of the adapter's A and B; None if it is not known now."""
+        """Counts one more request. `num_bytes` is the size of the adapter's A and B; None if it is not known now."""
         now_s, known = self._clock(), self._requests.get(digest)
         if num_bytes is None:
             num_bytes = 0 if known is None else known.num_bytes

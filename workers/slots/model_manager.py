@@ -76,9 +76,7 @@ class LoRAModelManager:
         self._copies: AdapterCopies | None = None
         if device.type == "cuda":
             shared = None if pool is None else pool.arena
-            self.arena = (
-                torch.empty(num_bytes, dtype=torch.uint8, device=device) if shared is None else shared.memory
-            )
+            self.arena = torch.empty(num_bytes, dtype=torch.uint8, device=device) if shared is None else shared.memory
             self._copies = AdapterCopies(self.arena)
 
     @property

@@ -85,7 +85,9 @@ def test_a_group_that_is_opened_while_it_is_used_is_as_it_was() -> None:
 
 def test_blocks_of_a_cold_adapter_leave_before_those_of_an_absent_one_and_of_the_base() -> None:
     cache = Cache(cold=AdapterUse(0.0), absent=AdapterUse(9.0, missing_bytes=50 << 30))
-    taken = [cache.fill(4, digest, start) for start, digest in ((0, ""), (10, ""), (20, "absent"), (30, "cold"), (40, ""))]
+    taken = [
+        cache.fill(4, digest, start) for start, digest in ((0, ""), (10, ""), (20, "absent"), (30, "cold"), (40, ""))
+    ]
     for blocks in reversed(taken):
         cache.kv.release(blocks)
     assert cache.cheapest(4)[:2] == [3, 2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from lorafleet.workers.pool.group_layout import GroupLayout
-from lorafleet.workers.pool.group_mover import Move
+from lorafleet.workers.pool.group_mover import GroupMove
 from lorafleet.workers.pool.kv_groups import KVGroups
 from lorafleet.workers.pool.memory_pool import CALM_S, DECIDE_S, PATIENCE_S, MemoryPool, PoolSizes
 from lorafleet.workers.pool.pool_cost import PoolCosts
@@ -20,12 +20,12 @@ class PlainMover:
     """Moves that end when the test says so."""
 
     def __init__(self) -> None:
-        self.begun: list[Move] = []
+        self.begun: list[GroupMove] = []
 
-    def begin(self, move: Move) -> None:
+    def begin(self, move: GroupMove) -> None:
         self.begun.append(move)
 
-    def take_done(self) -> list[Move]:
+    def take_done(self) -> list[GroupMove]:
         done, self.begun = self.begun, []
         return done
 

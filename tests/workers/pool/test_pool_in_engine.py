@@ -19,7 +19,7 @@ from lorafleet.protocol.messages import EngineRequest
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.pool.group_layout import GroupLayout
-from lorafleet.workers.pool.group_mover import Move
+from lorafleet.workers.pool.group_mover import GroupMove
 from lorafleet.workers.pool.kv_groups import KVGroups
 from lorafleet.workers.pool.memory_pool import MemoryPool, PoolSizes
 from lorafleet.workers.pool.pool_cost import PoolCosts, RecentRequests
@@ -36,12 +36,12 @@ class SpoilingMover:
 
     def __init__(self, engine: Engine) -> None:
         self._caches = [t for cache in engine.runner.steps.caches for t in (cache.k_NPGD, cache.v_NPGD)]
-        self._moves: deque[tuple[Move, int]] = deque()
+        self._moves: deque[tuple[GroupMove, int]] = deque()
         self._num_polls = 0
         self.lent: dict[int, int] = {}  # Group by region.
 
     @torch.inference_mode()
-    def begin(self, move: Move) -> None:
+    def begin(self, move: GroupMove) -> None:
         for cache in self._caches:
             blocks = cache[move.group * BLOCKS : (move.group + 1) * BLOCKS]
             if not move.to_adapters:
@@ -54,9 +54,9 @@ class SpoilingMover:
             assert self.lent.pop(move.region) == move.group
         self._moves.append((move, self._num_polls + 2))
 
-    def take_done(self) -> list[Move]:
+    def take_done(self) -> list[GroupMove]:
         self._num_polls += 1
-        done: list[Move] = []
+        done: list[GroupMove] = []
         while self._moves and self._moves[0][1] <= self._num_polls:
             done.append(self._moves.popleft()[0])
         return done
@@ -110,7 +110,9 @@ def share(engine: Engine, group_bytes: int, num_groups: int, block_s: float) -> 
     slots.memory.shrink(own, slots.memory.num_bytes - own)
     layout = GroupLayout(BLOCKS, (group_bytes,), num_groups)
     requests, mover = RecentRequests(), SpoilingMover(engine)
-    groups = KVGroups(kv, layout, num_groups - 2, lambda digest: requests.use_of(digest, is_here=True) if digest else None)
+    groups = KVGroups(
+        kv, layout, num_groups - 2, lambda digest: requests.use_of(digest, is_here=True) if digest else None
+    )
     tiers = engine.scheduler.memory.tiers
     leaving = (lambda _: None) if tiers is None else tiers.save_now
     costs = PoolCosts(block_s, 0.5)

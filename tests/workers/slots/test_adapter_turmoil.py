@@ -105,7 +105,7 @@ class Worker:
         act = random.choice(("load", "load", "pin", "drop", "unpin", *["end", "step", "hold", "let go", "copy"] * 2))
         if act == "load":
             self.answers.append(manager.load(self.lora()))
-        elif act == "pin" and len(manager._filler.pins.keys() | {digest}) < len(manager.slots.slots):
+        elif act == "pin" and len(manager.filler.pins.keys() | {digest}) < len(manager.slots.slots):
             self.answers.append(manager.pin(LoRARequest(digest, 1, f"/a/{digest}", digest)))
         elif act == "drop":
             manager.drop(digest)
