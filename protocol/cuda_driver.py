@@ -30,7 +30,7 @@ class _Location(ctypes.Structure):
 
 
 class _AllocationKind(ctypes.Structure):
-    """The driver's CUmemAllocationProp."""
+    """The kind of memory that is created (CUmemAllocationProp)."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -42,7 +42,7 @@ class _AllocationKind(ctypes.Structure):
 
 
 class _Access(ctypes.Structure):
-    """The driver's CUmemAccessDesc."""
+    """The access of a GPU to memory (CUmemAccessDesc)."""
 
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 

@@ -52,9 +52,9 @@ class LoRAOptions:
     lora_memory_gib: Annotated[
         float | None,
         Option(
-            "Most GPU memory for A and B of the adapters in slots. The KV cache uses what they do not need, where the two "
-            "can share memory. Default: half of both, but at least what max_loras adapters of max_lora_rank on every "
-            "module take; or exactly that, where memory cannot be shared."
+            "Most GPU memory for A and B of the adapters in slots. Where the KV cache can lend memory, it uses what "
+            "they do not need. Default: half of both, but at least what max_loras adapters of max_lora_rank on every "
+            "module take; exactly that where memory is not lent."
         ),
     ] = None
     max_lora_rank: Annotated[int, Option("Largest adapter rank that is accepted.", Range(1, MAX_RANK_BOUND))] = 64

@@ -403,7 +403,9 @@ ADAPTERS = [
     ),
     Limit(
         "A and B of adapters in slots",
-        f"{default('max_loras')} adapters of rank {default('max_lora_rank')}",
+        f"half of the memory for KV blocks and adapters, but at least {default('max_loras')} adapters of rank "
+        f"{default('max_lora_rank')}; exactly these where [the shares are "
+        "fixed](tuning.md#memory-that-adapters-and-kv-blocks-share)",
         flag("lora_memory_gib"),
         "others leave for them; 400 `adapter_too_large` for an adapter that is larger than all of it",
     ),

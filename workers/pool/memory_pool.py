@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
-from lorafleet.workers.pool.group_mover import GroupMover, GroupMove
+from lorafleet.workers.pool.group_mover import GroupMove, GroupMover
 from lorafleet.workers.pool.kv_groups import KVGroups
 from lorafleet.workers.pool.pool_cost import PoolCosts, pays
 from lorafleet.workers.slots.lora_memory import LoRAMemory

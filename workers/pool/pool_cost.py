@@ -5,9 +5,9 @@
 An adapter's uses are its recent requests. To have it again, it is copied from host memory.
 
 A cached KV block has been idle for some time t. The pauses of conversations have a heavy tail, so a block that has been
-idle for long will most likely stay idle. Its uses per second are the hazard of a Lomax distribution, r / (t + RETURN_S),
-where r is the share of tokens that the prefix cache finds. To have it again, its tokens are computed, or copied from
-the host tier if there is one.
+idle for long will most likely stay idle. Its uses per second are the hazard of a Lomax distribution: r / (t +
+RETURN_S), where r is the share of tokens that the prefix cache finds. To have it again, its tokens are computed, or
+copied from the host tier if there is one.
 
 Blocks depend on their adapter. They are used no more often than it is. If it is in no slot, a request waits for it in
 any case, and its blocks count only for their part of that wait.

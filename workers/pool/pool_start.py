@@ -95,8 +95,8 @@ class PoolStart:
         candidates = min(layout.num_groups - 2, CANDIDATES * self.most_lent)
         self.groups = GroupMemory(self._driver, self.device, self.arena, layout, candidates)
         log.info(
-            "adapters and KV blocks share memory: adapters have %.2f GiB, and may borrow %.2f of the KV cache's %.2f GiB, "
-            "%d blocks at a time",
+            "adapters and KV blocks share memory: adapters have %.2f GiB, and may borrow %.2f of the KV cache's %.2f "
+            "GiB, %d blocks at a time",
             own / 2**30,
             self.most_lent * group_bytes / 2**30,
             layout.num_groups * group_bytes / 2**30,

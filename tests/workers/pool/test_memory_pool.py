@@ -45,6 +45,7 @@ class Users:
         return self.worths.get(start, 0.0)
 
     def leave(self, start: int, num_bytes: int) -> None:
+        assert num_bytes == GROUP_BYTES
         self.left.append(start)
 
 

@@ -88,8 +88,8 @@ def test_answers_are_those_of_fixed_memory_while_memory_moves(files, prompt, mon
         answers, llm = serve(files, jobs, enforce_eager=eager)
         stats = llm._engine.stats()
         print(
-            f"\n{eager=}: moves {stats.lora_memory_moves_total}, borrowed {stats.lora_memory_borrowed_bytes >> 20} MiB, "
-            f"memory {stats.memory_bytes}, activations {stats.lora_activations_total} (fixed: "
+            f"\n{eager=}: moves {stats.lora_memory_moves_total}, borrowed {stats.lora_memory_borrowed_bytes >> 20} "
+            f"MiB, memory {stats.memory_bytes}, activations {stats.lora_activations_total} (fixed: "
             f"{fixed.lora_activations_total}), hits {stats.prefix_cache_hits_total} (fixed: "
             f"{fixed.prefix_cache_hits_total})"
         )
