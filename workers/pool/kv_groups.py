@@ -39,14 +39,14 @@ class KVGroups:
         self._num_forgotten = kv.num_forgotten
 
     @property
-    def num_closed(self) -> int:
-        """Number of groups that are lent, or are about to be."""
-        return len(self._closed)
+    def num_blocks(self) -> int:
+        """Number of blocks whose memory is lent, or is about to be."""
+        return len(self._closed) * self._size
 
     @property
-    def num_blocks(self) -> int:
-        """Number of their blocks."""
-        return len(self._closed) * self._size
+    def num_spare(self) -> int:
+        """Number of groups that could leave without making sequences wait for blocks; negative if they wait."""
+        return (self._kv.num_free - self._kv.num_blocks // SPARE_SHARE) // self._size
 
     def cheapest(self, num_groups: int, costs: PoolCosts, now_s: float) -> list[tuple[float, int]]:
         """Returns (worth, group) of the open groups of the least worth that no sequence uses, at most so many."""
@@ -71,11 +71,11 @@ class KVGroups:
         """Returns what one more group would be worth to the KV cache.
 
         It is 0 if the cache has forgotten nothing since the last call. Otherwise it is the worth of the blocks that it
-        forgets next. If even sequences lack blocks, they would use each within a second.
+        forgets next. Blocks that sequences lack count like some that have just been used.
         """
         num_forgotten, self._num_forgotten = self._num_forgotten, self._kv.num_forgotten
-        if self._kv.num_free < self._kv.num_blocks // SPARE_SHARE:
-            return costs.block_s * self._size
+        if self.num_spare < 0:
+            return costs.worth_of_block(0.0) * self._size
         blocks = self._kv.next_to_leave(self._size)
         if num_forgotten == self._num_forgotten or len(blocks) < self._size:
             return 0.0

@@ -36,7 +36,8 @@ class RegionUsers(Protocol):
     """The adapters in parts of their memory."""
 
     def worth(self, start: int, num_bytes: int) -> float | None:
-        """Returns what is lost if a range is emptied, or None if an adapter in use or pinned is in it."""
+        """Returns what is lost if a range is emptied, or None if an adapter is in it that is in use, pinned or waited
+        for."""
 
     def leave(self, start: int, num_bytes: int) -> None:
         """Empties a range of their memory."""
@@ -49,6 +50,7 @@ class PoolSizes:
     group_bytes: int
     own_bytes: int  # Bytes of the adapters' memory that are never the KV cache's.
     most_lent: int  # Number of groups that adapters may borrow at a time.
+    promised: int  # Number of groups that they may borrow even if sequences wait for blocks then.
 
 
 class MemoryPool:
@@ -110,7 +112,10 @@ class MemoryPool:
         if needed <= 0:
             return True
         now_s = self._clock()
-        if now_s < self._lend_due_s or self._groups.num_closed + needed > self.sizes.most_lent:
+        num_lent = len(self._lent) + needed
+        if now_s < self._lend_due_s or num_lent > self.sizes.most_lent:
+            return False
+        if needed > self._groups.num_spare and num_lent > self.sizes.promised:
             return False
         self._lend_due_s = now_s + DECIDE_S
         found = self._groups.cheapest(needed, self._costs(), now_s)

@@ -48,7 +48,9 @@ class PoolStart:
     @property
     def sizes(self) -> PoolSizes:
         assert self.arena is not None and self.groups is not None
-        return PoolSizes(self.groups.layout.group_bytes, self.arena.own_bytes, self.most_lent)
+        group_bytes = self.groups.layout.group_bytes
+        promised = min(self.most_lent, self.late_bytes // group_bytes)
+        return PoolSizes(group_bytes, self.arena.own_bytes, self.most_lent, promised)
 
     def least_blocks(self, num_blocks: int) -> int:
         """Returns how many of the KV blocks sequences have even if adapters borrow all that they may."""

@@ -27,6 +27,7 @@ class PoolRoom:
         room: SlotRoom,
         evict: Callable[[Slot], None],
     ) -> None:
+        self.wanted: frozenset[str] = frozenset()  # Digests that waiting requests need.
         self._pool = pool
         self._requests = requests
         self._policy = policy
@@ -83,7 +84,7 @@ class PoolRoom:
     def worth(self, start: int, num_bytes: int) -> float | None:
         """Returns what RegionUsers.worth does."""
         slots = self._slots_in(start, num_bytes)
-        if not all(slot.is_idle and slot.is_ready for slot in slots):
+        if not all(slot.is_idle and slot.is_ready and slot.digest not in self.wanted for slot in slots):
             return None
         return self._worth(slots)
 

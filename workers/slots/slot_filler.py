@@ -93,6 +93,8 @@ class SlotFiller:
         served: set[str] = set()  # Tenants that get no more slots now.
         waiting: str | None = None  # Tenant whose adapter waits for bytes that are in use.
         rejected: list[tuple[str, AdapterError]] = []
+        if self.pool is not None:
+            self.pool.wanted = frozenset(digests)
         for index, digest in enumerate(digests):
             adapter, tenant = self._cpu.get(digest), tenants.get(digest, "")
             if (

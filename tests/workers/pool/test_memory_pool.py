@@ -60,7 +60,7 @@ class Pool:
         self.saved: list[int] = []
         costs = PoolCosts(block_s=1.0, share=1.0)
         groups = KVGroups(self.kv, LAYOUT, 6, lambda _: None)
-        sizes = PoolSizes(GROUP_BYTES, OWN_BYTES, most_lent=4)
+        sizes = PoolSizes(GROUP_BYTES, OWN_BYTES, most_lent=4, promised=1)
         self.pool = MemoryPool(
             groups, self.memory, self.mover, sizes, lambda: costs, self.saved.extend, lambda: self.now_s
         )
@@ -148,7 +148,21 @@ def test_sequences_that_lack_blocks_get_them_from_adapters_that_are_hardly_used(
     pool.users.worths = {OWN_BYTES: 1.0}
     pool.fill(35)
     pool.step(2 * CALM_S)
+    assert not pool.users.left
+    pool.users.worths = {OWN_BYTES: 0.01}
+    pool.step()
     assert pool.users.left == [OWN_BYTES]
+
+
+def test_sequences_are_made_to_wait_only_for_what_is_promised_to_adapters() -> None:
+    pool = Pool()
+    running = pool.fill(33)
+    assert not pool.bring(101), "two groups, of six blocks"
+    pool.kv.let_go(running.table[12:20])
+    assert pool.bring(101)
+    pool.step()
+    pool.fill(6)
+    assert not pool.bring(50) and pool.pool.num_blocks == 8
 
 
 def test_a_group_in_use_is_lent_once_its_sequence_has_ended_if_there_is_no_other() -> None:

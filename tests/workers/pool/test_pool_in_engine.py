@@ -116,7 +116,7 @@ def share(engine: Engine, group_bytes: int, num_groups: int, block_s: float) -> 
     tiers = engine.scheduler.memory.tiers
     leaving = (lambda _: None) if tiers is None else tiers.save_now
     costs = PoolCosts(block_s, 0.5)
-    sizes = PoolSizes(group_bytes, own, layout.most_lendable(8))
+    sizes = PoolSizes(group_bytes, own, layout.most_lendable(8), promised=2)
     pool = MemoryPool(groups, slots.memory, mover, sizes, lambda: costs, leaving)
     room = engine.loras.model_manager.room
     filler.pool = PoolRoom(pool, requests, slots, room, filler.evict_everywhere)
