@@ -79,7 +79,7 @@ class KVGroups:
         blocks = self._kv.next_to_leave(self._size)
         if num_forgotten == self._num_forgotten or len(blocks) < self._size:
             return 0.0
-        return self._worth(blocks, self._kv.idle_since()[blocks].tolist(), costs, now_s)
+        return self._worth(blocks, [self._kv.idle_since_of(block) for block in blocks], costs, now_s)
 
     def close(self, group: int) -> None:
         """Withholds an open group's blocks from sequences, except from those that use them already."""

@@ -21,7 +21,7 @@ from lorafleet.workers.pool.kv_groups import KVGroups
 from lorafleet.workers.pool.pool_cost import PoolCosts, pays
 from lorafleet.workers.slots.lora_memory import LoRAMemory
 
-DECIDE_S = 0.05  # Time between two decisions of one kind, since each looks at all blocks.
+DECIDE_S = 0.05  # Time between two decisions of one kind, since each looks at all blocks or slots.
 CALM_S = 1.0  # Time after an adapter has borrowed memory in which none goes back.
 PATIENCE_S = 5.0  # Time that a closed group may wait for its sequences before another is closed instead.
 
@@ -33,11 +33,16 @@ class PoolCounts:
 
 
 class RegionUsers(Protocol):
-    """The adapters in parts of their memory."""
+    """The adapters in their memory, which is cut into regions."""
 
-    def worth(self, start: int, num_bytes: int) -> float | None:
-        """Returns what is lost if a range is emptied, or None if an adapter is in it that is in use, pinned or waited
-        for."""
+    def worths(self, start: int, num_bytes: int) -> dict[int, float]:
+        """Returns what is lost if each region is emptied, by its index. It is infinite for a region with an adapter
+        that is in use, pinned or waited for. Regions without adapters are left out.
+
+        Args:
+            start: First byte of the first region.
+            num_bytes: Bytes of each.
+        """
 
     def leave(self, start: int, num_bytes: int) -> None:
         """Empties a range of their memory."""
@@ -182,9 +187,10 @@ class MemoryPool:
 
     def _return_cheapest(self, users: RegionUsers, wanted: float) -> None:
         """Gives back the region whose adapters are worth least, if that is little enough."""
-        worths = [(users.worth(*self._range(region)), region) for region in self._lent.keys() - self._going]
-        lost, region = min(((worth, region) for worth, region in worths if worth is not None), default=(0.0, None))
-        if region is not None and pays(wanted, lost):
+        worths = users.worths(self.sizes.own_bytes, self.sizes.group_bytes)
+        regions = self._lent.keys() - self._going
+        region = min(regions, key=lambda region: worths.get(region, 0.0), default=None)
+        if region is not None and pays(wanted, worths.get(region, 0.0)):
             users.leave(*self._range(region))
             self._return(region)
 

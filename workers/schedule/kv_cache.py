@@ -121,6 +121,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.counts = PrefixCounts()
+        self.num_forgotten = 0  # known blocks that were forgotten so far
         # Called with the node, the key and the owner's salt of a block that becomes known.
         self.on_known: Callable[[int, BlockKey, Hashable], None] | None = None
         # Called with the node of a known block that is forgotten, and the block, whose content is still there.
@@ -129,7 +130,6 @@ class KVCacheManager:
         self._nodes = array("q", [NO_NODE]) * num_blocks  # of each block, if its content is known
         self._keys: list[BlockKey | None] = [None] * num_blocks  # likewise
         self._num_taken = 0  # blocks that were taken so far
-        self._num_forgotten = 0  # known blocks that were forgotten so far
         # The time, by time.monotonic(), since which each block is free.
         self._free: OrderedDict[int, float] = OrderedDict.fromkeys(range(num_blocks), 0.0)
         self._known: dict[BlockKey, tuple[int, int]] = {}  # node and block of each key
@@ -139,11 +139,6 @@ class KVCacheManager:
     @property
     def num_free(self) -> int:
         return len(self._free)
-
-    @property
-    def num_forgotten(self) -> int:
-        """Number of blocks whose content was forgotten so far."""
-        return self._num_forgotten
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -178,9 +173,9 @@ class KVCacheManager:
         owners = blocks.root, blocks.shared_root, blocks.num_shared
         if found is None or found.owners != owners:
             found = PrefixMatch(owners)
-        elif found.num_forgotten != self._num_forgotten:
+        elif found.num_forgotten != self.num_forgotten:
             self._drop_forgotten(found)
-        found.num_forgotten = self._num_forgotten
+        found.num_forgotten = self.num_forgotten
         size = self.block_size
         for start in range(len(found.table) * size, len(tokens) - size if self.enable_prefix_caching else 0, size):
             known = self._known.get(blocks.key_behind(found.nodes, start // size, tokens[start : start + size]))
@@ -325,6 +320,10 @@ class KVCacheManager:
         since_N[np.frombuffer(self._nodes, np.int64) == NO_NODE] = 0.0
         return since_N
 
+    def idle_since_of(self, block: int) -> float:
+        """Returns the entry of idle_since() for one block."""
+        return self._free.get(block, 0.0) if self._keys[block] is not None else 0.0
+
     def next_to_leave(self, num_blocks: int) -> list[int]:
         """Returns the free blocks that are taken next, in their order."""
         return list(islice(self._free, num_blocks))
@@ -351,7 +350,7 @@ class KVCacheManager:
             if self.on_forget is not None:
                 self.on_forget(self._nodes[block], block)
             self._nodes[block], self._keys[block] = NO_NODE, None
-            self._num_forgotten += 1
+            self.num_forgotten += 1
             self.counts.forgotten_s = max(self.counts.forgotten_s, self._free.get(block, 0.0))
             self._roots.leave(key[1])
 

@@ -3,6 +3,7 @@ back."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from lorafleet.workers.pool.memory_pool import MemoryPool, PoolCounts
@@ -81,29 +82,32 @@ class PoolRoom:
     def close(self) -> None:
         self._pool.close()
 
-    def worth(self, start: int, num_bytes: int) -> float | None:
-        """Returns what RegionUsers.worth does."""
-        slots = self._slots_in(start, num_bytes)
-        if not all(slot.is_idle and slot.is_ready and slot.digest not in self.wanted for slot in slots):
-            return None
-        return self._worth(slots)
+    def worths(self, start: int, num_bytes: int) -> dict[int, float]:
+        """Returns what RegionUsers.worths does."""
+        worths: dict[int, float] = {}
+        for slot in self._policy.slots:
+            regions = {
+                region
+                for extent in slot.extents
+                for region in range(
+                    (extent.start - start) // num_bytes, (extent.start + extent.num_bytes - 1 - start) // num_bytes + 1
+                )
+            }
+            if regions:
+                may_leave = slot.is_idle and slot.is_ready and slot.digest not in self.wanted
+                worth = self._worth([slot]) if may_leave else math.inf
+                for region in regions:
+                    worths[region] = worths.get(region, 0.0) + worth
+        return worths
 
     def leave(self, start: int, num_bytes: int) -> None:
         """Does what RegionUsers.leave does."""
-        for slot in self._slots_in(start, num_bytes):
-            self._evict(slot)
+        for slot in self._policy.slots:
+            if any(e.start < start + num_bytes and start < e.start + e.num_bytes for e in slot.extents):
+                self._evict(slot)
 
     def _worth(self, slots: Iterable[Slot]) -> float:
         adapters = [slot.adapter for slot in slots if slot.adapter is not None]
         return sum(
             worth_of_adapter(self._requests.per_s(adapter.info.digest), adapter.cuts[-1]) for adapter in adapters
         )
-
-    def _slots_in(self, start: int, num_bytes: int) -> list[Slot]:
-        return [
-            slot
-            for slot in self._policy.slots
-            if any(
-                extent.start < start + num_bytes and start < extent.start + extent.num_bytes for extent in slot.extents
-            )
-        ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from lorafleet.workers.pool.group_layout import GroupLayout
@@ -34,19 +35,19 @@ class PlainMover:
 
 
 class Users:
-    """Adapters in regions: the worth of each range by its start; None if in use."""
+    """Adapters in regions: the worth of each region by its index."""
 
     def __init__(self) -> None:
-        self.worths: dict[int, float | None] = {}
+        self.given: dict[int, float] = {}
         self.left: list[int] = []
 
-    def worth(self, start: int, num_bytes: int) -> float | None:
-        assert num_bytes == GROUP_BYTES
-        return self.worths.get(start, 0.0)
+    def worths(self, start: int, num_bytes: int) -> dict[int, float]:
+        assert (start, num_bytes) == (OWN_BYTES, GROUP_BYTES)
+        return self.given
 
     def leave(self, start: int, num_bytes: int) -> None:
         assert num_bytes == GROUP_BYTES
-        self.left.append(start)
+        self.left.append((start - OWN_BYTES) // GROUP_BYTES)
 
 
 class Pool:
@@ -114,14 +115,14 @@ def test_memory_comes_back_when_blocks_are_forgotten_that_are_worth_more() -> No
     pool = Pool()
     assert pool.bring(200)
     pool.step()
-    pool.users.worths = {OWN_BYTES: 1.0, OWN_BYTES + GROUP_BYTES: 0.001}
+    pool.users.given = {0: 1.0, 1: 0.001}
     pool.kv.release(pool.fill(31))
     running = pool.fill(2, start=100)
     pool.step()
     assert not pool.mover.begun, "it stays for a while"
     pool.step(CALM_S)
     assert [(move.region, move.to_adapters) for move in pool.mover.begun] == [(1, False)]
-    assert pool.users.left == [OWN_BYTES + GROUP_BYTES] and pool.memory.num_bytes == OWN_BYTES + GROUP_BYTES
+    assert pool.users.left == [1] and pool.memory.num_bytes == OWN_BYTES + GROUP_BYTES
     assert pool.kv.num_free == 29, "the group is on its way"
     pool.step()
     assert pool.kv.num_free == 33 and pool.pool.counts.returned == 1
@@ -134,7 +135,7 @@ def test_nothing_comes_back_that_is_worth_more_or_in_use() -> None:
     pool = Pool()
     assert pool.bring(200)
     pool.step()
-    pool.users.worths = {OWN_BYTES: 1.0, OWN_BYTES + GROUP_BYTES: None}
+    pool.users.given = {0: 1.0, 1: math.inf}
     pool.kv.release(pool.fill(31))
     pool.fill(2, start=100)
     pool.step(2 * CALM_S)
@@ -145,13 +146,13 @@ def test_sequences_that_lack_blocks_get_them_from_adapters_that_are_hardly_used(
     pool = Pool()
     assert pool.bring(100)
     pool.step()
-    pool.users.worths = {OWN_BYTES: 1.0}
+    pool.users.given = {0: 1.0}
     pool.fill(35)
     pool.step(2 * CALM_S)
     assert not pool.users.left
-    pool.users.worths = {OWN_BYTES: 0.01}
+    pool.users.given = {0: 0.01}
     pool.step()
-    assert pool.users.left == [OWN_BYTES]
+    assert pool.users.left == [0]
 
 
 def test_sequences_are_made_to_wait_only_for_what_is_promised_to_adapters() -> None:
