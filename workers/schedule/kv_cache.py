@@ -351,7 +351,7 @@ class KVCacheManager:
                 self.on_forget(self._nodes[block], block)
             self._nodes[block], self._keys[block] = NO_NODE, None
             self.num_forgotten += 1
-            self.counts.forgotten_s = max(self.counts.forgotten_s, self._free.get(block, 0.0))
+            self.counts.forgotten_s = max(self.counts.forgotten_s, self._free.get(block, time.monotonic()))
             self._roots.leave(key[1])
 
     def _drop_forgotten(self, found: PrefixMatch) -> None:
