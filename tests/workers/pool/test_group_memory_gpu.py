@@ -123,7 +123,7 @@ def test_groups_move_while_kernels_run() -> None:
     end.synchronize()
     print(
         f"\n128 MiB in 64 pages: lend {min(lend_s) * 1e3:.2f}-{max(lend_s) * 1e3:.2f} ms, back {min(back_s) * 1e3:.2f}-"
-        f"{max(back_s) * 1e3:.2f} ms, {moved_beside} of 16 moved beside kernels, which took {alone_ms:.1f} ms alone and "
-        f"{begin.elapsed_time(end):.1f} ms beside moves"
+        f"{max(back_s) * 1e3:.2f} ms, {moved_beside} of 16 moved beside kernels, which took {alone_ms:.1f} ms alone "
+        f"and {begin.elapsed_time(end):.1f} ms beside moves"
     )
     assert moved_beside > 0, "moves do not wait for the GPU"
