@@ -76,14 +76,16 @@ class MappedAddresses:
         Call it once: memory and addresses are freed with the tensor's storage, as those of any other tensor.
         """
         exposed = _Exposed(self._first, self.num_bytes)
-        finalizer = weakref.finalize(exposed, _free, self._driver, self._first, self.num_bytes, self._pages)
+        finalizer = weakref.finalize(
+            exposed, _free, self._driver, self._device, self._first, self.num_bytes, self._pages
+        )
         finalizer.atexit = False  # the driver frees everything then
         with torch.cuda.device(self._device):
             return torch.as_tensor(exposed, device=self._device)
 
 
-def _free(driver: CudaDriver, first: int, num_bytes: int, pages: dict[int, Page]) -> None:
-    torch.cuda.synchronize()
+def _free(driver: CudaDriver, device: torch.device, first: int, num_bytes: int, pages: dict[int, Page]) -> None:
+    torch.cuda.synchronize(device)
     for start, page in pages.items():
         driver.unmap_memory(first + start, page.num_bytes)
         driver.release_memory(page.handle)

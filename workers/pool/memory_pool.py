@@ -21,7 +21,7 @@ from lorafleet.workers.pool.kv_groups import KVGroups
 from lorafleet.workers.pool.pool_cost import PoolCosts, pays
 from lorafleet.workers.slots.lora_memory import LoRAMemory
 
-DECIDE_S = 0.05  # Time between two decisions of one kind, since each looks at all blocks or slots.
+DECIDE_S = 0.05  # Time after a decision that nothing moves, since each looks at all blocks or slots.
 CALM_S = 1.0  # Time after an adapter has borrowed memory in which none goes back.
 PATIENCE_S = 5.0  # Time that a closed group may wait for its sequences before another is closed instead.
 
@@ -122,20 +122,21 @@ class MemoryPool:
             return False
         if needed > self._groups.num_spare and num_lent > self.sizes.promised:
             return False
-        self._lend_due_s = now_s + DECIDE_S
         found = self._groups.cheapest(needed, self._costs(), now_s)
         worth = sum(worth for worth, _ in found)
         if lost is not None and (len(found) < needed or not pays(lost, worth)):
+            self._lend_due_s = now_s + DECIDE_S
             return False
+        self._return_due_s = now_s + CALM_S
+        if not found:
+            self._lend_due_s = now_s + DECIDE_S
+            self._drain(now_s)
+            return False
+        self._stop_draining()
         for _, group in found:
             self._groups.close(group)
             self._lend(group)
-        self._return_due_s = now_s + CALM_S
-        if found:
-            self._stop_draining()
-            return True
-        self._drain(now_s)
-        return False
+        return True
 
     def advance(self, users: RegionUsers) -> None:
         """Takes in the moves that have ended, and gives back what the KV cache needs more than adapters. Call it before
