@@ -196,3 +196,26 @@ def test_a_sleep_takes_all_memory_back_and_adapters_borrow_again(start: Start, f
     assert mover.lent
     for i, path in enumerate(adapters):
         assert answers[f"b{i}"] == fleet("llama3").reference.greedy(prompt(9), 3, path).tokens
+
+
+def test_adapters_that_are_in_use_pinned_or_waited_for_keep_their_memory(start: Start, prompt) -> None:
+    engine, loras, _ = start(group_bytes=40_000)
+    for lora in loras[:3]:
+        submit(engine, lora.lora_name, lora, prompt(9), 2)
+        run(engine)
+    assert engine.loras is not None
+    slots, pool = engine.loras.slots, engine.loras.filler.pool
+    idle, pinned, waited = (slots.find(lora.digest) for lora in loras[:3])
+
+    def worths() -> list[float]:
+        """The worth of each adapter's first byte, as a region of its own."""
+        found = pool.worths(0, 1)
+        return [found[slot.extents[0].start] for slot in (idle, pinned, waited)]
+
+    assert all(0 < worth < 1 for worth in worths())
+    slots.pin(pinned)
+    pool.wanted = frozenset({loras[2].digest})
+    assert worths()[0] < 1 and worths()[1:] == [float("inf")] * 2
+    slots.hold(idle.index)
+    assert worths()[0] == float("inf")
+    slots.let_go(idle.index)

@@ -1,0 +1,78 @@
+"""The shares of memory at the start, and where they are fixed."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.workers.pool.group_layout import PAGE_BYTES
+from lorafleet.workers.pool.pool_shares import PoolBounds, PoolShares
+from lorafleet.workers.pool.pool_start import start_pool
+
+BLOCK_BYTES = [PAGE_BYTES // 4] * 2  # Groups have 4 blocks and two pages.
+GROUP = 2 * PAGE_BYTES
+
+
+def shares(
+    num_blocks: int = 399, kept: int = 39, promised: int = 10, exact: bool = False, rounds_up: bool = False
+) -> PoolShares:
+    """The shares of adapters with 2 groups of their own, and of a KV cache beside those that they are `promised`."""
+    bounds = PoolBounds(2 * GROUP, promised * GROUP, exact)
+    return PoolShares.of(BLOCK_BYTES, bounds, num_blocks, kept, rounds_up=rounds_up)
+
+
+def test_the_kv_cache_gets_what_is_promised_to_adapters_which_may_borrow_half_of_all() -> None:
+    found = shares()
+    assert found.layout.num_blocks == 432, "100 groups of the KV cache, and 8 that are promised"
+    assert (found.most_lent, found.promised, found.num_lendable) == (53, 8, 106)
+
+
+def test_a_bound_of_the_user_is_kept() -> None:
+    found = shares(promised=30, exact=True)
+    assert (found.most_lent, found.promised, found.num_lendable) == (28, 28, 56)
+
+
+def test_the_longest_sequence_keeps_its_blocks() -> None:
+    found = shares(kept=399)
+    assert found.most_lent == 8
+    blocks = found.layout.num_blocks - 1 - found.most_lent * found.layout.blocks
+    assert blocks >= 399
+    assert shares(kept=410).most_lent == 5
+
+
+def test_nothing_is_lent_where_the_longest_sequence_needs_all() -> None:
+    assert shares(kept=399, promised=2).most_lent == 0
+    assert shares(num_blocks=7, kept=1, promised=2).most_lent == 0, "the first and the last group stay"
+
+
+@pytest.mark.parametrize("num_blocks", range(396, 404))
+def test_a_cache_of_an_exact_size_is_never_smaller(num_blocks: int) -> None:
+    found = shares(num_blocks, promised=2, rounds_up=True)
+    assert num_blocks <= found.layout.num_blocks - 1 < num_blocks + 4
+    assert shares(num_blocks, promised=2).layout.num_blocks - 1 <= num_blocks
+
+
+@pytest.mark.parametrize(
+    ("device", "num_ranks", "block_bytes", "why"),
+    [
+        ("cpu", 1, BLOCK_BYTES, "host memory"),
+        ("cuda:0", 2, BLOCK_BYTES, "ranks"),
+        ("cuda:0", 1, [18432] * 61, "small enough"),
+        ("cuda:0", 1, [], "small enough"),
+    ],
+)
+def test_the_log_says_why_shares_are_fixed(
+    device: str, num_ranks: int, block_bytes: list[int], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert start_pool(LoRAConfig(), num_ranks, torch.device(device), block_bytes) is None
+    assert "fixed shares of memory" in caplog.text and why in caplog.text
+
+
+def test_without_adapters_there_is_nothing_to_share(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert start_pool(None, 1, torch.device("cpu"), BLOCK_BYTES) is None
+    assert not caplog.text
