@@ -32,11 +32,11 @@ from lorafleet.workers.adapters.mixed_forms import mix
 from lorafleet.workers.adapters.parallel_reading import ParallelReader
 from lorafleet.workers.adapters.reader import read_adapter
 from lorafleet.workers.adapters.weight_files import Placement
+from lorafleet.workers.slots.block_layout import placement
 from lorafleet.workers.slots.lora_model import LoRAModel
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.packed_adapter import PackedAdapter, pack
 from lorafleet.workers.slots.pinned_memory import PinnedMemory
-from lorafleet.workers.slots.read_in_place import placement
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Adapters that are read right into the block that their slots are filled from: read_in_place.py."""
+"""Adapters that are read right into the block that their slots are filled from: block_layout.py."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.workers.adapters.parallel_reading import MIN_THREADS_FOR_PIECES, ParallelReader
 from lorafleet.workers.slots import packed_adapter
 from lorafleet.workers.slots.base_parts import BasePart, BaseParts
+from lorafleet.workers.slots.block_layout import placement
 from lorafleet.workers.slots.lora_model import LoRAModel
 from lorafleet.workers.slots.packed_adapter import PackedAdapter, pack
-from lorafleet.workers.slots.read_in_place import placement
 from tests.workers.conftest import AdapterDir, MakeAdapter, base_of, make_base
 
 PIECE_BYTES = 256
