@@ -46,7 +46,7 @@ class WeightsFile(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ReadTargets:
     """Memory into which tensors are read, so that they need not be copied there later."""
 
     block: Tensor  # uint8; the memory is valid as long as this tensor
@@ -106,14 +106,14 @@ class SafetensorsFile:
         takes = self._reader is not None and self._reader.takes(self._data_bytes)
         return takes and shared_dtype(self.infos) is not None
 
-    def load_into(self, placement: Placement) -> LoadedTensors:
+    def load_into(self, targets: ReadTargets) -> LoadedTensors:
         """As load(), but reads each tensor to the place that it has, if it has one."""
         dtype = shared_dtype(self.infos)
         assert self._reader is not None and dtype is not None
         in_order = sorted(self.infos.items(), key=lambda item: item[1].start)  # without holes, as parse_header checks
         raw: dict[str, Tensor] = {}
         for name, info in yielding_gil(in_order):
-            placed = placement.by_name.get(name)
+            placed = targets.by_name.get(name)
             raw[name] = _bytes(info.end - info.start) if placed is None else placed
         read = self._reader.read(self._file, raw.values(), dtype, self._digest, self._expected_digest)
         self._file.check_unchanged()

@@ -21,7 +21,7 @@ from lorafleet.protocol.yield_gil import yielding_gil
 from lorafleet.workers.adapters.adapter_parts import AdapterParts
 from lorafleet.workers.adapters.kinds import lora
 from lorafleet.workers.adapters.kinds.kind import Target
-from lorafleet.workers.adapters.weight_files import FLOAT_DTYPES, Placement
+from lorafleet.workers.adapters.weight_files import FLOAT_DTYPES, ReadTargets
 from lorafleet.workers.slots.base_parts import BaseParts
 from lorafleet.workers.slots.extra_block import aligned
 from lorafleet.workers.slots.layer_weights import LoRALayerWeights, PairSizes
@@ -67,9 +67,9 @@ def pair_offsets(
         a_offset += s.rows * s.inputs * itemsize
 
 
-def placement(
+def read_targets(
     adapter: AdapterParts, base: BaseParts, dtype: torch.dtype, allocate: Callable[[int], Tensor]
-) -> Placement | None:
+) -> ReadTargets | None:
     """Returns the place of each A and B that is served as it lies in the file, or None if there may be none.
 
     It is a guess, which is_in_place() has to confirm.
@@ -97,7 +97,7 @@ def placement(
                 name = target.tensors[leaf]
                 info = target.infos[name]
                 by_name[name] = block[offset : offset + info.end - info.start]
-    return Placement(block, by_name)
+    return ReadTargets(block, by_name)
 
 
 def is_in_place(

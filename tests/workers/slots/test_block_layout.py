@@ -17,7 +17,7 @@ from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.workers.adapters.parallel_reading import MIN_THREADS_FOR_PIECES, ParallelReader
 from lorafleet.workers.slots import packed_adapter
 from lorafleet.workers.slots.base_parts import BasePart, BaseParts
-from lorafleet.workers.slots.block_layout import placement
+from lorafleet.workers.slots.block_layout import read_targets
 from lorafleet.workers.slots.lora_model import LoRAModel
 from lorafleet.workers.slots.packed_adapter import PackedAdapter, pack
 from tests.workers.conftest import AdapterDir, MakeAdapter, base_of, make_base
@@ -75,7 +75,7 @@ def load(
         name="sql",
         expected_digest=digest,
         reader=reader,
-        place=None if reader is None else partial(placement, base=parts, dtype=dtype, allocate=allocate),
+        place=None if reader is None else partial(read_targets, base=parts, dtype=dtype, allocate=allocate),
     )
     return pack(model, parts, dtype, allocate)
 
