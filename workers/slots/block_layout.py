@@ -12,6 +12,7 @@ of the memory that a load needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -87,8 +88,7 @@ def read_targets(
     table, num_bytes = lay_out(sizes, dtype)
     if num_bytes == 0:
         return None
-    block = allocate(num_bytes)
-    by_name = {}
+    places: dict[str, tuple[int, int]] = {}  # start and end
     for row, slices, sizes_of in zip(table.offset_LA.tolist(), linears, sizes, strict=True):
         for target, offsets in zip(slices, pair_offsets(row, sizes_of, dtype.itemsize), strict=True):
             if target is None or offsets is None:
@@ -96,8 +96,12 @@ def read_targets(
             for leaf, offset in zip((lora.A, lora.B), offsets, strict=True):
                 name = target.tensors[leaf]
                 info = target.infos[name]
-                by_name[name] = block[offset : offset + info.end - info.start]
-    return ReadTargets(block, by_name)
+                places[name] = offset, offset + info.end - info.start
+    block = allocate(num_bytes)
+    for (_, end), (start, _) in pairwise([*sorted(places.values()), (num_bytes, num_bytes)]):
+        if end < start:
+            block[end:start] = 0
+    return ReadTargets(block, {name: start for name, (start, _) in places.items()})
 
 
 def is_in_place(

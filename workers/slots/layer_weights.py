@@ -41,7 +41,7 @@ class LoRALayerWeights:
 
     @property
     def sizes(self) -> PairSizes:
-        return PairSizes(len(self.a_RD), self.in_features, self.out_features, self.rank, self.scaling)
+        return PairSizes(self.a_RD.shape[0], self.in_features, self.out_features, self.rank, self.scaling)
 
     @property
     def rank(self) -> int:

@@ -63,8 +63,8 @@ def load(
 ) -> PackedAdapter:
     """With a reader, the adapter is read in place if it can be."""
 
-    def allocate(size: int) -> Tensor:
-        return torch.full((size,), 0x5A, dtype=torch.uint8)  # the same between the matrices
+    def dirty(size: int) -> Tensor:
+        return torch.full((size,), 0xFF, dtype=torch.uint8)  # NaN as numbers
 
     parts = base_parts()
     model = LoRAModel.from_local_checkpoint(
@@ -75,9 +75,9 @@ def load(
         name="sql",
         expected_digest=digest,
         reader=reader,
-        place=None if reader is None else partial(read_targets, base=parts, dtype=dtype, allocate=allocate),
+        place=None if reader is None else partial(read_targets, base=parts, dtype=dtype, allocate=dirty),
     )
-    return pack(model, parts, dtype, allocate)
+    return pack(model, parts, dtype, lambda size: torch.zeros(size, dtype=torch.uint8))
 
 
 def check_same(one: PackedAdapter, other: PackedAdapter) -> None:
