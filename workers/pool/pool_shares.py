@@ -12,7 +12,7 @@ CANDIDATES = 2  # Groups that can be lent, as a multiple of those that may be le
 
 @dataclass(frozen=True, slots=True)
 class PoolBounds:
-    """What adapters may take."""
+    """The bounds of the memory that adapters take."""
 
     own_bytes: int  # Bytes that are never the KV cache's.
     promised_bytes: int  # Bytes that they get even if sequences wait for blocks then, own_bytes included.

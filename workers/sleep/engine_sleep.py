@@ -14,8 +14,8 @@ from typing import Literal
 
 from lorafleet.protocol.engine_control import PauseMode, SleepEngine, WakeEngine
 from lorafleet.protocol.errors import InvalidRequest, LorafleetError
+from lorafleet.workers.pool.pool_room import PoolRoom
 from lorafleet.workers.schedule.scheduler import Scheduler
-from lorafleet.workers.slots.pool_room import PoolRoom
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
 from lorafleet.workers.step.runner import ModelRunner
 

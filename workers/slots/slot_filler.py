@@ -13,11 +13,11 @@ from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.names import tenant_of
 from lorafleet.workers.pool.memory_pool import MemoryPool
 from lorafleet.workers.pool.pool_cost import RecentRequests
+from lorafleet.workers.pool.pool_room import PoolRoom
 from lorafleet.workers.slots.adapter_lives import AdapterLives, AdapterState
 from lorafleet.workers.slots.cpu_tier import CPUTier
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.packed_adapter import PackedAdapter
-from lorafleet.workers.slots.pool_room import PoolRoom
 from lorafleet.workers.slots.slot_policy import Slot
 from lorafleet.workers.tp.rank_messages import EmptySlot, FillSlot, Order
 

@@ -23,7 +23,7 @@ from lorafleet.workers.pool.group_mover import GroupMove
 from lorafleet.workers.pool.kv_groups import KVGroups
 from lorafleet.workers.pool.memory_pool import MemoryPool, PoolSizes
 from lorafleet.workers.pool.pool_cost import PoolCosts, RecentRequests
-from lorafleet.workers.slots.pool_room import PoolRoom
+from lorafleet.workers.pool.pool_room import PoolRoom
 from lorafleet.workers.startup import build_engine
 from tiny_models import ALL_TARGETS, make_adapter
 

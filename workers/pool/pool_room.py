@@ -1,5 +1,4 @@
-"""Gets room for adapters from memory that they share with KV blocks (workers/pool/), and says what leaves if it goes
-back."""
+"""Gets room for adapters from memory that they share with KV blocks, and says which of them leave if it goes back."""
 
 from __future__ import annotations
 
