@@ -16,7 +16,8 @@ class PoolBounds:
 
     own_bytes: int  # Bytes that are never the KV cache's.
     promised_bytes: int  # Bytes that they get even if sequences wait for blocks then, own_bytes included.
-    is_exact: bool  # Whether they may take no more than that.
+    most_bytes: int  # Bytes that as many of the largest adapters take as there are slots.
+    is_exact: bool  # Whether they may take no more than they are promised.
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class PoolShares:
         bound = bounds.promised_bytes
         if not bounds.is_exact:
             bound = max(bound, int(AUTO_SHARE * (own + group_bytes * layout.num_groups)))
-        most_lent = max(0, min(layout.most_lendable(kept_blocks), (bound - own) // group_bytes))
+        needed = -(-max(0, bounds.most_bytes - own) // group_bytes) + 1  # one more, since ranges leave gaps
+        most_lent = max(0, min(layout.most_lendable(kept_blocks), (bound - own) // group_bytes, needed))
         num_lendable = max(0, min(layout.num_groups - 2, CANDIDATES * most_lent))
         return cls(layout, most_lent, num_lendable, min(most_lent, late_bytes // group_bytes))

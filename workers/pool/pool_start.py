@@ -64,7 +64,7 @@ class PoolStart:
         own = largest + max(0, promised - largest) % group_bytes
         total = torch.cuda.get_device_properties(self.device).total_memory
         self.arena = Arena(self._driver, self.device, own, total)
-        self._bounds = PoolBounds(self.arena.own_bytes, promised, is_exact)
+        self._bounds = PoolBounds(self.arena.own_bytes, promised, config.gpu_loras * largest, is_exact)
         return self.arena.own_bytes
 
     def divide(self, num_blocks: int, kept_blocks: int, memory: LoRAMemory, *, rounds_up: bool) -> int:

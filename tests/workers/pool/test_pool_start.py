@@ -17,10 +17,15 @@ GROUP = 2 * PAGE_BYTES
 
 
 def shares(
-    num_blocks: int = 399, kept: int = 39, promised: int = 10, exact: bool = False, rounds_up: bool = False
+    num_blocks: int = 399,
+    kept: int = 39,
+    promised: int = 10,
+    most: int = 1000,
+    exact: bool = False,
+    rounds_up: bool = False,
 ) -> PoolShares:
     """The shares of adapters with 2 groups of their own, and of a KV cache beside those that they are `promised`."""
-    bounds = PoolBounds(2 * GROUP, promised * GROUP, exact)
+    bounds = PoolBounds(2 * GROUP, promised * GROUP, most * GROUP, exact)
     return PoolShares.of(BLOCK_BYTES, bounds, num_blocks, kept, rounds_up=rounds_up)
 
 
@@ -33,6 +38,11 @@ def test_the_kv_cache_gets_what_is_promised_to_adapters_which_may_borrow_half_of
 def test_a_bound_of_the_user_is_kept() -> None:
     found = shares(promised=30, exact=True)
     assert (found.most_lent, found.promised, found.num_lendable) == (28, 28, 56)
+
+
+def test_no_more_is_lent_than_the_adapters_in_all_slots_could_use() -> None:
+    assert shares(most=20).most_lent == 19
+    assert shares(promised=30, most=20, exact=True).most_lent == 19
 
 
 def test_the_longest_sequence_keeps_its_blocks() -> None:
