@@ -52,11 +52,17 @@ class LoRAOptions:
     lora_memory_gib: Annotated[
         float | None,
         Option(
-            "Most GPU memory for A and B of the adapters in slots. Where the KV cache can lend memory, it uses what "
-            "they do not need. Default: half of both, but at least what max_loras adapters of max_lora_rank on every "
-            "module take; exactly that where memory is not lent."
+            "GPU memory for A and B of the adapters in slots. Default: as much as max_loras adapters of max_lora_rank "
+            "on every module take. With share_lora_memory it is the most that they take."
         ),
     ] = None
+    share_lora_memory: Annotated[
+        bool,
+        Option(
+            "Adapters in slots and KV blocks share GPU memory: adapters borrow from the KV cache what they need, and "
+            "give it back. For one GPU a replica. Experimental."
+        ),
+    ] = False
     max_lora_rank: Annotated[int, Option("Largest adapter rank that is accepted.", Range(1, MAX_RANK_BOUND))] = 64
     max_cpu_loras: Annotated[int | None, Option("Adapters kept in host memory. Default: 2 x max_loras.")] = None
     lora_dtype: Annotated[

@@ -232,10 +232,10 @@ def _build_steps(
     late_bytes = (FLASHINFER_BYTES if modules else 0) + (0 if pool is None else pool.late_bytes)
     num_blocks, max_model_len = size_cache(starting, model, spec, states, late_bytes)
     memory = None
-    if pool is not None and slots is not None:
+    if pool is not None:
         kept = -(-max(max_model_len, config.max_model_len or 0) // config.block_size)
         exact = config.kv_cache_tokens is not None
-        num_blocks = pool.divide(num_blocks, kept, slots.policy.memory, rounds_up=exact)
+        num_blocks = pool.divide(num_blocks, kept, rounds_up=exact)
         memory = None if pool.groups is None else pool.groups.tensors
     # the last block is for captured steps' padding
     caches = allocate_caches(config, model.config, spec, num_blocks + 1, memory)

@@ -403,9 +403,7 @@ ADAPTERS = [
     ),
     Limit(
         "A and B of adapters in slots",
-        f"half of the memory for KV blocks and adapters, but at least {default('max_loras')} adapters of rank "
-        f"{default('max_lora_rank')}; exactly these where [the shares are "
-        "fixed](tuning.md#memory-that-adapters-and-kv-blocks-share)",
+        f"{default('max_loras')} adapters of rank {default('max_lora_rank')}",
         flag("lora_memory_gib"),
         "others leave for them; 400 `adapter_too_large` for an adapter that is larger than all of it",
     ),

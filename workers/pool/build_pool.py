@@ -18,10 +18,9 @@ FIRST_SHARE = 0.5  # Of them that is assumed to be cached before any was looked 
 
 def build_pool(
     start: PoolStart, kv: KVCacheManager, policy: SlotPolicy, budget: StepBudget, tiers: KVTiers | None
-) -> tuple[MemoryPool, RecentRequests] | None:
-    """Returns the pool and the requests that it has to know, or None if its memory is not in groups."""
-    if start.groups is None:
-        return None
+) -> tuple[MemoryPool, RecentRequests]:
+    """Returns the pool, and the requests that it has to know."""
+    assert start.groups is not None
     requests, block_bytes = RecentRequests(), sum(start.groups.layout.part_bytes) / start.groups.layout.blocks
 
     def costs() -> PoolCosts:

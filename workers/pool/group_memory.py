@@ -28,19 +28,8 @@ class Arena:
     def __init__(self, driver: CudaDriver, device: torch.device, own_bytes: int, most_bytes: int) -> None:
         self.own_bytes = max(PAGE_BYTES, _whole_pages(own_bytes))
         self.addresses = MappedAddresses(driver, device, self.own_bytes + _whole_pages(most_bytes))
-        self._own = [(0, self.own_bytes)]  # First byte and number of bytes of its own pages.
-        _create(self.addresses, self._own)
+        self.allocate()
         self.memory = self.addresses.tensor()
-
-    def extend(self, num_bytes: int) -> int:
-        """Adds own bytes behind the others, which are rounded up to whole pages, and returns their number. Nothing may
-        have been borrowed yet."""
-        added = _whole_pages(num_bytes)
-        if added:
-            self._own.append((self.own_bytes, added))
-            _create(self.addresses, self._own)
-            self.own_bytes += added
-        return added
 
     # As SizedStorages, for sleep. Nothing may be borrowed.
 
@@ -52,7 +41,7 @@ class Arena:
         self.addresses.release_all()
 
     def allocate(self) -> None:
-        _create(self.addresses, self._own)
+        _create(self.addresses, [(0, self.own_bytes)])
 
 
 class GroupMemory:

@@ -1,6 +1,6 @@
 """Sizes and allocates the memory that KV blocks and adapters share, in the order of a start.
 
-At first it says whether they can share it. Then the adapters get memory for one of them, and the KV cache all the rest.
+The adapters get memory for one of them, and the KV cache all the rest.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import logging
 import torch
 
 from lorafleet.protocol.cuda_driver import CudaDriver, CudaDriverError
+from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.workers.pool.group_layout import GroupLayout
 from lorafleet.workers.pool.group_memory import Arena, GroupMemory
 from lorafleet.workers.pool.memory_pool import PoolSizes
 from lorafleet.workers.pool.pool_shares import PoolBounds, PoolShares
-from lorafleet.workers.slots.lora_memory import LoRAMemory
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +31,9 @@ class PoolStart:
 
     def __init__(self, driver: CudaDriver, device: torch.device, block_bytes: list[int]) -> None:
         self.device = device
-        self.arena: Arena | None = None  # The adapters' memory; None if it is fixed, and not allocated here.
-        self.groups: GroupMemory | None = None  # The KV cache's memory; None likewise.
-        self.shares: PoolShares | None = None  # None likewise.
+        self.arena: Arena | None = None  # The adapters' memory; None before own_bytes().
+        self.groups: GroupMemory | None = None  # The KV cache's memory; None before divide().
+        self.shares: PoolShares | None = None  # None before divide().
         self._driver = driver
         self._block_bytes = block_bytes
         self._bounds: PoolBounds | None = None
@@ -54,33 +54,35 @@ class PoolStart:
         return num_blocks if self.shares is None else num_blocks - self.shares.most_lent * self.shares.layout.blocks
 
     def own_bytes(self, config: LoRAConfig, largest: int) -> int:
-        """Returns the size of the adapters' own memory, which is allocated if more can be borrowed. `largest` is the
-        size of A and B of the largest adapter."""
+        """Allocates the adapters' own memory, and returns its size. Raises ConfigError if there is nothing to borrow.
+        `largest` is the size of A and B of the largest adapter."""
         is_exact, promised = config.lora_memory_gib is not None, config.lora_memory_bytes(largest)
         group_bytes = GroupLayout.of(self._block_bytes, 0).group_bytes
         if is_exact and promised < largest + group_bytes:
-            _log_fixed(f"lora_memory_gib has no room for an adapter of max_lora_rank and {group_bytes} bytes more")
-            return promised
+            raise ConfigError(
+                f"lora.lora_memory_gib is {config.lora_memory_gib}; with lora.share_lora_memory it must be at least "
+                f"{(largest + group_bytes) / 2**30:.3f}, for one adapter of max_lora_rank and a group of KV blocks. "
+                "Raise it, or leave one of them out.",
+                "lora_memory_gib",
+            )
         own = largest + max(0, promised - largest) % group_bytes
         total = torch.cuda.get_device_properties(self.device).total_memory
         self.arena = Arena(self._driver, self.device, own, total)
         self._bounds = PoolBounds(self.arena.own_bytes, promised, config.gpu_loras * largest, is_exact)
         return self.arena.own_bytes
 
-    def divide(self, num_blocks: int, kept_blocks: int, memory: LoRAMemory, *, rounds_up: bool) -> int:
-        """Allocates the KV cache in groups if some can be lent. Otherwise it gives the adapters all that they are
-        promised. Returns the number of KV blocks, without the one for padding.
-
-        Args:
-            memory: The adapters' memory. The other arguments are as in PoolShares.of().
-        """
-        if self.arena is None or self._bounds is None:
-            return num_blocks
+    def divide(self, num_blocks: int, kept_blocks: int, *, rounds_up: bool) -> int:
+        """Allocates the KV cache in groups, and returns the number of KV blocks without the one for padding. Raises
+        ConfigError if no group can be lent. The arguments are as in PoolShares.of()."""
+        assert self.arena is not None and self._bounds is not None
         shares = PoolShares.of(self._block_bytes, self._bounds, num_blocks, kept_blocks, rounds_up=rounds_up)
         if not shares.most_lent:
-            _log_fixed("the KV cache has no group of blocks that the longest sequence could do without")
-            memory.grow(self.arena.own_bytes, self.arena.extend(self.late_bytes))
-            return num_blocks
+            raise ConfigError(
+                f"lora.share_lora_memory has nothing to share: the longest sequence needs {kept_blocks} of the KV "
+                f"cache's {shares.layout.num_blocks} blocks, and {shares.layout.blocks} move at a time. Lower "
+                "max_model_len, or leave it out.",
+                "share_lora_memory",
+            )
         self.shares = shares
         self.groups = GroupMemory(self._driver, self.device, self.arena, shares.layout, shares.num_lendable)
         log.info(
@@ -97,28 +99,28 @@ class PoolStart:
 def start_pool(
     lora: LoRAConfig | None, num_ranks: int, device: torch.device, block_bytes: list[int]
 ) -> PoolStart | None:
-    """Returns the pool of this GPU, or None if adapters and KV blocks have fixed shares of memory, which is logged."""
-    if lora is None:
+    """Returns the pool of this GPU, or None if adapters and KV blocks have fixed shares of memory. Raises ConfigError
+    if they should share it and cannot."""
+    if lora is None or not lora.share_lora_memory:
         return None
     if device.type != "cuda":
-        _log_fixed("adapters are used where they lie in host memory")
-        return None
+        raise _refusal("it is for GPUs, since adapters on a CPU are used where they lie in host memory")
     if num_ranks > 1:
-        _log_fixed("the ranks of a replica do not move memory together")
-        return None
-    if not block_bytes or GroupLayout.of(block_bytes, 0).group_bytes > LARGEST_GROUP:
-        _log_fixed("the KV cache has no groups of blocks with whole pages that are small enough")
-        return None
+        raise _refusal(f"it is for one GPU a replica, and tensor_parallel_size is {num_ranks}")
+    group_bytes = GroupLayout.of(block_bytes, 0).group_bytes if block_bytes else 0
+    if not 0 < group_bytes <= LARGEST_GROUP:
+        raise _refusal(
+            f"{group_bytes} bytes of this model's KV cache would have to move at a time; at most {LARGEST_GROUP} may"
+        )
     try:
         driver = CudaDriver()
         index = torch.cuda.current_device() if device.index is None else device.index
-        if driver.has_virtual_memory(index):
-            return PoolStart(driver, device, block_bytes)
-        _log_fixed("the GPU has no virtual memory management")
+        if not driver.has_virtual_memory(index):
+            raise _refusal("this GPU has no virtual memory management")
     except CudaDriverError as error:
-        _log_fixed(str(error))
-    return None
+        raise _refusal(str(error)) from error
+    return PoolStart(driver, device, block_bytes)
 
 
-def _log_fixed(reason: str) -> None:
-    log.info("adapters and KV blocks have fixed shares of memory: %s", reason)
+def _refusal(reason: str) -> ConfigError:
+    return ConfigError(f"lora.share_lora_memory cannot be used: {reason}. Leave it out.", "share_lora_memory")

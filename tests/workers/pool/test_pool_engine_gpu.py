@@ -75,18 +75,17 @@ def serve(files: tuple[Path, list[Path]], jobs: list[Jobs], **options) -> tuple[
     return answers, llm
 
 
-def test_answers_are_those_of_fixed_memory_while_memory_moves(files, prompt, monkeypatch) -> None:
+def test_answers_are_those_of_fixed_memory_while_memory_moves(files, prompt) -> None:
     jobs = rounds(prompt)
-    with monkeypatch.context() as patch:
-        patch.setattr("lorafleet.workers.startup.start_pool", lambda *_: None)
-        expected, llm = serve(files, jobs)
-        assert llm._engine.loras.filler.pool is None
-        fixed = llm._engine.stats()
-        del llm
-        gc.collect()
+    expected, llm = serve(files, jobs)
+    assert llm._engine.loras.filler.pool is None
+    fixed = llm._engine.stats()
+    del llm
+    gc.collect()
     for eager in (False, True):
         # The tiers save the blocks whose memory leaves, and bring them back.
-        answers, llm = serve(files, jobs, enforce_eager=eager, kv_host_gib=0 if eager else 1)
+        tiers = {"kv_host_gib": 0 if eager else 1}
+        answers, llm = serve(files, jobs, enforce_eager=eager, share_lora_memory=True, **tiers)
         for _ in range(60):  # what adapters have borrowed stays with them for a while
             if llm._engine.stats().lora_memory_moves_total["returned"]:
                 break

@@ -1,16 +1,17 @@
-"""The shares of memory at the start, and where they are fixed."""
+"""The shares of memory at the start, and where it cannot be shared."""
 
 from __future__ import annotations
-
-import logging
 
 import pytest
 import torch
 
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.workers.pool.group_layout import PAGE_BYTES
 from lorafleet.workers.pool.pool_shares import PoolBounds, PoolShares
 from lorafleet.workers.pool.pool_start import start_pool
+from lorafleet.workers.startup import build_engine
 
 BLOCK_BYTES = [PAGE_BYTES // 4] * 2  # Groups have 4 blocks and two pages.
 GROUP = 2 * PAGE_BYTES
@@ -69,20 +70,24 @@ def test_a_cache_of_an_exact_size_is_never_smaller(num_blocks: int) -> None:
     ("device", "num_ranks", "block_bytes", "why"),
     [
         ("cpu", 1, BLOCK_BYTES, "host memory"),
-        ("cuda:0", 2, BLOCK_BYTES, "ranks"),
-        ("cuda:0", 1, [18432] * 61, "small enough"),
-        ("cuda:0", 1, [], "small enough"),
+        ("cuda:0", 2, BLOCK_BYTES, "tensor_parallel_size is 2"),
+        ("cuda:0", 1, [18432] * 61, "have to move at a time"),
+        ("cuda:0", 1, [], "have to move at a time"),
     ],
 )
-def test_the_log_says_why_shares_are_fixed(
-    device: str, num_ranks: int, block_bytes: list[int], why: str, caplog: pytest.LogCaptureFixture
+def test_memory_is_not_shared_silently_where_it_cannot_be(
+    device: str, num_ranks: int, block_bytes: list[int], why: str
 ) -> None:
-    caplog.set_level(logging.INFO)
-    assert start_pool(LoRAConfig(), num_ranks, torch.device(device), block_bytes) is None
-    assert "fixed shares of memory" in caplog.text and why in caplog.text
+    with pytest.raises(ConfigError, match=f"share_lora_memory cannot be used: .*{why}"):
+        start_pool(LoRAConfig(share_lora_memory=True), num_ranks, torch.device(device), block_bytes)
 
 
-def test_without_adapters_there_is_nothing_to_share(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    assert start_pool(None, 1, torch.device("cpu"), BLOCK_BYTES) is None
-    assert not caplog.text
+@pytest.mark.parametrize("lora", [None, LoRAConfig()])
+def test_shares_are_fixed_unless_memory_is_to_be_shared(lora: LoRAConfig | None) -> None:
+    assert start_pool(lora, 1, torch.device("cuda:0"), BLOCK_BYTES) is None
+
+
+def test_an_engine_on_a_cpu_does_not_start_with_shared_memory(fleet) -> None:
+    config = EngineConfig(str(fleet("llama3").base), device="cpu", lora=LoRAConfig(share_lora_memory=True))
+    with pytest.raises(ConfigError, match="host memory"):
+        build_engine(config)
