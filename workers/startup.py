@@ -133,10 +133,9 @@ def build_rank(
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
     base = _build_model(config, rank, addresses, progress, check)
-    # Slots come before the KV cache, which gets the memory that is left.
     spec = _attention_spec(config, base)
     pool = start_pool(config.lora, base.model.group.size, base.device, block_bytes(spec))
-    slots, loader = None, None
+    slots, loader = None, None  # They come before the KV cache, which gets the memory that is left.
     if config.lora is not None:
         slots, loader = _build_adapters(config, config.lora, base, pool, find_neighbors)
     steps, num_blocks, max_model_len = _build_steps(config, base, spec, slots, pool)
