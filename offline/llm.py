@@ -33,6 +33,7 @@ from lorafleet.protocol.lora_request import LoRARequest, check_generates
 from lorafleet.protocol.messages import EngineRequest, FinishReason, TokenLogprobs, TokenOutput, Vocabulary
 from lorafleet.protocol.options import options_of, values_of
 from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.protocol.speculative_config import SpeculativeConfig
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.rank_processes import RankProcesses
 from lorafleet.workers.startup import build_engine
@@ -99,6 +100,7 @@ class LLMOptions(LoRAOptions, EngineOptions):
     enable_lora: bool = False
     lora_config: LoRAConfig | None = None  # In place of the single options of adapters.
     async_scheduling: AsyncScheduling = None
+    speculative_config: SpeculativeConfig | Mapping[str, object] | None = None  # type: ignore[assignment]  # As in vLLM.
 
 
 P = ParamSpec("P")
@@ -128,7 +130,8 @@ class LLM:
     def __init__(self, *args: Any, **given: Any) -> None:
         options = LLMOptions(*args, **given)
         config = EngineConfig(
-            **values_of(EngineOptions, options),
+            **values_of(EngineOptions, options)
+            | {"speculative_config": SpeculativeConfig.of(options.speculative_config)},
             async_scheduling=options.async_scheduling,
             lora=_lora_config(options, given),
         )

@@ -16,6 +16,7 @@ from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.options import Option, at_least, bounded_values
 from lorafleet.protocol.quantization_methods import Method
 from lorafleet.protocol.sources import SourcesConfig
+from lorafleet.protocol.speculative_config import SpeculativeConfig
 
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["safetensors", "dummy"]
@@ -24,6 +25,8 @@ AttentionName = Literal["auto", "torch", "triton", "flashinfer"]
 KVCacheDType = Literal["auto", "fp8"]
 ModelImpl = Literal["auto", "lorafleet", "transformers"]
 OnLoadFailure = Literal["error", "base"]
+
+LEAST_SAMPLED = 128  # Tokens that a step may choose with drafts, though max_num_seqs is smaller.
 
 # Options that servers or LLM declare again, with a default or a check of their own (AppArgs, LLMOptions).
 QueuedRequests = Annotated[
@@ -151,6 +154,14 @@ class EngineOptions:
     kv_disk_gib: Annotated[
         float, Option("Space in GiB, for each GPU, for KV blocks in kv_disk_dir. It is freed when the server ends.")
     ] = 0.0
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        Option(
+            "Draft several tokens of an answer and check them in one step, where that is faster; the answers stay the "
+            'same. JSON as in vLLM: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, '
+            '"prompt_lookup_min": 2}. Default: no drafts.'
+        ),
+    ] = None
     attention_backend: Annotated[AttentionName, Option("auto: the fastest one installed.")] = "auto"
     batch_invariant: Annotated[
         bool,
@@ -196,6 +207,14 @@ class EngineConfig(EngineOptions):
     sources: SourcesConfig = field(default_factory=SourcesConfig)  # Sources of adapters besides local folders.
     kv_events: KVEventsConfig | None = None  # None: none are published.
     most_replicas: int = 1  # Replicas that may run on one machine, each with its own ports for KV events.
+
+    @property
+    def most_sampled(self) -> int:
+        """Most tokens that one step chooses: one of each sequence, and those that follow drafts."""
+        if self.speculative_config is None:
+            return self.max_num_seqs
+        most = self.max_num_seqs * (1 + self.speculative_config.num_speculative_tokens)
+        return min(max(self.max_num_seqs, min(most, LEAST_SAMPLED)), self.max_num_batched_tokens)
 
     def __post_init__(self) -> None:
         for name, value, bounds, is_optional in bounded_values(self):

@@ -51,7 +51,7 @@ def plan_step(
         ),
         slots=[_slot(chunk) for chunk in chunks],
         base_lens=[_num_base(chunk) for chunk in chunks],
-        sampling=[end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples],
+        sampling=[row for end, chunk in zip(ends, chunks, strict=True) for row in range(end - chunk.num_sampled, end)],
         is_greedy=all(
             seq.params.greedy
             and not seq.params.edits_logits
@@ -122,7 +122,7 @@ def _fields(chunks: Sequence[Chunk], row_by_request: Mapping[str, int], first_kn
         seq = chunk.sequence
         assert seq.blocks is not None
         start, end, table = seq.num_computed, seq.num_computed + chunk.num_tokens, seq.blocks.table
-        last = seq.tokens[end - 1]
+        last = chunk.drafts[-1] if chunk.drafts else seq.tokens[end - 1]
         source = row_by_request[seq.request_id] if last == UNKNOWN else first_known + first + chunk.num_tokens - 1
         if chunk.num_tokens == 1:  # nearly all chunks; numpy calls would take several times as long for each
             length = max(seq.num_rotated, end)
@@ -130,7 +130,7 @@ def _fields(chunks: Sequence[Chunk], row_by_request: Mapping[str, int], first_kn
         else:
             span = slice(first, first + chunk.num_tokens)
             positions = np.arange(start, end)
-            token_T[span] = seq.tokens[start:end]
+            token_T[span] = [*seq.tokens[start : start + chunk.num_own], *chunk.drafts]
             source_T[first + chunk.num_tokens - 1] = source
             position_T[span] = positions
             rope_length_T[span] = np.maximum(positions + 1, seq.num_rotated)

@@ -1,0 +1,74 @@
+"""Learns how long steps of decodes take, with drafts and without, so that drafts are verified only where that is faster.
+
+Either kind has a line, seconds over tokens, which recent steps fit. Where few steps were seen, the step budget's cost
+of a token (workers/schedule/step_cost.py) is its slope.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WEIGHT = 1 / 32  # Of one step in the averages.
+FIRM = 4.0  # Variance of the number of tokens from which on its slope is the steps' own rather than the given one.
+LONGEST = 4.0  # A step counts as at most this many times as long as it should take, since the host may have been busy.
+MARGIN = 1.02  # Least gain for which tokens are drafted.
+
+
+@dataclass(slots=True)
+class PaceLine:
+    """Seconds of a step over its tokens, by exponentially weighted least squares."""
+
+    num_steps: int = 0
+    tokens: float = 0.0  # Mean number of tokens.
+    seconds: float = 0.0  # Mean duration.
+    variance: float = 0.0  # Of the tokens.
+    covariance: float = 0.0  # Of tokens and seconds.
+
+    def observe(self, num_tokens: int, seconds: float, token_s: float) -> None:
+        if self.num_steps:
+            seconds = min(seconds, LONGEST * self.at(num_tokens, token_s))
+        self.num_steps += 1
+        weight = max(WEIGHT, 1 / self.num_steps)
+        ahead, later = num_tokens - self.tokens, seconds - self.seconds
+        self.tokens += weight * ahead
+        self.seconds += weight * later
+        self.variance = (1 - weight) * (self.variance + weight * ahead * ahead)
+        self.covariance = (1 - weight) * (self.covariance + weight * ahead * later)
+
+    def at(self, num_tokens: int, token_s: float) -> float:
+        """Returns the seconds of a step. `token_s` is the slope of which nothing better is known."""
+        slope = max(0.0, (self.covariance + FIRM * token_s) / (self.variance + FIRM))
+        return max(self.seconds + slope * (num_tokens - self.tokens), self.seconds / LONGEST)
+
+
+class StepPace:
+    """The two lines of one engine."""
+
+    def __init__(self) -> None:
+        self._plain = PaceLine()
+        self._drafted = PaceLine()
+
+    def observe(self, num_decodes: int, num_drafts: int, seconds: float, token_s: float) -> None:
+        """Takes in a step of decodes alone, with this many draft tokens."""
+        line = self._drafted if num_drafts else self._plain
+        line.observe(num_decodes + num_drafts, seconds, token_s)
+
+    def price(self, num_decodes: int, token_s: float) -> float:
+        """Returns the number of tokens that the step could choose in the time that one draft token takes."""
+        if not self._plain.num_steps:
+            return 0.0
+        return num_decodes * token_s / self._plain.at(num_decodes, token_s)
+
+    def is_faster(self, num_decodes: int, num_drafts: int, num_accepted: float, token_s: float) -> bool:
+        """Returns whether a step with drafts should give more tokens per second than one without.
+
+        Args:
+            num_accepted: Number of draft tokens that should be accepted.
+        """
+        if not self._plain.num_steps:
+            return True
+        plain_s = self._plain.at(num_decodes, token_s)
+        drafted_s = plain_s + token_s * num_drafts
+        if self._drafted.num_steps:
+            drafted_s = self._drafted.at(num_decodes + num_drafts, token_s)
+        return (num_decodes + num_accepted) * plain_s > MARGIN * num_decodes * drafted_s
