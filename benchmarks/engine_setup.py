@@ -14,6 +14,7 @@ from engine_driver import load
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.protocol.speculative_config import SpeculativeConfig
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.startup import build_engine
 from random_llama import write_alike_adapters
@@ -58,7 +59,12 @@ def llama_config(args: argparse.Namespace, max_length: int) -> dict[str, Any]:
 
 
 def make_engine(
-    folder: Path, args: argparse.Namespace, max_num_seqs: int, max_length: int, num_adapters: int = 0
+    folder: Path,
+    args: argparse.Namespace,
+    max_num_seqs: int,
+    max_length: int,
+    num_adapters: int = 0,
+    speculative_config: SpeculativeConfig | None = None,
 ) -> tuple[Engine, list[LoRARequest]]:
     """Returns an engine as a server configures it, and its adapters, which are all in slots.
 
@@ -78,6 +84,7 @@ def make_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(max_num_seqs, EngineConfig.max_num_batched_tokens),
         enable_prefix_caching=False,
+        speculative_config=speculative_config,
         lora=lora,
     )
     gc.unfreeze()  # so that an earlier engine can be collected
