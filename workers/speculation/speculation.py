@@ -153,8 +153,6 @@ class Speculation:
 
 def refusal(sequence: Sequence) -> str:
     """Returns why a sequence gets no drafts, or "" if it may get some."""
-    if sequence.pooling is not None:
-        return "pooling"
     if sequence.params.structured_outputs is not None:
         return "structured_output"
     return "routed_experts" if sequence.routed is not None else ""

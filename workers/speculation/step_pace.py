@@ -25,8 +25,11 @@ class PaceLine:
     covariance: float = 0.0  # Of tokens and seconds.
 
     def observe(self, num_tokens: int, seconds: float, token_s: float) -> None:
-        if self.num_steps:
-            seconds = min(seconds, LONGEST * self.at(num_tokens, token_s))
+        usual = self.at(num_tokens, token_s)
+        if LONGEST * seconds < usual:  # The steps so far waited for something, such as a compiler.
+            self.num_steps, self.variance, self.covariance = 0, 0.0, 0.0
+        elif self.num_steps:
+            seconds = min(seconds, LONGEST * usual)
         self.num_steps += 1
         weight = max(WEIGHT, 1 / self.num_steps)
         ahead, later = num_tokens - self.tokens, seconds - self.seconds
@@ -37,8 +40,11 @@ class PaceLine:
 
     def at(self, num_tokens: int, token_s: float) -> float:
         """Returns the seconds of a step. `token_s` is the slope of which nothing better is known."""
-        slope = max(0.0, (self.covariance + FIRM * token_s) / (self.variance + FIRM))
-        return max(self.seconds + slope * (num_tokens - self.tokens), self.seconds / LONGEST)
+        return max(self.seconds + self.slope(token_s) * (num_tokens - self.tokens), self.seconds / LONGEST)
+
+    def slope(self, token_s: float) -> float:
+        """Returns the seconds of one token more, as above."""
+        return max(0.0, (self.covariance + FIRM * token_s) / (self.variance + FIRM))
 
 
 class StepPace:
@@ -54,10 +60,10 @@ class StepPace:
         line.observe(num_decodes + num_drafts, seconds, token_s)
 
     def price(self, num_decodes: int, token_s: float) -> float:
-        """Returns the number of tokens that the step could choose in the time that one draft token takes."""
+        """Returns the number of tokens that a step without drafts chooses in the time that one draft token takes."""
         if not self._plain.num_steps:
             return 0.0
-        return num_decodes * token_s / self._plain.at(num_decodes, token_s)
+        return num_decodes * self._drafted.slope(token_s) / self._plain.at(num_decodes, token_s)
 
     def is_faster(self, num_decodes: int, num_drafts: int, num_accepted: float, token_s: float) -> bool:
         """Returns whether a step with drafts should give more tokens per second than one without.
