@@ -106,8 +106,8 @@ class Scheduler:
         """Returns the next step's chunks, in the order of their tokens. `in_flight` are those of a step whose tokens
         are not known yet.
 
-        Decodes without drafts come first, so that attention can handle them separately. There are no chunks if everything waits for
-        an adapter.
+        Decodes without drafts come first, so that attention can handle them separately. There are no chunks if
+        everything waits for an adapter.
         """
         for sequence in self.memory.poll():
             self.preempt(sequence)

@@ -1,10 +1,9 @@
 """Decides which sequences get drafts in a step, and how many tokens of them, by what drafts were worth so far.
 
-A step with drafts takes longer: it computes more tokens, and the host must know the last step's tokens before it drafts,
-so that steps do not overlap. So tokens are drafted only if the step should give more tokens per second than one without
-drafts. What is needed for that is measured: how often drafts are accepted (acceptance.py) and how long steps take
-(step_pace.py). Now and then a step goes without drafts, or with drafts that should not pay, to learn whether that has
-changed.
+A step with drafts takes longer. It computes more tokens, and steps do not overlap, since drafts follow known tokens. So
+tokens are drafted only if the step should give more tokens per second than one without drafts. What is needed for that
+is measured: how often drafts are accepted (acceptance.py), and how long steps take (step_pace.py). Now and then a step
+has no drafts, or drafts that should not pay, to learn whether that has changed.
 """
 
 from __future__ import annotations

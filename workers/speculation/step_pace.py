@@ -1,4 +1,4 @@
-"""Learns how long steps of decodes take, with drafts and without, so that drafts are verified only where that is faster.
+"""Learns how long steps of decodes take, with drafts and without, so that drafts are verified where that is faster.
 
 Either kind has a line, seconds over tokens, which recent steps fit. Where few steps were seen, the step budget's cost
 of a token (workers/schedule/step_cost.py) is its slope.

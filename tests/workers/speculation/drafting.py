@@ -41,12 +41,14 @@ class Guesses:
         sequence, num_known, most = entry
         assert UNKNOWN not in sequence.tokens[:num_known]
         first = num_known - sequence.num_prompt
-        right = self._answers[sequence.request_id][first : first + most]
+        right = self._answers.get(sequence.request_id, ())[first : first + most]
         return [5 if self._rng.random() < self._mistakes else token for token in right]
 
 
 def speculate(engine: Engine, drafter: Drafter, most_tokens: int = 4) -> Speculation:
     """Has the engine verify the drafts of this drafter wherever there are some. Call it before the first request."""
-    made = Speculation(drafter, engine.scheduler.budget, most_tokens, len(engine.runner.steps.inputs.sampled_B), DraftsPay())
+    made = Speculation(
+        drafter, engine.scheduler.budget, most_tokens, len(engine.runner.steps.inputs.sampled_B), DraftsPay()
+    )
     engine.scheduler.speculation = made
     return made

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
+from lorafleet.protocol import structured_spec
 from lorafleet.protocol.speculative_config import SpeculativeConfig
 from lorafleet.workers.speculation.ngram_drafter import NgramDrafter
 from tests.workers.speculation.drafting import Guesses, speculate
@@ -26,6 +27,12 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0, "stop": ["e", "the"], "max_tokens": 20},
     {"temperature": 1.0, "seed": 9, "n": 3, "max_tokens": 9},
     {"temperature": 0, "n": 2, "max_tokens": 1},
+    {
+        "temperature": 1.0,
+        "seed": 10,
+        "ignore_eos": False,
+        "structured_outputs": structured_spec.regex("(the |of ){9}", "x"),
+    },
 ]
 
 
@@ -38,8 +45,7 @@ class Answers:
         room = {"kv_cache_tokens": 640, "max_model_len": 128, "max_num_batched_tokens": 64, "max_num_seqs": 12}
         llm = LLM(str(fleet.base), enable_lora=True, max_loras=2, **(room | options))
         engine = llm._engine
-        if drafter is not None:
-            speculate(engine, drafter)
+        self.undrafted = {} if drafter is None else speculate(engine, drafter).undrafted
         self.by_request: dict[str, list[int]] = {}
         self.drafted = self.accepted = 0
         self._count(llm)
@@ -93,4 +99,5 @@ def test_answers_are_those_without_drafts_whatever_is_drafted(fleet, prompt, ove
             assert ours == pytest.approx(plain, abs=1e-4)
         assert drafted.stats.preemptions_total > 0
         assert 0 < drafted.accepted < drafted.drafted
+        assert drafted.undrafted["structured_output"] > 0
     assert drafted.drafted > 20

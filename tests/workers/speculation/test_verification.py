@@ -11,5 +11,7 @@ from lorafleet.workers.speculation.verification import num_accepted
     ("drafts", "drawn", "count"),
     [((), [4, 9], 0), ((4, 5), [4, 5, 6, 9], 2), ((4, 5), [4, 6, 6], 1), ((4, 5), [5, 5, 5], 0)],
 )
-def test_drafts_are_accepted_up_to_the_first_that_is_wrong(drafts: tuple[int, ...], drawn: list[int], count: int) -> None:
+def test_drafts_are_accepted_up_to_the_first_that_is_wrong(
+    drafts: tuple[int, ...], drawn: list[int], count: int
+) -> None:
     assert num_accepted(drafts, drawn) == count
