@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from engine_driver import load
-from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.engine_config import EngineConfig, SpeculativeConfig
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.lora_request import LoRARequest
-from lorafleet.protocol.speculative_config import SpeculativeConfig
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.startup import build_engine
 from random_llama import write_alike_adapters

@@ -29,11 +29,10 @@ from benchmark_results import Case, write_results
 from engine_driver import abort, good_outputs, settle
 from engine_setup import add_engine_arguments, make_engine
 from lorafleet.api.text.tokenizer import Tokenizer
-from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.engine_config import EngineConfig, SpeculativeConfig
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.messages import EngineRequest
 from lorafleet.protocol.sampling_params import SamplingParams
-from lorafleet.protocol.speculative_config import SpeculativeConfig
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.schedule.sequence import Sequence

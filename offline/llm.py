@@ -25,7 +25,7 @@ from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.api.text.tokenizer_files import TokenizerFiles
 from lorafleet.api.text.tokenizers import Encoders
 from lorafleet.protocol.adapter_mix import mixed
-from lorafleet.protocol.engine_config import AsyncScheduling, EngineConfig, EngineOptions
+from lorafleet.protocol.engine_config import AsyncScheduling, EngineConfig, EngineOptions, SpeculativeConfig
 from lorafleet.protocol.engine_control import ALL_MEMORY, MemoryTag, PauseMode, SleepEngine, SleepLevel, WakeEngine
 from lorafleet.protocol.errors import ConfigError, InvalidRequest, from_wire
 from lorafleet.protocol.lora_config import LoRAConfig, LoRAOptions
@@ -33,7 +33,6 @@ from lorafleet.protocol.lora_request import LoRARequest, check_generates
 from lorafleet.protocol.messages import EngineRequest, FinishReason, TokenLogprobs, TokenOutput, Vocabulary
 from lorafleet.protocol.options import options_of, values_of
 from lorafleet.protocol.sampling_params import SamplingParams
-from lorafleet.protocol.speculative_config import SpeculativeConfig
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.rank_processes import RankProcesses
 from lorafleet.workers.startup import build_engine

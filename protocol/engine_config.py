@@ -6,8 +6,9 @@ YAML and command lines are parsed in cluster/config.py.
 from __future__ import annotations
 
 import math
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Annotated, ClassVar, Literal
 
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.kv_events_config import KVEventsConfig
@@ -16,7 +17,6 @@ from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.options import Option, at_least, bounded_values
 from lorafleet.protocol.quantization_methods import Method
 from lorafleet.protocol.sources import SourcesConfig
-from lorafleet.protocol.speculative_config import SpeculativeConfig
 
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["safetensors", "dummy"]
@@ -27,6 +27,12 @@ ModelImpl = Literal["auto", "lorafleet", "transformers"]
 OnLoadFailure = Literal["error", "base"]
 
 LEAST_SAMPLED = 128  # Tokens that a step may choose with drafts, though max_num_seqs is smaller.
+
+_DRAFT_BOUNDS = {
+    "num_speculative_tokens": Range(1, 8),
+    "prompt_lookup_max": Range(1, 16),
+    "prompt_lookup_min": Range(1, 16),
+}
 
 # Options that servers or LLM declare again, with a default or a check of their own (AppArgs, LLMOptions).
 QueuedRequests = Annotated[
@@ -54,6 +60,47 @@ TensorParallelSize = Annotated[
 AsyncScheduling = Annotated[
     bool | None, Option("Launch a step before the tokens of the previous one are known. Default: on GPUs only.")
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """The options of speculative decoding, with vLLM's names. Other methods and other names are refused."""
+
+    __pydantic_config__: ClassVar[Mapping[str, str]] = {"extra": "forbid"}
+
+    method: Literal["ngram"]  # ngram: drafts are copied from where the last tokens stood before.
+    num_speculative_tokens: int = 4  # Most draft tokens of one sequence in a step.
+    prompt_lookup_max: int = 4  # Last tokens of a sequence that are compared. Of two places, the longer match counts.
+    prompt_lookup_min: int = 2  # Fewest of them that must be equal.
+
+    def __post_init__(self) -> None:
+        if self.method != "ngram":
+            raise ConfigError(
+                f"speculative_config: method={self.method!r} is not served. The only method is 'ngram', which needs no "
+                "model."
+            )
+        for name, bounds in _DRAFT_BOUNDS.items():
+            value = getattr(self, name)
+            if type(value) is not int or value not in bounds:
+                raise ConfigError(f"speculative_config: {name}={value!r} must be an integer in {bounds}.")
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"speculative_config: prompt_lookup_min={self.prompt_lookup_min} exceeds "
+                f"prompt_lookup_max={self.prompt_lookup_max}. Lower the first or raise the second."
+            )
+
+    @classmethod
+    def of(cls, given: SpeculativeConfig | Mapping[str, object] | None) -> SpeculativeConfig | None:
+        """Returns the configuration that a program gives as an object or as a dict. Raises ConfigError."""
+        if given is None or isinstance(given, SpeculativeConfig):
+            return given
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise ConfigError(f"speculative_config: {name!r} is not known. Known: {', '.join(known)}.")
+        if "method" not in given:
+            raise ConfigError("speculative_config: method is missing. Give method='ngram'.")
+        return cls(**given)  # type: ignore[arg-type]  # The constructor checks each value.
 
 
 @dataclass(frozen=True)

@@ -32,12 +32,11 @@ from lorafleet.cluster.cli.cli_usage import usage
 from lorafleet.cluster.config import ALIASES, AppArgs, keys_from, parse_args
 from lorafleet.cluster.proxy.tls import TLSFiles, tls_files
 from lorafleet.cluster.serve.start_checks import check_paths
-from lorafleet.protocol.engine_config import EngineOptions
+from lorafleet.protocol.engine_config import EngineOptions, SpeculativeConfig
 from lorafleet.protocol.kv_events_config import KVEventsConfig
 from lorafleet.protocol.lora_config import LoRAOptions
 from lorafleet.protocol.options import Option, options_of
 from lorafleet.protocol.sources import HTTPConfig, HubConfig, S3Config
-from lorafleet.protocol.speculative_config import SpeculativeConfig
 
 JSON_OPTIONS = (S3Config, HTTPConfig, HubConfig, KVEventsConfig, SpeculativeConfig)
 # Several values may follow one of these flags, as with vLLM.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 
-from lorafleet.protocol.speculative_config import SpeculativeConfig
+from lorafleet.protocol.engine_config import SpeculativeConfig
 from lorafleet.workers.schedule.sequence import Sequence
 from lorafleet.workers.speculation.drafter import Wanted
 from lorafleet.workers.speculation.ngram_index import NgramIndex

@@ -32,7 +32,7 @@ from lorafleet.workers.schedule.sequence import Chunk, Sequence
 from lorafleet.workers.sleep.replica_memory import ReplicaMemory
 from lorafleet.workers.slots.classifier_extras import SlotClassifier, slot_classifier
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
-from lorafleet.workers.speculation.verification import num_accepted
+from lorafleet.workers.speculation.draft_verification import num_accepted
 from lorafleet.workers.step.gpu_step_clock import GPUStepClock
 from lorafleet.workers.step.planner import plan_step, scored_spans
 from lorafleet.workers.step.prompt_pooling import pool_prompts

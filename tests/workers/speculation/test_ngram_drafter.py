@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from lorafleet.protocol.engine_config import SpeculativeConfig
 from lorafleet.protocol.sampling_params import SamplingParams
-from lorafleet.protocol.speculative_config import SpeculativeConfig
 from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
 from lorafleet.workers.speculation.drafter import Wanted
 from lorafleet.workers.speculation.ngram_drafter import INDEXED_TOKENS, NgramDrafter

@@ -9,7 +9,7 @@ import pytest
 
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
 from lorafleet.protocol import structured_spec
-from lorafleet.protocol.speculative_config import SpeculativeConfig
+from lorafleet.protocol.engine_config import SpeculativeConfig
 from lorafleet.workers.speculation.ngram_drafter import NgramDrafter
 from tests.workers.speculation.drafting import Guesses, speculate
 

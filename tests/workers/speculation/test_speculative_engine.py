@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
+from lorafleet.protocol.engine_config import SpeculativeConfig
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.messages import TokenOutput
-from lorafleet.protocol.speculative_config import SpeculativeConfig
 from lorafleet.workers.speculation.ngram_drafter import NgramDrafter
 from stepped_engine import SteppedEngine
 from tests.workers.speculation.drafting import Guesses, speculate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lorafleet.workers.speculation.verification import num_accepted
+from lorafleet.workers.speculation.draft_verification import num_accepted
 
 
 @pytest.mark.parametrize(

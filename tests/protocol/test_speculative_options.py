@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.engine_config import EngineConfig, SpeculativeConfig
 from lorafleet.protocol.errors import ConfigError
-from lorafleet.protocol.speculative_config import SpeculativeConfig
 
 
 def test_it_is_vllms_dict_or_an_object_or_nothing() -> None:
