@@ -173,7 +173,8 @@ class Chunk:
     @property
     def samples(self) -> bool:
         """Whether the chunk reaches the sequence's last token, so that the next one is sampled."""
-        return self.num_own == self.sequence.num_uncomputed
+        sequence = self.sequence
+        return self.num_tokens - len(self.drafts) == len(sequence.tokens) - sequence.num_computed
 
     @property
     def num_sampled(self) -> int:

@@ -51,7 +51,7 @@ def plan_step(
         ),
         slots=[_slot(chunk) for chunk in chunks],
         base_lens=[_num_base(chunk) for chunk in chunks],
-        sampling=[row for end, chunk in zip(ends, chunks, strict=True) for row in range(end - chunk.num_sampled, end)],
+        sampling=_sampled_rows(chunks, ends),
         is_greedy=all(
             seq.params.greedy
             and not seq.params.edits_logits
@@ -73,6 +73,19 @@ def plan_step(
             if chunk.snapshot is not None and chunk.sequence.state_slot is not None
         ],
     )
+
+
+def _sampled_rows(chunks: Sequence[Chunk], ends: list[int]) -> list[int]:
+    """Returns the rows of each chunk's last own token and of its drafts. `ends` are the rows behind the chunks."""
+    rows: list[int] = []
+    for chunk, end in zip(chunks, ends, strict=True):
+        if not chunk.samples:
+            continue
+        if chunk.drafts:
+            rows += range(end - chunk.num_sampled, end)
+        else:
+            rows.append(end - 1)
+    return rows
 
 
 def _slot(chunk: Chunk) -> int:

@@ -197,10 +197,9 @@ class ModelRunner:
         if is_timed and self._clock is not None:
             self._clock.end(shape)
         sampling = [chunk for chunk in chunks if chunk.samples]
-        row_by_request = _first_rows(sampling)
+        rows, row_by_request = _rows_of(sampling)
         pooled, faults = pool_prompts(chunks, logits.hidden_TD, self._classifier, download)
         edited, more_faults = self._prepare_edits(sampling, row_by_request)
-        rows = [row for chunk in sampling for row in _sampling_rows(chunk)]
         num_tokens = 0 if logits.sampled_BV is None else logits.sampled_BV.shape[1]
         return LaunchedStep(
             chunks=chunks,
@@ -339,14 +338,17 @@ class ModelRunner:
         return (params.logprobs_mode or self._logprobs_mode) == "processed_logprobs"
 
 
-def _first_rows(sampling: Many[Chunk]) -> dict[str, int]:
-    """Returns the first of the rows that each of these chunks samples, by request ID."""
-    ends = accumulate((chunk.num_sampled for chunk in sampling), initial=0)
-    return {chunk.sequence.request_id: row for chunk, row in zip(sampling, ends, strict=False)}
+def _rows_of(sampling: Many[Chunk]) -> tuple[list[SamplingRow], dict[str, int]]:
+    """Returns a row for each token that these chunks sample, and the first row of each sequence, by request ID.
 
-
-def _sampling_rows(chunk: Chunk) -> list[SamplingRow]:
-    """Returns a row for each token that a chunk samples. Each is drawn as if the drafts before it were the answer."""
-    seq = chunk.sequence
-    ends = range(len(seq.tokens), len(seq.tokens) + chunk.num_sampled)
-    return [SamplingRow(seq.params, end, seq.seed, seq.vocab_size) for end in ends]
+    Each token is drawn as if the drafts before it were the answer.
+    """
+    rows: list[SamplingRow] = []
+    row_by_request: dict[str, int] = {}
+    for chunk in sampling:
+        seq, end = chunk.sequence, len(chunk.sequence.tokens)
+        row_by_request[seq.request_id] = len(rows)
+        rows.append(SamplingRow(seq.params, end, seq.seed, seq.vocab_size))
+        for i in range(len(chunk.drafts)):
+            rows.append(SamplingRow(seq.params, end + i + 1, seq.seed, seq.vocab_size))
+    return rows, row_by_request
