@@ -24,7 +24,7 @@ MOST_ADAPTERS = 1024  # Adapters whose acceptance is remembered between their se
 FIRST_ACCEPTANCE = 0.5  # Probability that a draft token is right, before any of an adapter was verified.
 PROBE_STEPS = 128  # Steps without drafts after which drafts are verified though that should not pay.
 PROBE_TOKENS = 2  # Draft tokens of one sequence then.
-DRAFTED_STEPS = 64  # Steps with drafts after which some have none.
+DRAFTED_STEPS = 128  # Steps with drafts after which some have none.
 PLAIN_STEPS = 3  # Number of these. The first one is not timed, since it did not overlap with the step before.
 
 

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 
 WEIGHT = 1 / 32  # Of one step in the averages.
 FIRM = 4.0  # Variance of the number of tokens from which on its slope is the steps' own rather than the given one.
-LONGEST = 4.0  # A step counts as at most this many times as long as it should take, since the host may have been busy.
+# A step that takes more than this many times what it should counts as so long, since the host may have been busy. One
+# that is shorter by this factor is believed at once: the steps before it waited for something, such as a compiler.
+OUTLIER = 1.25
+MANY_OUTLIERS = 3  # Number of long ones in a row that are believed.
+LEAST_SHARE = 0.25  # Of its mean duration that a step takes at least, however few its tokens are.
 MARGIN = 1.02  # Least gain for which tokens are drafted.
 
 
@@ -23,13 +27,15 @@ class PaceLine:
     seconds: float = 0.0  # Mean duration.
     variance: float = 0.0  # Of the tokens.
     covariance: float = 0.0  # Of tokens and seconds.
+    num_long: int = 0  # Outliers in a row.
 
     def observe(self, num_tokens: int, seconds: float, token_s: float) -> None:
         usual = self.at(num_tokens, token_s)
-        if LONGEST * seconds < usual:  # The steps so far waited for something, such as a compiler.
-            self.num_steps, self.variance, self.covariance = 0, 0.0, 0.0
+        self.num_long = self.num_long + 1 if seconds > OUTLIER * usual else 0
+        if OUTLIER * seconds < usual or self.num_long >= MANY_OUTLIERS:
+            self.num_steps, self.num_long, self.variance, self.covariance = 0, 0, 0.0, 0.0
         elif self.num_steps:
-            seconds = min(seconds, LONGEST * usual)
+            seconds = min(seconds, OUTLIER * usual)
         self.num_steps += 1
         weight = max(WEIGHT, 1 / self.num_steps)
         ahead, later = num_tokens - self.tokens, seconds - self.seconds
@@ -40,7 +46,8 @@ class PaceLine:
 
     def at(self, num_tokens: int, token_s: float) -> float:
         """Returns the seconds of a step. `token_s` is the slope of which nothing better is known."""
-        return max(self.seconds + self.slope(token_s) * (num_tokens - self.tokens), self.seconds / LONGEST)
+        seconds = self.seconds + self.slope(token_s) * (num_tokens - self.tokens)
+        return max(seconds, LEAST_SHARE * self.seconds)
 
     def slope(self, token_s: float) -> float:
         """Returns the seconds of one token more, as above."""

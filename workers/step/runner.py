@@ -349,6 +349,7 @@ def _rows_of(sampling: Many[Chunk]) -> tuple[list[SamplingRow], dict[str, int]]:
         seq, end = chunk.sequence, len(chunk.sequence.tokens)
         row_by_request[seq.request_id] = len(rows)
         rows.append(SamplingRow(seq.params, end, seq.seed, seq.vocab_size))
-        for i in range(len(chunk.drafts)):
-            rows.append(SamplingRow(seq.params, end + i + 1, seq.seed, seq.vocab_size))
+        if chunk.drafts:
+            later = range(end + 1, end + chunk.num_sampled)
+            rows += [SamplingRow(seq.params, num_tokens, seq.seed, seq.vocab_size) for num_tokens in later]
     return rows, row_by_request

@@ -42,7 +42,7 @@ class Answers:
     def __init__(self, fleet: Any, jobs: list[Any], *, drafter: Any = None, **options: Any) -> None:
         names = [None, "all", "qv", "regex"]
         requests = {n: LoRARequest(n, i, str(fleet.adapters[n])) for i, n in enumerate(names) if n}
-        room = {"kv_cache_tokens": 640, "max_model_len": 128, "max_num_batched_tokens": 64, "max_num_seqs": 12}
+        room = {"kv_cache_tokens": 400, "max_model_len": 128, "max_num_batched_tokens": 64, "max_num_seqs": 12}
         llm = LLM(str(fleet.base), enable_lora=True, max_loras=2, **(room | options))
         engine = llm._engine
         self.undrafted = {} if drafter is None else speculate(engine, drafter).undrafted
