@@ -135,7 +135,11 @@ def _fields(chunks: Sequence[Chunk], row_by_request: Mapping[str, int], first_kn
         seq = chunk.sequence
         assert seq.blocks is not None
         start, end, table = seq.num_computed, seq.num_computed + chunk.num_tokens, seq.blocks.table
-        last = chunk.drafts[-1] if chunk.drafts else seq.tokens[end - 1]
+        if chunk.drafts:
+            singles += _draft_columns(chunk, first, first_known + first, size)
+            first += chunk.num_tokens
+            continue
+        last = seq.tokens[end - 1]
         source = row_by_request[seq.request_id] if last == UNKNOWN else first_known + first + chunk.num_tokens - 1
         if chunk.num_tokens == 1:  # nearly all chunks; numpy calls would take several times as long for each
             length = max(seq.num_rotated, end)
@@ -143,7 +147,7 @@ def _fields(chunks: Sequence[Chunk], row_by_request: Mapping[str, int], first_kn
         else:
             span = slice(first, first + chunk.num_tokens)
             positions = np.arange(start, end)
-            token_T[span] = [*seq.tokens[start : start + chunk.num_own], *chunk.drafts]
+            token_T[span] = seq.tokens[start:end]
             source_T[first + chunk.num_tokens - 1] = source
             position_T[span] = positions
             rope_length_T[span] = np.maximum(positions + 1, seq.num_rotated)
@@ -153,3 +157,22 @@ def _fields(chunks: Sequence[Chunk], row_by_request: Mapping[str, int], first_kn
         columns, *fields = np.array(singles).T
         rows_FT[:, columns] = fields
     return rows_FT
+
+
+def _draft_columns(chunk: Chunk, first: int, first_source: int, size: int) -> list[tuple[int, ...]]:
+    """Returns the columns of a sequence's last tokens and its drafts, all of which the host knows: number of the
+    column, then its fields. They are few, so numpy calls would take longer.
+
+    Args:
+        first: Number of the first column.
+        first_source: Its source.
+        size: Tokens of a KV block.
+    """
+    seq, columns = chunk.sequence, []
+    assert seq.blocks is not None
+    table, start, longest = seq.blocks.table, seq.num_computed, seq.num_rotated
+    for i, token in enumerate((*seq.tokens[start:], *chunk.drafts)):
+        place = start + i
+        kv_slot = table[place // size] * size + place % size
+        columns.append((first + i, token, first_source + i, place, max(longest, place + 1), kv_slot))
+    return columns
