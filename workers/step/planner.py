@@ -168,7 +168,8 @@ def _draft_columns(chunk: Chunk, first: int, first_source: int, size: int) -> li
         first_source: Its source.
         size: Tokens of a KV block.
     """
-    seq, columns = chunk.sequence, []
+    columns: list[tuple[int, ...]] = []
+    seq = chunk.sequence
     assert seq.blocks is not None
     table, start, longest = seq.blocks.table, seq.num_computed, seq.num_rotated
     for i, token in enumerate((*seq.tokens[start:], *chunk.drafts)):

@@ -21,12 +21,12 @@ def test_the_longest_match_is_found_and_the_most_recent_of_equal_ones() -> None:
     text = [1, 2, 3, 9, 7, 2, 3, 9, 5, 1, 2, 3, 6, 2, 3]
     index = NgramIndex(2, 3, 64)
     index.extend(text, len(text))
-    assert index.find(text, 15) == 12, "1 2 3 and 2 3 are before it, and 6 2 3 is not"
-    assert index.find([*text[:14], 9], 15) is None
+    assert index.find(text, text, 15) == (12, 2), "1 2 3 and 9 2 3 are before it, and 6 2 3 is not"
+    assert index.find(text, [*text[:14], 9], 15) is None
     text = [7, 2, 3, 4, 8, 2, 3, 5, 7, 2, 3]
     index = NgramIndex(2, 3, 64)
     index.extend(text, len(text))
-    assert index.find(text, 11) == 3, "three tokens match there, and two at the more recent place"
+    assert index.find(text, text, 11) == (3, 3), "three tokens match there, and two at the more recent place"
 
 
 def test_it_finds_what_a_look_at_every_place_finds_while_the_text_grows() -> None:
@@ -36,10 +36,11 @@ def test_it_finds_what_a_look_at_every_place_finds_while_the_text_grows() -> Non
         index, num_equal, num_found = NgramIndex(shortest, longest, len(text)), 0, 0
         for end in range(1, len(text)):
             index.extend(text, end)
-            place, best = index.find(text, end), longest_match(text, end, shortest, longest)
-            if place is None:
+            found, best = index.find(text, text, end), longest_match(text, end, shortest, longest)
+            if found is None:
                 assert best is None
                 continue
+            place = found.place
             assert text[place - shortest : place] == text[end - shortest : end]
             assert place < end
             num_found += 1
@@ -53,8 +54,8 @@ def test_hashes_that_collide_are_no_matches(monkeypatch) -> None:
     text = [1, 2, 3, 4, 5, 6, 1, 2]
     index = NgramIndex(2, 4, 16)
     index.extend(text, 8)
-    assert index.find(text, 8) == 2
-    assert index.find([*text[:7], 9], 8) is None
+    assert index.find(text, text, 8) == (2, 2)
+    assert index.find(text, [*text[:7], 9], 8) is None
 
 
 def test_a_search_is_bounded_and_so_is_the_memory(monkeypatch) -> None:
@@ -64,8 +65,9 @@ def test_a_search_is_bounded_and_so_is_the_memory(monkeypatch) -> None:
     assert len(index._last) == len(index._before) == 64
     for end in range(1, len(text) + 1):
         index.extend(text, end)
-        assert (index.find(text, end) or end) > end - 64, "older tokens are forgotten"
+        found = index.find(text, text, end)
+        assert found is None or found.place > end - 64, "older tokens are forgotten"
     compared = []
-    monkeypatch.setattr(index, "_match", lambda *_: compared.append(1) or 0)
-    assert index.find(text, len(text)) is None
+    monkeypatch.setattr(index, "_matching", lambda *_: compared.append(1) or 0)
+    assert index.find(text, text, len(text)) is None
     assert len(compared) <= MOST_PLACES
