@@ -13,7 +13,7 @@ from lorafleet.protocol.engine_config import SpeculativeConfig
 from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
 from lorafleet.workers.speculation.drafter import Wanted
 from lorafleet.workers.speculation.ngram_index import NgramIndex
-from lorafleet.workers.speculation.past_answers import PastAnswers
+from lorafleet.workers.speculation.past_answers import PastAnswers, PastText
 
 # Tokens that one step adds to indexes, in all sequences together: about half a millisecond. Long prompts take several
 # steps, and have no drafts before.
@@ -36,28 +36,15 @@ class NgramDrafter:
             before = index.num_indexed
             index.extend(sequence.tokens, min(num_known, before + num_left))
             num_left -= index.num_indexed - before
-            for text in self._past.of(sequence):
+            texts = self._past.of(sequence)
+            for text in texts:
                 num_left -= text.index_some(num_left)
-            drafts.append(self._draft(sequence, index, num_known, most))
+            drafts.append(_draft(sequence.tokens, index, texts, num_known, most))
         return drafts
 
     def release(self, sequence: Sequence) -> None:
         if self._indexes.pop(sequence, None) is not None:
             self._past.add(sequence)
-
-    def _draft(self, sequence: Sequence, index: NgramIndex, num_known: int, most: int) -> list[int]:
-        tokens, draft, longest = sequence.tokens, list[int](), 0
-        if index.num_indexed == num_known:
-            own = index.find(tokens, tokens, num_known)
-            if own is not None:
-                draft, longest = _copied(tokens, own.place, num_known, most), own.length
-        for text in self._past.of(sequence):
-            match = text.find(tokens, num_known)
-            if match is not None and match.length > longest:
-                found = _until_end(text.tokens[match.place : match.place + most])
-                if found:
-                    draft, longest = found, match.length
-        return draft
 
     def _index_of(self, sequence: Sequence) -> NgramIndex:
         index = self._indexes.get(sequence)
@@ -65,6 +52,21 @@ class NgramDrafter:
             capacity = sequence.num_prompt + sequence.max_tokens
             index = self._indexes[sequence] = NgramIndex(*self._lengths, capacity)
         return index
+
+
+def _draft(tokens: Many[int], index: NgramIndex, texts: Many[PastText], num_known: int, most: int) -> list[int]:
+    """Returns the draft behind a sequence's known tokens, from its own index or from past texts."""
+    draft, longest = list[int](), 0
+    own = index.find(tokens, tokens, num_known) if index.num_indexed == num_known else None
+    if own is not None:
+        draft, longest = _copied(tokens, own.place, num_known, most), own.length
+    for text in texts:
+        match = text.find(tokens, num_known)
+        if match is not None and match.length > longest:
+            found = _until_end(text.tokens[match.place : match.place + most])
+            if found:
+                draft, longest = found, match.length
+    return draft
 
 
 def _copied(tokens: Many[int], place: int, end: int, count: int) -> list[int]:
