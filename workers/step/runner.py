@@ -132,8 +132,10 @@ class ChosenStep:
                 results.append(Sampled([], [], prompt, routed_TLK=routed.get(i)))
             else:
                 embedding = b"".join(part.numpy().tobytes() for part in launched.pooled.get(i, ()))
-                end = row + 1 + num_accepted(chunk.drafts, tokens[row:])
-                found = [logprobs[j] for j in range(row, end) if j in logprobs]
+                end = row + 1
+                if chunk.drafts:
+                    end += num_accepted(chunk.drafts, tokens[row : row + len(chunk.drafts)])
+                found = [logprobs[j] for j in range(row, end) if j in logprobs] if logprobs else []
                 results.append(Sampled(tokens[row:end], found, prompt, embedding, routed.get(i)))
         return results
 
