@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_driver import load
-from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.engine_config import EngineConfig, SpeculativeConfig
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.workers.engine import Engine
@@ -58,7 +58,12 @@ def llama_config(args: argparse.Namespace, max_length: int) -> dict[str, Any]:
 
 
 def make_engine(
-    folder: Path, args: argparse.Namespace, max_num_seqs: int, max_length: int, num_adapters: int = 0
+    folder: Path,
+    args: argparse.Namespace,
+    max_num_seqs: int,
+    max_length: int,
+    num_adapters: int = 0,
+    speculative_config: SpeculativeConfig | None = None,
 ) -> tuple[Engine, list[LoRARequest]]:
     """Returns an engine as a server configures it, and its adapters, which are all in slots.
 
@@ -78,6 +83,7 @@ def make_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(max_num_seqs, EngineConfig.max_num_batched_tokens),
         enable_prefix_caching=False,
+        speculative_config=speculative_config,
         lora=lora,
     )
     gc.unfreeze()  # so that an earlier engine can be collected

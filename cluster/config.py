@@ -20,6 +20,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -295,6 +296,11 @@ class AppArgs(
                     f"unknown argument {name!r}{nearest(name, cls.model_fields, most=len(cls.model_fields))}"
                 )
         return renamed
+
+    @field_validator("speculative_config", mode="before")
+    @classmethod
+    def _parsed(cls, value: Any) -> Any:
+        return parse_json(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -25,7 +25,7 @@ from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.api.text.tokenizer_files import TokenizerFiles
 from lorafleet.api.text.tokenizers import Encoders
 from lorafleet.protocol.adapter_mix import mixed
-from lorafleet.protocol.engine_config import AsyncScheduling, EngineConfig, EngineOptions
+from lorafleet.protocol.engine_config import AsyncScheduling, EngineConfig, EngineOptions, SpeculativeConfig
 from lorafleet.protocol.engine_control import ALL_MEMORY, MemoryTag, PauseMode, SleepEngine, SleepLevel, WakeEngine
 from lorafleet.protocol.errors import ConfigError, InvalidRequest, from_wire
 from lorafleet.protocol.lora_config import LoRAConfig, LoRAOptions
@@ -99,6 +99,7 @@ class LLMOptions(LoRAOptions, EngineOptions):
     enable_lora: bool = False
     lora_config: LoRAConfig | None = None  # In place of the single options of adapters.
     async_scheduling: AsyncScheduling = None
+    speculative_config: SpeculativeConfig | Mapping[str, object] | None = None  # type: ignore[assignment]  # As in vLLM.
 
 
 P = ParamSpec("P")
@@ -128,7 +129,8 @@ class LLM:
     def __init__(self, *args: Any, **given: Any) -> None:
         options = LLMOptions(*args, **given)
         config = EngineConfig(
-            **values_of(EngineOptions, options),
+            **values_of(EngineOptions, options)
+            | {"speculative_config": SpeculativeConfig.of(options.speculative_config)},
             async_scheduling=options.async_scheduling,
             lora=_lora_config(options, given),
         )

@@ -6,8 +6,9 @@ YAML and command lines are parsed in cluster/config.py.
 from __future__ import annotations
 
 import math
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Annotated, ClassVar, Literal
 
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.kv_events_config import KVEventsConfig
@@ -24,6 +25,14 @@ AttentionName = Literal["auto", "torch", "triton", "flashinfer"]
 KVCacheDType = Literal["auto", "fp8"]
 ModelImpl = Literal["auto", "lorafleet", "transformers"]
 OnLoadFailure = Literal["error", "base"]
+
+LEAST_SAMPLED = 128  # Tokens that a step may choose with drafts, though max_num_seqs is smaller.
+
+_DRAFT_BOUNDS = {
+    "num_speculative_tokens": Range(1, 8),
+    "prompt_lookup_max": Range(1, 16),
+    "prompt_lookup_min": Range(1, 16),
+}
 
 # Options that servers or LLM declare again, with a default or a check of their own (AppArgs, LLMOptions).
 QueuedRequests = Annotated[
@@ -51,6 +60,47 @@ TensorParallelSize = Annotated[
 AsyncScheduling = Annotated[
     bool | None, Option("Launch a step before the tokens of the previous one are known. Default: on GPUs only.")
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """The options of speculative decoding, with vLLM's names. Other methods and other names are refused."""
+
+    __pydantic_config__: ClassVar[Mapping[str, str]] = {"extra": "forbid"}
+
+    method: Literal["ngram"]  # ngram: drafts are copied from where the last tokens stood before.
+    num_speculative_tokens: int = 4  # Most draft tokens of one sequence in a step.
+    prompt_lookup_max: int = 4  # Last tokens of a sequence that are compared. Of two places, the longer match counts.
+    prompt_lookup_min: int = 2  # Fewest of them that must be equal.
+
+    def __post_init__(self) -> None:
+        if self.method != "ngram":
+            raise ConfigError(
+                f"speculative_config: method={self.method!r} is not served. The only method is 'ngram', which needs no "
+                "model."
+            )
+        for name, bounds in _DRAFT_BOUNDS.items():
+            value = getattr(self, name)
+            if type(value) is not int or value not in bounds:
+                raise ConfigError(f"speculative_config: {name}={value!r} must be an integer in {bounds}.")
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"speculative_config: prompt_lookup_min={self.prompt_lookup_min} exceeds "
+                f"prompt_lookup_max={self.prompt_lookup_max}. Lower the first or raise the second."
+            )
+
+    @classmethod
+    def of(cls, given: SpeculativeConfig | Mapping[str, object] | None) -> SpeculativeConfig | None:
+        """Returns the configuration that a program gives as an object or as a dict. Raises ConfigError."""
+        if given is None or isinstance(given, SpeculativeConfig):
+            return given
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise ConfigError(f"speculative_config: {name!r} is not known. Known: {', '.join(known)}.")
+        if "method" not in given:
+            raise ConfigError("speculative_config: method is missing. Give method='ngram'.")
+        return cls(**given)  # type: ignore[arg-type]  # The constructor checks each value.
 
 
 @dataclass(frozen=True)
@@ -151,6 +201,14 @@ class EngineOptions:
     kv_disk_gib: Annotated[
         float, Option("Space in GiB, for each GPU, for KV blocks in kv_disk_dir. It is freed when the server ends.")
     ] = 0.0
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        Option(
+            "Draft several tokens of an answer and check them in one step, where that is faster; the answers stay the "
+            'same. JSON as in vLLM: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, '
+            '"prompt_lookup_min": 2}. Default: no drafts.'
+        ),
+    ] = None
     attention_backend: Annotated[AttentionName, Option("auto: the fastest one installed.")] = "auto"
     batch_invariant: Annotated[
         bool,
@@ -196,6 +254,14 @@ class EngineConfig(EngineOptions):
     sources: SourcesConfig = field(default_factory=SourcesConfig)  # Sources of adapters besides local folders.
     kv_events: KVEventsConfig | None = None  # None: none are published.
     most_replicas: int = 1  # Replicas that may run on one machine, each with its own ports for KV events.
+
+    @property
+    def most_sampled(self) -> int:
+        """Most tokens that one step chooses: one of each sequence, and those that follow drafts."""
+        if self.speculative_config is None:
+            return self.max_num_seqs
+        most = self.max_num_seqs * (1 + self.speculative_config.num_speculative_tokens)
+        return min(max(self.max_num_seqs, min(most, LEAST_SAMPLED)), self.max_num_batched_tokens)
 
     def __post_init__(self) -> None:
         for name, value, bounds, is_optional in bounded_values(self):

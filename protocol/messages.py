@@ -105,6 +105,21 @@ class WeightSwitch(msgspec.Struct, frozen=True, array_like=True):
     lora: LoRARequest
 
 
+class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
+    """The drafts of one sequence that steps have verified."""
+
+    num_drafts: int = 0  # Steps that verified some.
+    num_tokens: int = 0  # Draft tokens in them.
+    num_accepted: int = 0  # Those of the tokens that were right.
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(
+            self.num_drafts + other.num_drafts,
+            self.num_tokens + other.num_tokens,
+            self.num_accepted + other.num_accepted,
+        )
+
+
 class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The output of one step for one sequence. The last one has a finish_reason."""
 
@@ -129,6 +144,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     lora_rank: int = 0  # Rank of the adapter, 0 for the base; sent once, with the first token.
     switches: list[WeightSwitch] = []  # Switches to versions that were pushed meanwhile.
     times: SequenceTimes | None = None  # Sent with the first and the last token if the request is traced.
+    drafts: DraftCounts | None = None  # Of the steps since the last output; None if they had none.
 
 
 class LoadAdapter(msgspec.Struct, tag=True):
@@ -255,6 +271,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     kv_events: KVEventStats = KVEventStats()
     kv_tiers: KVTierStats = KVTierStats()
     preemptions_total: int = 0
+    undrafted_total: dict[str, int] = {}  # Sequences that got no drafts, by the reason, with speculative_config.
     refused_total: dict[str, int] = {}  # By the bound that was hit: requests, tokens, deadline.
     steps_total: int = 0
     steps: StepStats = StepStats()

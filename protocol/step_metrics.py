@@ -15,7 +15,7 @@ from typing import Literal
 from lorafleet.protocol.histogram import Bounds, Histogram
 from lorafleet.protocol.messages import GPUSteps, StepStats
 
-StepKind = Literal["decode", "prefill"]  # decode: one token of each sequence; prefill: prompts too.
+StepKind = Literal["decode", "prefill"]  # decode: one token of each sequence, and drafts; prefill: prompts too.
 
 STEP_S: Bounds = (
     *(0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from lorafleet.protocol.messages import FinishReason, SequenceTimes, TokenOutput, WeightSwitch
+from lorafleet.protocol.messages import DraftCounts, FinishReason, SequenceTimes, TokenOutput, WeightSwitch
 from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
@@ -18,30 +18,38 @@ class AnswerProgress:
         self._scheduler = scheduler
         self._loras = loras
 
-    def advance(self, sequence: Sequence, end: int, sampled: Sampled) -> TokenOutput | None:
+    def advance(self, sequence: Sequence, end: int, sampled: Sampled, num_drafts: int = 0) -> TokenOutput | None:
         """Takes in what a step computed for a sequence. Returns its output, or None if no token was sampled.
 
-        `end` is the number of the sequence's tokens that the step had computed. The sampled token comes behind them.
+        Args:
+            end: Number of the sequence's tokens that the step had computed, without drafts. The sampled ones come
+                behind them.
+            num_drafts: Number of draft tokens that the step has verified.
         """
         self._scheduler.commit(sequence, end)
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs += sampled.prompt
         if sequence.routed is not None and sampled.routed_TLK is not None:
             sequence.routed.add(end, sampled.routed_TLK)
-        if sampled.token is None:
+        if not sampled.tokens:
             return None
         assert sequence.tokens[end] == UNKNOWN
-        sequence.tokens[end] = sampled.token
-        num_generated = end + 1 - sequence.num_prompt
+        tokens, finish_reason = _until_finished(sequence, sampled.tokens, end + 1 - sequence.num_prompt)
+        sequence.tokens[end : end + 1] = tokens
+        if len(tokens) > 1:
+            self._accept(sequence, end, len(tokens) - 1)
+        num_generated = end + 1 - sequence.num_prompt  # With the first of the sampled tokens.
         pools = sequence.pooling is not None  # it has sampled a token all the same, which is dropped
-        self.num_generated_tokens += not pools
+        self.num_generated_tokens += 0 if pools else len(tokens)
         output = TokenOutput(
             request_id=sequence.request_id,
-            token_ids=[] if pools else [sampled.token],
+            token_ids=[] if pools else tokens,
             embedding=sampled.embedding,
-            logprobs=[sampled.logprobs] if sampled.logprobs is not None else None,
-            finish_reason=_finish_reason(sequence, sampled.token, num_generated),
+            logprobs=sampled.logprobs[: len(tokens)] or None,
+            finish_reason=finish_reason,
         )
+        if num_drafts:
+            output.drafts = DraftCounts(1, num_drafts, len(sampled.tokens) - 1)
         if sequence.routed is not None:
             output.routed_experts = sequence.routed.take()
         if num_generated == 1:
@@ -52,8 +60,15 @@ class AnswerProgress:
         if sequence.times is not None and (num_generated == 1 or output.finish_reason is not None):
             output.times = _recorded(sequence, sequence.times, output.finish_reason)
         if output.finish_reason == "stop":
-            output.stop_token_id = sampled.token
+            output.stop_token_id = tokens[-1]
         return output
+
+    def _accept(self, sequence: Sequence, end: int, num_accepted: int) -> None:
+        """Records that the step has computed so many more tokens of the sequence, which were drafts."""
+        sequence.num_computed += num_accepted
+        self._scheduler.commit(sequence, end + num_accepted)
+        for _ in range(num_accepted):
+            self._scheduler.waiting.count_output(sequence)
 
     def _describe_start(self, sequence: Sequence, output: TokenOutput) -> None:
         """Adds to the first output what is known of the sequence's start."""
@@ -73,6 +88,18 @@ class AnswerProgress:
         adapter = self._loras.slots.slots[sequence.slot].adapter
         assert adapter is not None, "a sequence holds its slot until it ends"
         return adapter.info.rank
+
+
+def _until_finished(sequence: Sequence, tokens: list[int], num_generated: int) -> tuple[list[int], FinishReason | None]:
+    """Returns the sampled tokens up to the one that ends the answer, and why it ends there.
+
+    `num_generated` is the length of the answer with the first of them.
+    """
+    for i, token in enumerate(tokens):
+        reason = _finish_reason(sequence, token, num_generated + i)
+        if reason is not None:
+            return tokens[: i + 1], reason
+    return tokens, None
 
 
 def _finish_reason(sequence: Sequence, token: int, num_generated: int) -> FinishReason | None:

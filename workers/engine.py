@@ -27,6 +27,7 @@ from lorafleet.workers.schedule.admission import QueueAdmission
 from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.schedule.sequence import Sequence
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
+from lorafleet.workers.speculation.speculation import Speculation
 from lorafleet.workers.step.runner import ModelRunner
 from lorafleet.workers.step.step_pipeline import StepPipeline
 from lorafleet.workers.structured.decoding import StructuredDecoding
@@ -72,6 +73,10 @@ class Engine:
         return self.runner.loras
 
     @property
+    def _speculation(self) -> Speculation | None:
+        return self.scheduler.speculation
+
+    @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or self.pipeline.has_step or self._controls.has_work
 
@@ -108,6 +113,8 @@ class Engine:
             raise
         self._sequences[request.request_id] = sequence
         self._admission.queued(sequence, request.queue_timeout_s)
+        if self._speculation is not None:
+            self._speculation.add(sequence)
 
     def abort(self, request_id: str) -> None:
         """Frees what the sequence holds, before the next step. Unknown ids belong to finished sequences."""
@@ -116,6 +123,8 @@ class Engine:
             sequence.ended = True
             self._structured.leave(sequence)
             self.runner.release(sequence)
+            if self._speculation is not None:
+                self._speculation.release(sequence)
             if not self._pending.discard(sequence):
                 self.scheduler.finish(sequence)
             self._admission.left(sequence)
@@ -144,7 +153,9 @@ class Engine:
         self.runner.steps.late.run(is_idle=not self.has_work)
         began_s = time.perf_counter()
         outputs = self._fail_all(self._adapters.poll()) + self._fail_all(self._pending.poll())
-        if self.pipeline.has_step and (self.scheduler.may_preempt or self._controls.must_settle):
+        if self.pipeline.has_step and (
+            self.scheduler.may_preempt or self._controls.must_settle or self._drafts_need_tokens()
+        ):
             outputs += self._choose() + self._collect()
         ended, unswitched = self._controls.carry_out()
         outputs += ended + self._fail_all(unswitched)
@@ -184,7 +195,9 @@ class Engine:
             if sequence.ended:
                 continue
             try:
-                output = self._answers.advance(sequence, end, sampled)
+                if chunk.drafts and self._speculation is not None:
+                    self._speculation.verified(sequence, len(chunk.drafts), len(sampled.tokens) - 1)
+                output = self._answers.advance(sequence, end, sampled, len(chunk.drafts))
                 if output is not None and output.finish_reason is not None:
                     self.abort(sequence.request_id)
             except Exception as error:  # a fault of one sequence ends that sequence and no other
@@ -195,8 +208,17 @@ class Engine:
         for sequence in step.late:
             if not sequence.ended:
                 self.scheduler.set_aside(sequence)  # until its mask has arrived, see PendingGrammars.poll()
-        self.scheduler.budget.observe(step.shape, self.statistics.steps.ended(step.shape, step.began_s))
+        seconds = self.statistics.steps.ended(step.shape, step.began_s)
+        self.scheduler.budget.observe(step.shape, seconds)
+        if self._speculation is not None:
+            self._speculation.observe(step.shape, sum(len(chunk.drafts) for chunk in step.chunks), seconds)
         return outputs
+
+    def _drafts_need_tokens(self) -> bool:
+        """Returns whether drafts are in flight, or cannot be made before the tokens in flight are known."""
+        return self._speculation is not None and self._speculation.needs_tokens(
+            self.pipeline.chunks, self.scheduler.running, self.scheduler.most_in_step
+        )
 
     def _fail_unprepared(self, faults: list[tuple[Sequence, Exception]]) -> list[TokenOutput]:
         """Ends the sequences whose sampling could not be prepared."""

@@ -199,9 +199,9 @@ def unmeasured_bytes(config: EngineConfig, model: EngineModel, dtype: torch.dtyp
         graphs = activations * max(graph_token_counts(num_tokens)) // num_tokens
     # Sampling copies the logits several times (sort, softmax in float64, cumulative sum), and so do prompt logprobs.
     vocab_size, context = model.config.vocab_size, config.max_model_len or model.config.context_limit
-    sampling = max(config.max_num_seqs, SCORED_ROWS) * vocab_size * 32
+    sampling = max(config.most_sampled, SCORED_ROWS) * vocab_size * 32
     # Penalties count the tokens of each sequence (token_counts.py). A table needs 1.5 times its size while it grows.
-    sampling += config.max_num_seqs * (vocab_size + context) * 6
+    sampling += config.most_sampled * (vocab_size + context) * 6
     staging = 0
     if config.kv_host_gib:
         state = sum(shape.num_bytes(dtype.itemsize) for shape in model.shard.local.states)

@@ -75,6 +75,7 @@ from lorafleet.workers.slots.extra_memory import ExtraMemory
 from lorafleet.workers.slots.loader import AdapterLoader
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
+from lorafleet.workers.speculation.start_speculation import start_speculation
 from lorafleet.workers.step.decode_capture import DecodeCapture
 from lorafleet.workers.step.decode_graphs import FIRST_SIZES, DecodeGraphs, graph_sizes
 from lorafleet.workers.step.late_work import LateWork
@@ -248,7 +249,8 @@ def _build_steps(
     if config.enable_return_routed_experts:
         most_tokens = max(config.max_num_batched_tokens, *graph_sizes(config.max_num_seqs))
         routed = RoutedExperts(model, most_tokens, device)
-    inputs = StepInputs(config.max_num_seqs, config.max_num_batched_tokens, num_blocks * config.block_size, device)
+    trash_slot = num_blocks * config.block_size
+    inputs = StepInputs(config.most_sampled, config.max_num_batched_tokens, trash_slot, device)
     decode_graphs = prefill_graphs = None
     if device.type == "cuda" and not config.enforce_eager:
         sizes = graph_sizes(config.max_num_seqs)
@@ -262,7 +264,7 @@ def _build_steps(
             prefill_graphs = PrefillGraphs(
                 model, caches, attention, spec, inputs, counts, slots, has_fixed_tiles=config.batch_invariant
             )
-    reserve = partial(reserve_logits, model, config.max_num_seqs, device)
+    reserve = partial(reserve_logits, model, config.most_sampled, device)
     late = LateWork(switching, decode_graphs, reserve)
     steps = StepRunner(
         model,
@@ -361,6 +363,7 @@ def build_engine(
         budget,
         StateSlots(config.max_num_seqs, snapshots) if is_recurrent else None,
         tiers,
+        start_speculation(config, model_config, budget, is_recurrent=is_recurrent),
     )
     start_events(config, scheduler)
     if steps.device.type == "cuda":

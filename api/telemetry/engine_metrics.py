@@ -113,6 +113,15 @@ def collect_engine(stats: EngineStats, replica: str) -> Iterator[Metric]:
     for bound in ("requests", "tokens", "deadline"):
         refused.add_metric([*values, bound], stats.refused_total.get(bound, 0))
     yield refused
+    undrafted = CounterMetricFamily(
+        "lorafleet_engine_undrafted_sequences",
+        "Sequences for which no tokens are drafted, by reason: structured_output, routed_experts.",
+        None,
+        ["replica", "reason"],
+    )
+    for reason, count in stats.undrafted_total.items():
+        undrafted.add_metric([*values, reason], count)
+    yield undrafted
     near = CounterMetricFamily(
         "lorafleet_engine_lora_neighbor_fetches",
         "Adapters that the worker requested from other nodes, by outcome. Unless fetched, the source was asked.",
@@ -238,7 +247,7 @@ def _of_steps(steps: StepStats, replica: str) -> Iterator[Metric]:
     seconds = HistogramMetricFamily(
         "lorafleet_engine_step_seconds",
         "Time from a step's start, or from the end of the previous step if that is later, to the step's tokens. "
-        "decode: one token of each sequence; prefill: prompts too.",
+        "decode: one token of each sequence, and drafts; prefill: prompts too.",
         labels=["replica", "kind"],
     )
     for kind in ("decode", "prefill"):

@@ -27,7 +27,7 @@ from lorafleet.api.telemetry.engine_metrics import collect_engine
 from lorafleet.protocol.histogram import Bounds, Histogram, buckets, distribution_of
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.lru_cache import LRUCache
-from lorafleet.protocol.messages import AdapterMove, EngineStats, FinishReason
+from lorafleet.protocol.messages import AdapterMove, DraftCounts, EngineStats, FinishReason
 
 NO_MODEL = ""  # The request named no model, or one that does not exist.
 
@@ -75,6 +75,11 @@ _BETWEEN_TOKENS_S: Bounds = (
 _REQUEST_S: Bounds = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0)
 _MOVE_S: Bounds = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 100.0)
 
+_DRAFTS = (
+    ("vllm:spec_decode_num_drafts", "num_drafts", "Drafts of several tokens that steps have verified."),
+    ("vllm:spec_decode_num_draft_tokens", "num_tokens", "Draft tokens that steps have verified."),
+    ("vllm:spec_decode_num_accepted_tokens", "num_accepted", "Draft tokens that were right."),
+)
 _MOVES = (("remote", "disk"), ("disk", "cpu"), ("cpu", "gpu"), ("gpu", "none"), ("cpu", "none"))
 
 
@@ -127,6 +132,7 @@ class _Series:
         self.finished: Counter[str] = Counter()  # sequences, by reason
         self.prompt_tokens = 0
         self.generation_tokens = 0
+        self.drafts = DraftCounts()
         self.first_token = Histogram(_FIRST_TOKEN_S)
         self.between_tokens = Histogram(_BETWEEN_TOKENS_S)
         self.whole = Histogram(_REQUEST_S)
@@ -204,6 +210,10 @@ class Metrics:
             rank.between_tokens.add(gaps)
             series.whole.observe(time.perf_counter() - watch.started)
 
+    def count_drafts(self, model: str, drafts: DraftCounts) -> None:
+        """Counts the drafts of a sequence that has ended."""
+        self._of(model).drafts += drafts
+
     def add(self, collector: Collector) -> None:
         """Adds the metrics of another component. It need not know of replicas: the replica's label is added to its
         samples."""
@@ -228,6 +238,7 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         yield from collect_engine(self._stats(), self._replica)
         yield from self._of_models()
+        yield from self._of_drafts()
         yield from self._of_ranks()
         yield from self._of_moves()
         for collector in self._others:
@@ -308,6 +319,19 @@ class Metrics:
             for tier, count in series.loads.items():
                 loads.add_metric([*values, tier], count, series.load_seconds[tier])
         yield from (requests, finished, prompt, generated, first, between, whole, queue, hits, loads)
+
+    def _of_drafts(self) -> Iterator[Metric]:
+        """Yields the drafts of the models that have had some."""
+        drafted = [
+            (model, series.drafts)
+            for model, series in self._series.items()
+            if series.drafts.num_drafts and self._is_shown(model)
+        ]
+        for name, field, text in _DRAFTS:
+            counter = CounterMetricFamily(name, text, labels=["replica", "model_name"])
+            for model, drafts in drafted:
+                counter.add_metric([self._replica, model], getattr(drafts, field))
+            yield counter
 
     def _of_ranks(self) -> Iterator[Metric]:
         labels = ["replica", "rank"]

@@ -61,6 +61,8 @@ class SequenceObserver:
             record.times = output.times
         if output.num_cached_tokens:
             record.num_cached_tokens = output.num_cached_tokens
+        if output.drafts is not None:
+            record.drafts += output.drafts
         if output.fallback_reason:
             record.fallback_reason = output.fallback_reason
             tenant = self._model.caller.tenant
@@ -83,6 +85,7 @@ class SequenceObserver:
         record.ended, record.num_tokens = reason, num_tokens
         num_prompt, first_s = record.num_counted_prompt_tokens, record.watch.first
         self._telemetry.metrics.count_sequence(self._label, num_prompt, num_tokens, record.watch, reason)
+        self._telemetry.metrics.count_drafts(self._label, record.drafts)
         failed = reason == "error"
         self._telemetry.recent.count(caller.tenant, self._adapter, num_prompt, num_tokens, first_s, failed=failed)
         duration_s = record.watch.last - record.watch.started

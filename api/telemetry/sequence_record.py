@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lorafleet.api.telemetry.http_metrics import Stopwatch
-from lorafleet.protocol.messages import FinishReason, SequenceTimes
+from lorafleet.protocol.messages import DraftCounts, FinishReason, SequenceTimes
 
 
 @dataclass(slots=True)
@@ -20,6 +20,7 @@ class SequenceRecord:
     times: SequenceTimes | None = None  # Set from the first token on, if the request is traced.
     num_tokens: int = 0  # Tokens of the answer, set at the end.
     num_cached_tokens: int = 0  # Prompt tokens that the engine did not compute again.
+    drafts: DraftCounts = field(default_factory=DraftCounts)
     fallback_reason: str | None = None  # Why the base model answers in the adapter's place.
     ended: FinishReason = "abort"
 

@@ -32,12 +32,13 @@ from lorafleet.cluster.cli.cli_usage import usage
 from lorafleet.cluster.config import ALIASES, AppArgs, keys_from, parse_args
 from lorafleet.cluster.proxy.tls import TLSFiles, tls_files
 from lorafleet.cluster.serve.start_checks import check_paths
-from lorafleet.protocol.engine_config import EngineOptions
+from lorafleet.protocol.engine_config import EngineOptions, SpeculativeConfig
 from lorafleet.protocol.kv_events_config import KVEventsConfig
 from lorafleet.protocol.lora_config import LoRAOptions
 from lorafleet.protocol.options import Option, options_of
 from lorafleet.protocol.sources import HTTPConfig, HubConfig, S3Config
 
+JSON_OPTIONS = (S3Config, HTTPConfig, HubConfig, KVEventsConfig, SpeculativeConfig)
 # Several values may follow one of these flags, as with vLLM.
 SEVERAL_VALUES = (
     *("--lora-modules", "--lora-paths", "--served-model-name", "--lora-resolvers", "--push-hosts"),
@@ -158,7 +159,7 @@ def _plain_type(annotation: Any) -> Any:
         return _plain_type(next(member for member in typing.get_args(annotation) if member is not type(None)))
     if typing.get_origin(annotation) in (list, tuple):
         return list[float] if typing.get_args(annotation)[0] is float else list[str]
-    return str if annotation in (S3Config, HTTPConfig, HubConfig, KVEventsConfig) else annotation
+    return str if annotation in JSON_OPTIONS else annotation
 
 
 def _names_in_order() -> Iterator[str]:

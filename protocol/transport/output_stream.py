@@ -126,6 +126,8 @@ def join(first: TokenOutput, later: TokenOutput) -> TokenOutput:
     first.queue_s = first.queue_s or later.queue_s
     first.tier, first.lora_rank = first.tier or later.tier, first.lora_rank or later.lora_rank
     first.times = later.times or first.times
+    if later.drafts is not None:
+        first.drafts = later.drafts if first.drafts is None else first.drafts + later.drafts
     if later.switches:
         first.switches = [*first.switches, *later.switches]
     return first

@@ -13,6 +13,7 @@ import engine_setup
 import long_context
 import sampling
 import saturation
+import speculative
 from benchmark_results import Results, read_results
 
 SMALL = ("--device", "cpu", "--layers", "1", "--hidden", "64", "--vocabulary", "512")
@@ -110,3 +111,14 @@ def test_options_reach_the_engine_and_its_adapters(tmp_path: Path) -> None:
         assert engine.stats().lora_in_use_limit == 5
     finally:
         engine.close()
+
+
+def test_speculative_compares_drafts_of_each_kind_with_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = ("--batches", "1", "3", "--adapters", "2", "--right", "0.5", "--prompt", "16", "--tokens", "24")
+    results = run(monkeypatch, tmp_path, speculative, *words, "--repeats", "1", *ONE_THREAD)
+    settings = [(case.settings["batch"], case.settings["drafts"]) for case in results.cases]
+    assert settings == [(1, "ngram"), (1, "0.5"), (3, "ngram"), (3, "0.5")]
+    for case in results.cases:
+        assert case.figures.keys() == speculative.UNITS.keys()
+        assert case.figures["ratio"] == pytest.approx(case.figures["tokens_per_s"] / case.figures["plain_tokens_per_s"])
+    assert results.figure("accepted", batch=1, drafts="ngram") == 1, "the answer is one token again and again"

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -6,7 +7,7 @@ import typer
 
 from lorafleet.cluster.cli.cli import app, spread_values
 from lorafleet.cluster.config import AppArgs, LoRAModule, keys_from, parse_args, with_keys
-from lorafleet.protocol.engine_config import EngineConfig, EngineOptions
+from lorafleet.protocol.engine_config import EngineConfig, EngineOptions, SpeculativeConfig
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.lora_config import LoRAConfig, LoRAOptions
 from lorafleet.protocol.options import options_of
@@ -32,6 +33,29 @@ def test_the_schema_has_the_descriptions_of_the_engines_and_adapters_options() -
     for kind in (EngineOptions, LoRAOptions):
         for name, option in options_of(kind).items():
             assert properties[name]["description"] == option.description
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_speculative_decoding_is_configured_by_vllms_json_or_by_fields(as_text: bool) -> None:
+    given = {"method": "ngram", "num_speculative_tokens": 3}
+    args = parse_args({"model": "m", "speculative_config": json.dumps(given) if as_text else given})
+    assert args.engine_config().speculative_config == SpeculativeConfig("ngram", num_speculative_tokens=3)
+    assert parse_args({"model": "m"}).engine_config().speculative_config is None
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ("ngram", "not valid JSON"),
+        ({"method": "ngram", "draft_model": "d"}, "speculative_config.draft_model"),
+        ({"method": "eagle3"}, "speculative_config.method"),
+        ({"method": "ngram", "num_speculative_tokens": 9}, r"num_speculative_tokens=9 must be an integer in \[1, 8\]"),
+    ],
+    ids=str,
+)
+def test_a_mistake_in_the_configuration_of_drafts_is_named(given: object, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        parse_args({"model": "m", "speculative_config": given})
 
 
 def test_keys_come_from_the_environment_unless_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,14 @@ def test_a_steps_shape_tells_prompts_from_decodes_and_whose_tokens_use_an_adapte
     assert prefill.shape == StepShape("prefill", 3, 10, 4, 1, ((5, 5), (4, 4)))
 
 
+def test_a_step_of_decodes_with_drafts_is_no_step_with_prompts() -> None:
+    drafted = plan([1, 3, 2], [0, 1, BASE_SLOT], [0, 0, 0], [0, 1, 2, 3, 4, 5])
+    assert drafted.shape == StepShape("decode", 3, 6, 4)
+    assert not drafted.is_decode, "a CUDA graph for decodes has one token of each"
+    beside = plan([1, 3, 5], [0, 1, BASE_SLOT], [0, 0, 0], [0, 1, 2, 3, 8])
+    assert beside.shape == StepShape("prefill", 3, 9, 4, 1, ((3, 3), (5, 5)))
+
+
 def test_a_prompt_s_later_tokens_are_counted_with_the_context_at_their_end() -> None:
     attention = AttentionBatch([1, 3], [20, 13], [[0], [0]])
     late = StepPlan(np.zeros((FIELDS, 4), np.int64), attention, [0, 0], [0, 0], [0], True, [], [8])

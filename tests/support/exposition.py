@@ -26,7 +26,15 @@ from lorafleet.cluster.serve.scraping import scrape_all
 from lorafleet.cluster.tenancy.audit_log import AuditLog
 from lorafleet.cluster.tenancy.key_ring import KeyRing
 from lorafleet.cluster.tenancy.usage_log import UsageLog
-from lorafleet.protocol.messages import AdapterMove, EngineStats, GPUSteps, KVEventStats, LoRALimits, StepStats
+from lorafleet.protocol.messages import (
+    AdapterMove,
+    DraftCounts,
+    EngineStats,
+    GPUSteps,
+    KVEventStats,
+    LoRALimits,
+    StepStats,
+)
 from lorafleet.resolvers.cache import AdapterCache
 from lorafleet.resolvers.fetch_metrics import FetchMetrics
 from lorafleet.resolvers.neighbor_server import NeighborServer
@@ -70,12 +78,14 @@ def _metrics(folder: Path) -> Metrics:
     stats = EngineStats(
         steps=StepStats(on_gpu=[GPUSteps("decode", True, 8, 1, 0.005)]),
         memory_bytes={"weights": 1, "kv_cache": 1},
+        undrafted_total={"structured_output": 1},
         kv_events=KVEventStats(5557, 2, 1),
     )
     metrics = Metrics(lambda: stats, "base", "r1")
     metrics.count_request("/v1/completions", "sql", 200)
     metrics.count_start("sql", 0.1, "disk")
     metrics.count_sequence("sql", 3, 2, Stopwatch(), "stop")
+    metrics.count_drafts("sql", DraftCounts(1, 4, 3))
     metrics.count_move(AdapterMove("sql", "disk", "cpu", 1.0))
     metrics.count_move(AdapterMove("sql", "disk", "cpu", 1.0, "AdapterMalformed"))
     cache = AdapterCache(folder, 1 << 20)

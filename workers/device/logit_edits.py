@@ -22,7 +22,7 @@ from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.device.banned_sequences import BannedSequences
 from lorafleet.workers.device.host_copy import to_device
 from lorafleet.workers.device.token_counts import TokenCounts
-from lorafleet.workers.schedule.sequence import Sequence
+from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
 
 NEVER = float("-inf")
 
@@ -38,7 +38,8 @@ class LogitEdits:
     allowed_ids_K: Tensor | None  # if set, all other tokens are forbidden
     banned_ids_K: Tensor | None  # tokens that are always forbidden
     banned: BannedSequences | None = None  # set if some banned sequence has more than one token
-    last_token_1: Tensor | None = None  # the last chosen token, int64, on the device; recorded for `banned` alone
+    last_token_1: Tensor | None = None  # a chosen token, int64, on the device; recorded for `banned` alone
+    num_recorded: int = 0  # number of answer tokens up to that one
     counts_row: int = NO_COUNTS  # row of TokenCounts, while the sequence has penalties and holds it
     num_counted: int = 0  # number of the sequence's tokens that the row has
 
@@ -49,8 +50,11 @@ class EditedRow:
 
     index: int  # row of the logits
     edits: LogitEdits
-    num_generated: int  # number of answer tokens before the one that is chosen now
+    num_generated: int  # number of answer tokens before the one that is chosen now, drafts included
     banned_pairs: list[Tensor]  # int64 [2, K] each: a token, and the one that must not follow it
+    counts_row: int  # row of TokenCounts that has all tokens before the one that is chosen now, or NO_COUNTS
+    last_token_1: Tensor | None  # the last of these tokens, int64; set if there are banned_pairs
+    follows_draft: bool = False  # whether the last of these tokens is a draft
 
 
 class LogitEditor:
@@ -78,7 +82,23 @@ class LogitEditor:
         if sequence.params.penalizes:
             self._hold_row(sequence, edits)
         pairs = [] if edits.banned is None else edits.banned.pairs_after(sequence.tokens, sequence.num_prompt)
-        return EditedRow(index, edits, sequence.num_generated, pairs)
+        last_1 = self._last_token(sequence, edits) if pairs else None
+        return EditedRow(index, edits, sequence.num_generated, pairs, edits.counts_row, last_1)
+
+    def prepare_drafts(self, first: EditedRow, sequence: Sequence, drafts: Many[int]) -> list[EditedRow]:
+        """Returns the edits for the rows behind `first`, in which one more draft token precedes each choice."""
+        edits, rows = first.edits, [first]
+        for i, draft in enumerate(drafts):
+            counts_row = rows[-1].counts_row
+            if counts_row != NO_COUNTS:
+                counts_row = self._counts.branch(counts_row, draft)
+            pairs: list[Tensor] = []
+            if edits.banned is not None:
+                pairs = edits.banned.pairs_after([*sequence.tokens, *drafts[: i + 1]], sequence.num_prompt)
+            last_1 = to_device([draft], torch.int64, self._device) if pairs else None
+            place = first.index + i + 1, edits, first.num_generated + i + 1
+            rows.append(EditedRow(*place, pairs, counts_row, last_1, follows_draft=True))
+        return rows[1:]
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
@@ -121,9 +141,7 @@ class LogitEditor:
         paired = [(row, pairs_2K) for row in rows for pairs_2K in row.banned_pairs]
         if paired:
             lasts = [
-                row.edits.last_token_1.expand(pairs_2K.shape[1])
-                for row, pairs_2K in paired
-                if row.edits.last_token_1 is not None
+                row.last_token_1.expand(pairs_2K.shape[1]) for row, pairs_2K in paired if row.last_token_1 is not None
             ]
             index_K, token_K = self._places([(row.index, pairs_2K[1]) for row, pairs_2K in paired])
             follows_K = torch.cat(lasts) == torch.cat([pairs_2K[0] for _, pairs_2K in paired])
@@ -132,10 +150,17 @@ class LogitEditor:
             logits_BV.index_put_((index_K, token_K), penalty_K, accumulate=True)
 
     def count(self, token_B: Tensor, rows: Many[EditedRow]) -> None:
-        """Counts the tokens that were chosen, and records those on which banned sequences depend."""
+        """Counts the tokens that were chosen, and records those on which banned sequences depend.
+
+        A token that was chosen behind a draft may not count. If it does, prepare() counts it when the host knows it.
+        """
+        for row in rows:
+            if row.follows_draft and row.counts_row != NO_COUNTS:
+                self._counts.release(row.counts_row)
+        rows = [row for row in rows if not row.follows_draft]
         penalized = [row for row in rows if row.edits.params.penalizes]
         if penalized:
-            places = [[row.index for row in penalized], [row.edits.counts_row for row in penalized]]
+            places = [[row.index for row in penalized], [row.counts_row for row in penalized]]
             index_P, row_P = to_device(places, torch.int64, self._device)
             self._counts.add(row_P, token_B[index_P])
         for row in penalized:
@@ -145,6 +170,7 @@ class LogitEditor:
             token_P = token_B[to_device([row.index for row in recorded], torch.int64, self._device)]
             for place, row in enumerate(recorded):
                 row.edits.last_token_1 = token_P[place : place + 1]
+                row.edits.num_recorded = row.num_generated + 1
 
     def _upload(self, sequence: Sequence) -> LogitEdits:
         params = sequence.params
@@ -165,7 +191,18 @@ class LogitEditor:
     def _hold_row(self, sequence: Sequence, edits: LogitEdits) -> None:
         if not self._counts.holds(edits.counts_row, sequence):
             edits.counts_row, edits.num_counted = self._counts.take(sequence), len(sequence.tokens)
+        if edits.num_counted < len(sequence.tokens):  # drafts were accepted
+            self._counts.add_known(edits.counts_row, sequence.tokens[edits.num_counted :])
+            edits.num_counted = len(sequence.tokens)
         assert edits.num_counted == len(sequence.tokens), "each chosen token is counted"
+
+    def _last_token(self, sequence: Sequence, edits: LogitEdits) -> Tensor:
+        """Returns the sequence's last token on the device. The host knows it unless the last step chose it there."""
+        if edits.num_recorded == sequence.num_generated:
+            assert edits.last_token_1 is not None
+            return edits.last_token_1
+        assert sequence.tokens[-1] != UNKNOWN
+        return to_device([sequence.tokens[-1]], torch.int64, self._device)
 
     def _places(self, rows: Many[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
         """Returns rows and columns [K] of the logits that these rows' ids name."""

@@ -3,7 +3,7 @@
 Random draws are a function of (seed, position) alone, see random_numbers.py.
 """
 
-# B rows (sequences that sample in this step) · V vocabulary · W a rank's part of it · N ranks
+# B rows (tokens that are chosen in this step) · V vocabulary · W a rank's part of it · N ranks
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SamplingRow:
 def draw_fields(rows: list[SamplingRow], edited: Many[EditedRow], num_tokens: int) -> list[DrawFields]:
     """Returns what draw_tokens takes of each row. The logits, of num_tokens tokens, must have the edits of
     LogitEditor.apply by then."""
-    counts_rows = {row.index: row.edits.counts_row for row in edited}
+    counts_rows = {row.index: row.counts_row for row in edited}
     return [_draw_fields(row, counts_rows.get(i, NO_COUNTS), num_tokens) for i, row in enumerate(rows)]
 
 

@@ -34,16 +34,20 @@ class InputTensors:
 
 
 class StepInputs:
-    """The inputs of all steps. `trash_slot` is a KV slot that no sequence is ever given, for the padding of captured
-    steps."""
+    """The inputs of all steps.
 
-    def __init__(self, max_num_seqs: int, max_tokens: int, trash_slot: int, device: torch.device) -> None:
-        self.first_known = max_num_seqs  # the first index in the pool behind the last step's samples
+    Args:
+        most_sampled: Largest number of tokens that a step chooses.
+        trash_slot: A KV slot that no sequence is ever given, for the padding of captured steps.
+    """
+
+    def __init__(self, most_sampled: int, max_tokens: int, trash_slot: int, device: torch.device) -> None:
+        self.first_known = most_sampled  # the first index in the pool behind the last step's samples
         self._trash_slot = trash_slot
-        self._device_block = torch.zeros(max_num_seqs + FIELDS * max_tokens, dtype=torch.int64, device=device)
+        self._device_block = torch.zeros(most_sampled + FIELDS * max_tokens, dtype=torch.int64, device=device)
         self._host = torch.zeros(FIELDS * max_tokens, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
-        self.sampled_B = self._device_block[:max_num_seqs]
+        self.sampled_B = self._device_block[:most_sampled]
 
     def tensors(self, num_tokens: int) -> InputTensors:
         start = self.first_known

@@ -28,7 +28,7 @@ class StepPlan:
     attention: AttentionBatch
     slots: list[int]  # Slot of each sequence, or BASE_SLOT if its tokens in the step use no adapter.
     base_lens: list[int]  # Number of each sequence's tokens in the step before its adapter begins to work.
-    sampling: list[int]  # Rows of the step whose next token is chosen.
+    sampling: list[int]  # Rows of the step whose next token is chosen: a sequence's last one, and those of its drafts.
     is_greedy: bool  # All of these tokens have the largest logits, and nobody wants to see logits.
     # (first row, count) of rows that predict prompt tokens whose logprobs are requested.
     prompts: list[tuple[int, int]]
@@ -51,7 +51,7 @@ class StepPlan:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each sequence computes one token and needs the next."""
+        """Whether each sequence computes one token and needs the next. None has drafts."""
         return len(self.sampling) == len(self.slots) == self.num_tokens and not self.prompts
 
     @property
@@ -61,6 +61,8 @@ class StepPlan:
             return StepShape("decode", len(self.slots), self.num_tokens, adapted)
         spans = zip(self.slots, self.base_lens, self.attention.query_lens, strict=True)
         adapted = sum(count - num_base for slot, num_base, count in spans if slot != BASE_SLOT)
+        if len(self.sampling) == self.num_tokens and not self.prompts:  # decodes and their drafts
+            return StepShape("decode", len(self.slots), self.num_tokens, adapted)
         chunks = list(zip(self.attention.query_lens, self.attention.context_lens, strict=True))
         return StepShape(
             "prefill",

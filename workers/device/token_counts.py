@@ -19,9 +19,9 @@ FIRST_ROWS = 8
 
 
 class TokenCounts:
-    """The counts of all sequences. `most_rows` is the largest number of sequences that run at a time.
+    """The counts of all sequences. `most_rows` is the largest number of tokens that a step chooses.
 
-    Memory is allocated when it is needed: at most one row per running sequence.
+    Memory is allocated when it is needed: at most one row per running sequence, and one per draft token of a step.
     """
 
     def __init__(self, most_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -37,12 +37,16 @@ class TokenCounts:
             raise RuntimeError("the tokens to count are not known yet")
         if sequence.vocab_size > self.counts_SV.shape[1]:
             self.counts_SV = _enlarged(self.counts_SV, len(self.counts_SV), sequence.vocab_size)
-        if not self._free:
-            self._make_room()
-        row = self._free.pop()
-        self._holders[row] = sequence
+        row = self._take_free(sequence)
         self._fill(row, sequence)
         return row
+
+    def branch(self, row: int, token: int) -> int:
+        """Returns a row with one token more than this one, for the same sequence."""
+        copy = self._take_free(self._holders[row])
+        self.counts_SV[copy] = self.counts_SV[row]
+        self.counts_SV[copy, token] += 1
+        return copy
 
     def holds(self, row: int, sequence: Sequence) -> bool:
         return self._holders.get(row) is sequence
@@ -55,6 +59,18 @@ class TokenCounts:
         """Counts one more token in each of these rows, which must be distinct."""
         self.counts_SV[row_P, token_P] += 1
 
+    def add_known(self, row: int, tokens: list[int]) -> None:
+        """Counts more tokens in one row."""
+        token_P = to_device(tokens, torch.int64, self.counts_SV.device)
+        self.counts_SV[row].scatter_add_(0, token_P, torch.ones_like(token_P, dtype=torch.int32))
+
+    def _take_free(self, holder: Sequence) -> int:
+        if not self._free:
+            self._make_room()
+        row = self._free.pop()
+        self._holders[row] = holder
+        return row
+
     def _make_room(self) -> None:
         preempted = [row for row, sequence in self._holders.items() if sequence.blocks is None]
         for row in preempted:
@@ -62,7 +78,7 @@ class TokenCounts:
         if preempted:
             return
         before = len(self.counts_SV)
-        assert before < self._most_rows, "a sequence that runs has one row"
+        assert before < self._most_rows, "a token that a step may choose has one row"
         num_rows = min(self._most_rows, max(FIRST_ROWS, 2 * before))
         self.counts_SV = _enlarged(self.counts_SV, num_rows, self.counts_SV.shape[1])
         self._free += range(before, num_rows)
@@ -73,8 +89,7 @@ class TokenCounts:
         count_V = self.counts_SV[row].zero_()  # a wider vocabulary's counts must not stay behind
         if sequence.params.repetition_penalty != 1.0:
             count_V.index_fill_(0, to_device(sequence.tokens[:first], torch.int64, device), IN_PROMPT)
-        answer = to_device(sequence.tokens[first:], torch.int64, device)
-        count_V.scatter_add_(0, answer, torch.ones_like(answer, dtype=torch.int32))
+        self.add_known(row, sequence.tokens[first:])
 
 
 def _enlarged(before: Tensor, num_rows: int, num_columns: int) -> Tensor:

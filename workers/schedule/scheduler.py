@@ -37,6 +37,7 @@ from lorafleet.workers.schedule.tenant_balance import Favor, find_favor, poorest
 if TYPE_CHECKING:
     from lorafleet.protocol.engine_control import PauseMode
     from lorafleet.workers.kv_tiers.kv_tiers import KVTiers
+    from lorafleet.workers.speculation.speculation import Speculation
 
 
 class Scheduler:
@@ -49,6 +50,7 @@ class Scheduler:
         budget: StepBudget,
         states: StateSlots | None = None,  # None if the model has no recurrent layers
         tiers: KVTiers | None = None,  # None if there are none below the GPU
+        speculation: Speculation | None = None,  # None if no tokens are drafted
     ) -> None:
         self.kv = kv
         self.loras = loras
@@ -58,6 +60,7 @@ class Scheduler:
         self.pause: PauseMode | Literal[""] = ""  # "keep" schedules nothing; the others start no new sequences
         self.max_num_seqs = max_num_seqs
         self.budget = budget
+        self.speculation = speculation
         self._aside: set[Sequence] = set()  # neither in steps nor waiting for one, see set_aside()
         self._must_yield = False  # a tenant waits for room that could not be made while a step was in flight
         self._rope = rope
@@ -75,6 +78,11 @@ class Scheduler:
         return len(self.waiting) + len(self._aside) + len(self.running) - self.max_num_seqs
 
     @property
+    def most_in_step(self) -> int:
+        """Largest number of sequences in the next step."""
+        return min(self.max_num_seqs, len(self.running) + len(self.waiting))
+
+    @property
     def num_started(self) -> int:
         """Number of unfinished sequences that have been in a step."""
         return len(self.running) + self.waiting.num_preempted + len(self._aside)
@@ -89,7 +97,7 @@ class Scheduler:
         """Whether the next step might run out of blocks, or restart a sequence, and so must know every token of the
         last step."""
         may_restart = self._rope.depends_on_length and any(map(self.memory.must_restart, self.running))
-        return self._must_yield or self._might_run_out() or may_restart
+        return self._must_yield or self.memory.might_run_out(self.running) or may_restart
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.add(sequence)
@@ -98,8 +106,8 @@ class Scheduler:
         """Returns the next step's chunks, in the order of their tokens. `in_flight` are those of a step whose tokens
         are not known yet.
 
-        Decodes come first, so that attention can handle them separately. There are no chunks if everything waits for
-        an adapter.
+        Decodes without drafts come first, so that attention can handle them separately. There are no chunks if
+        everything waits for an adapter.
         """
         for sequence in self.memory.poll():
             self.preempt(sequence)
@@ -119,7 +127,7 @@ class Scheduler:
         """Records that the step of these chunks is in flight. The next step goes on behind it."""
         for chunk in chunks:
             sequence = chunk.sequence
-            sequence.num_computed += chunk.num_tokens
+            sequence.num_computed += chunk.num_own
             self.memory.launched(chunk)
             if sequence.num_computed == len(sequence.tokens):
                 sequence.tokens.append(UNKNOWN)
@@ -164,10 +172,12 @@ class Scheduler:
     def _schedule_running(self) -> tuple[list[Chunk], PromptAllowance]:
         """Returns the chunks, and the prompt tokens for which the step still has room."""
         decodes: list[Chunk] = []
+        drafted: list[Chunk] = []
         prompts: list[Chunk] = []
         # The last token of the others is already in flight, or they wait for their blocks from a tier.
         unfinished = [s for s in poorest_first(self.running) if s.num_generated < s.max_tokens and s.arrival is None]
-        allowance = self.budget.allowance(unfinished, self.waiting)
+        drafts = {} if self.speculation is None else self.speculation.choose(unfinished, self.most_in_step)
+        allowance = self.budget.allowance(unfinished, self.waiting, sum(map(len, drafts.values())))
         for sequence in unfinished:
             is_decode = sequence.num_uncomputed == 1
             num_tokens = 1 if is_decode else self.memory.until_stop(sequence, allowance.tokens_for(sequence))
@@ -179,10 +189,13 @@ class Scheduler:
                 continue
             if not self._grow_or_preempt(sequence, num_tokens, unfinished):
                 break  # the sequence itself was the last one
-            (decodes if is_decode else prompts).append(self._chunk(sequence, num_tokens))
+            chunk = self._chunk(sequence, num_tokens)
+            if sequence in drafts:
+                chunk = self.memory.with_drafts(chunk, drafts[sequence], num_spare=len(self.running))
+            (drafted if chunk.drafts else decodes if is_decode else prompts).append(chunk)
             if not is_decode:
                 allowance.spend(sequence, num_tokens)
-        return decodes + prompts, allowance
+        return decodes + drafted + prompts, allowance
 
     def _schedule_waiting(self, allowance: PromptAllowance, favored: str | None) -> list[Chunk]:
         """Returns chunks of waiting sequences. `favored` is the tenant for whose adapter a slot was freed."""
@@ -251,22 +264,8 @@ class Scheduler:
         blocks would be left for those that run."""
         if not {chunk.sequence for chunk in in_flight}.isdisjoint(favor.victims):
             return True
-        return self._might_run_out(0 if favor.head is None else self.kv.blocks_for(len(favor.head.tokens)))
-
-    def _might_run_out(self, num_taken: int = 0) -> bool:
-        """Returns whether the running sequences may need more blocks in the next step than are free beside num_taken.
-
-        A sequence starts with blocks for all of its tokens. So it needs a block, and no more than one, only if its
-        newest token is the first of a block.
-        """
-        num_left = self.kv.num_free - num_taken
-        if num_left >= len(self.running):
-            return False
-        return num_left < sum(
-            self.kv.num_missing(sequence.blocks, len(sequence.tokens))
-            for sequence in self.running
-            if sequence.blocks is not None and sequence.num_generated < sequence.max_tokens
-        )
+        num_taken = 0 if favor.head is None else self.kv.blocks_for(len(favor.head.tokens))
+        return self.memory.might_run_out(self.running, num_taken)
 
     def _has_room(self, sequence: Sequence) -> bool:
         return self.kv.blocks_for(len(sequence.tokens)) <= self.kv.num_free and len(self.running) < self.max_num_seqs

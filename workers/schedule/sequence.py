@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -159,11 +160,23 @@ class Chunk:
     """The next tokens of one sequence that a step computes, from num_computed on."""
 
     sequence: Sequence
-    num_tokens: int
+    num_tokens: int  # Drafts included.
     resumes_from: int | None = None  # Slot from which the sequence's recurrent states are copied before the step.
     snapshot: int | None = None  # Slot to which they are copied after the step.
+    drafts: Many[int] = ()  # Tokens that may follow the sequence's own. The step verifies them.
+
+    @property
+    def num_own(self) -> int:
+        """Number of its tokens that are the sequence's own."""
+        return self.num_tokens - len(self.drafts)
 
     @property
     def samples(self) -> bool:
         """Whether the chunk reaches the sequence's last token, so that the next one is sampled."""
-        return self.num_tokens == self.sequence.num_uncomputed
+        sequence = self.sequence
+        return self.num_tokens - len(self.drafts) == len(sequence.tokens) - sequence.num_computed
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of tokens that are sampled: the next one, and one behind each draft."""
+        return 1 + len(self.drafts) if self.samples else 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lorafleet.workers.bases.rope_config import RopeConfig
@@ -169,6 +170,31 @@ class SequenceMemory:
     def until_stop(self, sequence: Sequence, num_tokens: int) -> int:
         """Returns the number of a prompt's next tokens, at most num_tokens, that the next chunk may have."""
         return num_tokens if self.snapshots is None else self.snapshots.until_stop(sequence, num_tokens)
+
+    def with_drafts(self, chunk: Chunk, drafts: Many[int], num_spare: int) -> Chunk:
+        """Returns the chunk with as many of the drafts behind it as there is memory for. They take no more free blocks
+        than leave num_spare."""
+        blocks, start = chunk.sequence.blocks, chunk.sequence.num_computed + chunk.num_tokens
+        assert blocks is not None
+        if self._kv.num_missing(blocks, start + len(drafts)) + num_spare <= self._kv.num_free:
+            self._kv.grow(blocks, start + len(drafts))
+        drafts = drafts[: len(blocks.table) * self._kv.block_size - start]
+        return replace(chunk, num_tokens=chunk.num_tokens + len(drafts), drafts=drafts)
+
+    def might_run_out(self, running: Many[Sequence], num_taken: int = 0) -> bool:
+        """Returns whether the running sequences may need more blocks in the next step than are free beside num_taken.
+
+        A sequence starts with blocks for all of its tokens. So it needs a block, and no more than one, only if its
+        newest token is the first of a block.
+        """
+        num_left = self._kv.num_free - num_taken
+        if num_left >= len(running):
+            return False
+        return num_left < sum(
+            self._kv.num_missing(sequence.blocks, len(sequence.tokens))
+            for sequence in running
+            if sequence.blocks is not None and sequence.num_generated < sequence.max_tokens
+        )
 
     def chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:
         return Chunk(sequence, num_tokens) if self.snapshots is None else self.snapshots.chunk(sequence, num_tokens)

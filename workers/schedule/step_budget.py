@@ -151,25 +151,28 @@ class StepBudget:
 
     @property
     def token_s(self) -> float:
-        """Seconds to compute one more token of a prompt."""
+        """Seconds that one more token takes in a step with prompts."""
         return self._fit.cost.token
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Takes in the duration of a step."""
         self._fit.observe(shape, seconds)
 
-    def allowance(self, unfinished: Many[Sequence], waiting: FairQueue) -> PromptAllowance:
-        """Returns the prompt tokens that the next step may compute beside the decodes of the unfinished sequences."""
+    def allowance(self, unfinished: Many[Sequence], waiting: FairQueue, num_drafts: int = 0) -> PromptAllowance:
+        """Returns the prompt tokens that the next step may compute beside the decodes of the unfinished sequences, and
+        so many draft tokens."""
         decodes = [sequence for sequence in unfinished if sequence.num_uncomputed == 1]
         backlog = _Backlog([sequence for sequence in unfinished if sequence.num_uncomputed > 1], waiting)
         num_adapted = sum(sequence.slot is not None for sequence in decodes)
         cost, limits = self._fit.cost, self.limits
         decodes_s = cost.decodes(len(decodes), num_adapted, sum(len(sequence.tokens) for sequence in decodes))
-        num_tokens, seconds = limits.max_tokens - len(decodes), math.inf
+        decodes_s += cost.token * num_drafts
+        num_decoded = len(decodes) + num_drafts
+        num_tokens, seconds = limits.max_tokens - num_decoded, math.inf
         if decodes and backlog:
-            num_tokens = min(num_tokens, self._most_beside(len(decodes)))
+            num_tokens = min(num_tokens, self._most_beside(num_decoded))
             seconds = self._seconds_beside(decodes_s, backlog, cost)
-        return PromptAllowance(num_tokens, seconds, cost, limits.tiles, len(decodes), decodes_s)
+        return PromptAllowance(num_tokens, seconds, cost, limits.tiles, num_decoded, decodes_s)
 
     def _most_beside(self, num_decodes: int) -> int:
         """Returns the largest number of prompt tokens beside this many decodes, however little time they take."""

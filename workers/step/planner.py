@@ -51,7 +51,7 @@ def plan_step(
         ),
         slots=[_slot(chunk) for chunk in chunks],
         base_lens=[_num_base(chunk) for chunk in chunks],
-        sampling=[end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples],
+        sampling=_sampled_rows(chunks, ends),
         is_greedy=all(
             seq.params.greedy
             and not seq.params.edits_logits
@@ -73,6 +73,19 @@ def plan_step(
             if chunk.snapshot is not None and chunk.sequence.state_slot is not None
         ],
     )
+
+
+def _sampled_rows(chunks: Sequence[Chunk], ends: list[int]) -> list[int]:
+    """Returns the rows of each chunk's last own token and of its drafts. `ends` are the rows behind the chunks."""
+    rows: list[int] = []
+    for chunk, end in zip(chunks, ends, strict=True):
+        if not chunk.samples:
+            continue
+        if chunk.drafts:
+            rows += range(end - chunk.num_sampled, end)
+        else:
+            rows.append(end - 1)
+    return rows
 
 
 def _slot(chunk: Chunk) -> int:
@@ -122,6 +135,10 @@ def _fields(chunks: Sequence[Chunk], row_by_request: Mapping[str, int], first_kn
         seq = chunk.sequence
         assert seq.blocks is not None
         start, end, table = seq.num_computed, seq.num_computed + chunk.num_tokens, seq.blocks.table
+        if chunk.drafts:
+            singles += _draft_columns(chunk, first, first_known + first, size)
+            first += chunk.num_tokens
+            continue
         last = seq.tokens[end - 1]
         source = row_by_request[seq.request_id] if last == UNKNOWN else first_known + first + chunk.num_tokens - 1
         if chunk.num_tokens == 1:  # nearly all chunks; numpy calls would take several times as long for each
@@ -140,3 +157,23 @@ def _fields(chunks: Sequence[Chunk], row_by_request: Mapping[str, int], first_kn
         columns, *fields = np.array(singles).T
         rows_FT[:, columns] = fields
     return rows_FT
+
+
+def _draft_columns(chunk: Chunk, first: int, first_source: int, size: int) -> list[tuple[int, ...]]:
+    """Returns the columns of a sequence's last tokens and its drafts, all of which the host knows: number of the
+    column, then its fields. They are few, so numpy calls would take longer.
+
+    Args:
+        first: Number of the first column.
+        first_source: Its source.
+        size: Tokens of a KV block.
+    """
+    columns: list[tuple[int, ...]] = []
+    seq = chunk.sequence
+    assert seq.blocks is not None
+    table, start, longest = seq.blocks.table, seq.num_computed, seq.num_rotated
+    for i, token in enumerate((*seq.tokens[start:], *chunk.drafts)):
+        place = start + i
+        kv_slot = table[place // size] * size + place % size
+        columns.append((first + i, token, first_source + i, place, max(longest, place + 1), kv_slot))
+    return columns

@@ -32,6 +32,7 @@ from lorafleet.workers.schedule.sequence import Chunk, Sequence
 from lorafleet.workers.sleep.replica_memory import ReplicaMemory
 from lorafleet.workers.slots.classifier_extras import SlotClassifier, slot_classifier
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
+from lorafleet.workers.speculation.draft_verification import num_accepted
 from lorafleet.workers.step.gpu_step_clock import GPUStepClock
 from lorafleet.workers.step.planner import plan_step, scored_spans
 from lorafleet.workers.step.prompt_pooling import pool_prompts
@@ -47,8 +48,8 @@ PromptLogprobs = list[tuple[int, PendingLogprobs]]  # logprobs of spans of promp
 class Sampled:
     """The result of one chunk."""
 
-    token: int | None  # the sequence's next token; None if the chunk ends before its last token
-    logprobs: TokenLogprobs | None
+    tokens: list[int]  # the sequence's next tokens; none if the chunk ends before its last token
+    logprobs: list[TokenLogprobs]  # one for each of these tokens, if requested
     prompt: list[TokenLogprobs]  # of the prompt tokens that the chunk's tokens predict, if requested
     embedding: bytes = b""  # float32, at the end of a prompt that is pooled, see TokenOutput.embedding
     routed_TLK: Rows | None = None  # the experts of the chunk's tokens, if requested
@@ -60,12 +61,12 @@ class LaunchedStep:
 
     chunks: list[Chunk]
     shape: StepShape
-    sampling: list[Sequence]  # One sequence for each row of StepInputs.sampled_B.
-    rows: list[SamplingRow]  # One SamplingRow for each of these sequences.
+    sampling: list[Chunk]  # The chunks that sample.
+    rows: list[SamplingRow]  # One for each row of StepInputs.sampled_B: Chunk.num_sampled of each of these chunks.
     draws: list[DrawFields]  # The draw of each row; empty if the step is greedy.
     edited: list[EditedRow]  # Rows whose logits are changed.
     faults: list[tuple[Sequence, Exception]]  # Sequences that cannot go on after the step, and why.
-    row_by_request: dict[str, int]  # Row of each of these sequences, by request id.
+    row_by_request: dict[str, int]  # First row of each sequence that samples, by request id.
     prompt_logprobs: PromptLogprobs
     logits: StepLogits
     routed_TLK: Tensor | None  # RoutedExperts.of_step on its way to the host; None if no sequence wants it.
@@ -75,7 +76,7 @@ class LaunchedStep:
     @property
     def needs_masks(self) -> bool:
         """Whether a sequence has a grammar, whose mask says which tokens may be chosen."""
-        return any(sequence.grammar is not None for sequence in self.sampling)
+        return any(chunk.sequence.grammar is not None for chunk in self.sampling)
 
     def routed_of_chunks(self) -> dict[int, Rows]:
         """Returns the experts of each chunk's tokens, by the chunk's index, for those that want them. Call it once the
@@ -128,10 +129,14 @@ class ChosenStep:
             row = row_by_request.get(chunk.sequence.request_id)
             prompt = prompts.get(i, [])
             if row is None:
-                results.append(Sampled(None, None, prompt, routed_TLK=routed.get(i)))
+                results.append(Sampled([], [], prompt, routed_TLK=routed.get(i)))
             else:
                 embedding = b"".join(part.numpy().tobytes() for part in launched.pooled.get(i, ()))
-                results.append(Sampled(tokens[row], logprobs.get(row), prompt, embedding, routed.get(i)))
+                end = row + 1
+                if chunk.drafts:
+                    end += num_accepted(chunk.drafts, tokens[row : row + len(chunk.drafts)])
+                found = [logprobs[j] for j in range(row, end) if j in logprobs] if logprobs else []
+                results.append(Sampled(tokens[row:end], found, prompt, embedding, routed.get(i)))
         return results
 
 
@@ -193,10 +198,10 @@ class ModelRunner:
             routed_TLK = download.add(self.steps.routed.of_step(plan.num_tokens))
         if is_timed and self._clock is not None:
             self._clock.end(shape)
-        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        sampling = [chunk for chunk in chunks if chunk.samples]
+        rows, row_by_request = _rows_of(sampling)
         pooled, faults = pool_prompts(chunks, logits.hidden_TD, self._classifier, download)
-        edited, more_faults = self._prepare_edits(sampling)
-        rows = [SamplingRow(seq.params, len(seq.tokens), seq.seed, seq.vocab_size) for seq in sampling]
+        edited, more_faults = self._prepare_edits(sampling, row_by_request)
         num_tokens = 0 if logits.sampled_BV is None else logits.sampled_BV.shape[1]
         return LaunchedStep(
             chunks=chunks,
@@ -206,7 +211,7 @@ class ModelRunner:
             draws=[] if logits.sampled_BV is None else draw_fields(rows, edited, num_tokens),
             edited=edited,
             faults=faults + more_faults,
-            row_by_request={sequence.request_id: row for row, sequence in enumerate(sampling)},
+            row_by_request=row_by_request,
             prompt_logprobs=prompt_logprobs,
             logits=logits,
             routed_TLK=routed_TLK,
@@ -257,19 +262,22 @@ class ModelRunner:
     def _classifier(self, slot: int) -> SlotClassifier | None:
         return None if self.loras is None else slot_classifier(self.loras.slots.slots[slot].extra)
 
-    def _prepare_edits(self, sampling: Many[Sequence]) -> tuple[list[EditedRow], list[tuple[Sequence, Exception]]]:
+    def _prepare_edits(
+        self, sampling: Many[Chunk], row_by_request: dict[str, int]
+    ) -> tuple[list[EditedRow], list[tuple[Sequence, Exception]]]:
         """Prepares the edits of each row. A row that fails is computed without edits all the same, since others may
         share what the step computes of its prompt. Its token is dropped."""
         edited: list[EditedRow] = []
         faults: list[tuple[Sequence, Exception]] = []
-        for i, sequence in enumerate(sampling):
+        for chunk in sampling:
             try:
-                row = self._editor.prepare(i, sequence)
+                row = self._editor.prepare(row_by_request[chunk.sequence.request_id], chunk.sequence)
+                more = [] if row is None else self._editor.prepare_drafts(row, chunk.sequence, chunk.drafts)
             except Exception as error:
-                faults.append((sequence, error))
+                faults.append((chunk.sequence, error))
                 continue
             if row is not None:
-                edited.append(row)
+                edited += [row, *more]
         return edited, faults
 
     @property
@@ -312,7 +320,8 @@ class ModelRunner:
         raw_PV = logits_BV[to_device(of_model, torch.int64, self._device)] if of_model else None
         sampled_B = self._inputs.sampled_B[: len(rows)]
         if masks is not None:
-            row_N = to_device(masks.rows, torch.int64, self._device)
+            masked = [step.row_by_request[step.sampling[i].sequence.request_id] for i in masks.rows]
+            row_N = to_device(masked, torch.int64, self._device)
             mask_tokens(logits_BV, row_N, self._upload_masks(masks.bits_NW))
         logits_BV = self._editor.apply(logits_BV, edited)
         drawn = draw_tokens(logits_BV, step.draws, self._editor.counts_SV, of_draw)
@@ -329,3 +338,20 @@ class ModelRunner:
 
     def _is_processed(self, params: SamplingParams) -> bool:
         return (params.logprobs_mode or self._logprobs_mode) == "processed_logprobs"
+
+
+def _rows_of(sampling: Many[Chunk]) -> tuple[list[SamplingRow], dict[str, int]]:
+    """Returns a row for each token that these chunks sample, and the first row of each sequence, by request ID.
+
+    Each token is drawn as if the drafts before it were the answer.
+    """
+    rows: list[SamplingRow] = []
+    row_by_request: dict[str, int] = {}
+    for chunk in sampling:
+        seq, end = chunk.sequence, len(chunk.sequence.tokens)
+        row_by_request[seq.request_id] = len(rows)
+        rows.append(SamplingRow(seq.params, end, seq.seed, seq.vocab_size))
+        if chunk.drafts:
+            later = range(end + 1, end + chunk.num_sampled)
+            rows += [SamplingRow(seq.params, num_tokens, seq.seed, seq.vocab_size) for num_tokens in later]
+    return rows, row_by_request

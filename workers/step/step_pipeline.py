@@ -138,7 +138,7 @@ class StepPipeline:
         step = self._in_flight
         if step is not None and not step.masks_are_requested:
             assert self._next is None
-            self._structured.start(step.launched.sampling)
+            self._structured.start([chunk.sequence for chunk in step.launched.sampling])
             step.masks_are_requested = True
 
     def _without_ended(self, planned: PlannedStep) -> PlannedStep:

@@ -12,12 +12,13 @@ from lorafleet.api.access.caller_admission import NoQuotas
 from lorafleet.api.access.usage import NoMeter, TenantUsage
 from lorafleet.api.app_state import AppState
 from lorafleet.api.served_model import ServedModel
+from lorafleet.api.telemetry.http_metrics import text_of
 from lorafleet.api.telemetry.sequence_observer import SequenceObserver
 from lorafleet.api.telemetry.sequence_record import SequenceRecord
 from lorafleet.api.telemetry.traced import NoTrace
 from lorafleet.protocol.errors import AdapterMissing
 from lorafleet.protocol.lora_request import LoRARequest
-from lorafleet.protocol.messages import TokenOutput
+from lorafleet.protocol.messages import DraftCounts, TokenOutput
 
 
 class Sinks(NoQuotas, NoMeter, NoTrace):
@@ -65,6 +66,16 @@ def test_a_finished_sequence_is_published_once(observer: SequenceObserver, sinks
     watch = observer.record.watch
     assert (watch.tier, watch.lora_rank, len(watch.gaps)) == ("remote", 8, 1)
     assert front.telemetry.recent.total(None, of_all=True).generated_tokens == 3
+
+
+def test_drafts_are_counted_under_the_adapters_name(observer: SequenceObserver, front: AppState) -> None:
+    observer.received(TokenOutput(request_id="r-0", token_ids=[1]))
+    observer.received(TokenOutput(request_id="r-0", token_ids=[2, 3], drafts=DraftCounts(1, 4, 1)))
+    observer.received(TokenOutput(request_id="r-0", token_ids=[4, 5, 6, 7], drafts=DraftCounts(2, 6, 2)))
+    observer.ended("stop", 7)
+    text = text_of(list(front.telemetry.metrics.collect())).decode()
+    for name, count in (("drafts", 3), ("draft_tokens", 10), ("accepted_tokens", 3)):
+        assert f'vllm:spec_decode_num_{name}_total{{model_name="sql",replica=""}} {count}.0' in text
 
 
 def test_a_sequence_that_fails_before_its_first_token_gets_its_prompt_back(

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from lorafleet.protocol.errors import EngineDead, InvalidRequest, to_wire
-from lorafleet.protocol.messages import EngineRequest, TokenLogprobs, TokenOutput
+from lorafleet.protocol.messages import DraftCounts, EngineRequest, TokenLogprobs, TokenOutput
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.protocol.transport.output_stream import OutputStream, SequenceOutputs
 
@@ -50,6 +50,14 @@ async def test_outputs_that_wait_are_joined_into_one_that_says_the_same() -> Non
         finish_reason="stop",
         stop_token_id=2,
     )
+
+
+async def test_drafts_of_outputs_that_wait_are_added_up() -> None:
+    stream = OutputStream()
+    stream.put(TokenOutput(request_id="r", token_ids=[1]))
+    stream.put(TokenOutput(request_id="r", token_ids=[2], drafts=DraftCounts(1, 4, 0)))
+    stream.put(TokenOutput(request_id="r", token_ids=[3, 4], drafts=DraftCounts(1, 3, 1)))
+    assert (await stream.get()).drafts == DraftCounts(2, 7, 1)
 
 
 @pytest.mark.parametrize("refused", [True, False])

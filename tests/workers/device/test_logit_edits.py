@@ -254,3 +254,38 @@ def test_what_a_sequence_edits_is_uploaded_once(monkeypatch):
         apply(editor, logits(), rows)
         editor.count(torch.tensor([5]), rows)
         one.tokens.append(UNKNOWN)
+
+
+def test_a_row_behind_drafts_is_edited_as_if_the_drafts_were_the_answer():
+    """Penalties, minimal lengths and banned sequences see them; the row of the sequence's own last token does not."""
+    fields = {"frequency_penalty": 1.0, "min_tokens": 3, "bad_words_token_ids": [[4, 5], [5, 6]]}
+    drafts = [4, 5]
+    editor = LogitEditor(3, VOCAB, CPU)
+    one = sequence((1, 2, 3), 2, stop_ids=(7,), **fields)
+    first = editor.prepare(0, one)
+    rows = [first, *editor.prepare_drafts(first, one, drafts)]
+    logits_BV = editor.apply(torch.zeros(3, VOCAB), rows)
+    counts = [editor.counts_SV[row.counts_row].clone() for row in rows]
+    for i, row in enumerate(rows):
+        tokens = (1, 2, 3, *drafts[:i])
+        alone = LogitEditor(1, VOCAB, CPU)
+        other = sequence(tokens, 2, stop_ids=(7,), **fields)
+        expected = alone.prepare(0, other)
+        assert torch.equal(logits_BV[i], alone.apply(torch.zeros(1, VOCAB), [expected])[0]), i
+        assert torch.equal(counts[i], alone.counts_SV[expected.counts_row]), i
+        assert row.num_generated == 1 + i
+    editor.count(torch.tensor([4, 5, 9]), rows)
+    one.tokens += [4, 5, 9]
+    again = editor.prepare(0, one)
+    assert editor.counts_SV[again.counts_row][[3, 4, 5, 9]].tolist() == [1, 1, 1, 1]
+
+
+def test_the_rows_of_drafts_are_free_for_the_next_step():
+    editor = LogitEditor(3, VOCAB, CPU)
+    one = sequence((1, 2, 3), 2, presence_penalty=1.0)
+    for _ in range(4):
+        first = editor.prepare(0, one)
+        rows = [first, *editor.prepare_drafts(first, one, [8, 8])]
+        editor.count(torch.tensor([9, 8, 8]), rows)
+        one.tokens += [9]
+    assert len(editor.counts_SV) == 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from lorafleet.kernels.lora.lora_batch import BASE_SLOT
@@ -44,6 +46,23 @@ def test_tokens_come_from_the_host_or_from_the_last_step_and_padding_goes_to_the
     assert found.rope_length_T.tolist() == [6, *range(4, 11), 2, 2, 3, 4, 1, 1]
     prompt = [1 * 4 + 3, *(9 * 4 + i for i in range(4)), 5 * 4, 5 * 4 + 1]
     assert found.kv_slot_T.tolist() == [30 * 4 + 1, *prompt, 9, 33, 34, 35, TRASH, TRASH]
+
+
+def test_drafts_follow_their_sequence_s_last_token_and_a_token_is_chosen_behind_each():
+    inputs = StepInputs(8, 32, TRASH, torch.device("cpu"))
+    chunks = [
+        chunk("plain", [5, 6, 7], 2, [20], 1),
+        replace(chunk("drafted", [*range(10, 20)], 9, [1, 2, 3, 7], 4), drafts=[30, 31, 32]),
+        chunk("prompt", list(range(100, 120)), 3, [1, 9, 5], 7),
+    ]
+    plan = plan_step(chunks, {}, inputs.first_known, BLOCK, [])
+    assert plan.sampling == [0, 1, 2, 3, 4], "the prompt does not end"
+    assert not plan.is_decode
+    inputs.upload(plan.fields_FT, 12)
+    found = inputs.tensors(12)
+    assert found.tokens().tolist()[:6] == [7, 19, 30, 31, 32, 103]
+    assert found.position_T.tolist()[1:5] == [9, 10, 11, 12]
+    assert found.kv_slot_T.tolist()[1:5] == [3 * 4 + 1, 3 * 4 + 2, 3 * 4 + 3, 7 * 4]
 
 
 def test_a_smaller_step_leaves_nothing_of_the_one_before():

@@ -9,7 +9,9 @@ import pytest
 
 from lorafleet.offline.llm import LLM, LoRARequest, RequestOutput, SamplingParams
 from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.workers.schedule.sequence import Sequence
 from ranks import start_llm
+from tests.workers.speculation.drafting import Guesses, speculate
 from tiny_models import make_adapter
 
 CASES = [
@@ -47,6 +49,34 @@ def test_all_ranks_put_adapters_of_mixed_ranks_into_the_same_places_of_little_me
         assert stats.lora_memory_total_bytes == size * 448 * 1024 and stats.lora_evictions_total > 0
         llm.close()
     assert found[0] == found[1]
+
+
+def test_drafts_are_verified_on_all_ranks_and_answers_are_those_of_one_rank_without_drafts(fleet, prompt):
+    made = fleet("qwen3")
+    lora = LoRARequest("all", 1, str(made.adapters["all"]))
+    jobs = [{"prompt_token_ids": prompt(n)} for n in (5, 40, 17, 23)]
+    params = [
+        SamplingParams(max_tokens=20, temperature=0, ignore_eos=True),
+        SamplingParams(max_tokens=20, temperature=1.0, seed=3, ignore_eos=True, frequency_penalty=0.5),
+    ] * 2
+    alone = start_llm(str(made.base), 1, enable_lora=True)
+    expected = tokens(alone.generate(jobs, params, lora_request=[None, None, lora, lora]))
+    alone.close()
+    shared = start_llm(str(made.base), 2, enable_lora=True, speculative_config={"method": "ngram"})
+    answers = {f"{i}-0": answer for i, [answer] in enumerate(expected)}
+    speculation = speculate(shared._engine, Guesses(answers))
+    counts = [0, 0]
+    verified = speculation.verified
+
+    def counted(sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        counts[0] += num_drafted
+        counts[1] += num_accepted
+        verified(sequence, num_drafted, num_accepted)
+
+    speculation.verified = counted  # type: ignore[method-assign]
+    assert tokens(shared.generate(jobs, params, lora_request=[None, None, lora, lora])) == expected
+    shared.close()
+    assert 20 < counts[1] < counts[0]
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:

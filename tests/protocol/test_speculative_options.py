@@ -1,0 +1,44 @@
+"""The JSON of --speculative-config, as programs and servers give it."""
+
+from __future__ import annotations
+
+import pytest
+
+from lorafleet.protocol.engine_config import EngineConfig, SpeculativeConfig
+from lorafleet.protocol.errors import ConfigError
+
+
+def test_it_is_vllms_dict_or_an_object_or_nothing() -> None:
+    given = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 3}
+    made = SpeculativeConfig("ngram", 5, 3, 3)
+    assert SpeculativeConfig.of(given) == made
+    assert SpeculativeConfig.of(made) is made
+    assert SpeculativeConfig.of(None) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"method": "ngram", "model": "draft"}, "'model' is not known. Known: method, num_speculative_tokens"),
+        ({"num_speculative_tokens": 4}, "method is missing. Give method='ngram'"),
+        ({"method": "eagle3"}, "method='eagle3' is not served. The only method is 'ngram'"),
+        ({"method": "ngram", "num_speculative_tokens": 9}, r"num_speculative_tokens=9 must be an integer in \[1, 8\]"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, r"num_speculative_tokens=0 must be an integer in \[1, 8\]"),
+        ({"method": "ngram", "num_speculative_tokens": 2.0}, "num_speculative_tokens=2.0 must be an integer"),
+        ({"method": "ngram", "prompt_lookup_max": 17}, r"prompt_lookup_max=17 must be an integer in \[1, 16\]"),
+        ({"method": "ngram", "prompt_lookup_min": 5}, "prompt_lookup_min=5 exceeds prompt_lookup_max=4"),
+    ],
+    ids=str,
+)
+def test_a_mistake_in_it_is_named(given: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        SpeculativeConfig.of(given)
+
+
+def test_a_step_may_choose_more_tokens_than_it_has_sequences_only_with_drafts() -> None:
+    ngram = SpeculativeConfig("ngram", num_speculative_tokens=4)
+    assert EngineConfig("m", max_num_seqs=3).most_sampled == 3
+    assert EngineConfig("m", max_num_seqs=3, speculative_config=ngram).most_sampled == 15
+    assert EngineConfig("m", max_num_seqs=64, speculative_config=ngram).most_sampled == 128
+    assert EngineConfig("m", max_num_seqs=256, speculative_config=ngram).most_sampled == 256
+    assert EngineConfig("m", max_num_seqs=3, max_num_batched_tokens=8, speculative_config=ngram).most_sampled == 8

@@ -1,0 +1,103 @@
+"""Speculation on a simulated device: it is faster where drafts are right and cheap, and hardly slower anywhere."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+import pytest
+
+from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.protocol.step_metrics import StepShape
+from lorafleet.workers.schedule.sequence import Sequence
+from lorafleet.workers.schedule.step_budget import StepBudget, StepLimits
+from lorafleet.workers.speculation.drafter import Wanted
+from lorafleet.workers.speculation.speculation import Speculation
+
+NUM_DRAFTS = 4
+RIGHT, WRONG = 1, 0
+
+
+@dataclass(frozen=True)
+class Device:
+    """How long steps take."""
+
+    step_s: float = 4.4e-3
+    token_s: float = 15e-6
+    drafted_s: float = 1.5e-3  # What a step with drafts takes besides, as it does not overlap with the next.
+    draft_token_s: float = 50e-6
+
+    def seconds(self, num_decodes: int, num_drafts: int) -> float:
+        seconds = self.step_s + self.token_s * num_decodes
+        return seconds + self.drafted_s + self.draft_token_s * num_drafts if num_drafts else seconds
+
+
+class Coins:
+    """Drafts of which each token is right with a given probability, after a share of the steps."""
+
+    def __init__(self, right: float, found: float, rng: random.Random) -> None:
+        self._right, self._found, self._rng = right, found, rng
+
+    def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
+        return [
+            [RIGHT if self._rng.random() < self._right else WRONG for _ in range(entry.most)]
+            if self._rng.random() < self._found
+            else []
+            for entry in wanted
+        ]
+
+    def release(self, sequence: Sequence) -> None:
+        pass
+
+
+def gain(device: Device, batches: Many[int], right: float, found: float = 1.0, num_tokens: int = 300) -> float:
+    """Returns the tokens per second with speculation, as a multiple of those without. Batches of these sizes run one
+    after another, until each sequence has about num_tokens."""
+    rng = random.Random(4)
+    made = Speculation(Coins(right, found, rng), StepBudget(StepLimits(2048)), NUM_DRAFTS, 512)
+    plain_s = taken_s = 0.0
+    for batch in batches:
+        running = [_decode(str(i)) for i in range(batch)]
+        left = num_tokens * batch
+        plain_s += num_tokens * device.seconds(batch, 0)
+        while left > 0:
+            drafts = made.choose(running, batch)
+            num_drafts = sum(map(len, drafts.values()))
+            seconds = device.seconds(batch, num_drafts)
+            for sequence, tokens in drafts.items():
+                num_right = (*tokens, WRONG).index(WRONG)
+                made.verified(sequence, len(tokens), num_right)
+                left -= num_right
+            left -= batch
+            taken_s += seconds
+            # The host is busy now and then, which a step without speculation would suffer from as well.
+            seen_s = seconds * rng.uniform(0.97, 1.03) * (5 if rng.random() < 0.005 else 1)
+            made.observe(StepShape("decode", batch, batch + num_drafts, 0), num_drafts, seen_s)
+        for sequence in running:
+            made.release(sequence)
+    return plain_s / taken_s
+
+
+def _decode(name: str) -> Sequence:
+    made = Sequence(name, [1, 2, 3, 4], 3, SamplingParams(), seed=0, max_tokens=10_000)
+    made.num_computed = 3
+    return made
+
+
+def test_it_gains_with_few_sequences_and_drafts_that_are_right() -> None:
+    assert gain(Device(), [1] * 6, right=0.7) > 1.7
+    assert gain(Device(), [8] * 6, right=0.7) > 1.5
+    assert gain(Device(), [1] * 6, right=1.0) > 2.8
+
+
+@pytest.mark.parametrize("right", [0.0, 0.2, 0.5, 0.7, 1.0])
+@pytest.mark.parametrize("found", [0.1, 1.0])
+def test_it_is_hardly_slower_for_any_batch(right: float, found: float) -> None:
+    for batch in (1, 8, 64, 256):
+        assert gain(Device(), [batch] * 6, right, found) > 0.98, batch
+
+
+def test_it_is_hardly_slower_while_the_load_changes() -> None:
+    for right in (0.1, 0.5, 0.7):
+        assert gain(Device(), [1, 8, 64, 256, 64, 8, 1] * 2, right) > 0.98, right

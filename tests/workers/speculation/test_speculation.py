@@ -1,0 +1,156 @@
+"""When tokens are drafted, and for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import Any
+
+from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.protocol.step_metrics import StepShape
+from lorafleet.protocol.structured_spec import StructuredOutputs
+from lorafleet.workers.schedule.routed_rows import RoutedRows
+from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
+from lorafleet.workers.schedule.step_budget import StepBudget, StepLimits
+from lorafleet.workers.speculation.drafter import Wanted
+from lorafleet.workers.speculation.speculation import DRAFTED_STEPS, PLAIN_STEPS, PROBE_STEPS, PROBE_TOKENS, Speculation
+from lorafleet.workers.speculation.step_pace import StepPace
+from tests.workers.speculation.drafting import DraftsPay
+
+TOKEN = 7
+
+
+class Sevens:
+    """Drafts as many tokens as are wanted."""
+
+    def __init__(self) -> None:
+        self.wanted: list[Wanted] = []
+
+    def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
+        self.wanted = list(wanted)
+        return [[TOKEN] * entry.most for entry in wanted]
+
+    def release(self, sequence: Sequence) -> None:
+        pass
+
+
+def decode(name: str = "r", max_tokens: int = 100, digest: str = "", **fields: Any) -> Sequence:
+    """Returns a sequence whose newest token is not computed yet."""
+    lora = LoRARequest(digest, 1, "path", digest) if digest else None
+    params = fields.pop("params", SamplingParams())
+    made = Sequence(name, [1, 2, 3, 4], 3, params, seed=0, max_tokens=max_tokens, lora=lora, **fields)
+    made.num_computed = 3
+    return made
+
+
+def speculation(pace: StepPace | None = None, most_sampled: int = 64, most_tokens: int = 4) -> Speculation:
+    """Returns one whose first steps without drafts are over."""
+    made = Speculation(Sevens(), StepBudget(StepLimits(64)), most_tokens, most_sampled, pace or DraftsPay())
+    plain(made, PLAIN_STEPS)
+    return made
+
+
+def plain(made: Speculation, num_steps: int, seconds: float = 5e-3) -> None:
+    for _ in range(num_steps):
+        made.observe(StepShape("decode", 1, 1, 0), 0, seconds)
+
+
+def drafted(made: Speculation, num_steps: int, seconds: float = 5e-3) -> None:
+    for _ in range(num_steps):
+        made.observe(StepShape("decode", 1, 5, 0), 4, seconds)
+
+
+def test_an_engine_begins_with_some_steps_without_drafts_and_has_some_now_and_then() -> None:
+    made, one = Speculation(Sevens(), StepBudget(StepLimits(64)), 4, 64, DraftsPay()), decode()
+    for _ in range(PLAIN_STEPS):
+        assert not made.choose([one], 1)
+        plain(made, 1)
+    assert made.choose([one], 1) == {one: [TOKEN] * 4}
+    drafted(made, DRAFTED_STEPS)
+    for _ in range(PLAIN_STEPS):
+        assert not made.choose([one], 1)
+        plain(made, 1)
+    assert made.choose([one], 1)
+
+
+def test_a_draft_ends_before_the_last_token_of_the_answer() -> None:
+    made = speculation()
+    for max_tokens, most in ((1, 0), (2, 0), (3, 1), (4, 2), (50, 4)):
+        one = decode(max_tokens=max_tokens)
+        assert len(made.choose([one], 1).get(one, [])) == most
+
+
+def test_a_step_chooses_no_more_tokens_than_it_has_rows_for() -> None:
+    made = speculation(most_sampled=12)
+    batch = [decode(str(i)) for i in range(5)]
+    chosen = made.choose(batch, num_sequences=5)
+    assert [len(chosen.get(one, [])) for one in batch] == [4, 3, 0, 0, 0]
+    assert not made.choose(batch, num_sequences=12), "so many may start in the step"
+
+
+def test_sequences_that_cannot_have_drafts_are_counted_by_reason_and_get_none() -> None:
+    made = speculation()
+    bound = decode("bound", params=SamplingParams(structured_outputs=StructuredOutputs("json", "{}", "x")))
+    routed, free = decode("routed", routed=RoutedRows()), decode("free")
+    for one in (bound, routed, free):
+        made.add(one)
+    assert made.undrafted == {"structured_output": 1, "routed_experts": 1}
+    assert set(made.choose([bound, routed, free], 3)) == {free}
+
+
+def test_prompts_and_tokens_in_flight_get_no_drafts() -> None:
+    made = speculation()
+    prompt, flying, known = decode("prompt"), decode("flying"), decode("known")
+    prompt.num_computed = 0
+    flying.tokens[-1] = UNKNOWN
+    assert set(made.choose([prompt, flying, known], 3)) == {known}
+
+
+def test_steps_overlap_unless_drafts_are_in_flight_or_would_follow_a_token_in_flight() -> None:
+    made, one = speculation(), decode()
+    one.tokens[-1] = UNKNOWN
+    assert made.needs_tokens([Chunk(one, 3, drafts=[5, 6])], [], 1)
+    assert made.needs_tokens([Chunk(one, 1)], [one], 1)
+    drafter: Any = made._drafter
+    [wanted] = drafter.wanted
+    assert (wanted.num_known, wanted.most) == (3, 5), "the first one is the token in flight"
+    drafter.propose = lambda wanted: [[TOKEN] for _ in wanted]
+    assert not made.needs_tokens([Chunk(one, 1)], [one], 1), "nothing would follow it"
+
+
+def test_an_adapters_next_sequence_begins_where_the_last_ones_ended() -> None:
+    class Dear(DraftsPay):
+        def price(self, num_decodes: int, token_s: float) -> float:  # noqa: ARG002
+            return 0.3
+
+    made = speculation(Dear())
+    good, bad = decode("g", digest="good"), decode("b", digest="bad")
+    drafted(made, 1)
+    assert {len(draft) for draft in made.choose([good, bad], 2).values()} == {1}
+    for _ in range(20):
+        made.verified(good, 4, 4)
+        made.verified(bad, 4, 0)
+    later = decode("g2", digest="good"), decode("b2", digest="bad")
+    chosen = made.choose(later, 2)
+    assert [len(chosen.get(one, [])) for one in later] == [4, 0]
+    made.release(good)
+    assert len(made.choose([decode("g3", digest="good")], 1)) == 1
+
+
+def test_drafts_that_do_not_pay_are_tried_again_after_many_steps() -> None:
+    made, one = speculation(StepPace()), decode()
+    for _ in range(20):
+        plain(made, 2)
+        drafted(made, 1, seconds=20e-3)
+        made.verified(one, 4, 1)
+    plain(made, 1)
+    assert not made.choose([one], 1), "four times as long, for one token more"
+    plain(made, PROBE_STEPS - 2)
+    assert not made.choose([one], 1)
+    plain(made, 1)
+    assert len(made.choose([one], 1)[one]) >= PROBE_TOKENS
+    for _ in range(60):
+        plain(made, 2)
+        drafted(made, 1)
+        made.verified(one, 4, 4)
+    assert len(made.choose([one], 1)[one]) == 4, "they have become cheap"

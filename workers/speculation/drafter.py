@@ -1,0 +1,32 @@
+"""Defines the interface of drafters, which propose the next tokens of sequences.
+
+A step verifies the proposals. So a drafter decides how fast answers come, and never what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import NamedTuple, Protocol
+
+from lorafleet.workers.schedule.sequence import Sequence
+
+
+class Wanted(NamedTuple):
+    """A sequence for which drafts are wanted."""
+
+    sequence: Sequence
+    num_known: int  # The drafts follow its first num_known tokens, which the host knows.
+    most: int  # Largest number of draft tokens, at least 1.
+
+
+class Drafter(Protocol):
+    def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
+        """Returns the draft tokens for each entry, which may be none. It is called at most once for a step.
+
+        The known tokens of a sequence never become fewer.
+        """
+        ...
+
+    def release(self, sequence: Sequence) -> None:
+        """Forgets a sequence that has ended. It need not be known."""
+        ...

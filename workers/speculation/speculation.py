@@ -1,0 +1,157 @@
+"""Decides which sequences get drafts in a step, and how many tokens of them, by what drafts were worth so far.
+
+A step with drafts takes longer. It computes more tokens, and steps do not overlap, since drafts follow known tokens. So
+tokens are drafted only if the step should give more tokens per second than one without drafts. What is needed for that
+is measured: how often drafts are accepted (acceptance.py), and how long steps take (step_pace.py). Now and then a step
+has no drafts, or drafts that should not pay, to learn whether that has changed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Many
+
+from lorafleet.protocol.lru_cache import LRUCache
+from lorafleet.protocol.step_metrics import StepShape
+from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
+from lorafleet.workers.schedule.step_budget import StepBudget
+from lorafleet.workers.speculation.acceptance import Acceptance
+from lorafleet.workers.speculation.drafter import Drafter, Wanted
+from lorafleet.workers.speculation.step_pace import StepPace
+
+MOST_ADAPTERS = 1024  # Adapters whose acceptance is remembered between their sequences.
+FIRST_ACCEPTANCE = 0.5  # Probability that a draft token is right, before any of an adapter was verified.
+PROBE_STEPS = 128  # Steps without drafts after which drafts are verified though that should not pay.
+PROBE_TOKENS = 2  # Draft tokens of one sequence then.
+DRAFTED_STEPS = 128  # Steps with drafts after which some have none.
+PLAIN_STEPS = 3  # Number of these. The first one is not timed, since it did not overlap with the step before.
+
+
+class Speculation:
+    """The drafts of one engine.
+
+    Args:
+        most_tokens: Largest number of draft tokens of one sequence.
+        most_sampled: Largest number of tokens that one step may choose.
+    """
+
+    def __init__(
+        self, drafter: Drafter, budget: StepBudget, most_tokens: int, most_sampled: int, pace: StepPace | None = None
+    ) -> None:
+        self.undrafted: Counter[str] = Counter()  # Sequences that got no drafts, by refusal().
+        self._drafter = drafter
+        self._budget = budget
+        self._most_tokens = most_tokens
+        self._most_sampled = most_sampled
+        self._pace = pace or StepPace()
+        self._acceptances: dict[Sequence, Acceptance] = {}
+        self._of_adapters: LRUCache[str, Acceptance] = LRUCache(MOST_ADAPTERS)  # By digest; "" for the base.
+        self._num_drafted = 0  # Steps with drafts in a row.
+        self._num_plain = PROBE_STEPS  # Steps without drafts since the last one with drafts. The first is a probe.
+        self._num_due = PLAIN_STEPS  # Steps that must have no drafts.
+
+    def add(self, sequence: Sequence) -> None:
+        """Counts a new sequence that gets no drafts."""
+        reason = refusal(sequence)
+        if reason:
+            self.undrafted[reason] += 1
+
+    def release(self, sequence: Sequence) -> None:
+        """Forgets a sequence that has ended."""
+        self._acceptances.pop(sequence, None)
+        self._drafter.release(sequence)
+
+    def needs_tokens(self, in_flight: Many[Chunk], running: Many[Sequence], num_sequences: int) -> bool:
+        """Returns whether the next step cannot be planned, or should not be, before the tokens in flight are known.
+
+        A sequence whose drafts are in flight has an unknown length. If other drafts would pay, they follow a known
+        token.
+
+        Args:
+            num_sequences: As in choose().
+        """
+        if any(chunk.drafts for chunk in in_flight):
+            return True
+        decodes = [s for s in running if s.num_uncomputed == 1 and s.tokens[-1] == UNKNOWN]
+        return bool(self._propose(decodes, decodes, num_sequences, num_unknown=1))
+
+    def choose(self, unfinished: Iterable[Sequence], num_sequences: int) -> dict[Sequence, list[int]]:
+        """Returns the drafts that the next step should verify, by sequence.
+
+        Args:
+            unfinished: The running sequences in scheduling order.
+            num_sequences: Largest number of sequences in the step.
+        """
+        decodes = [sequence for sequence in unfinished if sequence.num_uncomputed == 1]
+        known = [sequence for sequence in decodes if sequence.num_generated and sequence.tokens[-1] != UNKNOWN]
+        return self._propose(known, decodes, num_sequences, num_unknown=0)
+
+    def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """Takes in how many of a sequence's draft tokens were accepted."""
+        for acceptance in (self._acceptance(sequence), self._of_adapter(sequence.digest)):
+            acceptance.add(num_drafted, num_accepted)
+
+    def observe(self, shape: StepShape, num_drafts: int, seconds: float) -> None:
+        """Takes in the duration of a step with this many draft tokens."""
+        self._num_drafted = self._num_drafted + 1 if num_drafts else 0
+        self._num_plain = 0 if num_drafts else self._num_plain + 1
+        if num_drafts and self._num_drafted >= DRAFTED_STEPS:
+            self._num_due = PLAIN_STEPS
+        elif not num_drafts:
+            self._num_due = max(0, self._num_due - 1)
+        if shape.kind == "decode" and self._num_plain != 1:
+            self._pace.observe(shape.num_tokens - num_drafts, num_drafts, seconds, self._budget.token_s)
+
+    def _propose(
+        self, drafting: Many[Sequence], decodes: Many[Sequence], num_sequences: int, num_unknown: int
+    ) -> dict[Sequence, list[int]]:
+        """Returns the drafts that pay, by sequence.
+
+        Args:
+            drafting: The sequences that may get drafts. The last num_unknown tokens of each are in flight.
+            decodes: The step's decodes.
+        """
+        if self._num_due > 0 or not drafting:
+            return {}
+        token_s, is_probe = self._budget.token_s, self._num_plain >= PROBE_STEPS
+        price = self._pace.price(len(decodes), token_s)
+        room = min(self._most_sampled, self._budget.limits.max_tokens) - num_sequences
+        wanted: list[Wanted] = []
+        for sequence in drafting:
+            most = min(self._most_tokens, sequence.num_remaining - 1, room)
+            if most <= 0 or refusal(sequence):
+                continue
+            count = self._acceptance(sequence).worthwhile(most, price)
+            count = max(count, min(most, PROBE_TOKENS)) if is_probe else count
+            if count > 0:
+                wanted.append(Wanted(sequence, len(sequence.tokens) - num_unknown, count + num_unknown))
+                room -= count
+        proposed = zip(wanted, self._drafter.propose(wanted), strict=True)
+        drafts = {entry.sequence: found[num_unknown:] for entry, found in proposed if len(found) > num_unknown}
+        num_drafts = sum(map(len, drafts.values()))
+        expected = sum(self._acceptance(sequence).expected(len(found)) for sequence, found in drafts.items())
+        if is_probe or (drafts and self._pace.is_faster(len(decodes), num_drafts, expected, token_s)):
+            return drafts
+        return {}
+
+    def _acceptance(self, sequence: Sequence) -> Acceptance:
+        acceptance = self._acceptances.get(sequence)
+        if acceptance is None:
+            acceptance = Acceptance.expecting(self._of_adapter(sequence.digest).probability)
+            self._acceptances[sequence] = acceptance
+        return acceptance
+
+    def _of_adapter(self, digest: str) -> Acceptance:
+        acceptance = self._of_adapters.get(digest)
+        if acceptance is None:
+            acceptance = Acceptance.expecting(FIRST_ACCEPTANCE)
+            self._of_adapters.put(digest, acceptance)
+        return acceptance
+
+
+def refusal(sequence: Sequence) -> str:
+    """Returns why a sequence gets no drafts, or "" if it may get some."""
+    if sequence.params.structured_outputs is not None:
+        return "structured_output"
+    return "routed_experts" if sequence.routed is not None else ""

@@ -1,0 +1,87 @@
+"""Learns how long steps of decodes take, with drafts and without, so that drafts are verified where that is faster.
+
+Either kind has a line, seconds over tokens, which recent steps fit. Where few steps were seen, the step budget's cost
+of a token (workers/schedule/step_cost.py) is its slope.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WEIGHT = 1 / 32  # Of one step in the averages.
+FIRM = 4.0  # Variance of the number of tokens from which on its slope is the steps' own rather than the given one.
+# A step that takes more than this many times what it should counts as so long, since the host may have been busy. One
+# that is shorter by this factor is believed at once: the steps before it waited for something, such as a compiler.
+OUTLIER = 1.25
+MANY_OUTLIERS = 3  # Number of long ones in a row that are believed.
+LEAST_SHARE = 0.25  # Of its mean duration that a step takes at least, however few its tokens are.
+MARGIN = 1.02  # Least gain for which tokens are drafted.
+
+
+@dataclass(slots=True)
+class PaceLine:
+    """Seconds of a step over its tokens, by exponentially weighted least squares."""
+
+    num_steps: int = 0
+    tokens: float = 0.0  # Mean number of tokens.
+    seconds: float = 0.0  # Mean duration.
+    variance: float = 0.0  # Of the tokens.
+    covariance: float = 0.0  # Of tokens and seconds.
+    num_long: int = 0  # Outliers in a row.
+
+    def observe(self, num_tokens: int, seconds: float, token_s: float) -> None:
+        usual = self.at(num_tokens, token_s)
+        self.num_long = self.num_long + 1 if seconds > OUTLIER * usual else 0
+        if OUTLIER * seconds < usual or self.num_long >= MANY_OUTLIERS:
+            self.num_steps, self.num_long, self.variance, self.covariance = 0, 0, 0.0, 0.0
+        elif self.num_steps:
+            seconds = min(seconds, OUTLIER * usual)
+        self.num_steps += 1
+        weight = max(WEIGHT, 1 / self.num_steps)
+        ahead, later = num_tokens - self.tokens, seconds - self.seconds
+        self.tokens += weight * ahead
+        self.seconds += weight * later
+        self.variance = (1 - weight) * (self.variance + weight * ahead * ahead)
+        self.covariance = (1 - weight) * (self.covariance + weight * ahead * later)
+
+    def at(self, num_tokens: int, token_s: float) -> float:
+        """Returns the seconds of a step. `token_s` is the slope of which nothing better is known."""
+        seconds = self.seconds + self.slope(token_s) * (num_tokens - self.tokens)
+        return max(seconds, LEAST_SHARE * self.seconds)
+
+    def slope(self, token_s: float) -> float:
+        """Returns the seconds of one token more, as above."""
+        return max(0.0, (self.covariance + FIRM * token_s) / (self.variance + FIRM))
+
+
+class StepPace:
+    """The two lines of one engine."""
+
+    def __init__(self) -> None:
+        self._plain = PaceLine()
+        self._drafted = PaceLine()
+
+    def observe(self, num_decodes: int, num_drafts: int, seconds: float, token_s: float) -> None:
+        """Takes in a step of decodes alone, with this many draft tokens."""
+        line = self._drafted if num_drafts else self._plain
+        line.observe(num_decodes + num_drafts, seconds, token_s)
+
+    def price(self, num_decodes: int, token_s: float) -> float:
+        """Returns the number of tokens that a step without drafts chooses in the time that one draft token takes."""
+        if not self._plain.num_steps:
+            return 0.0
+        return num_decodes * self._drafted.slope(token_s) / self._plain.at(num_decodes, token_s)
+
+    def is_faster(self, num_decodes: int, num_drafts: int, num_accepted: float, token_s: float) -> bool:
+        """Returns whether a step with drafts should give more tokens per second than one without.
+
+        Args:
+            num_accepted: Number of draft tokens that should be accepted.
+        """
+        if not self._plain.num_steps:
+            return True
+        plain_s = self._plain.at(num_decodes, token_s)
+        drafted_s = plain_s + token_s * num_drafts
+        if self._drafted.num_steps:
+            drafted_s = self._drafted.at(num_decodes + num_drafts, token_s)
+        return (num_decodes + num_accepted) * plain_s > MARGIN * num_decodes * drafted_s
