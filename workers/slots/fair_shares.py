@@ -1,9 +1,12 @@
 """Decides whose adapter leaves a full tier. Tenants share its places, so that nobody can evict everybody else's
 adapters by requesting ever new ones.
 
-Each adapter is charged to one tenant. A tenant that holds at least as much as any other loses one of its own adapters
-when it brings in one more. Any other tenant's new adapter takes room from the tenant that holds the most. What a tenant
-holds is the size of its adapters: bytes in the slots, and one for each adapter in host memory.
+Each adapter is charged to one tenant. What a tenant holds is the size of its adapters: bytes in the slots, and one for
+each adapter in host memory. The even share is what all tenants hold, divided by the number of those that hold any.
+A tenant's new adapter takes room from the tenant that holds the most, if the new one is the tenant's only adapter, if
+the tenant holds at most the even share with it and the other one more, or if it holds at most what the other one keeps.
+If not, the tenant loses adapters of its own. So only a single adapter that is larger than the even share exceeds these
+bounds.
 Adapters of tenants that have wanted none for RECENT_S are not protected at all. With a single tenant every adapter may
 be evicted, and eviction.py alone decides.
 """
@@ -34,7 +37,7 @@ class FairShares:
         An adapter of several tenants stays charged to the one that holds less. So a tenant with much cannot take over,
         and then evict, an adapter that others use too.
         """
-        holder = self._tenant_of(digest)
+        holder = self.tenant_of(digest)
         if holder is not None:
             if holder == tenant or (self._demand.is_recent(holder) and self._held[holder] <= self._held[tenant]):
                 return
@@ -66,13 +69,33 @@ class FairShares:
             if digest in self._charges:
                 charged, freed = self._charges[digest]
                 held[charged] -= freed
-        holders = {digest: self._tenant_of(digest) for digest in candidates}
+        holders = {digest: self.tenant_of(digest) for digest in candidates}
         recent = {holder for holder in set(holders.values()) if holder is not None and self._demand.is_recent(holder)}
+        unprotected = {digest for digest, holder in holders.items() if holder not in recent}
         most = max((held[holder] for holder in recent), default=0)
-        own = held[tenant]
-        losing = {tenant} if own and own + size >= most else {holder for holder in recent if held[holder] == most}
-        return {digest for digest, holder in holders.items() if holder not in recent or holder in losing}
+        own, even = held[tenant] + size, self._even_share(tenant)
+        taken = {
+            digest
+            for digest, holder in holders.items()
+            if holder in recent
+            and held[holder] == most
+            and holder != tenant
+            and (own == size or own <= even < most or own <= most - self._charges[digest][1])
+        }
+        return unprotected | (taken or {digest for digest, holder in holders.items() if holder == tenant})
 
-    def _tenant_of(self, digest: str) -> str | None:
+    def _even_share(self, tenant: str) -> float:
+        """Returns what each tenant would hold if this one and the recent ones held equally much."""
+        return sum(self._held.values()) / len({tenant, *filter(self._demand.is_recent, self._held)})
+
+    def is_protected(self, digest: str | None, tenant: str) -> bool:
+        """Returns whether the adapter is charged to another tenant that has recently wanted adapters."""
+        holder = self.tenant_of(digest)
+        return holder is not None and holder != tenant and self._demand.is_recent(holder)
+
+    def tenant_of(self, digest: str | None) -> str | None:
+        """Returns the tenant that the adapter is charged to, or None if there is none, as for a pinned adapter."""
+        if digest is None:
+            return None
         charge = self._charges.get(digest)
         return None if charge is None else charge[0]

@@ -69,7 +69,7 @@ class SlotRoom:
             return None
         urgency, given = _urgencies(wanted), list[Slot]()
         idle.sort(key=lambda s: self._reluctance(s, urgency))
-        leaving = self._in_turn(adapter, tenant, idle)
+        leaving = self._in_turn(adapter, tenant, idle, [slot])
         while not self._fits(adapter, [slot, *given]):
             next_slot = next(leaving, None)
             if next_slot is None:
@@ -78,7 +78,7 @@ class SlotRoom:
         idle = [s for s in idle if s not in given]
         for spare in given[-2::-1]:  # a larger one that came later may suffice
             others = [s for s in given if s is not spare]
-            if self._fits(adapter, [slot, *others]):
+            if self._may_stay(spare, others, tenant) and self._fits(adapter, [slot, *others]):
                 given = others
                 idle.append(spare)
         if adapter.extra is None:
@@ -164,12 +164,25 @@ class SlotRoom:
         losing = self._policy.shares.losers(tenant, digests, adapter.info.num_bytes, gone)
         return [slot for slot in slots if slot.digest is None or slot.digest in losing]
 
-    def _in_turn(self, adapter: PackedAdapter, tenant: str, slots: list[Slot]) -> Iterator[Slot]:
-        """Yields those of these slots that may be emptied, in their order, each once those before it are empty."""
-        given: list[Slot] = []
+    def _may_stay(self, spare: Slot, others: Sequence[Slot], tenant: str) -> bool:
+        """Returns whether an adapter whose bytes are not needed may stay. One of the tenant's own has to leave if its
+        share allows the tenant only without it to take room from another tenant."""
+        return self._policy.shares.tenant_of(spare.digest) != tenant or not self._are_protected(others, tenant)
+
+    def _are_protected(self, slots: Sequence[Slot], tenant: str) -> bool:
+        """Returns whether an adapter in these slots is charged to another tenant that has recently wanted adapters."""
+        return any(self._policy.shares.is_protected(slot.digest, tenant) for slot in slots)
+
+    def _in_turn(
+        self, adapter: PackedAdapter, tenant: str, slots: list[Slot], given: Sequence[Slot] = ()
+    ) -> Iterator[Slot]:
+        """Yields those of these slots that may be emptied, in their order, each once `given` and those before it are
+        empty."""
+        given = [*given]
         remaining = slots[:]
+        are_protected = self._are_protected(slots, tenant)
         while losers := self._losers(adapter, tenant, remaining, given):
-            for slot in losers if len(losers) == len(remaining) else losers[:1]:
+            for slot in losers[:1] if are_protected else losers:
                 yield slot
                 given.append(slot)
                 remaining.remove(slot)
