@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from file_server import FileServer
+from ipv6 import needs_ipv6
+from lorafleet.cluster.directory.directory_socket import listen
 from lorafleet.protocol.errors import AdapterUnavailable
 from lorafleet.protocol.framing import receive, send
 from lorafleet.protocol.sources import HTTPConfig, SourcesConfig
@@ -331,6 +333,23 @@ def test_a_neighbor_that_trickles_is_cut_off_and_others_are_served(
                     time.sleep(0.1)
         assert num_received < 1 << 20
         second = node(NeighborAddress(*listener.getsockname(), SECRET))
+        second.limit(NeighborLimits(offer_s=WAIT_S))
+        assert second.store.fetch(uri, digest) == digest
+        assert second.outcomes() == {("neighbor", "fetched"): 1}
+    finally:
+        server.close()
+
+
+@needs_ipv6
+def test_nodes_with_addresses_of_ipv6_fetch_from_each_other(
+    source: FileServer, node: Callable[..., Node], make_files: Make
+) -> None:
+    uri, first = source.put("/a", make_files(1)), node()
+    digest = first.store.fetch(uri)
+    listener = listen("::1", "neighbor:r1")
+    server = NeighborServer(listener, SECRET, first.store.cached)
+    try:
+        second = node(NeighborAddress("::1", listener.getsockname()[1], SECRET))
         second.limit(NeighborLimits(offer_s=WAIT_S))
         assert second.store.fetch(uri, digest) == digest
         assert second.outcomes() == {("neighbor", "fetched"): 1}
