@@ -24,7 +24,8 @@ from lorafleet.workers.adapters.base_layout import BaseLayout
 from lorafleet.workers.adapters.base_source import BaseWeights
 from lorafleet.workers.adapters.kinds.kind import Base
 from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionSpec
-from lorafleet.workers.attention.flashinfer_modules import FLASHINFER_BYTES, missing_modules
+from lorafleet.workers.attention.flashinfer_memory import flashinfer_bytes
+from lorafleet.workers.attention.flashinfer_modules import missing_modules
 from lorafleet.workers.attention.module_build import ModuleBuild, ModuleSource
 from lorafleet.workers.attention.prompt_tiles import TILE_QUERIES
 from lorafleet.workers.attention.select import make_attention, refusal
@@ -204,7 +205,9 @@ def _build_steps(
     states = allocate_states(config, model, base.dtype, device)
     modules = _late_modules(config, spec, model.group.size)
     starting = replace(config, attention_backend="triton") if modules else config
-    num_blocks, max_model_len = size_cache(starting, model, spec, states, FLASHINFER_BYTES if modules else 0)
+    num_blocks, max_model_len = size_cache(
+        starting, model, spec, states, partial(_late_bytes, config, model, spec) if modules else lambda _: 0
+    )
     caches = allocate_caches(config, model.config, spec, num_blocks + 1)  # the last is for captured steps' padding
     attention: AttentionBackend = make_attention(
         spec, caches, starting.attention_backend, has_fixed_order=config.batch_invariant
@@ -269,6 +272,14 @@ def _late_modules(config: EngineConfig, spec: AttentionSpec, num_ranks: int) -> 
     ):
         return []
     return missing_modules(spec)
+
+
+def _late_bytes(config: EngineConfig, model: EngineModel, spec: AttentionSpec, most_tokens: int) -> int:
+    """Returns the bytes of the attention that takes over later, beside a KV cache of so many tokens or less."""
+    longest = min(config.max_model_len or model.config.context_limit, most_tokens)
+    longest = longest_captured(config, model.config, longest, most_tokens // config.block_size)
+    sizes = [] if config.enforce_eager else graph_sizes(config.max_num_seqs)
+    return flashinfer_bytes(spec, torch.cuda.get_device_capability(spec.device), sizes, longest)
 
 
 def build_engine(
