@@ -11,6 +11,17 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class PairSizes:
+    """The sizes of A [rows, inputs] and B [outputs, rank] on one rank, and their scaling."""
+
+    rows: int
+    inputs: int
+    outputs: int
+    rank: int
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
 class LoRALayerWeights:
     """A low-rank update, y += scaling * B (A x). Both matrices are in the serving dtype, on the CPU, with contiguous
     rows.
@@ -27,6 +38,10 @@ class LoRALayerWeights:
     def __post_init__(self) -> None:
         assert self.a_RD.shape[0] <= self.b_OR.shape[1]
         assert self.row_scale_R is None or len(self.row_scale_R) == len(self.a_RD)
+
+    @property
+    def sizes(self) -> PairSizes:
+        return PairSizes(self.a_RD.shape[0], self.in_features, self.out_features, self.rank, self.scaling)
 
     @property
     def rank(self) -> int:
