@@ -43,7 +43,7 @@ from lorafleet.cluster.admin.download_api import download_route
 from lorafleet.cluster.admin.push_limits import limited_for_owner
 from lorafleet.cluster.admin.pushing import AdapterAdmin
 from lorafleet.cluster.admin.upload_tar import unpacked
-from lorafleet.cluster.admin.upload_tensors import hold_announced, read_announced, received
+from lorafleet.cluster.admin.upload_tensors import read_announced, received
 from lorafleet.cluster.receiving.group_orders import GroupPush
 from lorafleet.protocol import admin_verbs as verbs
 from lorafleet.protocol import limits
@@ -201,7 +201,6 @@ class _AdminApi:
             async with received(request, admin.tensor_budget, admin.take_in) as intake:
                 return await admin.push_taken_in(full, intake, terms)
         push = await read_announced(request, from_device=query.device is not None)
-        hold_announced(request, admin.tensor_budget, push)
         if query.device is not None:
             return await admin.push_from_device(full, query.device, push, terms)
         assert query.group is not None

@@ -25,7 +25,6 @@ from lorafleet.api.routes.operations import describe
 from lorafleet.cluster.admin.push_limits import limited_for_owner
 from lorafleet.cluster.admin.pushing import AdapterAdmin
 from lorafleet.cluster.admin.tensor_load_api import PLACE
-from lorafleet.cluster.admin.upload_tensors import hold_announced
 from lorafleet.cluster.receiving.group_orders import GroupLeave, GroupPush
 from lorafleet.protocol.adapter_formats.announced_tensors import AnnouncedPush, read_announced
 from lorafleet.protocol.adapter_formats.tensor_push import write_config
@@ -93,7 +92,6 @@ class GroupApi:
         terms = limited_for_owner(PushTerms("distributed", replace=body.upsert, num_replicas=None), state, full)
         self._admin.check_name(full)
         push = await asyncio.to_thread(_push_of, body)  # 20,000 tensors take 0.5 s.
-        hold_announced(request, self._admin.tensor_budget, push)
         await self._admin.order_group(GroupPush(body.group_name, full, push, terms, RECEIVE_S))
         logger.info("adapter %s loaded from the process group %s", body.lora_name, body.group_name)
         return json_response({"success": True, "error_message": "", "loaded_adapters": {body.lora_name: PLACE}})
