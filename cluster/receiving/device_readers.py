@@ -77,6 +77,9 @@ class DeviceReaders:
             if reader is not None:
                 await reader.end()
             reader = await ReceiverProcess.start(_PROGRAM, {"device": device}, "" if device == "cpu" else device)
+            if self._is_closed:  # meanwhile
+                await reader.end()
+                raise Overloaded("This replica is stopping.")
             self._readers[device] = reader
             try:
                 await reader.wait_until_started(START_S)
