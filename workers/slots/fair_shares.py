@@ -14,7 +14,8 @@ be evicted, and eviction.py alone decides.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from lorafleet.workers.slots.eviction import Demand
 
@@ -56,33 +57,29 @@ class FairShares:
     def holds_less(self, tenant: str, other: str) -> bool:
         return self._held[tenant] < self._held[other]
 
-    def losers(self, tenant: str, candidates: Iterable[str], size: int = 1, gone: Iterable[str] = ()) -> set[str]:
-        """Returns the candidates that may be evicted so that the tenant gets an adapter of this size.
+    def losers(self, tenant: str, candidates: Iterable[str], size: int = 1) -> set[str]:
+        """Returns the candidates of which one may be evicted so that the tenant gets an adapter of this size.
 
-        There are none if everything that the tenant's own share allows is in use. `gone` are adapters that are evicted
-        before.
+        There are none if everything that the tenant's own share allows is in use.
         """
-        if len(self._held) <= 1:  # a tenant alone has nobody to share with
-            return set(candidates)
-        held = self._held.copy()
+        return set(self._choice(tenant, candidates, size).losers())
+
+    def in_turn(self, tenant: str, candidates: Iterable[str], size: int, gone: Iterable[str] = ()) -> Iterator[str]:
+        """Yields those that may be evicted in the order of the candidates, each once `gone` and those before it are
+        evicted."""
+        choice = self._choice(tenant, candidates, size)
         for digest in gone:
-            if digest in self._charges:
-                charged, freed = self._charges[digest]
-                held[charged] -= freed
+            choice.evict(digest)
+        while (loser := next(choice.losers(), None)) is not None:
+            choice.evict(loser)
+            yield loser
+
+    def _choice(self, tenant: str, candidates: Iterable[str], size: int) -> _Choice:
         holders = {digest: self.tenant_of(digest) for digest in candidates}
         recent = {holder for holder in set(holders.values()) if holder is not None and self._demand.is_recent(holder)}
-        unprotected = {digest for digest, holder in holders.items() if holder not in recent}
-        most = max((held[holder] for holder in recent), default=0)
-        own, even = held[tenant] + size, self._even_share(tenant)
-        taken = {
-            digest
-            for digest, holder in holders.items()
-            if holder in recent
-            and held[holder] == most
-            and holder != tenant
-            and (own == size or own <= even < most or own <= most - self._charges[digest][1])
-        }
-        return unprotected | (taken or {digest for digest, holder in holders.items() if holder == tenant})
+        if len(self._held) <= 1:  # a tenant alone has nobody to share with
+            recent = set()
+        return _Choice(tenant, size, self._even_share(tenant), self._held.copy(), self._charges, holders, recent)
 
     def _even_share(self, tenant: str) -> float:
         """Returns what each tenant would hold if this one and the recent ones held equally much."""
@@ -99,3 +96,41 @@ class FairShares:
             return None
         charge = self._charges.get(digest)
         return None if charge is None else charge[0]
+
+
+@dataclass(slots=True)
+class _Choice:
+    """The choice among adapters of which some must leave for a new one."""
+
+    tenant: str  # The tenant that gets the new adapter.
+    size: int  # The new adapter's.
+    even: float  # The even share.
+    held: Counter[str]
+    charges: Mapping[str, tuple[str, int]]
+    holders: dict[str, str | None]  # The tenant of each candidate that has not left.
+    recent: set[str]  # Tenants with candidates that have wanted adapters recently.
+
+    def losers(self) -> Iterator[str]:
+        """Yields the candidates of which each may be the next to leave, in their order."""
+        most = max((self.held[holder] for holder in self.recent), default=0)
+        takes = any(self._is_taken(digest, holder, most) for digest, holder in self.holders.items())
+        for digest, holder in self.holders.items():
+            own = holder == self.tenant and not takes
+            if holder not in self.recent or own or self._is_taken(digest, holder, most):
+                yield digest
+
+    def evict(self, digest: str) -> None:
+        """Counts an adapter, which may be a candidate, as gone."""
+        self.holders.pop(digest, None)
+        if digest in self.charges:
+            holder, size = self.charges[digest]
+            self.held[holder] -= size
+            if holder not in self.holders.values():
+                self.recent.discard(holder)
+
+    def _is_taken(self, digest: str, holder: str | None, most: int) -> bool:
+        """Returns whether the tenant may take this room of another one. `most` is the most that one holds."""
+        if holder is None or holder == self.tenant or holder not in self.recent or self.held[holder] != most:
+            return False
+        own = self.held[self.tenant] + self.size
+        return own == self.size or own <= self.even < most or own <= most - self.charges[digest][1]

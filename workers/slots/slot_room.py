@@ -156,12 +156,11 @@ class SlotRoom:
         idle = [slot for slot in self._policy.slots if slot.holders == 0 and not slot.pinned]
         return [slot for slot in idle if slot.digest not in keep and (slot.ready is None or slot.is_ready)]
 
-    def _losers(self, adapter: PackedAdapter, tenant: str, slots: list[Slot], given: Sequence[Slot] = ()) -> list[Slot]:
+    def _losers(self, adapter: PackedAdapter, tenant: str, slots: list[Slot]) -> list[Slot]:
         """Returns those of these slots, in their order, that are empty, or that may be emptied so that the tenant gets
-        the adapter. `given` are emptied before."""
+        the adapter."""
         digests = [slot.digest for slot in slots if slot.digest is not None]
-        gone = [slot.digest for slot in given if slot.digest is not None]
-        losing = self._policy.shares.losers(tenant, digests, adapter.info.num_bytes, gone)
+        losing = self._policy.shares.losers(tenant, digests, adapter.info.num_bytes)
         return [slot for slot in slots if slot.digest is None or slot.digest in losing]
 
     def _may_stay(self, spare: Slot, others: Sequence[Slot], tenant: str) -> bool:
@@ -176,16 +175,12 @@ class SlotRoom:
     def _in_turn(
         self, adapter: PackedAdapter, tenant: str, slots: list[Slot], given: Sequence[Slot] = ()
     ) -> Iterator[Slot]:
-        """Yields those of these slots that may be emptied, in their order, each once `given` and those before it are
-        empty."""
-        given = [*given]
-        remaining = slots[:]
-        are_protected = self._are_protected(slots, tenant)
-        while losers := self._losers(adapter, tenant, remaining, given):
-            for slot in losers[:1] if are_protected else losers:
-                yield slot
-                given.append(slot)
-                remaining.remove(slot)
+        """Yields those of these slots, which are filled, that may be emptied, in their order, each once `given` and
+        those before it are empty."""
+        by_digest = {slot.digest: slot for slot in slots if slot.digest is not None}
+        gone = [slot.digest for slot in given if slot.digest is not None]
+        for digest in self._policy.shares.in_turn(tenant, by_digest, adapter.info.num_bytes, gone):
+            yield by_digest[digest]
 
     def _reluctance(self, slot: Slot, urgency: Mapping[str, int]) -> tuple[int, tuple[float, int]]:
         if slot.digest is None:
