@@ -67,19 +67,24 @@ class DeviceReaders:
         readers, self._readers = list(self._readers.values()), {}
         await asyncio.gather(*(reader.end() for reader in readers))
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Overloaded("This replica is stopping.")
+
     async def _reader(self, device: str) -> ReceiverProcess:
         async with self._changing:
-            if self._is_closed:
-                raise Overloaded("This replica is stopping.")
+            self._check_open()
             reader = self._readers.get(device)
             if reader is not None and reader.is_alive:
                 return reader
             if reader is not None:
                 await reader.end()
             reader = await ReceiverProcess.start(_PROGRAM, {"device": device}, "" if device == "cpu" else device)
-            if self._is_closed:  # meanwhile
+            try:
+                self._check_open()  # It may have been closed meanwhile.
+            except Overloaded:
                 await reader.end()
-                raise Overloaded("This replica is stopping.")
+                raise
             self._readers[device] = reader
             try:
                 await reader.wait_until_started(START_S)
