@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.lora.lora_batch import LoRABatch
-from lorafleet.kernels.lora.sm_split import UNSPLIT, SMSplit, split_for
+from lorafleet.kernels.lora.sm_split import HIGH_PRIORITY, UNSPLIT, SMSplit, split_for
 from lorafleet.kernels.quant.base_weight import PlainWeight
 from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch, KVCache
 from lorafleet.workers.device.sampler import greedy_of_ranks
@@ -29,7 +29,6 @@ from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.step.borrowed_memory import borrowed
-from lorafleet.workers.step.capture_streams import CaptureStreams
 from lorafleet.workers.step.own_linears import own_linears
 
 
@@ -81,7 +80,10 @@ class DecodeCapture:
         self._loras = loras
         self._max_context = max_context
         self._pool = torch.cuda.graph_pool_handle()
-        self._streams = CaptureStreams.of(device)
+        # All captures share these streams, one for each priority, since the allocator reserves memory, and cuBLAS its
+        # workspace, for each stream.
+        self._main = {priority: torch.cuda.Stream(device, priority) for priority in (0, HIGH_PRIORITY)}
+        self._side = {priority: torch.cuda.Stream(device, priority) for priority in (0, HIGH_PRIORITY)}
         self._may_split = may_split(model)
 
     @torch.inference_mode()
@@ -125,7 +127,7 @@ class DecodeCapture:
         return lora
 
     def _run_beside(self, lora: LoRABatch, split: SMSplit) -> None:
-        lora.run_beside(split, self._streams.side[split.lora_priority])
+        lora.run_beside(split, self._side[split.lora_priority])
 
     def fill(self, decode: DecodeGraph, plan: StepPlan) -> None:
         """Queues the copies of what the graph reads besides the last step's tokens."""
@@ -175,7 +177,7 @@ class DecodeCapture:
             return hidden_BD, logits_BW
 
         torch.cuda.synchronize(self._device)
-        stream = self._streams.main[0 if lora is None else lora.split.gemm_priority]
+        stream = self._main[0 if lora is None else lora.split.gemm_priority]
         with own_linears(self._model, size) if lora is None else nullcontext():
             with torch.cuda.stream(stream):
                 forward()  # compiles kernels and creates library handles, which a capture must not do
