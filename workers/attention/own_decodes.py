@@ -36,6 +36,8 @@ LEAST_PROGRAMS = 1536  # sequences times KV heads of a captured step from which 
 
 def with_own_decodes(backend: AttentionBackend, spec: AttentionSpec, caches: list[KVCache]) -> AttentionBackend:
     """Returns FlashInfer's backend with our captured decodes, or as it is where they are not known to be faster."""
+    if not _are_measured(spec):
+        return backend
     least_seqs = least_own_seqs(spec, torch.cuda.get_device_capability(spec.device))
     if least_seqs is None:
         return backend
@@ -47,9 +49,13 @@ def with_own_decodes(backend: AttentionBackend, spec: AttentionSpec, caches: lis
 def least_own_seqs(spec: AttentionSpec, capability: tuple[int, int]) -> int | None:
     """Returns the number of sequences from which our captured decodes are faster on a GPU of this compute capability,
     or None if they are not known to be."""
-    if not all(_is_measured(kind) for kind in spec.kinds) or spec.kv_dtype != spec.dtype or capability != CAPABILITY:
+    if not _are_measured(spec) or capability != CAPABILITY:
         return None
     return -(-LEAST_PROGRAMS // min(kind.num_kv_heads for kind in spec.kinds))
+
+
+def _are_measured(spec: AttentionSpec) -> bool:
+    return all(_is_measured(kind) for kind in spec.kinds) and spec.kv_dtype == spec.dtype
 
 
 def _is_measured(layer: LayerAttention) -> bool:
