@@ -6,6 +6,7 @@ command line (cluster/cli/cli.py) is generated from the fields of AppArgs, so th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from ipaddress import ip_network
 from pathlib import Path
@@ -106,9 +107,10 @@ def _check_origin(value: str) -> str:
 
 
 def _check_push_host(value: str) -> str:
-    if not value or any(character.isspace() or character == "," for character in value):
-        raise ValueError(f"{value!r} is no host; give a name, an address, or a network such as 10.0.0.0/8")
-    if "/" in value:
+    """Raises ValueError if no host could match."""
+    if _HOST_NAME.fullmatch(value) is None:
+        if "/" not in value and ":" not in value:
+            raise ValueError(f"{value!r} is no host; give a name, an address, or a network such as 10.0.0.0/8")
         ip_network(value)
     return value
 
@@ -132,6 +134,7 @@ def _check_resolvers(order: Sequence[str], configured: Collection[str]) -> None:
             raise ValueError(f"lora_resolvers names {name!r} twice; name each resolver once.")
 
 
+_HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 Origin = Annotated[str, AfterValidator(_check_origin)]
 PushHost = Annotated[str, AfterValidator(_check_push_host)]
 Module = Annotated[LoRAModule, BeforeValidator(_parse_module)]

@@ -134,8 +134,8 @@ class LLM:
             async_scheduling=options.async_scheduling,
             lora=_lora_config(options, given),
         )
-        # An engine's objects refer to each other. So one that was closed before keeps its GPU memory until they are
-        # collected.
+        # What libraries leave in cycles may refer to an engine that was closed before, and so keep its GPU memory. The
+        # first one of a process on a GPU was seen to be kept.
         gc.collect()
         self._ranks = RankProcesses(config) if config.tensor_parallel_size > 1 else None
         try:

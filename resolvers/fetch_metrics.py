@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -41,12 +41,12 @@ class FetchTotals(NamedTuple):
 
 
 class FetchMetrics(Collector):
-    """The metrics of one process's fetches. cache() returns None until the process has needed the cache."""
+    """The metrics of one process's fetches."""
 
-    def __init__(self, cache: Callable[[], AdapterCache | None]) -> None:
+    def __init__(self) -> None:
+        self.cache: AdapterCache | None = None  # The node's cache; None until the process has needed it.
         self.totals = FetchTotals()
         self._fetched_s: LRUCache[str, float] = LRUCache(REMEMBERED)  # time of the fetch by digest
-        self._cache = cache
         self._lock = threading.Lock()
         self._registry = CollectorRegistry()
         self._outcomes = Counter(
@@ -109,7 +109,7 @@ class FetchMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._registry.collect()
-        cache = self._cache()
+        cache = self.cache
         if cache is None:
             return
         counts = cache.counts()

@@ -10,7 +10,9 @@ import contextlib
 import logging
 import os
 import secrets
+import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,10 +33,11 @@ from lorafleet.resolvers.source import wanted_names
 SENDS = 4  # Adapters that are sent at a time; more neighbors get "busy" and ask others.
 CONNECTIONS = 32  # Connections at a time, with those that have not shown the secret.
 REQUEST_S = 2.0  # Seconds in which a connection must show the secret and name an adapter.
-SEND_S = 10.0  # Seconds that a send may take, besides those for its bytes.
-LEAST_BYTES_S = 20e6  # A neighbor that receives fewer bytes per second is cut off.
+SEND_S = 10.0  # Seconds that a send may take, in addition to those for the bytes sent until then.
+LEAST_BYTES_S = 20e6  # A neighbor that receives fewer bytes per second after SEND_S is cut off.
 CHUNK_BYTES = 4 << 20
 ACCEPT_AGAIN_S = 0.1  # Seconds until connections are accepted again when the system has no descriptor or memory left.
+_DISCARD = struct.pack("ii", 1, 0)  # Has the kernel discard what it has not sent when the connection is closed.
 OUTCOMES = ("sent", "absent", "busy", "broken", "rejected")
 
 Cached = Callable[[str], AbstractContextManager[Path | None]]  # Holds an adapter's folder, or None if it is not there.
@@ -48,12 +51,17 @@ class NeighborServer(Collector):
     Args:
         listener: A socket that listens.
         cached: Returns the adapter's folder in the node's cache, by digest.
+        sends: Adapters that are sent at a time.
+        send_s: As SEND_S.
     """
 
-    def __init__(self, listener: socket.socket, secret: str, cached: Cached, sends: int = SENDS) -> None:
+    def __init__(
+        self, listener: socket.socket, secret: str, cached: Cached, sends: int = SENDS, send_s: float = SEND_S
+    ) -> None:
         self._listener = listener
         self._secret = secret
         self._cached = cached
+        self._send_s = send_s
         self._sending = threading.BoundedSemaphore(sends)
         self._connections = threading.BoundedSemaphore(CONNECTIONS)
         self._pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="neighbors")
@@ -138,8 +146,30 @@ class NeighborServer(Collector):
             files: dict[str, BinaryIO] = {name: stack.enter_context((folder / name).open("rb")) for name in names}
             sizes = {name: os.fstat(file.fileno()).st_size for name, file in files.items()}
             send(connection, encoder.encode(NeighborOffer(sizes)))
-            ends_s = time.monotonic() + SEND_S + sum(sizes.values()) / LEAST_BYTES_S
+            ends_s = time.monotonic() + self._send_s
             for name, file in files.items():
-                for start in range(0, sizes[name], CHUNK_BYTES):
-                    connection.settimeout(max(ends_s - time.monotonic(), 1e-3))
-                    self._bytes.inc(connection.sendfile(file, start, min(CHUNK_BYTES, sizes[name] - start)))
+                ends_s = self._send_file(connection, file, sizes[name], ends_s)
+
+    def _send_file(self, connection: socket.socket, file: BinaryIO, size: int, ends_s: float) -> float:
+        """Sends a file, and returns when the bytes after it must have been received, a time of time.monotonic().
+
+        ends_s is that time for the file's first bytes. Each byte sent puts it off by the time of the minimum rate, so a
+        neighbor that trickles is cut off however large the file is. Raises TimeoutError.
+        """
+        connection.settimeout(0.0)
+        writable = select.poll()
+        writable.register(connection, select.POLLOUT)
+        num_sent = 0
+        while num_sent < size:
+            left_s = ends_s - time.monotonic()
+            if left_s <= 0 or not writable.poll(1000 * left_s):
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _DISCARD)
+                raise TimeoutError(f"it receives less than {LEAST_BYTES_S:.0f} bytes per second")
+            with contextlib.suppress(BlockingIOError):
+                count = os.sendfile(connection.fileno(), file.fileno(), num_sent, min(CHUNK_BYTES, size - num_sent))
+                if count == 0:
+                    raise OSError(f"the file {file.name} has become shorter")
+                num_sent += count
+                ends_s += count / LEAST_BYTES_S
+                self._bytes.inc(count)
+        return ends_s

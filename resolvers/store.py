@@ -70,7 +70,7 @@ class AdapterStore:
             self._sources["http"] = self._sources["https"] = HTTPSource(config.http)
         if config.hub is not None:
             self._sources["hf"] = HubSource(config.hub)
-        self.metrics = FetchMetrics(lambda: self._cache)
+        self.metrics = FetchMetrics()
         for scheme in self._sources:
             self.metrics.expect(scheme)
         self._neighbors = None
@@ -84,6 +84,7 @@ class AdapterStore:
         with self._lock:
             if self._cache is None:
                 self._cache = AdapterCache(self._config.cache_path, self._config.cache_bytes)
+                self.metrics.cache = self._cache
             return self._cache
 
     def forget(self, digest: str) -> None:

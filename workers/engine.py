@@ -31,6 +31,7 @@ from lorafleet.workers.speculation.speculation import Speculation
 from lorafleet.workers.step.runner import ModelRunner
 from lorafleet.workers.step.step_pipeline import StepPipeline
 from lorafleet.workers.structured.decoding import StructuredDecoding
+from lorafleet.workers.weak_method import weak
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Engine:
         self.statistics = EngineStatistics(runner, scheduler, self._admission, self._answers)
         self._sequences: dict[str, Sequence] = {}  # unfinished ones, by request id
         self._controls = EngineControls(
-            scheduler, self.pipeline, self._intake, self._pending, self._sequences, self.abort, runner
+            scheduler, self.pipeline, self._intake, self._pending, self._sequences, weak(self.abort), runner
         )
 
     @property

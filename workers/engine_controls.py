@@ -34,6 +34,7 @@ from lorafleet.workers.schedule.sequence import Sequence
 from lorafleet.workers.sleep.engine_sleep import EngineSleep
 from lorafleet.workers.step.runner import ModelRunner
 from lorafleet.workers.step.step_pipeline import StepPipeline
+from lorafleet.workers.weak_method import weak
 
 
 class EngineControls:
@@ -55,7 +56,7 @@ class EngineControls:
         runner: ModelRunner,
     ) -> None:
         self._pause: PauseMode | Literal[""] = ""  # A sleep may demand another one meanwhile.
-        self._sleep = EngineSleep(scheduler, runner, lambda: self._end(sequences.values()), self._is_paused)
+        self._sleep = EngineSleep(scheduler, runner, weak(self._end_all), weak(self._is_paused))
         self._scheduler = scheduler
         self._pipeline = pipeline
         self._intake = intake
@@ -88,7 +89,7 @@ class EngineControls:
                 self._hold()
                 self._pauses.append((mode, done))
                 if mode == "abort":
-                    self._end(self._sequences.values())
+                    self._end_all()
                 return done
             case ResumeEngine():
                 self._pause = ""
@@ -173,6 +174,9 @@ class EngineControls:
         if sequence.blocks is not None:
             self._scheduler.preempt(sequence)
         self._scheduler.waiting.change_digest(sequence, change)
+
+    def _end_all(self) -> None:
+        self._end(self._sequences.values())
 
     def _end(self, sequences: Iterable[Sequence]) -> None:
         for sequence in list(sequences):

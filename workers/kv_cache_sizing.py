@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -37,19 +37,20 @@ def size_cache(
     model: EngineModel,
     spec: AttentionSpec,
     states: StateCache | None = None,
-    late_bytes: int = 0,
+    late_bytes: Callable[[int], int] = lambda _: 0,
 ) -> tuple[int, int]:
     """Returns the number of KV blocks, and the longest sequence served. One sequence of that length always fits the
     cache.
 
     `states` are already allocated, so that the KV cache gets what they leave. `late_bytes` are left free on a GPU, for
-    what is allocated after the start.
+    what is allocated after the start. They are computed from the most tokens that the cache may have.
     """
     limit = model.config.context_limit
     check_context(config, limit, model.config.rope_positions)
     tokens = config.kv_cache_tokens
     if tokens is None:
-        tokens = cache_tokens(config, spec, _free_bytes(config, model, spec, states) - late_bytes)
+        free = _free_bytes(config, model, spec, states)
+        tokens = cache_tokens(config, spec, free - late_bytes(cache_tokens(config, spec, free)))
     num_blocks = model.group.least(tokens // spec.block_size, spec.device)
     tokens = num_blocks * spec.block_size
     max_model_len = longest_sequence(config, limit, tokens)

@@ -24,7 +24,8 @@ from lorafleet.workers.adapters.base_layout import BaseLayout
 from lorafleet.workers.adapters.base_source import BaseWeights
 from lorafleet.workers.adapters.kinds.kind import Base
 from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionSpec
-from lorafleet.workers.attention.flashinfer_modules import FLASHINFER_BYTES, missing_modules
+from lorafleet.workers.attention.flashinfer_memory import flashinfer_bytes
+from lorafleet.workers.attention.flashinfer_modules import missing_modules
 from lorafleet.workers.attention.module_build import ModuleBuild, ModuleSource
 from lorafleet.workers.attention.prompt_tiles import TILE_QUERIES
 from lorafleet.workers.attention.select import make_attention, refusal
@@ -229,7 +230,11 @@ def _build_steps(
     states = allocate_states(config, model, base.dtype, device)
     modules = _late_modules(config, spec, model.group.size)
     starting = replace(config, attention_backend="triton") if modules else config
-    late_bytes = (FLASHINFER_BYTES if modules else 0) + (0 if pool is None else pool.late_bytes)
+
+    def late_bytes(most_tokens: int) -> int:
+        of_attention = _late_bytes(config, model, spec, most_tokens) if modules else 0
+        return of_attention + (0 if pool is None else pool.late_bytes)
+
     num_blocks, max_model_len = size_cache(starting, model, spec, states, late_bytes)
     memory = None
     if pool is not None:
@@ -304,6 +309,14 @@ def _late_modules(config: EngineConfig, spec: AttentionSpec, num_ranks: int) -> 
     ):
         return []
     return missing_modules(spec)
+
+
+def _late_bytes(config: EngineConfig, model: EngineModel, spec: AttentionSpec, most_tokens: int) -> int:
+    """Returns the bytes of the attention that takes over later, beside a KV cache of so many tokens or less."""
+    longest = min(config.max_model_len or model.config.context_limit, most_tokens)
+    longest = longest_captured(config, model.config, longest, most_tokens // config.block_size)
+    sizes = [] if config.enforce_eager else graph_sizes(config.max_num_seqs)
+    return flashinfer_bytes(spec, torch.cuda.get_device_capability(spec.device), sizes, longest)
 
 
 def build_engine(

@@ -17,6 +17,7 @@ from lorafleet.api.request.request_bodies import (
     GrammarToolFormat,
     Tool,
 )
+from lorafleet.api.request.whole_expression import fault_of_expression
 from lorafleet.api.tool_calls.custom_input import PARAMETER
 from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.limits import MAX_LARK_BYTES
@@ -53,6 +54,8 @@ def _as_function(tool: CustomTool, where: str) -> Tool:
     if isinstance(custom.format, GrammarToolFormat):
         given, param = custom.format.grammar, f"{where}.custom.format.grammar.definition"
         expression = expression_of(given.definition, param) if given.syntax == "lark" else given.definition
+        if given.syntax == "regex" and (fault := fault_of_expression(expression)) is not None:
+            raise InvalidRequest(f"`{param}` has {fault}.", param)
         schema["pattern"] = f"^(?:{expression})$"
     parameters = {
         "type": "object",

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from lorafleet.api.request.whole_expression import fault_of_expression
 from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.limits import MAX_SOURCE_BYTES
 from lorafleet.protocol.strict_json import shown
@@ -213,6 +214,9 @@ class _Grammar:
 
     def _pattern(self, text: str) -> str:
         inner, _, flags = text[1:].rpartition("/")
+        fault = fault_of_expression(inner, flags)
+        if fault is not None:
+            raise self._fault(f"has the pattern {shown(text)}, which has {fault}")
         return f"(?{flags}:{inner})".replace("\\/", "/")
 
     def _text(self, token: _Token) -> str:
@@ -221,6 +225,7 @@ class _Grammar:
             return literal[1:-1]  # Most texts have no escapes, and literal_eval() takes 20 us.
         try:
             value = ast.literal_eval(literal)
+            str(value).encode()  # Half of a surrogate pair is no text.
         except (SyntaxError, ValueError):
             value = None
         if token.kind != "text" or not isinstance(value, str):

@@ -40,9 +40,10 @@ from lorafleet.api.request.request_bodies import ModelName
 from lorafleet.api.routes.build_api import Handler, Route
 from lorafleet.api.routes.operations import Body, TarFile, TensorBytes, describe
 from lorafleet.cluster.admin.download_api import download_route
+from lorafleet.cluster.admin.push_limits import limited_for_owner
 from lorafleet.cluster.admin.pushing import AdapterAdmin
 from lorafleet.cluster.admin.upload_tar import unpacked
-from lorafleet.cluster.admin.upload_tensors import hold_announced, read_announced, received
+from lorafleet.cluster.admin.upload_tensors import read_announced, received
 from lorafleet.cluster.receiving.group_orders import GroupPush
 from lorafleet.protocol import admin_verbs as verbs
 from lorafleet.protocol import limits
@@ -200,7 +201,6 @@ class _AdminApi:
             async with received(request, admin.tensor_budget, admin.take_in) as intake:
                 return await admin.push_taken_in(full, intake, terms)
         push = await read_announced(request, from_device=query.device is not None)
-        hold_announced(request, admin.tensor_budget, push)
         if query.device is not None:
             return await admin.push_from_device(full, query.device, push, terms)
         assert query.group is not None
@@ -230,17 +230,15 @@ class _AdminApi:
         """Returns the terms of a push under this full name. Raises Forbidden if the caller may not pin."""
         if verb.pin is not None:
             _check_may_pin(request)
-        limits = front.access.tenants.storage_limits(tenant_of(full))
-        return verbs.PushTerms(
+        terms = verbs.PushTerms(
             verb.source,
             activate=verb.activate,
             num_replicas=verb.replicas,
             base_model_name=verb.base_model_name,
             metadata=verb.metadata,
-            max_adapters=limits.adapters,
-            max_bytes=limits.num_bytes,
             in_flight=verb.in_flight,
         )
+        return limited_for_owner(terms, front, full)
 
 
 async def _begin_upload(request: Request, query: UploadQuery | TensorsQuery) -> PushAdapter:

@@ -22,15 +22,14 @@ from lorafleet.api.request.parsing import read_body
 from lorafleet.api.request.trainer_bodies import DistributedLoadRequest, JoinGroupRequest, LeaveGroupRequest
 from lorafleet.api.routes.build_api import Route
 from lorafleet.api.routes.operations import describe
+from lorafleet.cluster.admin.push_limits import limited_for_owner
 from lorafleet.cluster.admin.pushing import AdapterAdmin
 from lorafleet.cluster.admin.tensor_load_api import PLACE
-from lorafleet.cluster.admin.upload_tensors import hold_announced
 from lorafleet.cluster.receiving.group_orders import GroupLeave, GroupPush
 from lorafleet.protocol.adapter_formats.announced_tensors import AnnouncedPush, read_announced
 from lorafleet.protocol.adapter_formats.tensor_push import write_config
 from lorafleet.protocol.admin_verbs import RECEIVE_S, PushTerms
 from lorafleet.protocol.errors import InvalidRequest
-from lorafleet.protocol.names import tenant_of
 from lorafleet.protocol.weights_group_place import WeightsGroupPlace
 
 logger = logging.getLogger("lorafleet.http")
@@ -90,17 +89,9 @@ class GroupApi:
         body = await read_body(state, request, DistributedLoadRequest)
         await begin(request, name=body.lora_name, source="distributed", group=body.group_name)
         full = state.models.catalog_of(caller).to_change(body.lora_name)
-        limits = state.access.tenants.storage_limits(tenant_of(full))
-        terms = PushTerms(
-            "distributed",
-            replace=body.upsert,
-            num_replicas=None,
-            max_adapters=limits.adapters,
-            max_bytes=limits.num_bytes,
-        )
+        terms = limited_for_owner(PushTerms("distributed", replace=body.upsert, num_replicas=None), state, full)
         self._admin.check_name(full)
         push = await asyncio.to_thread(_push_of, body)  # 20,000 tensors take 0.5 s.
-        hold_announced(request, self._admin.tensor_budget, push)
         await self._admin.order_group(GroupPush(body.group_name, full, push, terms, RECEIVE_S))
         logger.info("adapter %s loaded from the process group %s", body.lora_name, body.group_name)
         return json_response({"success": True, "error_message": "", "loaded_adapters": {body.lora_name: PLACE}})

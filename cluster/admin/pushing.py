@@ -176,7 +176,7 @@ class AdapterAdmin:
         if isinstance(order, GroupLeave):
             await groups.leave(order.group)
             return GroupDone()
-        async with self._announced(order.push) as intake:
+        async with self._announced(order.push, f"process group {order.group!r}") as intake:
             await groups.receive(order.group, order.push, intake, order.timeout_s)
             return GroupDone(*await self.push_taken_in(order.name, intake, order.terms))
 
@@ -185,17 +185,22 @@ class AdapterAdmin:
     ) -> tuple[str, Adapter]:
         """Pushes an adapter out of memory of a GPU of this node. Returns its digest besides. Raises InvalidRequest and
         AdapterError."""
-        async with self._announced(push) as intake:
+        async with self._announced(push, f"trainers on {device}") as intake:
             await self.receivers.devices.receive(device, push, intake)
             return await self.push_taken_in(name, intake, terms)
 
     @asynccontextmanager
-    async def _announced(self, push: AnnouncedPush) -> AsyncIterator[PushIntake]:
-        """Opens an intake that has the header, and whose tensors a receiver writes."""
+    async def _announced(self, push: AnnouncedPush, owner: str) -> AsyncIterator[PushIntake]:
+        """Opens an intake that has the header, and whose tensors a receiver writes. Its bytes count here, where its
+        memory is, whichever replica has the request. Raises QueueFull and Overloaded."""
         weights_bytes = push.file.num_bytes
-        async with taking_in(push.config, weights_bytes, self._store, self._followers) as intake:
-            intake.add(push.file.header)
-            yield intake
+        self.tensor_budget.add(owner, weights_bytes)
+        try:
+            async with taking_in(push.config, weights_bytes, self._store, self._followers) as intake:
+                intake.add(push.file.header)
+                yield intake
+        finally:
+            self.tensor_budget.remove(owner, weights_bytes)
 
     async def _register(self, name: str, digest: str, put_again: Callable[[], object], terms: PushTerms) -> Adapter:
         """Asks the directory to serve files that are in the store.

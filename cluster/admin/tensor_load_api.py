@@ -20,10 +20,10 @@ from lorafleet.api.app_state import AppState
 from lorafleet.api.request.parsing import read_body
 from lorafleet.api.request.trainer_bodies import TensorLoadRequest
 from lorafleet.api.routes.operations import describe
+from lorafleet.cluster.admin.push_limits import limited_for_owner
 from lorafleet.cluster.admin.pushing import AdapterAdmin
 from lorafleet.protocol.adapter_formats.serialized_tensors import read_serialized
 from lorafleet.protocol.admin_verbs import PushTerms
-from lorafleet.protocol.names import tenant_of
 
 PLACE = "__tensor__"  # SGLang's word for the place of an adapter that came from memory.
 
@@ -46,8 +46,7 @@ class TensorLoadApi:
         name = body.lora_name
         await begin(request, name=name, source="memory")
         full = state.models.catalog_of(caller).to_change(name)
-        limits = state.access.tenants.storage_limits(tenant_of(full))
-        terms = PushTerms("memory", num_replicas=None, max_adapters=limits.adapters, max_bytes=limits.num_bytes)
+        terms = limited_for_owner(PushTerms("memory", num_replicas=None), state, full)
         copies, load_format = body.serialized_named_tensors, body.load_format or "safetensors"
         await self._admin.push_tensors(
             full, lambda: read_serialized(copies, load_format, body.config_dict, body.expected_checksums), terms

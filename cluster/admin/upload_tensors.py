@@ -72,14 +72,6 @@ async def read_announced(request: Request, from_device: bool) -> AnnouncedPush:
     return parsed
 
 
-def hold_announced(request: Request, budget: BodyBudget, push: AnnouncedPush) -> None:
-    """Counts the bytes of a push whose tensors come from elsewhere in the budget until the request ends. Raises
-    QueueFull and Overloaded."""
-    held = HeldBody(budget, caller_of(request))
-    add_admission(request.scope, held)
-    held.add(push.file.num_bytes)
-
-
 def _declared_size(request: Request) -> int:
     declared = request.headers.get("content-length", "")
     if not declared.isdecimal() or not int(declared):

@@ -237,12 +237,14 @@ class DirectoryConnection(asyncio.Protocol):
 
 
 def listen(host: str, identity: str) -> socket.socket:
-    """Listens at a port of PORTS, always the same for an identity, or at another one if it is taken."""
+    """Listens at a port of PORTS, always the same for an identity, or at another one if it is taken. `host` is an
+    address of IPv4 or IPv6, or a name that has one of IPv4."""
     port = PORTS[zlib.crc32(identity.encode()) % len(PORTS)]
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), backlog=4096)
+        return socket.create_server((host, port), family=family, backlog=4096)
     except OSError:
-        return socket.create_server((host, 0), backlog=4096)
+        return socket.create_server((host, 0), family=family, backlog=4096)
 
 
 class _UnknownSecret(Exception):

@@ -25,7 +25,7 @@ from lorafleet.cluster.receiving.receiver_messages import (
 from lorafleet.protocol.adapter_formats.announced_tensors import TensorPlace
 from lorafleet.protocol.cuda_driver import CudaDriver
 from lorafleet.protocol.framing import receive
-from lorafleet.protocol.shared_segment import open_segment
+from lorafleet.protocol.shared_segment import open_segment, remove_abandoned_segments
 from lorafleet.sandbox.program import settings
 
 CHUNK_BYTES = 8 << 20
@@ -86,7 +86,10 @@ class _HostMemory:
 class _HostOpener:
     @contextmanager
     def opened(self, handle: bytes) -> Iterator[_HostMemory]:
-        yield _HostMemory(open_segment(handle))
+        try:
+            yield _HostMemory(open_segment(handle))
+        finally:
+            remove_abandoned_segments()  # The trainer may have been killed meanwhile, or others before.
 
 
 class Run(NamedTuple):
@@ -117,6 +120,8 @@ def main() -> None:
     while (message := _next_job(server)) is not None:
         with reported(server):
             _copy(server, opener, msgspec.json.decode(message, type=ReceiveJob))
+    if device == "cpu":
+        remove_abandoned_segments()
 
 
 def _next_job(server: socket.socket) -> bytearray | None:

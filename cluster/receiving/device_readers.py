@@ -6,10 +6,10 @@ import asyncio
 import re
 
 from lorafleet.cluster.admin.push_intake import PushIntake
-from lorafleet.cluster.receiving.receiver_process import ReceiverFailed, ReceiverProcess
+from lorafleet.cluster.receiving.receiver_process import ReceiverFailed, ReceiverGone, ReceiverProcess
 from lorafleet.protocol.adapter_formats.announced_tensors import AnnouncedPush
 from lorafleet.protocol.cuda_driver import HANDLE_BYTES
-from lorafleet.protocol.errors import AdapterMalformed, InvalidRequest
+from lorafleet.protocol.errors import AdapterMalformed, InvalidRequest, Overloaded
 
 START_S = 60.0  # Time in which a process must have made its CUDA context.
 COPY_S = 120.0  # Time in which it must have copied a push, or the pushes before it.
@@ -29,16 +29,22 @@ class DeviceReaders:
         self._own_device = own_device
         self._readers: dict[str, ReceiverProcess] = {}
         self._changing = asyncio.Lock()
+        self._is_closed = False
 
     async def receive(self, device: str, push: AnnouncedPush, intake: PushIntake) -> None:
         """Copies a push's tensors. Raises InvalidRequest if the device is not of this node, or its memory cannot be
         opened, and AdapterMalformed."""
         self.check(device, push)
-        reader = await self._reader(device)
-        try:
-            await reader.receive(push, intake, COPY_S)
-        except ReceiverFailed as error:
-            raise InvalidRequest(f"The tensors cannot be read from {device}: {error}. Nothing was changed.") from None
+        while True:
+            reader = await self._reader(device)
+            try:
+                return await reader.receive(push, intake, COPY_S)
+            except ReceiverGone:  # The push before it has failed, which is no fault of this one.
+                continue
+            except ReceiverFailed as error:
+                raise InvalidRequest(
+                    f"The tensors cannot be read from {device}: {error}. Nothing was changed."
+                ) from None
 
     def check(self, device: str, push: AnnouncedPush) -> None:
         if device == "cpu":
@@ -57,17 +63,28 @@ class DeviceReaders:
             raise AdapterMalformed(f"`handle` must have {2 * HANDLE_BYTES} hexadecimal digits for a GPU's memory.")
 
     async def close(self) -> None:
+        self._is_closed = True
         readers, self._readers = list(self._readers.values()), {}
         await asyncio.gather(*(reader.end() for reader in readers))
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Overloaded("This replica is stopping.")
+
     async def _reader(self, device: str) -> ReceiverProcess:
         async with self._changing:
+            self._check_open()
             reader = self._readers.get(device)
             if reader is not None and reader.is_alive:
                 return reader
             if reader is not None:
                 await reader.end()
             reader = await ReceiverProcess.start(_PROGRAM, {"device": device}, "" if device == "cpu" else device)
+            try:
+                self._check_open()  # It may have been closed meanwhile.
+            except Overloaded:
+                await reader.end()
+                raise
             self._readers[device] = reader
             try:
                 await reader.wait_until_started(START_S)

@@ -25,6 +25,10 @@ class ReceiverFailed(Exception):
     reason."""
 
 
+class ReceiverGone(ReceiverFailed):
+    """An error that means that the process had ended before it got the job, as when the job before it failed."""
+
+
 class ReceiverProcess:
     """One process, which does one job after another."""
 
@@ -49,12 +53,13 @@ class ReceiverProcess:
     async def receive(self, push: AnnouncedPush, intake: PushIntake, timeout_s: float) -> None:
         """Has the process write the push's tensors into the intake's memory, after the pushes before it.
 
-        Raises ReceiverFailed, also if its turn does not come in time. Only then the process goes on.
+        Raises ReceiverFailed, also if its turn does not come in time. Only then the process goes on. Raises
+        ReceiverGone if the process had ended before.
         """
         job = ReceiveJob(intake.path, push.file.num_bytes, push.file.tensors, push.handle, push.offset)
         async with self._job(timeout_s):
             if self.has_ended:
-                raise ReceiverFailed("its process has ended")
+                raise ReceiverGone("its process has ended")
             await asyncio.get_running_loop().sock_sendall(self._program.socket, framed(msgspec.json.encode(job)))
             await self._follow(intake)
 

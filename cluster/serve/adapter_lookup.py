@@ -17,6 +17,7 @@ from typing import Protocol
 import msgspec
 
 from lorafleet.api.backend import StorageLimits
+from lorafleet.cluster.admin.push_limits import limited
 from lorafleet.cluster.admin.pushing import AdapterAdmin
 from lorafleet.cluster.directory.directory_messages import Order
 from lorafleet.cluster.directory.membership import Membership
@@ -143,8 +144,7 @@ class DirectoryCatalog:
         # Loading rejects an unusable adapter by its header, before its files, however large, are copied into the store.
         async with self._turn(name, turn_group(tenant_of(name), None)):
             await self._engine.load_adapter(LoRARequest(name, adapter_number(name), path, within=within))
-        terms = PushTerms(path, load_inplace, max_adapters=limits.adapters, max_bytes=limits.num_bytes)
-        await self._admin.push_folder(name, path, terms, within)
+        await self._admin.push_folder(name, path, limited(PushTerms(path, load_inplace), limits), within)
         return await self.resolve(name)
 
     async def read_at_start(self, name: str, path: str, base_model_name: str | None) -> tuple[LoRARequest, AdapterInfo]:

@@ -26,7 +26,6 @@ from lorafleet.protocol.errors import ConfigError
 
 HEALTH_PERIOD_S = 0.5  # Serve replaces a replica after three failed checks.
 HEALTH_TIMEOUT_S = 15.0
-DRAIN_S = 20.0  # Seconds that a stopping replica waits for its requests.
 MAX_START_ATTEMPTS = 3
 QUIET = LoggingConfig(enable_access_log=False)  # A line for every request costs 0.1 ms; /metrics counts requests.
 MAX_ROUTED = 10_000  # Requests that may wait for a router's answer.
@@ -42,7 +41,7 @@ def build(args: AppArgs) -> Application:
         check_exposure(options.host, args)
         check_tls(options.ssl_certfile is not None, ingress.direct_streaming())
     config = dataclasses.replace(args.engine_config(), device=_device(args))
-    replicas = _replicas(args, config).bind(args, config, uuid.uuid4().hex)
+    bound = replicas(args, config).bind(args, config, uuid.uuid4().hex)
     if not ingress.direct_streaming():
         if args.most_replicas > 1 and not ingress.proxy_affinity():
             logger.warning(
@@ -51,9 +50,9 @@ def build(args: AppArgs) -> Application:
                 "direct streaming (docs/running-on-a-cluster.md).",
                 PROXY_MIDDLEWARES,
             )
-        return replicas
-    bound_router = router().bind(replicas, args.admin_key, args.api_keys, args.otlp_traces_endpoint is not None)
-    return ingress.with_ingress_router(replicas, bound_router)
+        return bound
+    bound_router = router().bind(bound, args.admin_key, args.api_keys, args.otlp_traces_endpoint is not None)
+    return ingress.with_ingress_router(bound, bound_router)
 
 
 def _device(args: AppArgs) -> Device:
@@ -76,7 +75,8 @@ def node_gpus() -> list[int]:
     return [int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]]
 
 
-def _replicas(args: AppArgs, config: EngineConfig) -> serve.Deployment:
+def replicas(args: AppArgs, config: EngineConfig) -> serve.Deployment:
+    """Returns the deployment of the replicas."""
     return serve.deployment(
         name="EngineReplica",
         **_scaling(args),
@@ -92,7 +92,7 @@ def _replicas(args: AppArgs, config: EngineConfig) -> serve.Deployment:
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.5,
-        graceful_shutdown_timeout_s=DRAIN_S,
+        graceful_shutdown_timeout_s=args.drain_timeout,
         logging_config=QUIET,
     )(serve.ingress()(EngineReplica))
 

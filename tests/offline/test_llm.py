@@ -159,6 +159,24 @@ def test_threads_that_read_an_adapter_have_the_processor_meanwhile(llm, fleet, m
     llm.remove_lora(9)
 
 
+@pytest.mark.parametrize("options", [{}, {"enable_lora": True}, {"kv_host_gib": 0.01}], ids=str)
+def test_an_engine_that_is_closed_and_dropped_gives_its_memory_back_without_a_collection(fleet, options):
+    base, adapters = fleet("llama3").base, fleet("llama3").adapters
+    llm = LLM(str(base), kv_cache_tokens=256, **options)
+    lora = LoRARequest("qv", 1, str(adapters["qv"])) if "enable_lora" in options else None
+    llm.generate([TEXT] * 2, SamplingParams(max_tokens=3), lora)
+    gc.collect()
+    gc.disable()
+    try:
+        steps = llm._engine.runner.steps
+        parts = [weakref.ref(part) for part in (llm._engine, steps.model, steps.caches[0].k_NPGD)]
+        llm.close()
+        del llm, steps
+        assert [part() for part in parts] == [None] * 3
+    finally:
+        gc.enable()
+
+
 def test_an_engine_that_was_closed_has_given_its_memory_back_when_the_next_one_starts(fleet, monkeypatch):
     first = LLM(str(fleet("llama3").base), kv_cache_tokens=256)
     cache = weakref.ref(first._engine.runner.steps.caches[0].k_NPGD)

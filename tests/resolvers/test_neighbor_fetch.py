@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import socket
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from file_server import FileServer
+from ipv6 import needs_ipv6
+from lorafleet.cluster.directory.directory_socket import listen
 from lorafleet.protocol.errors import AdapterUnavailable
 from lorafleet.protocol.framing import receive, send
 from lorafleet.protocol.sources import HTTPConfig, SourcesConfig
@@ -306,6 +309,50 @@ def test_a_neighbor_sends_a_bounded_number_of_adapters_at_a_time(
                 send(other, encoder.encode(NeighborRequest(SECRET, digest)))
                 refused = receive(other)
                 assert refused is not None and offer_decoder.decode(refused).refusal == "busy"
+    finally:
+        server.close()
+
+
+def test_a_neighbor_that_trickles_is_cut_off_and_others_are_served(
+    source: FileServer, node: Callable[..., Node], make_files: Make
+) -> None:
+    uri, first = source.put("/a", make_files(1, LARGE)), node()
+    digest = first.store.fetch(uri)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = NeighborServer(listener, SECRET, first.store.cached, sends=1, send_s=0.5)
+    try:
+        with socket.socket() as trickling:
+            trickling.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            trickling.settimeout(WAIT_S)
+            trickling.connect(listener.getsockname())
+            send(trickling, encoder.encode(NeighborRequest(SECRET, digest)))
+            num_received = 0
+            with contextlib.suppress(ConnectionResetError):
+                while received := trickling.recv(4096):
+                    num_received += len(received)
+                    time.sleep(0.1)
+        assert num_received < 1 << 20
+        second = node(NeighborAddress(*listener.getsockname(), SECRET))
+        second.limit(NeighborLimits(offer_s=WAIT_S))
+        assert second.store.fetch(uri, digest) == digest
+        assert second.outcomes() == {("neighbor", "fetched"): 1}
+    finally:
+        server.close()
+
+
+@needs_ipv6
+def test_nodes_with_addresses_of_ipv6_fetch_from_each_other(
+    source: FileServer, node: Callable[..., Node], make_files: Make
+) -> None:
+    uri, first = source.put("/a", make_files(1)), node()
+    digest = first.store.fetch(uri)
+    listener = listen("::1", "neighbor:r1")
+    server = NeighborServer(listener, SECRET, first.store.cached)
+    try:
+        second = node(NeighborAddress("::1", listener.getsockname()[1], SECRET))
+        second.limit(NeighborLimits(offer_s=WAIT_S))
+        assert second.store.fetch(uri, digest) == digest
+        assert second.outcomes() == {("neighbor", "fetched"): 1}
     finally:
         server.close()
 

@@ -89,7 +89,8 @@ def _metrics(folder: Path) -> Metrics:
     metrics.count_move(AdapterMove("sql", "disk", "cpu", 1.0))
     metrics.count_move(AdapterMove("sql", "disk", "cpu", 1.0, "AdapterMalformed"))
     cache = AdapterCache(folder, 1 << 20)
-    fetches = FetchMetrics(lambda: cache)
+    fetches = FetchMetrics()
+    fetches.cache = cache
     fetches.expect("s3")
     metrics.add(fetches)
     neighbors = NeighborServer(socket.create_server(("127.0.0.1", 0)), "secret", nullcontext)

@@ -213,6 +213,12 @@ QUEUES = [
         f"{flag('queue_timeout')}, or the header",
         "429 `queue_timeout`",
     ),
+    Limit(
+        "time of a stopped replica for its answers",
+        seconds(AppArgs.model_fields["drain_timeout"].default),
+        flag("drain_timeout"),
+        "answers are cut off",
+    ),
     Limit("`Retry-After`", seconds(admission.MAX_RETRY_S), "", ""),
     Limit("sequences in a step", default("max_num_seqs"), flag("max_num_seqs"), "further ones wait"),
     Limit("tokens in a step", default("max_num_batched_tokens"), flag("max_num_batched_tokens"), "further ones wait"),

@@ -43,6 +43,21 @@ def test_bytes_and_shapes_are_each_layers_own(model, monkeypatch):
     assert sum(c.k_NPGD.nbytes + c.v_NPGD.nbytes for c in set(caches)) == 5 * BLOCK * 72 * 2
 
 
+def test_the_cache_leaves_what_is_allocated_after_the_start(model, monkeypatch):
+    spec = attention_spec(model.config, BLOCK, torch.float32, torch.float32, CPU, {})
+    block_bytes = BLOCK * kv_cache_sizing.bytes_per_token(spec)
+    monkeypatch.setattr(kv_cache_sizing, "CPU_CACHE_BYTES", 10 * block_bytes)
+    config = EngineConfig("m", load_format="dummy", block_size=BLOCK)
+    asked: list[int] = []
+
+    def late_bytes(most_tokens: int) -> int:
+        asked.append(most_tokens)
+        return 3 * block_bytes
+
+    assert size_cache(config, model, spec, None, late_bytes) == (7, 7 * BLOCK)
+    assert asked == [10 * BLOCK]
+
+
 def test_a_models_spec_has_its_windows_and_cap_by_layer(model):
     config = model.config
     spec = attention_spec(config, BLOCK, torch.float32, torch.float32, CPU, {})

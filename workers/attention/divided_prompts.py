@@ -22,6 +22,14 @@ from lorafleet.workers.attention.flashinfer_calls import PlacedPrompts, plan_pro
 from lorafleet.workers.attention.kv_pages import pinned_copy
 from lorafleet.workers.attention.prompt_tiles import LONG_CONTEXT, MOST_PART_QUERIES
 
+FA3_CAPABILITY = (9, 0)
+
+
+def may_divide(spec: AttentionSpec, layer: LayerAttention, capability: tuple[int, int]) -> bool:
+    """Returns whether FA3 computes prompts of these layers on a GPU of this compute capability, and they see all
+    keys."""
+    return capability == FA3_CAPABILITY and spec.kv_dtype == spec.dtype and layer.window is None
+
 
 @dataclass(frozen=True, slots=True)
 class Division:
@@ -72,6 +80,11 @@ class DividedPrompts:
         shape = MOST_PART_QUERIES, layer.num_heads, layer.head_dim
         self._queries, self._results = (torch.empty(shape, dtype=spec.dtype, device=spec.device) for _ in range(2))
         self._log_sums = torch.empty(shape[:2], dtype=torch.float32, device=spec.device)
+
+    @staticmethod
+    def num_bytes(spec: AttentionSpec, layer: LayerAttention) -> int:
+        """Returns the bytes of the queries, results and sums that are allocated once."""
+        return MOST_PART_QUERIES * layer.num_heads * (2 * layer.head_dim * spec.dtype.itemsize + 4)
 
     def plan(self, division: Division) -> None:
         spec = self._spec

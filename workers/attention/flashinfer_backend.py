@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache, LayerAttention
-from lorafleet.workers.attention.divided_prompts import DividedPrompts, Division
+from lorafleet.workers.attention.divided_prompts import DividedPrompts, Division, may_divide
 from lorafleet.workers.attention.flashinfer_calls import PlacedPrompts, options_of, plan_prompts, run_layer, shape_of
 from lorafleet.workers.attention.kv_pages import BlockTables, KVPages
 from lorafleet.workers.attention.prompt_tiles import best_parts
@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
-FA3_CAPABILITY = (9, 0)
 WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation; shared, since only one wrapper runs at a time
 
 
@@ -74,7 +73,8 @@ class FlashInferAttention:
         self._graph_memory = torch.zeros(0, dtype=torch.int32, device=spec.device)
         self._kinds = spec.kinds
         self._kind_of_layer = spec.kind_of_layer
-        self._semaphores = self._choose_xqa()
+        capability = torch.cuda.get_device_capability(spec.device)
+        self._semaphores = self._choose_xqa(capability)
         self._xqa: XQAAttention | None = None
         self._decode: list[Any] = []  # One of each kind of layer, as in self._kinds.
         if self._semaphores is not None:
@@ -85,7 +85,8 @@ class FlashInferAttention:
             ]
         self._prefill: list[Any] = [BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD") for _ in self._kinds]
         self._divided: list[DividedPrompts | None] = [
-            DividedPrompts(spec, kind, workspace) if self._may_divide(kind) else None for kind in self._kinds
+            DividedPrompts(spec, kind, workspace) if may_divide(spec, kind, capability) else None
+            for kind in self._kinds
         ]
         self._is_divided = [False] * len(self._kinds)  # Whether this step's prompts are, by kind of layer.
         self._num_decodes = 0
@@ -94,20 +95,15 @@ class FlashInferAttention:
             for use in self.first_uses():
                 use()
 
-    def _choose_xqa(self) -> Tensor | None:
+    def _choose_xqa(self, capability: tuple[int, int]) -> Tensor | None:
         """Returns XQA's semaphores, or None if it cannot serve. Logs what computes the decodes."""
         spec = self._spec
-        refusal = xqa_refusal(spec, torch.cuda.get_device_capability(spec.device))
+        refusal = xqa_refusal(spec, capability)
         if refusal is not None:
             log.info("attention of decodes: FlashInfer's wrapper, and not XQA, since %s", refusal)
             return None
         log.info("attention of decodes: FlashInfer's XQA")
         return torch.zeros(SEMAPHORE_BYTES // 4, dtype=torch.int32, device=spec.device)
-
-    def _may_divide(self, layer: LayerAttention) -> bool:
-        """Returns whether FA3 computes prompts of these layers, which see all keys."""
-        has_fa3 = torch.cuda.get_device_capability(self._spec.device) == FA3_CAPABILITY
-        return has_fa3 and self._spec.kv_dtype == self._spec.dtype and layer.window is None
 
     def for_graph(self, num_seqs: int, max_context: int) -> FlashInferGraphAttention | XQAAttention:
         spec = self._spec

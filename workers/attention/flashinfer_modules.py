@@ -21,9 +21,6 @@ from lorafleet.workers.attention.module_build import ModuleSource
 
 log = logging.getLogger(__name__)
 
-# Device memory of FlashInfer's wrappers, those of captured steps included: the workspace, 8 MiB of each wrapper, XQA's
-# semaphores, and tables.
-FLASHINFER_BYTES = 512 << 20
 NO_COMPILING = "FLASHINFER_DISABLE_JIT"
 
 

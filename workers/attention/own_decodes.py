@@ -36,13 +36,26 @@ LEAST_PROGRAMS = 1536  # sequences times KV heads of a captured step from which 
 
 def with_own_decodes(backend: AttentionBackend, spec: AttentionSpec, caches: list[KVCache]) -> AttentionBackend:
     """Returns FlashInfer's backend with our captured decodes, or as it is where they are not known to be faster."""
-    if not all(_is_measured(kind) for kind in spec.kinds) or spec.kv_dtype != spec.dtype:
+    if not _are_measured(spec):
         return backend
-    if torch.cuda.get_device_capability(spec.device) != CAPABILITY:
+    least_seqs = least_own_seqs(spec, torch.cuda.get_device_capability(spec.device))
+    if least_seqs is None:
         return backend
-    own = OwnDecodes(backend, spec, caches)
+    own = OwnDecodes(backend, spec, caches, least_seqs)
     log.info("attention of captured decodes: Triton from %d sequences on", own.least_seqs)
     return own
+
+
+def least_own_seqs(spec: AttentionSpec, capability: tuple[int, int]) -> int | None:
+    """Returns the number of sequences from which our captured decodes are faster on a GPU of this compute capability,
+    or None if they are not known to be."""
+    if not _are_measured(spec) or capability != CAPABILITY:
+        return None
+    return -(-LEAST_PROGRAMS // min(kind.num_kv_heads for kind in spec.kinds))
+
+
+def _are_measured(spec: AttentionSpec) -> bool:
+    return all(_is_measured(kind) for kind in spec.kinds) and spec.kv_dtype == spec.dtype
 
 
 def _is_measured(layer: LayerAttention) -> bool:
@@ -53,10 +66,10 @@ def _is_measured(layer: LayerAttention) -> bool:
 class OwnDecodes:
     """Computes what the backend computes, except for captured decodes of least_seqs sequences or more."""
 
-    def __init__(self, backend: AttentionBackend, spec: AttentionSpec, caches: list[KVCache]) -> None:
+    def __init__(self, backend: AttentionBackend, spec: AttentionSpec, caches: list[KVCache], least_seqs: int) -> None:
         from lorafleet.workers.attention.triton_decodes import CapturedDecodes, DecodeLayers  # optional on a CPU
 
-        self.least_seqs = -(-LEAST_PROGRAMS // min(kind.num_kv_heads for kind in spec.kinds))
+        self.least_seqs = least_seqs
         self._backend = backend
         self._captured = CapturedDecodes(DecodeLayers.of(spec, caches))
 

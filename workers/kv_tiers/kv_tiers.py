@@ -27,6 +27,7 @@ from lorafleet.workers.kv_tiers.tier_counts import TierCounts
 from lorafleet.workers.kv_tiers.tier_orders import TierOrders
 from lorafleet.workers.schedule.kv_cache import KVCacheManager, SequenceBlocks
 from lorafleet.workers.schedule.sequence import Chunk, Sequence
+from lorafleet.workers.weak_method import weak
 
 LEAST_TOKENS = 64  # a step computes fewer tokens sooner than they arrive
 
@@ -75,9 +76,9 @@ class KVTiers:
         self._leaving = LeavingBlocks(self.stored, orders, self.counts, num_ahead)
         self._arrivals = Arrivals(kv, self.stored, orders, self.disk, self._leaving, self.counts, clock, states)
         kv.on_known = self._names.known
-        kv.on_forget = self._forgotten
+        kv.on_forget = weak(self._forgotten)
         if states is not None:
-            states.pool.on_evict = self._evicted
+            states.pool.on_evict = weak(self._evicted)
 
     @property
     def host_bytes(self) -> int:

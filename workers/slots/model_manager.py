@@ -30,6 +30,7 @@ from lorafleet.workers.slots.slot_room import SlotRoom
 from lorafleet.workers.slots.vocab_extras import slot_head
 from lorafleet.workers.tp.adapter_sharding import AdapterSharding
 from lorafleet.workers.tp.peer_memory import open_peer_memory
+from lorafleet.workers.weak_method import weak
 
 # Bytes of P (A's output) that each other rank can send. They suffice for all of a decode step, and for prompts up to
 # the size from which on a collective is worth its cost.
@@ -70,7 +71,9 @@ class LoRAModelManager:
         num_bytes = config.lora_memory_bytes(largest) if pool is None else pool.own_bytes(config, largest)
         demand = Demand(config.cpu_loras)
         memory = LoRAMemory(num_bytes)
-        self.policy = SlotPolicy(config.gpu_loras, config.max_loras, demand, memory, self.extra_memory, self.mark_quiet)
+        self.policy = SlotPolicy(
+            config.gpu_loras, config.max_loras, demand, memory, self.extra_memory, weak(self.mark_quiet)
+        )
         self.room = SlotRoom(self.policy)
         self.arena: Tensor | None = None  # The memory for A and B. Its address never changes while adapters are in it.
         self._copies: AdapterCopies | None = None

@@ -20,6 +20,7 @@ from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.packed_adapter import PackedAdapter
 from lorafleet.workers.slots.slot_policy import Slot
 from lorafleet.workers.tp.rank_messages import EmptySlot, FillSlot, Order
+from lorafleet.workers.weak_method import weak
 
 Sharing = tuple[MemoryPool, RecentRequests]
 
@@ -54,7 +55,7 @@ class SlotFiller:
         self._send = send
         self.pool: PoolRoom | None = None  # The memory shared with KV blocks; None if the adapters' memory is fixed.
         if sharing is not None:
-            self.pool = PoolRoom(*sharing, self._slots, self._room, self.evict_everywhere)
+            self.pool = PoolRoom(*sharing, self._slots, self._room, weak(self.evict_everywhere))
 
     def begin_step(self) -> None:
         """Must be called before each step is scheduled."""

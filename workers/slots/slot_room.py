@@ -74,7 +74,7 @@ class SlotRoom:
             return None
         urgency, given = _urgencies(wanted), list[Slot]()
         idle.sort(key=lambda s: self._reluctance(s, urgency))
-        leaving = self._in_turn(adapter, tenant, idle)
+        leaving = self._in_turn(adapter, tenant, idle, [slot])
         while not self._fits(adapter, [slot, *given]):
             next_slot = next(leaving, None)
             if next_slot is None:
@@ -83,7 +83,7 @@ class SlotRoom:
         idle = [s for s in idle if s not in given]
         for spare in given[-2::-1]:  # a larger one that came later may suffice
             others = [s for s in given if s is not spare]
-            if self._fits(adapter, [slot, *others]):
+            if self._may_stay(spare, others, tenant) and self._fits(adapter, [slot, *others]):
                 given = others
                 idle.append(spare)
         if adapter.extra is None:
@@ -162,23 +162,31 @@ class SlotRoom:
         idle = [slot for slot in self._policy.slots if slot.holders == 0 and not slot.pinned]
         return [slot for slot in idle if slot.digest not in keep and (slot.ready is None or slot.is_ready)]
 
-    def _losers(self, adapter: PackedAdapter, tenant: str, slots: list[Slot], given: Sequence[Slot] = ()) -> list[Slot]:
+    def _losers(self, adapter: PackedAdapter, tenant: str, slots: list[Slot]) -> list[Slot]:
         """Returns those of these slots, in their order, that are empty, or that may be emptied so that the tenant gets
-        the adapter. `given` are emptied before."""
+        the adapter."""
         digests = [slot.digest for slot in slots if slot.digest is not None]
-        gone = [slot.digest for slot in given if slot.digest is not None]
-        losing = self._policy.shares.losers(tenant, digests, adapter.info.num_bytes, gone)
+        losing = self._policy.shares.losers(tenant, digests, adapter.info.num_bytes)
         return [slot for slot in slots if slot.digest is None or slot.digest in losing]
 
-    def _in_turn(self, adapter: PackedAdapter, tenant: str, slots: list[Slot]) -> Iterator[Slot]:
-        """Yields those of these slots that may be emptied, in their order, each once those before it are empty."""
-        given: list[Slot] = []
-        remaining = slots[:]
-        while losers := self._losers(adapter, tenant, remaining, given):
-            for slot in losers if len(losers) == len(remaining) else losers[:1]:
-                yield slot
-                given.append(slot)
-                remaining.remove(slot)
+    def _may_stay(self, spare: Slot, others: Sequence[Slot], tenant: str) -> bool:
+        """Returns whether an adapter whose bytes are not needed may stay. One of the tenant's own has to leave if its
+        share allows the tenant only without it to take room from another tenant."""
+        return self._policy.shares.tenant_of(spare.digest) != tenant or not self._are_protected(others, tenant)
+
+    def _are_protected(self, slots: Sequence[Slot], tenant: str) -> bool:
+        """Returns whether an adapter in these slots is charged to another tenant that has recently wanted adapters."""
+        return any(self._policy.shares.is_protected(slot.digest, tenant) for slot in slots)
+
+    def _in_turn(
+        self, adapter: PackedAdapter, tenant: str, slots: list[Slot], given: Sequence[Slot] = ()
+    ) -> Iterator[Slot]:
+        """Yields those of these slots, which are filled, that may be emptied, in their order, each once `given` and
+        those before it are empty."""
+        by_digest = {slot.digest: slot for slot in slots if slot.digest is not None}
+        gone = [slot.digest for slot in given if slot.digest is not None]
+        for digest in self._policy.shares.in_turn(tenant, by_digest, adapter.info.num_bytes, gone):
+            yield by_digest[digest]
 
     def _reluctance(self, slot: Slot, urgency: Mapping[str, int]) -> tuple[int, tuple[float, int]]:
         if slot.digest is None:

@@ -30,6 +30,7 @@ from lorafleet.workers.slots.slot_filler import Sharing, SlotFiller, owner
 from lorafleet.workers.slots.slot_policy import Slot
 from lorafleet.workers.tp.link import OtherRanks
 from lorafleet.workers.tp.rank_messages import ForgetShard, Order
+from lorafleet.workers.weak_method import weak
 
 MAX_UNTAKEN = 4096  # recorded moves that nobody takes, as offline
 NO_TENANTS: Mapping[str, str] = MappingProxyType({})
@@ -73,7 +74,7 @@ class WorkerLoRAManager:
         self._cpu = CPUTier(config.cpu_loras, self.slots.demand)
         self._moves: deque[AdapterMove] = deque(maxlen=MAX_UNTAKEN)
         self._lives = AdapterLives(self._moves.append)
-        self.filler = SlotFiller(model_manager, self._cpu, self._lives, self._send, sharing)
+        self.filler = SlotFiller(model_manager, self._cpu, self._lives, weak(self._send), sharing)
         self._wanted: frozenset[str] = frozenset()
         self._rejected: list[tuple[str, LorafleetError]] = []  # Digests and errors for the next poll().
 

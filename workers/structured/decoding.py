@@ -108,9 +108,9 @@ class StructuredDecoding:
 
     def __init__(self, most_rows: int, wake: Callable[[], None], limits: GrammarLimits | None = None) -> None:
         self._wake = wake
-        self._limits = limits or GrammarLimits()
+        self._limits = bounds = limits or GrammarLimits()
         self._vocabularies = Vocabularies(
-            lambda tokenizer, eos: GrammarProcess(tokenizer, eos, most_rows, wake, self._limits)
+            lambda tokenizer, eos: GrammarProcess(tokenizer, eos, most_rows, wake, bounds)
         )
         self._opening: dict[int, Sequence] = {}
         self._asked: list[_Asked] = []

@@ -123,6 +123,15 @@ def test_choices_name_custom_tools(client: openai.OpenAI, engine: Any) -> None:
             | {"format": {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: start"}}},
             "tools.0.custom.format.grammar.definition",
         ),
+        (
+            CHAT_RUN["custom"] | {"format": {"type": "grammar", "grammar": {"syntax": "regex", "definition": "a)|(b"}}},
+            "tools.0.custom.format.grammar.definition",
+        ),
+        (
+            CHAT_RUN["custom"]
+            | {"format": {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "\\ud800"'}}},
+            "tools.0.custom.format.grammar.definition",
+        ),
         (CHAT_RUN["custom"] | {"parameters": {}}, "tools.0.custom.parameters"),
         ({"name": ""}, "tools.0.custom.name"),
     ],

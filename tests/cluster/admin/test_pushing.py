@@ -13,16 +13,21 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from lorafleet.api.access.body_budget import BodyBudget
 from lorafleet.cluster.admin.administration import Administration
+from lorafleet.cluster.admin.push_intake import PushIntake
 from lorafleet.cluster.admin.pushing import PUSHES, AdapterAdmin
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, VersionRecord
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.directory.directory import AdapterDirectory
+from lorafleet.cluster.receiving.group_orders import GroupPush
+from lorafleet.cluster.receiving.update_groups import UpdateGroups
 from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
+from lorafleet.protocol.adapter_formats.announced_tensors import AnnouncedPush, read_announced
 from lorafleet.protocol.adapter_formats.tensor_push import PushedTensors
 from lorafleet.protocol.admin_verbs import PreloadAdapter, PushTerms, RegisterAdapter, Verb
-from lorafleet.protocol.errors import AdapterMissing, QueueFull, StoreRefused
+from lorafleet.protocol.errors import AdapterMissing, BodyTimeout, QueueFull, StoreRefused
 from lorafleet.protocol.names import full_name
 from lorafleet.protocol.sources import SourcesConfig
 from lorafleet.resolvers.store import AdapterStore
@@ -157,3 +162,36 @@ async def test_files_that_a_removal_deletes_during_a_push_are_put_once_more(tmp_
     digest, _ = await admin.push_tensors("policy", lambda: tensors, PushTerms("memory"))
     assert asked == [digest, digest]
     admin.close()
+
+
+class OneGroup(UpdateGroups):
+    """A group whose pushes wait until `go` is set."""
+
+    def __init__(self) -> None:
+        super().__init__((), "cpu")
+        self.begun, self.go = asyncio.Event(), asyncio.Event()
+
+    def has(self, name: str) -> bool:
+        return name == "g"
+
+    async def receive(self, name: str, push: AnnouncedPush, intake: PushIntake, timeout_s: float) -> None:  # noqa: ARG002
+        self.begun.set()
+        await self.go.wait()
+        raise BodyTimeout("nothing came")
+
+
+async def test_pushes_of_a_group_count_at_its_member_whichever_replica_has_their_requests(admin: AdapterAdmin) -> None:
+    admin.receivers.groups = groups = OneGroup()
+    admin.tensor_budget = BodyBudget(400)
+    file = read_announced([{"name": "a", "dtype": "float32", "shape": [10]}])
+    assert 100 < file.num_bytes < 200
+    order = GroupPush("g", "policy", AnnouncedPush(b"{}", file), PushTerms("distributed"), 60.0)
+    first = asyncio.create_task(admin.obey_group_order(order))
+    await groups.begun.wait()
+    with pytest.raises(QueueFull, match="process group 'g'"):
+        await admin.obey_group_order(order)
+    groups.go.set()
+    with pytest.raises(BodyTimeout):
+        await first
+    with pytest.raises(BodyTimeout):
+        await admin.obey_group_order(order)

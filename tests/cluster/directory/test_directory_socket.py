@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from ipv6 import needs_ipv6
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.directory import directory_socket as socket_module
@@ -88,6 +89,17 @@ async def test_a_replica_that_joins_says_where_it_sends_adapters_to_other_nodes(
     assert await directory.ask(NeighborsCall("r1", "x")) == [neighbor.address]
     await directory.ask(LeaveCall("r2"))
     assert await directory.ask(NeighborsCall("r1", "x")) == []
+
+
+@needs_ipv6
+async def test_a_directory_on_a_node_with_an_address_of_ipv6_is_reached(tmp_path: Path) -> None:
+    directory = await loaded(AdapterDirectory(Catalogue(FolderStore(tmp_path))))
+    server = DirectoryServer(directory, "::1", str(tmp_path), "secret")
+    await server.start()
+    connection = await DirectoryConnection.open(server.address)
+    assert (await connection.ask(RoutesCall("", -1))).full
+    connection.close()
+    await stopped(server)
 
 
 async def test_calls_wait_side_by_side_and_hear_of_names_and_of_another_epoch(server: DirectoryServer) -> None:

@@ -26,8 +26,9 @@ def test_all_others_are_not(host: str) -> None:
         check_may_meet(host, ALLOWED)
 
 
-@pytest.mark.parametrize("host", ["10.1.2.3/16", "a b", "", "a,b", "x/8"])
+@pytest.mark.parametrize("host", ["10.1.2.3/16", "a b", "", "a,b", "x/8", "*", "*.example", "[::1]", "trainer:29500"])
 def test_an_entry_that_is_no_host_is_refused_at_the_start(host: str) -> None:
     with pytest.raises(ConfigError, match="push_hosts"):
         parse_args({"model": "m", "push_hosts": [host]})
-    assert parse_args({"model": "m", "push_hosts": "10.1.0.0/16"}).push_hosts == ["10.1.0.0/16"]
+    for right in ("10.1.0.0/16", "2001:db8::7", "fe80::/10", "trainer_0.example"):
+        assert parse_args({"model": "m", "push_hosts": right}).push_hosts == [right]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import random
@@ -341,6 +342,18 @@ async def test_what_a_tenant_may_store_is_bounded(house: House, adapters: dict[s
         assert refused.status_code == 429 and "2 adapters; its limit is 1" in refused.json()["error"]["message"]
         loaded = {"lora_name": "two", "lora_path": str(adapters["regex"])}
         assert (await house.ask("acme", "POST", "/v1/load_lora_adapter", loaded)).status_code == 429
+        config = json.loads((adapters["regex"] / "adapter_config.json").read_text())
+        weights = (adapters["regex"] / "adapter_model.safetensors").read_bytes()
+        copies = [base64.b64encode(weights).decode()]
+        body = {"lora_name": "two", "config_dict": config, "serialized_named_tensors": copies}
+        refused = await house.ask("acme", "POST", "/load_lora_adapter_from_tensors", body)
+        assert refused.status_code == 429, refused.text
+        device, shared = shared_tensors(load_file(adapters["regex"] / "adapter_model.safetensors"))
+        query = {"device": device, "options": json.dumps({"tenant": "acme"})}
+        with shared as fields:
+            content = pack_shared(fields, config)
+            refused = await house.ask("operator", "PUT", "/v1/adapters/two/tensors", content=content, params=query)
+        assert refused.status_code == 429, refused.text
         refused = await house.push("rival", "one", adapters["regex"])
         assert refused.status_code == 429 and "its limit is 1." in refused.json()["error"]["message"]
         assert set((house.folder / "catalogue" / "adapters").iterdir()) == before, "and nothing of it stays"

@@ -10,7 +10,7 @@ from torch import Tensor
 from lorafleet.kernels.moe.expert_lora import ExpertWeights, StepExperts
 from lorafleet.kernels.moe.moe import ExpertMatrices, Routing, experts_mlp, route
 from lorafleet.kernels.moe.routing_rule import RoutingRule
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.harness import needs_gpu, needs_triton, poison_free_memory, run_interpreted
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 # tokens, experts, experts a token, hidden size, intermediate size
@@ -165,6 +165,16 @@ def test_adapters_on_a_cpu(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
 def test_the_router_on_a_cpu(sums_to_one: bool) -> None:
     logits = normal(7, 6, dtype=torch.float32, device="cpu", seed=1)
     check_route(logits, 3, sums_to_one, route(logits, RoutingRule(3, sums_to_one)))
+
+
+@needs_triton
+def test_no_thread_of_a_float32_gemm_has_so_many_products_that_compiling_takes_long() -> None:
+    from lorafleet.kernels.moe.moe_triton import _SHAPES
+
+    for _, shape in _SHAPES:
+        assert shape.blocks(torch.bfloat16) == (shape.block_o, shape.block_d, shape.stages)
+        block_o, block_d, _ = shape.blocks(torch.float32)
+        assert shape.tile_pairs * block_o * block_d <= 1024 * 32 * shape.warps
 
 
 def test_interpreted_kernels() -> None:

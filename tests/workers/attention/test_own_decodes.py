@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.workers.attention import own_decodes, select
 from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache, LayerAttention
-from lorafleet.workers.attention.own_decodes import OwnDecodes, with_own_decodes
+from lorafleet.workers.attention.own_decodes import OwnDecodes, least_own_seqs, with_own_decodes
 from lorafleet.workers.attention.select import make_attention
 from lorafleet.workers.attention.torch_backend import TorchAttention
 from lorafleet.workers.attention.triton_decodes import TritonDecodes
@@ -48,7 +48,8 @@ class FlashInfer:
 def test_only_captured_decodes_of_many_sequences_are_our_own(kv_heads: int, least: int) -> None:
     inner = FlashInfer()
     spec = replace(SPEC, layers=(replace(LAYER, num_heads=kv_heads, num_kv_heads=kv_heads), LAYER))
-    backend = OwnDecodes(inner, spec, caches(spec))
+    assert least_own_seqs(spec, (9, 0)) == least
+    backend = OwnDecodes(inner, spec, caches(spec), least)
     assert isinstance(backend.for_graph(least, 64), TritonDecodes)
     assert backend.for_graph(least - 1, 64) is inner
     assert backend.for_graph(1, 7) is None
@@ -108,7 +109,7 @@ class TestOnGPU:
         for case in cases:
             case.write_new_tokens()
         [cache] = caches(spec, max(len(case.k_NPGD) for case in cases))
-        backend = OwnDecodes(FlashInfer(), spec, [cache]).for_graph(count, 1024)
+        backend = OwnDecodes(FlashInfer(), spec, [cache], count).for_graph(count, 1024)
         assert backend is not None
         backend.plan(AttentionBatch([1] * count, [1] * count, [[0]] * count))
         q_THD = cases[0].q_THD.clone()

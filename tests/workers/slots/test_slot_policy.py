@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 
@@ -235,6 +237,68 @@ def test_a_tenant_s_share_is_counted_in_bytes() -> None:
     assert empty is not None
     assert digests(slots.room.to_empty(Adapter("s5", num_bytes=10), empty, tenant="many small")) == ["l"]
     assert digests(slots.room.to_empty(Adapter("l2", num_bytes=60), empty, tenant="few large")) == ["l"]
+
+
+def test_a_tenant_does_not_exceed_its_share_by_taking_another_s_only_adapter() -> None:
+    slots = Slots(8, num_bytes=100)
+    slots.demand.want("one large")
+    slots.demand.want("many small")
+    slots.fill(Adapter("l", num_bytes=60), "one large")
+    for name in ("s1", "s2", "s3", "s4"):
+        slots.fill(Adapter(name, num_bytes=10), "many small")
+    empty = slots.victim()
+    assert empty is not None
+    s5 = Adapter("s5", num_bytes=20)
+    assert digests(slots.room.to_empty(s5, empty, tenant="many small")) == ["s1", "l"]
+    assert digests(slots.room.to_drain(s5, set(), "many small")) == ["s1", "l"]
+    assert digests(slots.room.to_empty(Adapter("s5", num_bytes=10), empty, tenant="many small")) == ["l"]
+
+
+def test_each_adapter_that_leaves_is_counted_before_the_next_one_is_taken_from_another_tenant() -> None:
+    slots = Slots(9, num_bytes=100)
+    for tenant, num_bytes in (("takes", 20), ("third", 20)):
+        slots.demand.want(tenant)
+        slots.policy.hold(slots.fill(Adapter(tenant, num_bytes=num_bytes), tenant).index, tenant)
+    slots.demand.want("loses")
+    for number in range(6):
+        slots.fill(Adapter(f"l{number}", num_bytes=10), "loses")
+    empty = slots.victim()
+    assert empty is not None
+    assert digests(slots.room.to_empty(Adapter("new", num_bytes=20), empty, tenant="takes")) == ["l0", "l1"]
+    assert slots.room.to_empty(Adapter("new", num_bytes=30), empty, tenant="takes") is None
+
+
+def test_tenants_that_take_from_others_hold_at_most_the_even_share_or_what_another_keeps_or_one_adapter() -> None:
+    random = Random(5)
+    slots = Slots(40, num_bytes=1000)
+    held: dict[str, Counter[str]] = {tenant: Counter() for tenant in ("few", "some", "many")}
+    num_taken = 0
+    for number in range(3000):
+        tenant = random.choice(list(held))
+        largest = {"few": 60, "some": 20, "many": 4}[tenant]
+        adapter = Adapter(f"{tenant} {number}", num_bytes=10 * random.randint(1, largest))
+        slots.demand.want(tenant)
+        slot = slots.room.victim(adapter, tenant=tenant)
+        assert slot is not None
+        leaving = [slot] * (slot.digest is not None) + (slots.room.to_empty(adapter, slot, tenant=tenant) or [])
+        holders = {tenant, *(holder for holder, sizes in held.items() if sizes)}
+        even = sum(sizes.total() for sizes in held.values()) / len(holders)
+        victims: set[str] = set()
+        for leaver in leaving:
+            assert leaver.digest is not None
+            owner = leaver.digest.split()[0]
+            victims.add(owner)
+            held[owner].pop(leaver.digest)
+            slots.empty(leaver)
+        if slots.room.is_free(adapter, slot):
+            slots.fill(adapter, tenant, slot)
+            held[tenant][adapter.info.digest] = adapter.info.num_bytes
+        own = held[tenant].total()
+        if victims - {tenant}:
+            num_taken += 1
+            most_kept = max(sizes.total() for sizes in held.values() if sizes is not held[tenant])
+            assert own <= max(even, most_kept) or len(held[tenant]) == 1
+    assert num_taken > 300
 
 
 def test_only_so_many_slots_are_used_at_the_same_time_and_one_yields() -> None:
