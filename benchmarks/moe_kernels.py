@@ -138,7 +138,7 @@ def graph_ms(run: Callable[[], object], repeats: int) -> float:
 def other_tiles(num_tokens: int) -> Iterator[str]:
     """Sets other tiles of the adapters and yields their names, then sets the served ones again."""
     shapes, most_folded = moe_triton._SHAPES, moe_triton.MOST_FOLDED_PAIRS
-    served = moe_triton._shape_for(num_tokens * PER_TOKEN, EXPERTS).adapter_pairs
+    served = moe_triton._shape_for(num_tokens * PER_TOKEN, EXPERTS, False).adapter_pairs
     folds = num_tokens * PER_TOKEN <= most_folded
     for pairs, folded in product((16, 32, 64), (True, False)):
         if (pairs != served and folded != folds) or (pairs, folded) == (served, folds) or (folded and num_tokens > 512):
@@ -194,7 +194,7 @@ def main() -> None:
             print(f"{num_tokens:5} tokens, 8 adapters, {name}: {found:7.3f} ms per layer", flush=True)
         tried: list[tuple[float, moe_triton._Shape]] = []
         for values in TRIED[num_tokens] if arguments.shapes else ():
-            shape = moe_triton._Shape(*values)
+            shape = moe_triton._Shape(values[0], moe_triton._Gemm(*values[1:]))
             moe_triton._SHAPES = ((float("inf"), shape),)
             try:
                 tried.append((graph_ms(lambda x=x_TD: layers.run(x), 7) / arguments.layers, shape))

@@ -111,6 +111,7 @@ def _place_kernel(
     adapter_count_ptr: tl.tensor,
     expert_of_tile_ptr: tl.tensor,
     pair_ptr: tl.tensor,
+    used_ptr: tl.tensor,
     adapter_expert_ptr: tl.tensor,
     adapter_slot_ptr: tl.tensor,
     adapter_start_ptr: tl.tensor,
@@ -159,6 +160,7 @@ def _place_kernel(
     rest = count + tl.arange(0, tile_pairs)
     tl.store(pair_ptr + first_place + rest, -1, mask=rest < (end_tile - first_tile) * tile_pairs)
     if expert == num_experts - 1:
+        tl.store(used_ptr, end_tile)
         for first in tl.range(end_tile, num_tiles, block_n):
             tl.store(expert_of_tile_ptr + first + i, -1, mask=first + i < num_tiles)
         if by_slot:
@@ -173,6 +175,7 @@ class ExpertTiles:
 
     expert_M: Tensor  # int32: each tile's expert, -1 for none
     pair_MB: Tensor  # int32: each tile's pairs, then -1
+    used_1: Tensor  # int32: number of tiles that have an expert. They come first.
 
     @property
     def num_tiles(self) -> int:
@@ -226,7 +229,8 @@ def _make(
         return torch.empty(shape, dtype=torch.int32, device=device)
 
     num_tiles = min(num_pairs, num_experts + num_pairs // tile_pairs)  # each expert rounds up once at most
-    tiles, adapter_tiles, num_adapter_tiles = ExpertTiles(ints(num_tiles), ints(num_tiles, tile_pairs)), None, 0
+    tiles = ExpertTiles(ints(num_tiles), ints(num_tiles, tile_pairs), ints(1))
+    adapter_tiles, num_adapter_tiles = None, 0
     if adapters is not None:
         # An expert rounds up once at most for each slot, and for the tokens without an adapter.
         keys = num_experts * min(num_tokens, 1 + len(adapters.record_S))
@@ -260,6 +264,7 @@ def _make(
         counts[1],
         tiles.expert_M,
         tiles.pair_MB,
+        tiles.used_1,
         *written,
         num_pairs,
         num_tiles,

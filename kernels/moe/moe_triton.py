@@ -7,9 +7,9 @@ The adapters' P is computed separately (kernels/moe/expert_lora_triton.py): on a
 waits for the experts' weights, or before the GEMM in a step with long prompts. The kernel that reads the output
 multiplies P by B. So adapters on experts add two launches to a step with few pairs, and three to others.
 
-Memory: x [T, D] or [N, D], w [E, O, D] and out [N, O] are row-major. kernels/moe/moe_codes_triton.py has the GEMM for
-quantized experts.
-The tile shapes were measured on an H200 by benchmarks/moe_kernels.py.
+Memory: x [T, D] or [N, D], w [E, O, D] and out [N, O] are row-major. kernels/moe/moe_codes_cuda.py and
+moe_codes_triton.py have the GEMMs for quantized experts.
+The tile shapes of plain experts were measured on an H200 by benchmarks/moe_kernels.py.
 """
 
 # T tokens · K experts a token · E experts · N pairs · D in · O out
@@ -28,9 +28,10 @@ from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.kernels.moe.adapted_activation_triton import activate_adapted
 from lorafleet.kernels.moe.adapted_combine_triton import combine_adapted
 from lorafleet.kernels.moe.expert_activation import ExpertActivation, activate_experts
-from lorafleet.kernels.moe.expert_codes import ExpertCodes, ExpertMatrix
+from lorafleet.kernels.moe.expert_codes import ExpertCodes, ExpertMatrix, is_tiled
 from lorafleet.kernels.moe.expert_lora import ExpertOutput, StepExperts
 from lorafleet.kernels.moe.expert_lora_triton import expand_experts, shrink_experts
+from lorafleet.kernels.moe.moe_codes_cuda import tiled_experts_linear
 from lorafleet.kernels.moe.moe_codes_triton import codes_linear
 from lorafleet.kernels.moe.moe_combine_triton import combine_triton
 from lorafleet.kernels.moe.moe_tiles_triton import AdapterTiles, ExpertTiles, make_adapter_tiles, make_tiles
@@ -38,37 +39,58 @@ from lorafleet.kernels.moe.moe_torch import SharedOutput
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
-    """The shape of the GEMM's programs, and that of the adapters' tiles."""
+class _Gemm:
+    """The shape of the programs of plain experts' GEMM."""
 
-    tile_pairs: int
     block_o: int
     block_d: int  # in half precision
     warps: int
     stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """The shape of the tiles of pairs, of the adapters' tiles and of the GEMM's programs."""
+
+    tile_pairs: int
+    gemm: _Gemm | None  # None if all experts have codes that the CUDA kernels read
     adapter_pairs: int = 16  # pairs in a tile of the adapters
     beside: bool = True  # whether the adapters run beside the GEMM
 
 
+_Shapes = tuple[tuple[float, _Shape], ...]
 # The key is the largest average number of pairs per expert for which the shape is used.
-_SHAPES = (
-    (8, _Shape(16, 64, 128, 4, 3)),
-    (48, _Shape(32, 64, 128, 4, 4)),
-    (96, _Shape(64, 128, 64, 4, 4, beside=False)),
-    (256, _Shape(128, 256, 64, 8, 4, beside=False)),
-    (float("inf"), _Shape(128, 256, 64, 8, 4, adapter_pairs=64, beside=False)),
+_SHAPES: _Shapes = (
+    (8, _Shape(16, _Gemm(64, 128, 4, 3))),
+    (48, _Shape(32, _Gemm(64, 128, 4, 4))),
+    (96, _Shape(64, _Gemm(128, 64, 4, 4), beside=False)),
+    (256, _Shape(128, _Gemm(256, 64, 8, 4), beside=False)),
+    (float("inf"), _Shape(128, _Gemm(256, 64, 8, 4), adapter_pairs=64, beside=False)),
+)
+# For the CUDA kernels, of which there is one for each number of pairs in a tile. Those from 32 on leave no room beside them.
+_TILED_SHAPES: _Shapes = (
+    (5, _Shape(8, None)),
+    (10, _Shape(16, None)),
+    (40, _Shape(32, None, beside=False)),
+    (80, _Shape(64, None, beside=False)),
+    (256, _Shape(128, None, beside=False)),
+    (float("inf"), _Shape(128, None, adapter_pairs=64, beside=False)),
 )
 # Up to so many pairs, the weighted sum reads B of down for each pair, instead of additions that were written.
 MOST_FOLDED_PAIRS = 2048
 
 
-def _shape_for(num_pairs: int, num_experts: int) -> _Shape:
-    return next(shape for most, shape in _SHAPES if num_pairs <= most * num_experts)
+def _shapes(are_tiled: bool) -> _Shapes:
+    return _TILED_SHAPES if are_tiled else _SHAPES
 
 
-def first_tokens(num_experts: int, per_token: int) -> list[int]:
+def _shape_for(num_pairs: int, num_experts: int, are_tiled: bool) -> _Shape:
+    return next(shape for most, shape in _shapes(are_tiled) if num_pairs <= most * num_experts)
+
+
+def first_tokens(num_experts: int, per_token: int, are_tiled: bool) -> list[int]:
     """Returns the numbers of tokens from which on steps have another shape, and so other variants of the kernels."""
-    return [int(most * num_experts) // per_token + 1 for most, _ in _SHAPES[:-1]]
+    return [int(most * num_experts) // per_token + 1 for most, _ in _shapes(are_tiled)[:-1]]
 
 
 @jit(do_not_specialize=["pairs_a_row"])
@@ -119,12 +141,12 @@ class PairTiles:
         return self.expert_TK.numel()
 
     @classmethod
-    def of(cls, expert_TK: Tensor, num_experts: int, adapters: StepExperts | None) -> PairTiles:
-        """Sorts the pairs by expert, and by slot if there are adapters.
+    def of(cls, expert_TK: Tensor, num_experts: int, are_tiled: bool, adapters: StepExperts | None) -> PairTiles:
+        """Sorts the pairs by expert, and by slot if there are adapters. are_tiled is that of the ExpertMatrices.
 
         `adapters` are those on any linear of the mixture, since all have the same tokens and slots.
         """
-        shape = _shape_for(expert_TK.numel(), num_experts)
+        shape = _shape_for(expert_TK.numel(), num_experts, are_tiled)
         if adapters is None:
             return cls(expert_TK, shape, make_tiles(expert_TK, num_experts, shape.tile_pairs), None)
         tiles = make_adapter_tiles(expert_TK, num_experts, shape.tile_pairs, adapters, shape.adapter_pairs)
@@ -168,13 +190,15 @@ class PairTiles:
 
     def _base(self, x: Tensor, w_EOD: ExpertMatrix) -> Tensor:
         if isinstance(w_EOD, ExpertCodes):
-            return codes_linear(x, w_EOD, self.tiles, self.num_pairs)
+            multiply = tiled_experts_linear if is_tiled(w_EOD) else codes_linear
+            return multiply(x, w_EOD, self.tiles, self.num_pairs)
         _, num_outputs, num_features = w_EOD.shape
         assert x.is_contiguous() and w_EOD.is_contiguous() and x.shape[1] == num_features
         assert x.dtype == w_EOD.dtype and self.num_pairs % len(x) == 0
         out_NO = torch.empty(self.num_pairs, num_outputs, dtype=x.dtype, device=x.device)
-        shape = self.shape
-        _linear_kernel[(self.tiles.num_tiles * triton.cdiv(num_outputs, shape.block_o),)](
+        gemm = self.shape.gemm
+        assert gemm is not None
+        _linear_kernel[(self.tiles.num_tiles * triton.cdiv(num_outputs, gemm.block_o),)](
             x,
             w_EOD,
             out_NO,
@@ -183,10 +207,10 @@ class PairTiles:
             self.num_pairs // len(x),
             num_features=num_features,
             num_outputs=num_outputs,
-            tile_pairs=shape.tile_pairs,
-            block_o=shape.block_o,
-            block_d=shape.block_d * 2 // x.dtype.itemsize,
-            num_warps=shape.warps,
-            num_stages=shape.stages if x.dtype.itemsize == 2 else 2,  # limited by the size of shared memory
+            tile_pairs=self.shape.tile_pairs,
+            block_o=gemm.block_o,
+            block_d=gemm.block_d * 2 // x.dtype.itemsize,
+            num_warps=gemm.warps,
+            num_stages=gemm.stages if x.dtype.itemsize == 2 else 2,  # limited by the size of shared memory
         )
         return out_NO

@@ -139,7 +139,7 @@ def test_interpreted_mixtures_equal_the_twin(activation: str) -> None:
         from tests.kernels.moe.test_adapter_tiles import ACTIVATIONS, MIXES, mixture, step_of
 
         moe_tiles_triton.FEW = 64, 1
-        moe_triton._SHAPES = ((float("inf"), moe_triton._Shape(16, 16, 8, 1, 1, adapter_pairs=16)),)
+        moe_triton._SHAPES = ((float("inf"), moe_triton._Shape(16, moe_triton._Gemm(16, 8, 1, 1), adapter_pairs=16)),)
         activation = ACTIVATIONS[{activation!r}]
         for name in MIXES if {activation!r} == "silu" else ["prompts and the base"]:
             mix = MIXES[name]

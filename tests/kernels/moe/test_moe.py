@@ -183,7 +183,7 @@ def test_interpreted_kernels() -> None:
         expert_lora_triton.SPLIT_FEATURES, expert_lora_triton.SHRINK_D, expert_lora_triton.EXPAND_O = 16, 4, 16
         adapted_activation_triton.MOST_PROGRAMS = expert_lora_triton.MOST_PROGRAMS = 3
         adapted_activation_triton.BLOCK_I, adapted_combine_triton.BLOCK_NUMBERS = 4, 16
-        moe_triton._SHAPES = ((float("inf"), moe_triton._Shape(16, 16, 8, 1, 1, adapter_pairs=2)),)
+        moe_triton._SHAPES = ((float("inf"), moe_triton._Shape(16, moe_triton._Gemm(16, 8, 1, 1), adapter_pairs=2)),)
         for sums_to_one in (True, False):
             logits = normal(7, 6, dtype=torch.float32, device="cpu", seed=1)
             check_route(logits, 3, sums_to_one, Routing(*route_triton(logits, RoutingRule(3, sums_to_one))))
