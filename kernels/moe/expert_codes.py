@@ -3,8 +3,8 @@
 They are one quantized weight of kernels/quant, whose rows are those of the first expert, then those of the second, and
 so on. So experts have the same codes, scales and values as dense linears, and are filled in the same way.
 
-On a CPU the values of the chosen experts are computed when they are needed, one expert at a time. On a GPU the codes are
-read by kernels/moe/moe_codes_cuda.py if tiled_weight() has a weight for them, and else by moe_codes_triton.py.
+On a CPU the values of the chosen experts are computed when they are needed, one expert at a time. On a GPU the codes
+are read by kernels/moe/moe_codes_cuda.py if tiled_weight() has a weight for them, and else by moe_codes_triton.py.
 """
 
 # E experts · O out · D in

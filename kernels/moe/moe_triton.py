@@ -67,7 +67,8 @@ _SHAPES: _Shapes = (
     (256, _Shape(128, _Gemm(256, 64, 8, 4), beside=False)),
     (float("inf"), _Shape(128, _Gemm(256, 64, 8, 4), adapter_pairs=64, beside=False)),
 )
-# For the CUDA kernels, of which there is one for each number of pairs in a tile. Those from 32 on leave no room beside them.
+# For the CUDA kernels, of which there is one for each number of pairs in a tile. From 32 on they leave no room beside
+# them.
 _TILED_SHAPES: _Shapes = (
     (5, _Shape(8, None)),
     (10, _Shape(16, None)),

@@ -108,7 +108,9 @@ class KernelShape:
     least_blocks: int  # blocks of 64 inputs that a program has at least, or adding its parts would be more work
     spans: int = 1  # most items of a launch that have the same rows and different tokens, without experts
     ahead: int = 0  # for few tokens: steps of a warp ahead of which codes are fetched into the L2 cache
-    serves_experts: bool = True  # whether it is also compiled for experts, with a tile of pairs as the tokens of an item
+    serves_experts: bool = (
+        True  # whether it is also compiled for experts, with a tile of pairs as the tokens of an item
+    )
 
     def __post_init__(self) -> None:
         assert 0 <= self.ahead <= MAX_AHEAD
