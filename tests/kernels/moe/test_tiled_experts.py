@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("triton")
+
 from lorafleet.kernels.decoder.decoder_stack import captured
 from lorafleet.kernels.moe.expert_codes import ExpertCodes, is_tiled
 from lorafleet.kernels.moe.moe_codes_cuda import launch_tiles, tiled_experts_linear
