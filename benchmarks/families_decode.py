@@ -318,6 +318,11 @@ def write_adapters(folder: Path, model: EngineModel) -> list[Path]:
     return paths
 
 
+def generated_tokens(batch: int) -> int:
+    """Returns the length of the answers: the first of them must last until the last prompt has been computed."""
+    return GENERATED + 2 * batch * PROMPT // PROMPT_TOKENS
+
+
 def make_engine(folder: Path, config: dict[str, Any], batches: list[int], backend: AttentionName) -> Engine:
     """Returns an engine whose graphs are for these batches only, which saves most of the time of a start."""
     (folder / "config.json").write_text(json.dumps(COMMON | config))
@@ -336,7 +341,7 @@ def make_engine(folder: Path, config: dict[str, Any], batches: list[int], backen
                 max_num_mixed_tokens=PROMPT_TOKENS,
                 max_gap_ms=10_000,
                 max_model_len=2048,
-                kv_cache_tokens=max(2048, max(batches) * (PROMPT + GENERATED + 32)),
+                kv_cache_tokens=max(2048, max(batches) * (PROMPT + generated_tokens(max(batches)) + 32)),
                 enable_prefix_caching=False,
                 attention_backend=backend,
                 lora=LoRAConfig(max_loras=ADAPTERS, max_lora_rank=RANK, max_cpu_loras=ADAPTERS),
@@ -345,7 +350,7 @@ def make_engine(folder: Path, config: dict[str, Any], batches: list[int], backen
 
 
 def step_ms(engine: Engine, batch: int, loras: list[LoRARequest]) -> float:
-    return statistics.median(decode_step_ms(engine, batch, PROMPT, GENERATED, loras) for _ in range(ROUNDS))
+    return statistics.median(decode_step_ms(engine, batch, PROMPT, generated_tokens(batch), loras) for _ in range(ROUNDS))
 
 
 def measure(family: str, batches: list[int], backend: AttentionName, bandwidth: float) -> list[Measured]:
@@ -359,7 +364,7 @@ def measure(family: str, batches: list[int], backend: AttentionName, bandwidth: 
         adapted_ms = {max(batches): step_ms(engine, max(batches), loras)}
         rows = []
         for batch in batches:
-            floor_ms = floor_bytes(model, batch, PROMPT + GENERATED / 2) / bandwidth / 1e9
+            floor_ms = floor_bytes(model, batch, PROMPT + generated_tokens(batch) / 2) / bandwidth / 1e9
             adapted = adapted_ms.get(batch)
             rows.append(Measured(family, layers, batch, graph_ms[batch], floor_ms, adapted))
             print(rows[-1].line(), flush=True)

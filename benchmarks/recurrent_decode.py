@@ -97,8 +97,9 @@ def decode(engine: Engine, folder: Path, shape: str, args: argparse.Namespace) -
     """Returns a case for each batch, and prints it."""
     model, cases = engine.runner.steps.model, []
     loras = load(engine, write_adapters(folder / "adapters", model))
-    prompt, generated = families_decode.PROMPT, families_decode.GENERATED
+    prompt = families_decode.PROMPT
     for batch in sorted(args.batches):
+        generated = families_decode.generated_tokens(batch)
         step_ms = decode_step_ms(engine, batch, prompt, generated, [])
         floor_ms = floor_bytes(model, batch, prompt + generated / 2) / args.bandwidth / 1e9
         allowed_ms = ALLOWED * floor_ms + ALLOWED_MS

@@ -12,7 +12,7 @@ import mmap
 import os
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -36,6 +36,7 @@ LANGUAGE_NAMES = {
 MAX_CONFIG_BYTES = 1 << 20
 MAX_WEIGHTS_BYTES = 16 << 30  # Rank 64 on every projection of a 405B model takes 7.1 GB in float32.
 MAX_BIN_BYTES = 2 << 30  # The whole file is read before its shapes are known.
+MAX_TARGETS = 1024  # of one read; the kernel's IOV_MAX
 CHUNK_BYTES = 4 << 20  # Each chunk is hashed while it is still in the CPU's cache.
 TICK_S = 0.02  # Two writes within one tick of the kernel's clock get the same time; a tick is 10 ms at most.
 _FILES_CLOCK = 5  # CLOCK_REALTIME_COARSE, for which Python has no name. Linux takes file times from it.
@@ -141,17 +142,22 @@ class OpenFile:
                 got += count
             digest.update(chunk)
 
-    def read_at(self, target: memoryview, offset: int) -> None:
-        """Fills target with the file's bytes from this offset on. Threads may call it at the same time."""
-        got = 0
-        while got < len(target):
+    def read_at(self, targets: Sequence[memoryview], offset: int) -> None:
+        """Fills the targets, one after another, with the file's bytes from this offset on. Threads may call it at the
+        same time. There are at most MAX_TARGETS, and none is empty."""
+        left = list(targets)
+        while left:
             try:
-                count = os.preadv(self.stream.fileno(), [target[got:]], offset + got)
+                count = os.preadv(self.stream.fileno(), left, offset)
             except OSError as error:
                 raise self._unreadable(error) from None
             if count == 0:
                 raise AdapterMalformed(f"{self.name} is truncated.")
-            got += count
+            offset += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
 
     def _read_some(self, target: memoryview) -> int:
         try:

@@ -81,9 +81,7 @@ class KnownDigests:
             self._seen.put(digest, None)
 
 
-def combined(before: hashlib._Hash, piece_bytes: int, pieces: Sequence[bytes]) -> bytes:
-    """Returns a hash of a whole content: of everything `before` the pieces, and of the pieces by their sha256.
-
-    All pieces but the last have piece_bytes. `before` includes the number of bytes of the weights file.
-    """
-    return hashlib.sha256(b"pieces of %d\0" % piece_bytes + before.digest() + b"".join(pieces)).digest()
+def combined(before: hashlib._Hash, pieces: Sequence[tuple[int, bytes]]) -> bytes:
+    """Returns a hash of a whole content: of everything `before` the pieces, and of each piece by its number of bytes
+    and its sha256. Other cuts of the same content have another hash."""
+    return hashlib.sha256(before.digest() + b"".join(b"%d\0" % size + digest for size, digest in pieces)).digest()

@@ -12,12 +12,13 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from lorafleet.protocol.adapter_formats.adapter_files import CHUNK_BYTES, OpenFile
+from lorafleet.protocol.adapter_formats.adapter_files import CHUNK_BYTES, MAX_TARGETS, OpenFile
 from lorafleet.workers.adapters.casting import max_magnitude
 from lorafleet.workers.adapters.content_digest import KnownDigests, combined
 
@@ -27,6 +28,8 @@ MIN_THREADS_FOR_PIECES = 4
 MIN_PIECES = 3  # contents of fewer are read on the calling thread
 
 T = TypeVar("T")
+Piece = list[Tensor]  # uint8; bytes that follow one another in the file
+PieceHash = tuple[int, bytes]  # number of bytes, sha256
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +67,27 @@ class ParallelReader:
         return num_bytes > (MIN_PIECES - 1) * self._piece_bytes
 
     def read(
-        self, file: OpenFile, target: Tensor, dtype: torch.dtype | None, before: hashlib._Hash, expected: str
+        self,
+        file: OpenFile,
+        targets: Iterable[Tensor],
+        dtype: torch.dtype | None,
+        before: hashlib._Hash,
+        expected: str,
     ) -> ReadValues:
-        """Fills `target` with the file's last bytes. Returns when they are there, and before their digest is known.
+        """Fills the targets, one after another, with the file's last bytes. Returns when they are there, and before
+        their digest is known.
 
         Args:
-            target: uint8.
+            targets: uint8. They may lie anywhere.
             dtype: The dtype of all values, or None if their largest magnitude is not wanted.
             before: The digest of everything before these bytes. It is not changed.
             expected: The digest that the content should have, or "".
         """
-        offset, pieces = file.size - len(target), target.split(self._piece_bytes)
+        pieces = _pieces(targets, self._piece_bytes)
+        offsets = accumulate(map(_size, pieces), initial=file.size - sum(map(_size, pieces)))
         reads = [
-            self._pool.submit(_read_piece, file, piece, offset + i * self._piece_bytes, dtype)
-            for i, piece in enumerate(pieces)
+            self._pool.submit(_read_piece, file, piece, offset, dtype)
+            for piece, offset in zip(pieces, offsets, strict=False)
         ]
         hashes = [
             self._pool.submit(_hash_piece, piece, read)
@@ -108,9 +118,9 @@ class ParallelReader:
     def _digest(
         self,
         before: hashlib._Hash,
-        pieces: Sequence[Tensor],
+        pieces: Sequence[Piece],
         reads: Sequence[Future[Tensor | None]],
-        hashes: Sequence[Future[bytes]],
+        hashes: Sequence[Future[PieceHash]],
         expected: str,
     ) -> str:
         """Computes the digest in order, unless the hashes of the pieces are those of a known content."""
@@ -124,21 +134,48 @@ class ParallelReader:
                 if (found := self._find(before, hashes)) is not None:
                     return found
                 may_be_known = False
-            digest.update(piece.numpy().data)
+            _update(digest, piece)
         computed = digest.hexdigest()
         if hashes:
-            self._known.add(combined(before, self._piece_bytes, [of_piece.result() for of_piece in hashes]), computed)
+            self._known.add(combined(before, [of_piece.result() for of_piece in hashes]), computed)
         return computed
 
-    def _find(self, before: hashlib._Hash, hashes: Sequence[Future[bytes]]) -> str | None:
-        return self._known.find(combined(before, self._piece_bytes, [of_piece.result() for of_piece in hashes]))
+    def _find(self, before: hashlib._Hash, hashes: Sequence[Future[PieceHash]]) -> str | None:
+        return self._known.find(combined(before, [of_piece.result() for of_piece in hashes]))
 
 
-def _read_piece(file: OpenFile, piece: Tensor, offset: int, dtype: torch.dtype | None) -> Tensor | None:
-    file.read_at(piece.numpy().data, offset)
-    return None if dtype is None else max_magnitude(piece.view(dtype))
+def _pieces(targets: Iterable[Tensor], piece_bytes: int) -> list[Piece]:
+    """Divides the targets into pieces of at most piece_bytes, each of at most MAX_TARGETS parts. The order stays."""
+    pieces: list[Piece] = []
+    room = 0  # in the last piece
+    for part in (part for target in targets if len(target) for part in target.split(piece_bytes)):
+        if len(part) > room or len(pieces[-1]) == MAX_TARGETS:
+            pieces.append([])
+            room = piece_bytes
+        pieces[-1].append(part)
+        room -= len(part)
+    return pieces
 
 
-def _hash_piece(piece: Tensor, read: Future[Tensor | None]) -> bytes:
+def _size(piece: Piece) -> int:
+    return sum(map(len, piece))
+
+
+def _read_piece(file: OpenFile, piece: Piece, offset: int, dtype: torch.dtype | None) -> Tensor | None:
+    file.read_at([part.numpy().data for part in piece], offset)
+    if dtype is None:
+        return None
+    largest = [max_magnitude(part.view(dtype)) for part in piece]
+    return largest[0] if len(largest) == 1 else max_magnitude(torch.stack(largest))
+
+
+def _hash_piece(piece: Piece, read: Future[Tensor | None]) -> PieceHash:
     read.result()
-    return hashlib.sha256(piece.numpy().data).digest()
+    digest = hashlib.sha256()
+    _update(digest, piece)
+    return _size(piece), digest.digest()
+
+
+def _update(digest: hashlib._Hash, piece: Piece) -> None:
+    for part in piece:
+        digest.update(part.numpy().data)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -42,7 +42,14 @@ from lorafleet.workers.adapters.kinds.kind import Base
 from lorafleet.workers.adapters.own_rope import own_rope
 from lorafleet.workers.adapters.parallel_reading import ParallelReader
 from lorafleet.workers.adapters.peft_helper import PEFTHelper
-from lorafleet.workers.adapters.weight_files import LoadedTensors, MemoryFile, WeightsFile, read_weights
+from lorafleet.workers.adapters.weight_files import (
+    LoadedTensors,
+    MemoryFile,
+    Placement,
+    SafetensorsFile,
+    WeightsFile,
+    read_weights,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,7 @@ class ReadAdapter:
     content: ContentDigest  # sha256 of config, weights and language
     read_s: float  # seconds spent reading the values
     language: str = ""  # language_digest of its tokenizer and chat template files
+    block: Tensor | None = None  # Placement.block, in which values may lie
 
     @property
     def digest(self) -> str:
@@ -69,6 +77,7 @@ def read_adapter(
     name: str,
     expected_digest: str = "",
     reader: ParallelReader | None = None,
+    place: Callable[[AdapterParts], Placement | None] | None = None,
 ) -> ReadAdapter:
     """Reads and checks the adapter in a folder or in memory. Raises an AdapterError, and never returns half an adapter.
 
@@ -83,6 +92,7 @@ def read_adapter(
         name: the adapter's name, for messages.
         expected_digest: if given, files with another digest raise AdapterChanged.
         reader: threads that read the values and compute their digest.
+        place: returns where values are read to, if it matters and is known.
     """
     with _about(name), _opened(source, expected_digest, reader) as (helper, language, weights):
         parts = AdapterParts.of(helper, weights.infos, base, max_rank)
@@ -91,7 +101,10 @@ def read_adapter(
         read_classifier(helper.fields, language.get(DEFAULTS_NAME), weights.infos)  # rejects wrong labels
         rope = own_rope(stated, base, bool(parts.invocation_tokens))
         reading = time.perf_counter()
-        loaded = weights.load()
+        placement = None
+        if place is not None and isinstance(weights, SafetensorsFile) and weights.can_place:
+            placement = place(parts)
+        loaded = weights.load() if placement is None else weights.load_into(placement)
         read_s = time.perf_counter() - reading
     content = ContentDigest(loaded.digest, expected_digest, name)
     if reader is None:
@@ -100,7 +113,9 @@ def read_adapter(
         _check_values(loaded, dtype)
         forms = parts.forms(loaded.by_name, rope)
         _check_forms(forms, loaded, dtype)
-    return ReadAdapter(forms, content, read_s, language_digest(language))
+    return ReadAdapter(
+        forms, content, read_s, language_digest(language), None if placement is None else placement.block
+    )
 
 
 @contextmanager

@@ -46,6 +46,14 @@ class WeightsFile(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """Memory into which tensors are read, so that they need not be copied there later."""
+
+    block: Tensor  # uint8; the memory is valid as long as this tensor
+    by_name: Mapping[str, Tensor]  # uint8 views of the block, for some of the tensors
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedTensors:
     """The values of all tensors of a file, on the CPU."""
 
@@ -84,13 +92,33 @@ class SafetensorsFile:
         self.infos: Mapping[str, TensorInfo] = parse_header(header, self._data_bytes, file.name)
 
     def load(self) -> LoadedTensors:
-        data = torch.from_numpy(np.empty(self._data_bytes, np.uint8))  # numpy uses huge pages, torch does not
+        data = _bytes(self._data_bytes)
         if self._reader is None or not self._reader.takes(self._data_bytes):
             read = self._read(data)
         else:
-            read = self._reader.read(self._file, data, shared_dtype(self.infos), self._digest, self._expected_digest)
+            read = self._reader.read(self._file, [data], shared_dtype(self.infos), self._digest, self._expected_digest)
         self._file.check_unchanged()
         return LoadedTensors(_views(data, self.infos), read.largest, read.digest)
+
+    @property
+    def can_place(self) -> bool:
+        """Whether load_into() may be called: threads must be worth their while, and all values share a dtype."""
+        takes = self._reader is not None and self._reader.takes(self._data_bytes)
+        return takes and shared_dtype(self.infos) is not None
+
+    def load_into(self, placement: Placement) -> LoadedTensors:
+        """As load(), but reads each tensor to the place that it has, if it has one."""
+        dtype = shared_dtype(self.infos)
+        assert self._reader is not None and dtype is not None
+        in_order = sorted(self.infos.items(), key=lambda item: item[1].start)  # without holes, as parse_header checks
+        raw: dict[str, Tensor] = {}
+        for name, info in yielding_gil(in_order):
+            placed = placement.by_name.get(name)
+            raw[name] = _bytes(info.end - info.start) if placed is None else placed
+        read = self._reader.read(self._file, raw.values(), dtype, self._digest, self._expected_digest)
+        self._file.check_unchanged()
+        views = {name: _view(target, self.infos[name]) for name, target in yielding_gil(raw.items())}
+        return LoadedTensors(views, read.largest, read.digest)
 
     def _read(self, data: Tensor) -> ReadValues:
         self._file.read_into(data.numpy().data, self._digest)
@@ -105,16 +133,23 @@ def shared_dtype(infos: Mapping[str, TensorInfo]) -> torch.dtype | None:
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
+def _bytes(count: int) -> Tensor:
+    return torch.from_numpy(np.empty(count, np.uint8))  # numpy uses huge pages, torch does not
+
+
 def _views(data: Tensor, infos: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
-    return {name: _view(data, info) for name, info in yielding_gil(infos.items()) if info.dtype in _DTYPES}
+    return {
+        name: _view(data[info.start : info.end], info)
+        for name, info in yielding_gil(infos.items())
+        if info.dtype in _DTYPES
+    }
 
 
-def _view(data: Tensor, info: TensorInfo) -> Tensor:
+def _view(raw: Tensor, info: TensorInfo) -> Tensor:
     dtype = _DTYPES[info.dtype]
-    raw = data[info.start : info.end]
     if not len(raw):
         return torch.empty(info.shape, dtype=dtype)
-    if info.start % dtype.itemsize:
+    if raw.storage_offset() % dtype.itemsize:
         raw = raw.clone()  # torch reads only aligned values
     return raw.view(dtype).view(info.shape)
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lorafleet.workers.slots.block_layout import PairSizes
+
 
 @dataclass(frozen=True, slots=True)
 class LoRALayerWeights:
@@ -27,6 +29,10 @@ class LoRALayerWeights:
     def __post_init__(self) -> None:
         assert self.a_RD.shape[0] <= self.b_OR.shape[1]
         assert self.row_scale_R is None or len(self.row_scale_R) == len(self.a_RD)
+
+    @property
+    def sizes(self) -> PairSizes:
+        return PairSizes(len(self.a_RD), self.in_features, self.out_features, self.rank, self.scaling)
 
     @property
     def rank(self) -> int:

@@ -24,16 +24,19 @@ from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.lora_request import LoRARequest, SealedAdapter
 from lorafleet.resolvers.fetch_metrics import FetchTotals
 from lorafleet.resolvers.store import AdapterStore
+from lorafleet.workers.adapters.adapter_parts import AdapterParts
 from lorafleet.workers.adapters.content_digest import ContentDigest
 from lorafleet.workers.adapters.forms import AdapterForms
 from lorafleet.workers.adapters.kinds.kind import Base
 from lorafleet.workers.adapters.mixed_forms import mix
 from lorafleet.workers.adapters.parallel_reading import ParallelReader
 from lorafleet.workers.adapters.reader import read_adapter
+from lorafleet.workers.adapters.weight_files import Placement
 from lorafleet.workers.slots.lora_model import LoRAModel
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.packed_adapter import PackedAdapter, pack
 from lorafleet.workers.slots.pinned_memory import PinnedMemory
+from lorafleet.workers.slots.read_in_place import placement
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +155,7 @@ class AdapterLoader:
             expected_digest=lora.digest,
             sharding=self._sharding,
             reader=self._reader,
+            place=self._place if self._sharding.group.size == 1 else None,
         )
         return self._pack(model)  # It waits for the digest, which a damaged folder must not have.
 
@@ -190,6 +194,9 @@ class AdapterLoader:
             for block in adapter.blocks:
                 self._pinned.pin(block)
         return adapter
+
+    def _place(self, parts: AdapterParts) -> Placement | None:
+        return placement(parts, self._parts, self._dtype, self._allocate)
 
     def _check_size(self, name: str, num_bytes: int, extra_bytes: int) -> None:
         """Raises AdapterTooLarge if the adapter could never get a slot."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,6 +24,7 @@ from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.protocol.adapter_formats.sealed_memory import SealedContent
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.yield_gil import yielding_gil
+from lorafleet.workers.adapters.adapter_parts import AdapterParts
 from lorafleet.workers.adapters.casting import cast
 from lorafleet.workers.adapters.content_digest import ContentDigest
 from lorafleet.workers.adapters.forms import (
@@ -41,6 +42,7 @@ from lorafleet.workers.adapters.kinds.kind import Base
 from lorafleet.workers.adapters.own_rope import check_scaling_factor
 from lorafleet.workers.adapters.parallel_reading import ParallelReader
 from lorafleet.workers.adapters.reader import read_adapter
+from lorafleet.workers.adapters.weight_files import Placement
 from lorafleet.workers.slots.layer_weights import AffineWeights, LoRALayerWeights
 from lorafleet.workers.slots.quantizing import fp8_scales, to_fp8
 from lorafleet.workers.slots.vocab_weights import (
@@ -85,6 +87,7 @@ class LoRAModel:
     language: str = ""  # language_digest of the adapter's files
     own_rope: OwnRope = BASE_ROPE
     classifier: ClassifierForm | None = None  # whole on every rank
+    block: Tensor | None = None  # memory in which A and B may lie as pack() lays them out
 
     @property
     def digest(self) -> str:
@@ -123,6 +126,7 @@ class LoRAModel:
         expected_digest: str = "",
         sharding: AdapterSharding | None = None,
         reader: ParallelReader | None = None,
+        place: Callable[[AdapterParts], Placement | None] | None = None,
     ) -> LoRAModel:
         """Reads and checks the adapter in a folder or in memory, and casts it to `dtype`, the serving dtype.
 
@@ -137,6 +141,7 @@ class LoRAModel:
             expected_digest: If given, other bytes than these raise AdapterChanged.
             sharding: None for the whole adapter.
             reader: Threads that read the values. They may still be computing the digest when this returns.
+            place: As read_adapter's.
         """
         started = time.perf_counter()
         read = read_adapter(
@@ -147,13 +152,14 @@ class LoRAModel:
             name=name,
             expected_digest=expected_digest,
             reader=reader,
+            place=place,
         )
         with read.content.confirmed_first():
             check_scaling_factor(read.forms, config, name)
             if sharding is not None:
                 check_vocabulary(read.forms, sharding.shard.whole.vocab_size, config, name)
         own = cls.of(read.forms, read.content, dtype, name, sharding, started, read.read_s)
-        return replace(own, language=read.language)
+        return replace(own, language=read.language, block=read.block)
 
     @classmethod
     def of(

@@ -1,8 +1,8 @@
 """Packs one adapter in the serving layout.
 
-All its A and B matrices are in a single block of bytes, so that filling a slot is one copy. Everything else is in a
-second block (extra_block.py). Both lie in host memory, pinned if there is a GPU, as the CPU tier's entry. On a CPU the
-slots use them in place.
+All its A and B matrices are in a single block of bytes, so that filling a slot is one copy. Matrices that were read
+right into their places (read_in_place.py) are not copied. Everything else is in a second block (extra_block.py). Both
+lie in host memory, pinned if there is a GPU, as the CPU tier's entry. On a CPU the slots use them in place.
 """
 
 # L packed linears · P slices
@@ -27,14 +27,15 @@ from lorafleet.kernels.lora.packed_lora import (
 )
 from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.protocol.lora_request import AdapterInfo
-from lorafleet.protocol.yield_gil import yielding_gil
 from lorafleet.workers.bases.rope_config import RopeConfig
 from lorafleet.workers.slots.base_parts import BaseParts
+from lorafleet.workers.slots.block_layout import lay_out
 from lorafleet.workers.slots.classifier_extras import classifier_tensors
 from lorafleet.workers.slots.extra_block import ExtraBlock, aligned, copy_into
 from lorafleet.workers.slots.layer_weights import LoRALayerWeights
 from lorafleet.workers.slots.linear_extra_parts import extra_tensors
 from lorafleet.workers.slots.lora_model import LoRAModel
+from lorafleet.workers.slots.read_in_place import is_in_place
 from lorafleet.workers.slots.vocab_extras import vocab_tensors
 
 LINEARS_AT_ONCE = 16  # copied by one thread in turn, some megabytes
@@ -135,14 +136,17 @@ def pack(
     linears = [[model.modules.get(name) for name in part.names] for part in base.linears]
     tensors = extra_tensors(model, base) | vocab_tensors(model.embedding, model.head)
     tensors |= classifier_tensors(model.classifier)
-    table, size = _lay_out(linears, dtype)
+    table, size = lay_out([[None if s is None else s.sizes for s in slices] for slices in linears], dtype)
     if check_size is not None:
         with model.content.confirmed_first():
             check_size(size, ExtraBlock.size_of(tensors))
-    block = allocate(size)
-    work = list(zip(table.offset_LA.tolist(), linears, strict=True))
-    parts = [work[start : start + LINEARS_AT_ONCE] for start in range(0, len(work), LINEARS_AT_ONCE)]
-    for_each(lambda part: _fill(block, part), parts)
+    if model.block is not None and is_in_place(model.block, table, size, linears):
+        block = model.block
+    else:
+        block = allocate(size)
+        work = list(zip(table.offset_LA.tolist(), linears, strict=True))
+        parts = [work[start : start + LINEARS_AT_ONCE] for start in range(0, len(work), LINEARS_AT_ONCE)]
+        for_each(lambda part: _fill(block, part), parts)
     extra = ExtraBlock.of(tensors, allocate) if tensors else None
     packed = time.perf_counter()
     info = AdapterInfo(
@@ -171,24 +175,6 @@ def slot_bytes(linears: Sequence[PackedLoRA], rank: int, dtype: torch.dtype) -> 
         for out in linear.out_features:
             end = aligned(end + rank * out * dtype.itemsize)
     return end
-
-
-def _lay_out(linears: Sequence[list[LoRALayerWeights | None]], dtype: torch.dtype) -> tuple[AdapterTable, int]:
-    """Places each linear's stacked A and then each slice's B. Returns the table and the bytes that they need."""
-    table = AdapterTable.empty(len(linears))
-    end = 0
-    for i, slices in yielding_gil(enumerate(linears)):
-        present = [s for s in slices if s is not None]
-        if not present:
-            continue
-        table.offset_LA[i, 0] = end
-        end = aligned(end + bytes_of_a(sum(len(s.a_RD) for s in present), present[0].in_features, dtype))
-        for p, s in enumerate(slices):
-            if s is not None:
-                table.offset_LA[i, 1 + p] = end
-                table.rank_LP[i, p], table.scale_LP[i, p] = s.rank, s.scaling
-                end = aligned(end + s.b_OR.numel() * dtype.itemsize)
-    return table, end
 
 
 def _fill(block: Tensor, part: LinearsWithOffsets) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(
 ) -> None:
     path, read_at = adapter.path / WEIGHTS, OpenFile.read_at
 
-    def truncate_and_read(self: OpenFile, target: memoryview, offset: int) -> None:
+    def truncate_and_read(self: OpenFile, target: Sequence[memoryview], offset: int) -> None:
         os.truncate(path, path.stat().st_size - 1)
         read_at(self, target, offset)
 
@@ -178,7 +178,7 @@ def test_a_file_that_is_written_while_it_is_read_is_refused(
 ) -> None:
     path, read_at = adapter.path / WEIGHTS, OpenFile.read_at
 
-    def read_and_write(self: OpenFile, target: memoryview, offset: int) -> None:
+    def read_and_write(self: OpenFile, target: Sequence[memoryview], offset: int) -> None:
         read_at(self, target, offset)
         overwrite_end(path, b"\0\0\0\0")
 
@@ -191,21 +191,21 @@ def test_a_content_is_recognized_by_all_of_its_pieces(tmp_path: Path, known: Kno
     """The digests that are made up here show which content was found again."""
     data = torch.arange(5 * PIECE_BYTES // 2, dtype=torch.int32).view(torch.uint8)
     (tmp_path / WEIGHTS).write_bytes(data.numpy().tobytes())
-    pieces = [hashlib.sha256(piece.numpy().tobytes()).digest() for piece in data.split(PIECE_BYTES)]
+    pieces = [(len(piece), hashlib.sha256(piece.numpy().tobytes()).digest()) for piece in data.split(PIECE_BYTES)]
     before = hashlib.sha256(b"config")
-    known.add(combined(before, PIECE_BYTES, pieces), "this content")
-    known.add(combined(hashlib.sha256(b"other config"), PIECE_BYTES, pieces), "another config")
-    known.add(combined(before, PIECE_BYTES, [*pieces[:-1], b""]), "another last piece")
+    known.add(combined(before, pieces), "this content")
+    known.add(combined(hashlib.sha256(b"other config"), pieces), "another config")
+    known.add(combined(before, [*pieces[:-1], (pieces[-1][0], b"")]), "another last piece")
     reader = ParallelReader(MIN_THREADS_FOR_PIECES, PIECE_BYTES, known)
     for expected in ("this content", "another config"):
         with AdapterFolder.at(tmp_path).open(WEIGHTS, 1 << 20) as file:
             target = torch.zeros_like(data)
-            found = reader.read(file, target, None, before, expected)
+            found = reader.read(file, [target], None, before, expected)
         assert found.digest.result() == "this content"
         assert found.largest is None and torch.equal(target, data)
     (tmp_path / WEIGHTS).write_bytes(bytes(len(data)))
     with AdapterFolder.at(tmp_path).open(WEIGHTS, 1 << 20) as file:
-        found = reader.read(file, target, None, before, "this content")
+        found = reader.read(file, [target], None, before, "this content")
         assert found.digest.result() == hashlib.sha256(b"config" + bytes(len(data))).hexdigest()
     reader.stop()
 

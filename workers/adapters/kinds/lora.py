@@ -94,6 +94,11 @@ def check(target: Target) -> int:
     return min(2 * rank, inputs, outputs)
 
 
+def keeps_pairs(helper: PEFTHelper) -> bool:
+    """Returns whether the forms have A and B as they lie in the file."""
+    return not mutated_base.mutates(helper) and not helper.has_object("use_bdlora")
+
+
 def form(target: Target) -> LinearForm:
     helper = target.helper
     a_RD, b_OR = _pair(target)
