@@ -1,8 +1,9 @@
 """The pairs of a step on the GPU, sorted into tiles for the GEMMs and, in a step with adapters on experts, into tiles
-for the adapters' kernels. Two launches make both.
+for the adapters' kernels. One launch makes the tiles of few pairs without adapters, and two make all others.
 
 Idea: the sort counts. One program per expert counts the expert's pairs and its tiles. Then one program per expert adds
-up the tiles of the experts before it, and writes its own. With adapters, the programs take the tokens in the order of
+up the tiles of the experts before it, and writes its own. If a program can read all pairs at a time, it counts those of
+all experts itself. With adapters, the programs take the tokens in the order of
 their slots, which the host knows. So an expert's pairs of one slot are neighbors, and a new tile of the adapters begins
 wherever the slot changes or a tile is full. There are as many tiles as any choice may need; unused ones have no expert.
 
@@ -123,12 +124,18 @@ def _place_kernel(
     tile_pairs: tl.constexpr,
     adapter_pairs: tl.constexpr,
     by_slot: tl.constexpr,
+    counts_all: tl.constexpr,
     block_e: tl.constexpr,
     block_n: tl.constexpr,
 ) -> None:
     expert = tl.program_id(0)
     e = tl.arange(0, block_e)
-    counts = tl.load(count_ptr + e, mask=e < num_experts, other=0)
+    if counts_all:
+        n = tl.arange(0, block_n)
+        counts = tl.histogram(tl.load(expert_ptr + n, mask=n < num_pairs, other=num_experts), block_e)
+        counts = tl.where(e < num_experts, counts, 0)
+    else:
+        counts = tl.load(count_ptr + e, mask=e < num_experts, other=0)
     tiles = tl.cdiv(counts, tile_pairs)
     count = tl.sum(tl.where(e == expert, counts, 0), 0)
     first_tile = tl.sum(tl.where(e < expert, tiles, 0), 0)
@@ -256,7 +263,9 @@ def _make(
         "block_n": block_n,
         "num_warps": warps,
     }
-    _count_kernel[(num_experts,)](expert_TK, *order, counts[0], counts[1], num_pairs, **constants)
+    counts_all = num_pairs <= block_n and adapters is None
+    if not counts_all:
+        _count_kernel[(num_experts,)](expert_TK, *order, counts[0], counts[1], num_pairs, **constants)
     _place_kernel[(num_experts,)](
         expert_TK,
         *order,
@@ -271,7 +280,8 @@ def _make(
         num_adapter_tiles,
         num_experts=num_experts,
         tile_pairs=tile_pairs,
-        block_e=triton.next_power_of_2(num_experts),
+        counts_all=counts_all,
+        block_e=triton.next_power_of_2(num_experts + 1),  # one more for places behind the last pair
         **constants,
     )
     return tiles, adapter_tiles

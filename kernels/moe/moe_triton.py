@@ -34,7 +34,14 @@ from lorafleet.kernels.moe.expert_lora_triton import expand_experts, shrink_expe
 from lorafleet.kernels.moe.moe_codes_cuda import tiled_experts_linear
 from lorafleet.kernels.moe.moe_codes_triton import codes_linear
 from lorafleet.kernels.moe.moe_combine_triton import combine_triton
-from lorafleet.kernels.moe.moe_tiles_triton import AdapterTiles, ExpertTiles, make_adapter_tiles, make_tiles
+from lorafleet.kernels.moe.moe_tiles_triton import (
+    FEW,
+    MANY_PAIRS,
+    AdapterTiles,
+    ExpertTiles,
+    make_adapter_tiles,
+    make_tiles,
+)
 from lorafleet.kernels.moe.moe_torch import SharedOutput
 
 
@@ -90,8 +97,9 @@ def _shape_for(num_pairs: int, num_experts: int, are_tiled: bool) -> _Shape:
 
 
 def first_tokens(num_experts: int, per_token: int, are_tiled: bool) -> list[int]:
-    """Returns the numbers of tokens from which on steps have another shape, and so other variants of the kernels."""
-    return [int(most * num_experts) // per_token + 1 for most, _ in _shapes(are_tiled)[:-1]]
+    """Returns the numbers of tokens from which on steps have other variants of the kernels."""
+    most_pairs = [int(most * num_experts) for most, _ in _shapes(are_tiled)[:-1]] + [FEW[0], MANY_PAIRS]
+    return sorted({most // per_token + 1 for most in most_pairs})
 
 
 @jit(do_not_specialize=["pairs_a_row"])

@@ -18,7 +18,7 @@ from lorafleet.kernels.moe.moe_tiles_triton import ExpertTiles, make_tiles
 from lorafleet.kernels.quant.base_weight import Scheme
 from lorafleet.kernels.quant.nf4 import NF4Scheme
 from lorafleet.kernels.quant.tiled_weight import TiledWeight
-from tests.kernels.harness import needs_gpu, poison_free_memory
+from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
 from tests.kernels.quant.four_bit_cases import CASES, filled, random_matrix_of
 from tests.kernels.quant.test_four_bit_source import EMULATED, compiled, emulated_kernels
 
@@ -59,6 +59,26 @@ def experts_of(case: str) -> ExpertCodes:
     weight = filled(scheme, EXPERTS * OUTPUTS, INPUTS, dtype, of_experts=True)
     experts.weight = weight
     return experts
+
+
+def test_interpreted_tiles_are_the_same_by_one_launch_and_by_two() -> None:
+    run_interpreted("""
+        import torch
+        from lorafleet.kernels.moe import moe_tiles_triton
+        from tests.kernels.moe.test_tiled_experts import tiles_of
+
+        generator = torch.Generator().manual_seed(0)
+        for pairs_a_time in (64, 16):
+            moe_tiles_triton.FEW = pairs_a_time, 1
+            for tokens, per_token, experts, tile_pairs in ((1, 2, 3, 8), (20, 3, 8, 8), (7, 4, 128, 16), (16, 4, 5, 2)):
+                expert_TK = torch.rand(tokens, experts - 1, generator=generator).argsort()[:, :per_token].int()
+                found = moe_tiles_triton.make_tiles(expert_TK.contiguous(), experts, tile_pairs)
+                wanted, used = tiles_of(expert_TK.flatten(), tile_pairs), int(found.used_1)
+                assert used == int(wanted.used_1)
+                assert torch.equal(found.expert_M[:used], wanted.expert_M[:used])
+                assert set(found.expert_M[used:].tolist()) <= {-1}
+                assert torch.equal(found.pair_MB[:used], wanted.pair_MB[:used])
+    """)
 
 
 @pytest.mark.parametrize("case", EMULATED)
