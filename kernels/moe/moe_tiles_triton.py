@@ -1,5 +1,6 @@
 """The pairs of a step on the GPU, sorted into tiles for the GEMMs and, in a step with adapters on experts, into tiles
-for the adapters' kernels. One launch makes the tiles of few pairs without adapters, and two make all others.
+for the adapters' kernels. One launch makes the tiles of few pairs without adapters, and two make all others. One or two
+tokens without adapters need none: a tile has one pair.
 
 Idea: the sort counts. One program per expert counts the expert's pairs and its tiles. Then one program per expert adds
 up the tiles of the experts before it, and writes its own. If a program can read all pairs at a time, it counts those of
@@ -15,6 +16,7 @@ Memory: see ExpertTiles and AdapterTiles. Both refer to the same sorted list of 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -27,6 +29,8 @@ from lorafleet.kernels.moe.expert_lora import StepExperts
 # Pairs that a program reads at a time, and its warps. The second shape is for steps with more than MANY_PAIRS pairs.
 FEW, MANY = (1024, 4), (4096, 16)
 MANY_PAIRS = 2048
+# Up to so many tokens, each pair is a tile. The experts that two tokens share are read twice, once from the cache.
+UNSORTED_TOKENS = 2
 
 
 @jit()
@@ -213,8 +217,19 @@ class AdapterTiles:
 
 
 def make_tiles(expert_TK: Tensor, num_experts: int, tile_pairs: int) -> ExpertTiles:
-    """Sorts the pairs by expert. expert_TK is int32 and contiguous."""
+    """Returns the pairs in tiles by expert. expert_TK is int32 and contiguous."""
+    if len(expert_TK) <= UNSORTED_TOKENS:
+        return ExpertTiles(expert_TK.view(-1), *_single_pairs(expert_TK.numel(), tile_pairs, expert_TK.device))
     return _make(expert_TK, num_experts, tile_pairs, None, 1)[0]
+
+
+@cache
+def _single_pairs(num_pairs: int, tile_pairs: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns pair_MB and used_1 of tiles that have one pair each."""
+    assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing()  # the copies wait for the GPU
+    pair_MB = torch.full((num_pairs, tile_pairs), -1, dtype=torch.int32)
+    pair_MB[:, 0] = torch.arange(num_pairs)
+    return pair_MB.to(device), torch.tensor([num_pairs], dtype=torch.int32).to(device)
 
 
 def make_adapter_tiles(

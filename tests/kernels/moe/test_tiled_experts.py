@@ -70,7 +70,7 @@ def test_interpreted_tiles_are_the_same_by_one_launch_and_by_two() -> None:
         generator = torch.Generator().manual_seed(0)
         for pairs_a_time in (64, 16):
             moe_tiles_triton.FEW = pairs_a_time, 1
-            for tokens, per_token, experts, tile_pairs in ((1, 2, 3, 8), (20, 3, 8, 8), (7, 4, 128, 16), (16, 4, 5, 2)):
+            for tokens, per_token, experts, tile_pairs in ((3, 2, 3, 8), (20, 3, 8, 8), (7, 4, 128, 16), (16, 4, 5, 2)):
                 expert_TK = torch.rand(tokens, experts - 1, generator=generator).argsort()[:, :per_token].int()
                 found = moe_tiles_triton.make_tiles(expert_TK.contiguous(), experts, tile_pairs)
                 wanted, used = tiles_of(expert_TK.flatten(), tile_pairs), int(found.used_1)
@@ -79,6 +79,14 @@ def test_interpreted_tiles_are_the_same_by_one_launch_and_by_two() -> None:
                 assert set(found.expert_M[used:].tolist()) <= {-1}
                 assert torch.equal(found.pair_MB[:used], wanted.pair_MB[:used])
     """)
+
+
+def test_each_pair_of_two_tokens_is_a_tile() -> None:
+    for expert_TK in (torch.tensor([[5, 0, 2]]), torch.tensor([[1, 0], [3, 1]])):
+        tiles = make_tiles(expert_TK.int(), 6, 8)
+        assert tiles.expert_M.tolist() == expert_TK.flatten().tolist()
+        assert tiles.pair_MB.tolist() == [[pair, *[-1] * 7] for pair in range(expert_TK.numel())]
+        assert tiles.used_1.tolist() == [expert_TK.numel()]
 
 
 @pytest.mark.parametrize("case", EMULATED)
