@@ -113,6 +113,7 @@ class TiledWeight(nn.Module):
         self.book = _held(BOOK_SIZE, dtype=torch.float32, device=device)
         self.pairs = _held(BOOK_SIZE * BOOK_SIZE, dtype=torch.int32, device=device)  # two of the book in each, by byte
         self.tickets = _held(MAX_PROGRAMS, dtype=torch.int32, device=device)  # zeros between launches
+        self._has_book = False  # until fill()
         self._scratch = scratch
         if device.type == "cuda":
             scratch.reserve(outputs * inputs)
@@ -133,8 +134,10 @@ class TiledWeight(nn.Module):
             book = torch.arange(BOOK_SIZE) - float(MIDDLE)
         put_codes(self.codes, first_row, code_OD)
         put_numbers(self.scales, first_row, scale_OG)
-        self.book.copy_(book)
-        self.pairs.copy_(pairs_of(book, self.dtype))
+        if not self._has_book:  # it is the same for all parts, and a mixture is filled in tens of thousands of them
+            self.book.copy_(book)
+            self.pairs.copy_(pairs_of(book, self.dtype))
+            self._has_book = True
 
     def linear(self, x_TD: Tensor, bias_O: Tensor | None) -> Tensor:
         kernels = self._kernels_for(x_TD)
