@@ -12,7 +12,6 @@ are read by kernels/moe/moe_codes_cuda.py if tiled_weight() has a weight for the
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +55,6 @@ class ExpertCodes(nn.Module):
 ExpertMatrix = Tensor | ExpertCodes  # The weights [E, O, D] of all experts, plain or quantized.
 
 
-def is_tiled(matrix: ExpertMatrix) -> TypeGuard[ExpertCodes]:
+def is_tiled(matrix: ExpertMatrix) -> bool:
     """Returns whether the CUDA kernels for codes of four bits read the weights."""
     return isinstance(matrix, ExpertCodes) and isinstance(matrix.weight, TiledWeight)

@@ -85,7 +85,8 @@ def experts_mlp(
     if matrices.scales_input:
         x = (x_TD.unsqueeze(1) * routing.weight_TK.to(x_TD.dtype).unsqueeze(-1)).flatten(0, 1)
     gate_up = pairs.linear(x, matrices.gate_up_EUD, to_gate_up)
-    down = pairs.down(gate_up, matrices.activation, matrices.gate_up_bias_EU, matrices.down_EDI, to_down)
+    inner_NI = pairs.activate(gate_up, matrices.activation, matrices.gate_up_bias_EU)
+    down = pairs.linear(inner_NI, matrices.down_EDI, to_down)
     return pairs.combine(down, left_TK, matrices.down_bias_ED, shared)
 
 
@@ -95,15 +96,8 @@ class _Pairs(Protocol):
     def linear(self, x: Tensor, w_EOD: ExpertMatrix, adapters: StepExperts | None) -> ExpertOutput:
         """Returns for each pair x times its expert's w, and its adapter's addition. x is [T, D] or [N, D]."""
 
-    def down(
-        self,
-        gate_up: ExpertOutput,
-        activation: ExpertActivation,
-        bias_EU: Tensor | None,
-        w_EDI: ExpertMatrix,
-        adapters: StepExperts | None,
-    ) -> ExpertOutput:
-        """Returns linear() of the activation of gate_up with the experts' biases."""
+    def activate(self, gate_up: ExpertOutput, activation: ExpertActivation, bias_EU: Tensor | None) -> Tensor:
+        """Returns the activation of gate_up with the experts' biases, [N, I]."""
 
     def combine(
         self, down: ExpertOutput, weight_TK: Tensor | None, bias_ED: Tensor | None, shared: SharedOutput | None

@@ -3,11 +3,10 @@
 Idea: the kernels for dense weights are compiled a second time, for tiles of pairs of a token and its expert. A tile
 multiplies the rows of its expert, gathers its rows of x by pair, and scatters those of y. The work of all tiles is
 divided evenly among the programs, which read from memory how many tiles a step has. So the launch is the same for any
-choice of experts. There is one kernel for each number of pairs in a tile, and one more for few pairs, which computes
-down from gate and up. It saves the launch of the activation.
+choice of experts. There is one kernel for each number of pairs in a tile.
 """
 
-# N pairs · D in · O out · E experts · I intermediate size
+# N pairs · D in · O out · E experts
 
 from __future__ import annotations
 
@@ -20,46 +19,25 @@ from lorafleet.kernels.quant.code_tiles import TILE
 from lorafleet.kernels.quant.four_bit_cuda import FourBitKernels, arguments_of, four_bit_kernels
 from lorafleet.kernels.quant.tiled_weight import TiledWeight
 
-GATE_UP_PAIRS = 8  # pairs of the tiles for which tiled_experts_silu() has a kernel
-
 
 def tiled_experts_linear(x: Tensor, experts: ExpertCodes, tiles: ExpertTiles, num_pairs: int) -> Tensor:
     """Returns for each pair x times its expert's weight, [N, O]. x is [T, D] or [N, D], and contiguous."""
-    return launch_tiles(x, experts, tiles, num_pairs, _kernels_of(experts, x.device))
-
-
-def tiled_experts_silu(gate_up_NU: Tensor, experts: ExpertCodes, tiles: ExpertTiles) -> Tensor:
-    """Returns for each pair silu(gate) * up, rounded to x's dtype, times its expert's weight, [N, O].
-
-    A row of gate_up is gate, then up, [N, 2I]. Tiles have GATE_UP_PAIRS pairs.
-    """
-    kernels = _kernels_of(experts, gate_up_NU.device)
-    return launch_tiles(gate_up_NU, experts, tiles, len(gate_up_NU), kernels, takes_gate_up=True)
-
-
-def _kernels_of(experts: ExpertCodes, device: torch.device) -> FourBitKernels:
     assert isinstance(experts.weight, TiledWeight)
-    kernels = four_bit_kernels(experts.weight.variant, device)
+    kernels = four_bit_kernels(experts.weight.variant, x.device)
     assert kernels is not None  # or tiled_weight() would have returned None
-    return kernels
+    return launch_tiles(x, experts, tiles, num_pairs, kernels)
 
 
 def launch_tiles(
-    x: Tensor,
-    experts: ExpertCodes,
-    tiles: ExpertTiles,
-    num_pairs: int,
-    kernels: FourBitKernels,
-    takes_gate_up: bool = False,
+    x: Tensor, experts: ExpertCodes, tiles: ExpertTiles, num_pairs: int, kernels: FourBitKernels
 ) -> Tensor:
-    """Returns tiled_experts_linear() or tiled_experts_silu() by the kernel for tiles of that size."""
+    """Returns tiled_experts_linear() by the kernel for tiles of that size."""
     weight, (_, outputs, inputs) = experts.weight, experts.shape
     assert isinstance(weight, TiledWeight) and weight.variant.of_experts
-    assert x.is_contiguous() and x.dtype == weight.dtype and x.data_ptr() % 16 == 0
-    assert x.shape[1] == (2 if takes_gate_up else 1) * inputs
+    assert x.is_contiguous() and x.shape[1] == inputs and x.dtype == weight.dtype and x.data_ptr() % 16 == 0
     pairs_a_row = num_pairs // len(x)
     assert num_pairs == pairs_a_row * len(x) and num_pairs * pairs_a_row < 1 << 32
-    shape = kernels.shape_of_tile(tiles.tile_pairs, takes_gate_up)
+    shape = kernels.shape_of_tile(tiles.tile_pairs)
     blocks = tiles.num_tiles * -(-outputs // shape.rows) * (inputs // TILE)
     programs = kernels.programs_for(shape, blocks)
     y_NO = torch.empty(num_pairs, outputs, dtype=x.dtype, device=x.device)

@@ -97,16 +97,8 @@ class PairsByExpert:
                 _add_adapters(out_NO, x, expert, pairs, pairs_a_row, adapters)
         return ExpertOutput(out_NO)
 
-    def down(
-        self,
-        gate_up: ExpertOutput,
-        activation: ExpertActivation,
-        bias_EU: Tensor | None,
-        w_EDI: ExpertMatrix,
-        adapters: StepExperts | None,
-    ) -> ExpertOutput:
-        inner_NI = activate_experts(LinearOutput(gate_up.y_NO), activation, self.expert_TK.view(-1), bias_EU)
-        return self.linear(inner_NI, w_EDI, adapters)
+    def activate(self, gate_up: ExpertOutput, activation: ExpertActivation, bias_EU: Tensor | None) -> Tensor:
+        return activate_experts(LinearOutput(gate_up.y_NO), activation, self.expert_TK.view(-1), bias_EU)
 
     def combine(
         self, down: ExpertOutput, weight_TK: Tensor | None, bias_ED: Tensor | None, shared: SharedOutput | None

@@ -31,7 +31,7 @@ from lorafleet.kernels.moe.expert_activation import ExpertActivation, activate_e
 from lorafleet.kernels.moe.expert_codes import ExpertCodes, ExpertMatrix, is_tiled
 from lorafleet.kernels.moe.expert_lora import ExpertOutput, StepExperts
 from lorafleet.kernels.moe.expert_lora_triton import expand_experts, shrink_experts
-from lorafleet.kernels.moe.moe_codes_cuda import GATE_UP_PAIRS, tiled_experts_linear, tiled_experts_silu
+from lorafleet.kernels.moe.moe_codes_cuda import tiled_experts_linear
 from lorafleet.kernels.moe.moe_codes_triton import codes_linear
 from lorafleet.kernels.moe.moe_combine_triton import combine_triton
 from lorafleet.kernels.moe.moe_tiles_triton import (
@@ -178,20 +178,7 @@ class PairTiles:
         # record_stream is not needed: each stream waits for the other before it reuses freed memory.
         return ExpertOutput(out_NO, p_KNC, adapters)
 
-    def down(
-        self,
-        gate_up: ExpertOutput,
-        activation: ExpertActivation,
-        bias_EU: Tensor | None,
-        w_EDI: ExpertMatrix,
-        adapters: StepExperts | None,
-    ) -> ExpertOutput:
-        is_plain = activation == "silu" and bias_EU is None and gate_up.p_KNC is None and adapters is None
-        if is_plain and is_tiled(w_EDI) and self.tiles.tile_pairs == GATE_UP_PAIRS:
-            return ExpertOutput(tiled_experts_silu(gate_up.y_NO, w_EDI, self.tiles))
-        return self.linear(self._activated(gate_up, activation, bias_EU), w_EDI, adapters)
-
-    def _activated(self, gate_up: ExpertOutput, activation: ExpertActivation, bias_EU: Tensor | None) -> Tensor:
+    def activate(self, gate_up: ExpertOutput, activation: ExpertActivation, bias_EU: Tensor | None) -> Tensor:
         y_NU, p_KNC, adapters = gate_up
         if p_KNC is None or adapters is None:
             return activate_experts(LinearOutput(y_NU), activation, self.expert_TK.view(-1), bias_EU)

@@ -18,8 +18,7 @@
 //   SUB      groups in a block of 64 inputs: 4, 2, or 1 if a group is one block or several
 //   ZEROS    1 if groups have zero points
 //   EXPERTS  1 if the weight is that of all experts of a mixture: each tile of pairs multiplies its expert's rows
-//   FEW_8_WARPS, SILU_8_WARPS, FEW_16_WARPS, FEW_32_WARPS  warps of a program, as many as have enough registers; 0 for no
-//            such kernel
+//   FEW_8_WARPS, FEW_16_WARPS, FEW_32_WARPS  warps of a program, as many as have enough registers; 0 for no such kernel
 #define BLOCK_BYTES 2048  // codes of 64 rows and 64 inputs
 #define STEPS 4          // products of 16 inputs in a block
 #define SCALE_BYTES (SCALE == 0 ? 4 : 2)
@@ -35,7 +34,7 @@ struct Linear {
   const unsigned char* zeros;    // [O / 64, G, 8, 2, 4] uint8
   const unsigned* pairs;         // [256] pairs of values
   const float* book;             // [16] values
-  const unsigned short* x;       // [T, D], or [T, 2 D] for silu_8(): gate and up
+  const unsigned short* x;       // [T, D]
   const unsigned short* bias;    // [O] or null
   unsigned short* y;             // [T, O]
   float* parts;                  // [programs, 2, numbers of an item's sums]
@@ -291,43 +290,12 @@ template <int NT> struct Gathered {
   }
 };
 
-// Returns silu(gate) * up for two numbers of each, rounded once.
-DEVICE unsigned silu_pair(unsigned gate, unsigned up) {
-  unsigned r = 0;
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const float value = to_float(gate >> i * 16);
-    r |= (unsigned)to_number(value * sigmoid(value) * to_float(up >> i * 16)) << i * 16;
-  }
-  return r;
-}
-
-// The operands of a block in few(), in registers. A block is 64 rows by 64 inputs. With SILU, a row of x is the gate of all
-// inputs and then their up, which are loaded as they are: see activate().
-template <int NT, bool SILU> struct Operands {
+// The operands of a block in few(), in registers. A block is 64 rows by 64 inputs.
+template <int NT> struct Operands {
   U4 code[4];                            // of a tile of 16 rows: byte 4 * step + register
   unsigned scale[SUB][2 * SCALE_BYTES];  // rows g and g + 8 of the four tiles of 16 rows
   U2 zero[SUB];                          // the same rows' zeros
   U2 x[NT][STEPS];
-  U2 up[SILU ? NT : 1][STEPS];
-
-  // Loads a token's 64 inputs, or zeros for no token.
-  DEVICE static void load_x(U2* x, const unsigned short* from) {
-#pragma unroll
-    for (int q = 0; q < STEPS; q++) x[q] = U2{{0, 0}};
-    if (!from) return;
-    if (SUB == 4) {
-#pragma unroll
-      for (int q = 0; q < STEPS; q++) x[q] = load_8(from + q * 16);
-    } else {
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const U4 r = load_16(from + h * 32);
-        x[h * 2] = U2{{r.v[0], r.v[1]}};
-        x[h * 2 + 1] = U2{{r.v[2], r.v[3]}};
-      }
-    }
-  }
 
   DEVICE void load(const Linear& p, const Groups& groups, const Place& place, const Gathered<NT>& gathered, int lane) {
     const int g = lane >> 2, t = lane & 3, at = place.at + gathered.shift;
@@ -346,22 +314,23 @@ template <int NT, bool SILU> struct Operands {
     }
 #pragma unroll
     for (int n = 0; n < NT; n++) {
-      const int row = gathered.row[n], first = place.block * 64 + t * (SUB == 4 ? 4 : 8);
-      const unsigned short* from = row < 0 ? nullptr : p.x + (size_t)row * (SILU ? 2 : 1) * p.inputs + first;
-      load_x(x[n], from);
-      if (SILU) load_x(up[n], from ? from + p.inputs : nullptr);
+#pragma unroll
+      for (int q = 0; q < STEPS; q++) x[n][q] = U2{{0, 0}};
+      if (gathered.row[n] >= 0) {
+        const unsigned short* from = p.x + (size_t)gathered.row[n] * p.inputs + place.block * 64 + t * (SUB == 4 ? 4 : 8);
+        if (SUB == 4) {
+#pragma unroll
+          for (int q = 0; q < STEPS; q++) x[n][q] = load_8(from + q * 16);
+        } else {
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            const U4 r = load_16(from + h * 32);
+            x[n][h * 2] = U2{{r.v[0], r.v[1]}};
+            x[n][h * 2 + 1] = U2{{r.v[2], r.v[3]}};
+          }
+        }
+      }
     }
-  }
-
-  // Makes the inputs of gate and up. It waits for their loads.
-  DEVICE void activate() {
-    if (!SILU) return;
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-#pragma unroll
-      for (int q = 0; q < STEPS; q++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) x[n][q].v[i] = silu_pair(x[n][q].v[i], up[n][q].v[i]);
   }
 
   // Adds the block's products to the sums.
@@ -404,17 +373,17 @@ DEVICE void fetch(const Linear& p, const Run& run, const Groups& groups, int at,
 // Up to 8 * NT tokens. An item is 64 rows. The warps of a program take its blocks in turn, and add up at an item's end.
 // A warp loads the next block's operands into registers while it multiplies one: codes that went through shared memory
 // would take a third of the bandwidth that lookups leave.
-template <int NT, int WARPS, bool SILU = false> DEVICE void few(const Linear& p) {
+template <int NT, int WARPS> DEVICE void few(const Linear& p) {
   constexpr bool HALVES = NT == 4;  // half of the warps add to the other half's sums, or they would not fit
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const Run run(p, p.outputs / 64, EXPERTS ? *p.used_tiles : 1);
   if (run.is_empty()) return;
   const Groups groups(p);
   const Sums<64, NT * 8, HALVES ? WARPS / 2 : WARPS, WARPS * 32> all_sums(p, run);
-  Operands<NT, SILU> now, next;
+  Operands<NT> now, next;
   Gathered<NT> gathered;
   Place place = run.place(run.begin + warp);
-  const auto load = [&](Operands<NT, SILU>& operands) {
+  const auto load = [&](Operands<NT>& operands) {
     if (place.at >= run.end) return;
     gathered.follow(p, run, place.item.span, lane);
     operands.load(p, groups, place, gathered, lane);
@@ -431,7 +400,6 @@ template <int NT, int WARPS, bool SILU = false> DEVICE void few(const Linear& p)
       if (p.ahead) fetch(p, run, groups, place.at + p.ahead * WARPS, lane);
       place.move(WARPS, run);
       load(next);
-      now.activate();
       now.multiply(sums, lane_bits);
       now = next;
     }
@@ -599,9 +567,6 @@ KERNEL void __launch_bounds__(MANY_WARPS * 32, 1) many_32(const Linear p) { Many
 KERNEL void __launch_bounds__(MANY_WARPS * 32, 1) many_64(const Linear p) { Many<8>(p).work(); }
 #endif
 
-#if EXPERTS
-KERNEL void __launch_bounds__(SILU_8_WARPS * 32, 1) silu_8(const Linear p) { few<1, SILU_8_WARPS, true>(p); }
-#endif
 KERNEL void __launch_bounds__(FEW_8_WARPS * 32, 1) few_8(const Linear p) { few<1, FEW_8_WARPS>(p); }
 KERNEL void __launch_bounds__(FEW_16_WARPS * 32, 1) few_16(const Linear p) { few<2, FEW_16_WARPS>(p); }
 

@@ -72,7 +72,7 @@ class FourBitVariant:
         Each scale of a small group takes a register.
         """
         few_8, few_16, few_32 = {1: (16, 12, 8), 2: (12, 8, 0), 4: (8, 8, 0)}[self.groups_a_block]
-        return {"few_8": few_8, "silu_8": few_8, "few_16": few_16, "few_32": few_32}
+        return {"few_8": few_8, "few_16": few_16, "few_32": few_32}
 
     @property
     def options(self) -> list[str]:
@@ -93,7 +93,7 @@ class FourBitVariant:
             for shape in KERNEL_SHAPES
             if self.few_warps.get(shape.name) != 0
             and (has_wgmma or not shape.needs_wgmma)
-            and (shape.serves_experts if self.of_experts else shape.serves_dense)
+            and (shape.serves_experts or not self.of_experts)
         )
 
 
@@ -108,9 +108,9 @@ class KernelShape:
     least_blocks: int  # blocks of 64 inputs that a program has at least, or adding its parts would be more work
     spans: int = 1  # most items of a launch that have the same rows and different tokens, without experts
     ahead: int = 0  # for few tokens: steps of a warp ahead of which codes are fetched into the L2 cache
-    serves_dense: bool = True  # whether it is compiled for dense weights
-    serves_experts: bool = True  # whether it is compiled for experts: the tokens of an item are those of a tile
-    takes_gate_up: bool = False  # whether a row of x is gate and up, whose silu(gate) * up is multiplied
+    serves_experts: bool = (
+        True  # whether it is also compiled for experts, with a tile of pairs as the tokens of an item
+    )
 
     def __post_init__(self) -> None:
         assert 0 <= self.ahead <= MAX_AHEAD
@@ -138,8 +138,6 @@ KERNEL_SHAPES = (
     # for groups of 16 and 32, for which few_32 has no registers
     KernelShape("many_32", 32, 32, 2 * TILE, 4, serves_experts=False),
     KernelShape("many_64", 64, 64, 2 * TILE, 4, serves_experts=False),
-    # For experts alone:
-    KernelShape("silu_8", 8, 8, TILE, 8, serves_dense=False, takes_gate_up=True),
 )
 
 
@@ -161,10 +159,9 @@ class FourBitKernels:
         """Returns the first kernel that serves so many tokens, which are most_tokens or less."""
         return next(shape for shape in self.shapes if tokens <= shape.serves)
 
-    def shape_of_tile(self, pairs: int, takes_gate_up: bool) -> KernelShape:
+    def shape_of_tile(self, pairs: int) -> KernelShape:
         """Returns the kernel for tiles of so many pairs of tokens and experts."""
-        fitting = (shape for shape in self.shapes if shape.takes_gate_up == takes_gate_up)
-        return next(shape for shape in fitting if shape.tokens == pairs)
+        return next(shape for shape in self.shapes if shape.tokens == pairs)
 
     def programs_for(self, shape: KernelShape, blocks: int) -> int:
         """Returns the number of programs for a product of that many blocks, which are 64 inputs of an item each."""

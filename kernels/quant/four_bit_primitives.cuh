@@ -101,13 +101,6 @@ DEVICE unsigned fma_pair(unsigned a, unsigned b, unsigned c) {
   return r;
 }
 
-DEVICE float sigmoid(float value) {
-  float power, r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(value * -1.44269504f));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.f + power));
-  return r;
-}
-
 DEVICE float half_to_float(unsigned short bits) {
   float r;
   asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(bits));

@@ -86,7 +86,6 @@ inline unsigned lookup(unsigned word, int index, unsigned lane) {
   return read<unsigned>(at_window(TABLE_AT + (word >> index * 8 & 255) * 256 + lane * 4, 4));
 }
 
-inline float sigmoid(float value) { return 1.f / (1.f + std::exp(-value)); }
 inline float half_to_float(unsigned short bits) { _Float16 r; memcpy(&r, &bits, 2); return (float)r; }
 inline float bfloat_to_float(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }
 inline unsigned short to_half(float value) { _Float16 h = (_Float16)value; unsigned short r; memcpy(&r, &h, 2); return r; }
@@ -230,17 +229,16 @@ template <class Arguments> void launch(void (*kernel)(Arguments), int num_progra
 extern "C" void emulate(int kernel, int programs, const Linear* arguments) {
   using Kernel = void (*)(Linear);
 #if EXPERTS
-  const Kernel few_of_32 = nullptr, many_of_32 = nullptr, many_of_64 = nullptr, silu_of_8 = silu_8;
+  const Kernel few_of_32 = nullptr, many_of_32 = nullptr, many_of_64 = nullptr;
 #else
-  const Kernel many_of_32 = many_32, many_of_64 = many_64, silu_of_8 = nullptr;
+  const Kernel many_of_32 = many_32, many_of_64 = many_64;
 #if FEW_32_WARPS
   const Kernel few_of_32 = few_32;
 #else
   const Kernel few_of_32 = nullptr;
 #endif
 #endif
-  // The order is that of KERNEL_SHAPES.
-  const Kernel kernels[] = {few_8, few_16, wide_32, wide_64, wide_128, few_of_32, many_of_32, many_of_64, silu_of_8, dequantize};
-  const int warps[] = {FEW_8_WARPS, FEW_16_WARPS, 12, 12, 12, FEW_32_WARPS, MANY_WARPS, MANY_WARPS, SILU_8_WARPS, 8};
+  const Kernel kernels[] = {few_8, few_16, wide_32, wide_64, wide_128, few_of_32, many_of_32, many_of_64, dequantize};
+  const int warps[] = {FEW_8_WARPS, FEW_16_WARPS, 12, 12, 12, FEW_32_WARPS, MANY_WARPS, MANY_WARPS, 8};  // as KERNEL_SHAPES
   launch<Linear>(kernels[kernel], programs, warps[kernel] * 32, arguments);
 }
