@@ -5,13 +5,13 @@
 
 Layers have Qwen3-30B-A3B's shape (128 experts, 8 per token, hidden 2048, intermediate 768) in bf16. Each layer has its
 own weights, so that none is in the cache. One CUDA graph runs router, choice, experts and sum. Tokens choose at random.
---quantization quantizes the experts. --triton multiplies codes of four bits by the Triton kernel, which serves GPUs
-without the CUDA kernels.
 The floor is the bytes of the chosen experts and of the router divided by the copy bandwidth of the same run; for
 prompts it is the FLOP at 800 TFLOP/s if that takes longer. The same is measured with 8 adapters on all experts, with
-the bytes of their chosen experts' A and B. Their tokens alternate (decode) or follow one another (prompts). --kernels
-also prints each kernel's time without a graph. --tiles also tries other tiles of the adapters, and B of down read by
-the weighted sum (folded) or before it (written). --shapes also tries other tile shapes of plain experts.
+the bytes of their chosen experts' A and B. Their tokens alternate (decode) or follow one another (prompts). --rank 0
+leaves adapters out. --quantization quantizes the experts. --triton multiplies codes of four bits by the Triton kernel,
+which serves GPUs without the CUDA kernels. --kernels also prints each kernel's time without a graph. --tiles also tries
+other tiles of the adapters, and B of down read by the weighted sum (folded) or before it (written). --shapes also tries
+other tile shapes of plain experts.
 """
 
 # T tokens · E experts · D hidden size · I intermediate size
@@ -201,7 +201,8 @@ def measure(layers: Layers, bandwidth: float, arguments: argparse.Namespace) -> 
         own_T = turns % ADAPTERS if num_tokens <= 256 else turns * ADAPTERS // num_tokens
         nobody_T = torch.full_like(own_T, -1)
         base = 0.0
-        for name, slot_T in (("base", None), ("all base, launched with", nobody_T), ("8 adapters", own_T)):
+        kinds = [("base", None), ("all base, launched with", nobody_T), ("8 adapters", own_T)]
+        for name, slot_T in kinds if layers.rank else kinds[:1]:
             if slot_T is not None:
                 layers.sort(slot_T)
             floor = layers.floor_ms(x_TD, slot_T, bandwidth) / arguments.layers
