@@ -81,7 +81,12 @@ class KnownDigests:
             self._seen.put(digest, None)
 
 
-def combined(before: hashlib._Hash, pieces: Sequence[tuple[int, bytes]]) -> bytes:
+def combined(before: hashlib._Hash, order: bytes, pieces: Sequence[tuple[int, bytes]]) -> bytes:
     """Returns a hash of a whole content: of everything `before` the pieces, and of each piece by its number of bytes
-    and its sha256. Other cuts of the same content have another hash."""
-    return hashlib.sha256(before.digest() + b"".join(b"%d\0" % size + digest for size, digest in pieces)).digest()
+    and its sha256. Other cuts of the same content have another hash.
+
+    Args:
+        order: Name of the order in which the pieces have the bytes.
+    """
+    of_pieces = b"".join(b"%d\0" % size + digest for size, digest in pieces)
+    return hashlib.sha256(order + b"\0" + before.digest() + of_pieces).digest()

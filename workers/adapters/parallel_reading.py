@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ MIN_THREADS_FOR_PIECES = 4
 MIN_PIECES = 3  # contents of fewer are read on the calling thread
 
 T = TypeVar("T")
-Piece = list[Tensor]  # uint8; bytes that follow one another in the file
 PieceHash = tuple[int, bytes]  # number of bytes, sha256
 
 
@@ -67,36 +66,56 @@ class ParallelReader:
         return num_bytes > (MIN_PIECES - 1) * self._piece_bytes
 
     def read(
-        self,
-        file: OpenFile,
-        targets: Iterable[Tensor],
-        dtype: torch.dtype | None,
-        before: hashlib._Hash,
-        expected: str,
+        self, file: OpenFile, target: Tensor, dtype: torch.dtype | None, before: hashlib._Hash, expected: str
     ) -> ReadValues:
-        """Fills the targets, one after another, with the file's last bytes. Returns when they are there, and before
-        their digest is known.
+        """Fills `target` with the file's last bytes. Returns when they are there, and before their digest is known.
 
         Args:
-            targets: uint8. They may lie anywhere.
+            target: uint8.
             dtype: The dtype of all values, or None if their largest magnitude is not wanted.
             before: The digest of everything before these bytes. It is not changed.
             expected: The digest that the content should have, or "".
         """
-        pieces = _pieces(targets, self._piece_bytes)
-        offsets = accumulate(map(_size, pieces), initial=file.size - sum(map(_size, pieces)))
+        pieces = target.split(self._piece_bytes)
         reads = [
-            self._pool.submit(_read_piece, file, piece, offset, dtype)
-            for piece, offset in zip(pieces, offsets, strict=False)
+            self._pool.submit(_read_piece, file, piece, file.size - target.numel() + i * self._piece_bytes, dtype)
+            for i, piece in enumerate(pieces)
         ]
         hashes = [
-            self._pool.submit(_hash_piece, piece, read)
+            self._pool.submit(_hash_piece, piece, [read])
             for piece, read in zip(pieces if self._hashes_pieces else (), reads, strict=False)
         ]
-        digest = self._digests.submit(self._digest, before.copy(), pieces, reads, hashes, expected)
-        wait(reads)  # also after an error, since the caller then closes the file
-        largest = [found for read in reads if (found := read.result()) is not None]
-        return ReadValues(max_magnitude(torch.stack(largest)) if largest else None, digest)
+        content = _Content(before.copy(), b"in order", [[piece.numpy().data] for piece in pieces], reads, hashes)
+        return self._found(content, expected, reads)
+
+    def read_scattered(
+        self,
+        file: OpenFile,
+        targets: Iterable[memoryview],
+        memory: Sequence[Tensor],
+        dtype: torch.dtype,
+        before: hashlib._Hash,
+        expected: str,
+    ) -> ReadValues:
+        """Fills the targets, one after another, with the file's last bytes. Returns as read() does.
+
+        Args:
+            targets: Bytes of the memory, in any order.
+            memory: uint8. Everything in it that is in no target is 0.
+            dtype: The dtype of all values.
+            before: As for read().
+            expected: As for read().
+        """
+        parts = _pieces(targets, self._piece_bytes)
+        sizes = [sum(map(len, part)) for part in parts]
+        offsets = accumulate(sizes, initial=file.size - sum(sizes))
+        reads = [self._pool.submit(file.read_at, part, offset) for part, offset in zip(parts, offsets, strict=False)]
+        # Few large pieces of memory, rather than many tensors: each call takes the GIL, for which the threads queue.
+        pieces = [piece for block in memory for piece in block.split(self._piece_bytes)]
+        checks = [self._pool.submit(_largest, piece, reads, dtype) for piece in pieces]
+        hashes = [self._pool.submit(_hash_piece, piece, reads) for piece in (pieces if self._hashes_pieces else ())]
+        content = _Content(before.copy(), b"scattered", parts, reads, hashes)
+        return self._found(content, expected, [*reads, *checks])
 
     def largest(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns the largest magnitude of values that are in memory, as max_magnitude() does. `values` is uint8."""
@@ -115,67 +134,75 @@ class ParallelReader:
         self._digests.shutdown()
         self._pool.shutdown()
 
-    def _digest(
-        self,
-        before: hashlib._Hash,
-        pieces: Sequence[Piece],
-        reads: Sequence[Future[Tensor | None]],
-        hashes: Sequence[Future[PieceHash]],
-        expected: str,
-    ) -> str:
+    def _found(self, content: _Content, expected: str, calls: Sequence[Future[Any]]) -> ReadValues:
+        """Waits for the calls, which return the largest magnitude of their part, or None."""
+        digest = self._digests.submit(self._digest, content, expected)
+        wait(calls)  # also after an error, since the caller then closes the file
+        largest = [found for call in calls if (found := call.result()) is not None]
+        return ReadValues(max_magnitude(torch.stack(largest)) if largest else None, digest)
+
+    def _digest(self, content: _Content, expected: str) -> str:
         """Computes the digest in order, unless the hashes of the pieces are those of a known content."""
+        hashes = content.hashes
         is_expected = bool(hashes) and expected in self._known
-        if is_expected and (found := self._find(before, hashes)) is not None:
+        if is_expected and (found := self._known.find(content.combined())) is not None:
             return found
-        digest, may_be_known = before.copy(), bool(hashes) and not is_expected
-        for piece, read in zip(pieces, reads, strict=True):
+        digest, may_be_known = content.before.copy(), bool(hashes) and not is_expected
+        for part, read in zip(content.parts, content.reads, strict=True):
             read.result()
             if may_be_known and hashes[-1].done():  # the others were started before it
-                if (found := self._find(before, hashes)) is not None:
+                if (found := self._known.find(content.combined())) is not None:
                     return found
                 may_be_known = False
-            _update(digest, piece)
+            for data in part:
+                digest.update(data)
         computed = digest.hexdigest()
         if hashes:
-            self._known.add(combined(before, [of_piece.result() for of_piece in hashes]), computed)
+            self._known.add(content.combined(), computed)
         return computed
 
-    def _find(self, before: hashlib._Hash, hashes: Sequence[Future[PieceHash]]) -> str | None:
-        return self._known.find(combined(before, [of_piece.result() for of_piece in hashes]))
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """A content whose digest is wanted."""
+
+    before: hashlib._Hash  # of everything before the parts
+    order: bytes  # in which the pieces that are hashed lie, since other orders of the same bytes are other contents
+    parts: Sequence[Sequence[memoryview]]  # in the file's order
+    reads: Sequence[Future[Any]]  # of each part
+    hashes: Sequence[Future[PieceHash]]  # of the pieces
+
+    def combined(self) -> bytes:
+        """Waits for the hashes."""
+        return combined(self.before, self.order, [of_piece.result() for of_piece in self.hashes])
 
 
-def _pieces(targets: Iterable[Tensor], piece_bytes: int) -> list[Piece]:
-    """Divides the targets into pieces of at most piece_bytes, each of at most MAX_TARGETS parts. The order stays."""
-    pieces: list[Piece] = []
-    room = 0  # in the last piece
-    for part in (part for target in targets if len(target) for part in target.split(piece_bytes)):
-        if len(part) > room or len(pieces[-1]) == MAX_TARGETS:
-            pieces.append([])
-            room = piece_bytes
-        pieces[-1].append(part)
-        room -= len(part)
-    return pieces
+def _pieces(targets: Iterable[memoryview], piece_bytes: int) -> list[list[memoryview]]:
+    """Groups the targets into parts of about piece_bytes, each of at most MAX_TARGETS. The order stays."""
+    parts: list[list[memoryview]] = [[]]
+    room = piece_bytes
+    for target in targets:
+        for start in range(0, len(target), piece_bytes):
+            if room <= 0 or len(parts[-1]) == MAX_TARGETS:
+                parts.append([])
+                room = piece_bytes
+            parts[-1].append(target[start : start + piece_bytes])
+            room -= len(parts[-1][-1])
+    return parts if parts[0] else []
 
 
-def _size(piece: Piece) -> int:
-    return sum(map(len, piece))
+def _read_piece(file: OpenFile, piece: Tensor, offset: int, dtype: torch.dtype | None) -> Tensor | None:
+    file.read_at([piece.numpy().data], offset)
+    return None if dtype is None else max_magnitude(piece.view(dtype))
 
 
-def _read_piece(file: OpenFile, piece: Piece, offset: int, dtype: torch.dtype | None) -> Tensor | None:
-    file.read_at([part.numpy().data for part in piece], offset)
-    if dtype is None:
-        return None
-    largest = [max_magnitude(part.view(dtype)) for part in piece]
-    return largest[0] if len(largest) == 1 else max_magnitude(torch.stack(largest))
+def _largest(piece: Tensor, reads: Sequence[Future[None]], dtype: torch.dtype) -> Tensor:
+    for read in reads:
+        read.result()
+    return max_magnitude(piece.view(dtype))
 
 
-def _hash_piece(piece: Piece, read: Future[Tensor | None]) -> PieceHash:
-    read.result()
-    digest = hashlib.sha256()
-    _update(digest, piece)
-    return _size(piece), digest.digest()
-
-
-def _update(digest: hashlib._Hash, piece: Piece) -> None:
-    for part in piece:
-        digest.update(part.numpy().data)
+def _hash_piece(piece: Tensor, reads: Sequence[Future[Any]]) -> PieceHash:
+    for read in reads:
+        read.result()
+    return piece.numel(), hashlib.sha256(piece.numpy().data).digest()

@@ -45,7 +45,7 @@ from lorafleet.workers.adapters.peft_helper import PEFTHelper
 from lorafleet.workers.adapters.weight_files import (
     LoadedTensors,
     MemoryFile,
-    Placement,
+    ReadTargets,
     SafetensorsFile,
     WeightsFile,
     read_weights,
@@ -60,7 +60,7 @@ class ReadAdapter:
     content: ContentDigest  # sha256 of config, weights and language
     read_s: float  # seconds spent reading the values
     language: str = ""  # language_digest of its tokenizer and chat template files
-    block: Tensor | None = None  # Placement.block, in which values may lie
+    block: Tensor | None = None  # ReadTargets.block, in which values may lie
 
     @property
     def digest(self) -> str:
@@ -77,7 +77,7 @@ def read_adapter(
     name: str,
     expected_digest: str = "",
     reader: ParallelReader | None = None,
-    place: Callable[[AdapterParts], Placement | None] | None = None,
+    place: Callable[[AdapterParts], ReadTargets | None] | None = None,
 ) -> ReadAdapter:
     """Reads and checks the adapter in a folder or in memory. Raises an AdapterError, and never returns half an adapter.
 
@@ -101,10 +101,7 @@ def read_adapter(
         read_classifier(helper.fields, language.get(DEFAULTS_NAME), weights.infos)  # rejects wrong labels
         rope = own_rope(stated, base, bool(parts.invocation_tokens))
         reading = time.perf_counter()
-        placement = None
-        if place is not None and isinstance(weights, SafetensorsFile) and weights.can_place:
-            placement = place(parts)
-        loaded = weights.load() if placement is None else weights.load_into(placement)
+        loaded, block = _load(weights, parts, place)
         read_s = time.perf_counter() - reading
     content = ContentDigest(loaded.digest, expected_digest, name)
     if reader is None:
@@ -113,9 +110,7 @@ def read_adapter(
         _check_values(loaded, dtype)
         forms = parts.forms(loaded.by_name, rope)
         _check_forms(forms, loaded, dtype)
-    return ReadAdapter(
-        forms, content, read_s, language_digest(language), None if placement is None else placement.block
-    )
+    return ReadAdapter(forms, content, read_s, language_digest(language), block)
 
 
 @contextmanager
@@ -134,6 +129,17 @@ def _opened(
         digest = new_digest(config, file.name, file.size, language)
         yield helper, language, read_weights(file, digest, reader, expected_digest)
     check_same_config(folder, config)
+
+
+def _load(
+    weights: WeightsFile, parts: AdapterParts, place: Callable[[AdapterParts], ReadTargets | None] | None
+) -> tuple[LoadedTensors, Tensor | None]:
+    """Returns the values, and the block that some of them were read into, if any."""
+    if place is not None and isinstance(weights, SafetensorsFile) and weights.can_place:
+        targets = place(parts)
+        if targets is not None:
+            return weights.load_into(targets), targets.block
+    return weights.load(), None
 
 
 def _range_of(dtype: torch.dtype) -> torch.dtype:

@@ -46,11 +46,11 @@ class WeightsFile(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ReadTargets:
     """Memory into which tensors are read, so that they need not be copied there later."""
 
-    block: Tensor  # uint8; the memory is valid as long as this tensor
-    by_name: Mapping[str, Tensor]  # uint8 views of the block, for some of the tensors
+    block: Tensor  # uint8; the memory is valid as long as this tensor, and 0 where no tensor lies
+    offset: Mapping[str, int]  # in the block, for some of the tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class SafetensorsFile:
         if self._reader is None or not self._reader.takes(self._data_bytes):
             read = self._read(data)
         else:
-            read = self._reader.read(self._file, [data], shared_dtype(self.infos), self._digest, self._expected_digest)
+            read = self._reader.read(self._file, data, shared_dtype(self.infos), self._digest, self._expected_digest)
         self._file.check_unchanged()
         return LoadedTensors(_views(data, self.infos), read.largest, read.digest)
 
@@ -106,18 +106,28 @@ class SafetensorsFile:
         takes = self._reader is not None and self._reader.takes(self._data_bytes)
         return takes and shared_dtype(self.infos) is not None
 
-    def load_into(self, placement: Placement) -> LoadedTensors:
+    def load_into(self, targets: ReadTargets) -> LoadedTensors:
         """As load(), but reads each tensor to the place that it has, if it has one."""
         dtype = shared_dtype(self.infos)
         assert self._reader is not None and dtype is not None
         in_order = sorted(self.infos.items(), key=lambda item: item[1].start)  # without holes, as parse_header checks
+        others = _bytes(sum(info.end - info.start for name, info in in_order if name not in targets.offset))
+        block_bytes, other_bytes, offset = targets.block.numpy().data, others.numpy().data, 0
+        parts: list[memoryview] = []
         raw: dict[str, Tensor] = {}
         for name, info in yielding_gil(in_order):
-            placed = placement.by_name.get(name)
-            raw[name] = _bytes(info.end - info.start) if placed is None else placed
-        read = self._reader.read(self._file, raw.values(), dtype, self._digest, self._expected_digest)
+            size, place = info.end - info.start, targets.offset.get(name)
+            if place is None:
+                raw[name] = others[offset : offset + size]
+                parts.append(other_bytes[offset : offset + size])
+                offset += size
+            else:
+                raw[name] = targets.block[place : place + size]
+                parts.append(block_bytes[place : place + size])
+        memory = [memory for memory in (targets.block, others) if memory.numel()]
+        read = self._reader.read_scattered(self._file, parts, memory, dtype, self._digest, self._expected_digest)
         self._file.check_unchanged()
-        views = {name: _view(target, self.infos[name]) for name, target in yielding_gil(raw.items())}
+        views = {name: _view(values, self.infos[name]) for name, values in yielding_gil(raw.items())}
         return LoadedTensors(views, read.largest, read.digest)
 
     def _read(self, data: Tensor) -> ReadValues:
@@ -147,7 +157,7 @@ def _views(data: Tensor, infos: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
 
 def _view(raw: Tensor, info: TensorInfo) -> Tensor:
     dtype = _DTYPES[info.dtype]
-    if not len(raw):
+    if not raw.numel():
         return torch.empty(info.shape, dtype=dtype)
     if raw.storage_offset() % dtype.itemsize:
         raw = raw.clone()  # torch reads only aligned values

@@ -35,7 +35,8 @@ class Upload:
             self._host = torch.empty(source.nbytes, dtype=torch.uint8, pin_memory=True)
         else:
             self._copied.synchronize()  # usually long done
-        host = self._host[: source.nbytes].view(source.dtype).view(source.shape).copy_(source)
+        host = self._host[: source.nbytes].view(source.dtype).view(source.shape)
+        np.copyto(host.numpy(), array)  # torch would wake its threads, and wait for each of them on a busy machine
         on_device = host.to(self._device, non_blocking=True)
         self._copied.record()
         return on_device

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lorafleet.workers.slots.block_layout import PairSizes
+
+@dataclass(frozen=True, slots=True)
+class PairSizes:
+    """The sizes of A [rows, inputs] and B [outputs, rank] on one rank, and their scaling."""
+
+    rows: int
+    inputs: int
+    outputs: int
+    rank: int
+    scaling: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +41,7 @@ class LoRALayerWeights:
 
     @property
     def sizes(self) -> PairSizes:
-        return PairSizes(len(self.a_RD), self.in_features, self.out_features, self.rank, self.scaling)
+        return PairSizes(self.a_RD.shape[0], self.in_features, self.out_features, self.rank, self.scaling)
 
     @property
     def rank(self) -> int:

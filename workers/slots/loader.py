@@ -31,12 +31,12 @@ from lorafleet.workers.adapters.kinds.kind import Base
 from lorafleet.workers.adapters.mixed_forms import mix
 from lorafleet.workers.adapters.parallel_reading import ParallelReader
 from lorafleet.workers.adapters.reader import read_adapter
-from lorafleet.workers.adapters.weight_files import Placement
+from lorafleet.workers.adapters.weight_files import ReadTargets
+from lorafleet.workers.slots.block_layout import read_targets
 from lorafleet.workers.slots.lora_model import LoRAModel
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.packed_adapter import PackedAdapter, pack
 from lorafleet.workers.slots.pinned_memory import PinnedMemory
-from lorafleet.workers.slots.read_in_place import placement
 
 log = logging.getLogger(__name__)
 
@@ -195,8 +195,8 @@ class AdapterLoader:
                 self._pinned.pin(block)
         return adapter
 
-    def _place(self, parts: AdapterParts) -> Placement | None:
-        return placement(parts, self._parts, self._dtype, self._allocate)
+    def _place(self, parts: AdapterParts) -> ReadTargets | None:
+        return read_targets(parts, self._parts, self._dtype, self._allocate)
 
     def _check_size(self, name: str, num_bytes: int, extra_bytes: int) -> None:
         """Raises AdapterTooLarge if the adapter could never get a slot."""

@@ -42,7 +42,7 @@ from lorafleet.workers.adapters.kinds.kind import Base
 from lorafleet.workers.adapters.own_rope import check_scaling_factor
 from lorafleet.workers.adapters.parallel_reading import ParallelReader
 from lorafleet.workers.adapters.reader import read_adapter
-from lorafleet.workers.adapters.weight_files import Placement
+from lorafleet.workers.adapters.weight_files import ReadTargets
 from lorafleet.workers.slots.layer_weights import AffineWeights, LoRALayerWeights
 from lorafleet.workers.slots.quantizing import fp8_scales, to_fp8
 from lorafleet.workers.slots.vocab_weights import (
@@ -126,7 +126,7 @@ class LoRAModel:
         expected_digest: str = "",
         sharding: AdapterSharding | None = None,
         reader: ParallelReader | None = None,
-        place: Callable[[AdapterParts], Placement | None] | None = None,
+        place: Callable[[AdapterParts], ReadTargets | None] | None = None,
     ) -> LoRAModel:
         """Reads and checks the adapter in a folder or in memory, and casts it to `dtype`, the serving dtype.
 

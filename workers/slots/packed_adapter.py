@@ -1,7 +1,7 @@
 """Packs one adapter in the serving layout.
 
 All its A and B matrices are in a single block of bytes, so that filling a slot is one copy. Matrices that were read
-right into their places (read_in_place.py) are not copied. Everything else is in a second block (extra_block.py). Both
+right into their places (block_layout.py) are not copied. Everything else is in a second block (extra_block.py). Both
 lie in host memory, pinned if there is a GPU, as the CPU tier's entry. On a CPU the slots use them in place.
 """
 
@@ -29,13 +29,12 @@ from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.protocol.lora_request import AdapterInfo
 from lorafleet.workers.bases.rope_config import RopeConfig
 from lorafleet.workers.slots.base_parts import BaseParts
-from lorafleet.workers.slots.block_layout import lay_out
+from lorafleet.workers.slots.block_layout import is_in_place, lay_out
 from lorafleet.workers.slots.classifier_extras import classifier_tensors
 from lorafleet.workers.slots.extra_block import ExtraBlock, aligned, copy_into
 from lorafleet.workers.slots.layer_weights import LoRALayerWeights
 from lorafleet.workers.slots.linear_extra_parts import extra_tensors
 from lorafleet.workers.slots.lora_model import LoRAModel
-from lorafleet.workers.slots.read_in_place import is_in_place
 from lorafleet.workers.slots.vocab_extras import vocab_tensors
 
 LINEARS_AT_ONCE = 16  # copied by one thread in turn, some megabytes

@@ -193,19 +193,19 @@ def test_a_content_is_recognized_by_all_of_its_pieces(tmp_path: Path, known: Kno
     (tmp_path / WEIGHTS).write_bytes(data.numpy().tobytes())
     pieces = [(len(piece), hashlib.sha256(piece.numpy().tobytes()).digest()) for piece in data.split(PIECE_BYTES)]
     before = hashlib.sha256(b"config")
-    known.add(combined(before, pieces), "this content")
-    known.add(combined(hashlib.sha256(b"other config"), pieces), "another config")
-    known.add(combined(before, [*pieces[:-1], (pieces[-1][0], b"")]), "another last piece")
+    known.add(combined(before, b"in order", pieces), "this content")
+    known.add(combined(hashlib.sha256(b"other config"), b"in order", pieces), "another config")
+    known.add(combined(before, b"in order", [*pieces[:-1], (pieces[-1][0], b"")]), "another last piece")
     reader = ParallelReader(MIN_THREADS_FOR_PIECES, PIECE_BYTES, known)
     for expected in ("this content", "another config"):
         with AdapterFolder.at(tmp_path).open(WEIGHTS, 1 << 20) as file:
             target = torch.zeros_like(data)
-            found = reader.read(file, [target], None, before, expected)
+            found = reader.read(file, target, None, before, expected)
         assert found.digest.result() == "this content"
         assert found.largest is None and torch.equal(target, data)
     (tmp_path / WEIGHTS).write_bytes(bytes(len(data)))
     with AdapterFolder.at(tmp_path).open(WEIGHTS, 1 << 20) as file:
-        found = reader.read(file, [target], None, before, "this content")
+        found = reader.read(file, target, None, before, "this content")
         assert found.digest.result() == hashlib.sha256(b"config" + bytes(len(data))).hexdigest()
     reader.stop()
 

@@ -1,4 +1,4 @@
-"""Adapters that are read right into the block that their slots are filled from: read_in_place.py."""
+"""Adapters that are read right into the block that their slots are filled from: block_layout.py."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.workers.adapters.parallel_reading import MIN_THREADS_FOR_PIECES, ParallelReader
 from lorafleet.workers.slots import packed_adapter
 from lorafleet.workers.slots.base_parts import BasePart, BaseParts
+from lorafleet.workers.slots.block_layout import read_targets
 from lorafleet.workers.slots.lora_model import LoRAModel
 from lorafleet.workers.slots.packed_adapter import PackedAdapter, pack
-from lorafleet.workers.slots.read_in_place import placement
 from tests.workers.conftest import AdapterDir, MakeAdapter, base_of, make_base
 
 PIECE_BYTES = 256
@@ -63,8 +63,8 @@ def load(
 ) -> PackedAdapter:
     """With a reader, the adapter is read in place if it can be."""
 
-    def allocate(size: int) -> Tensor:
-        return torch.full((size,), 0x5A, dtype=torch.uint8)  # the same between the matrices
+    def dirty(size: int) -> Tensor:
+        return torch.full((size,), 0xFF, dtype=torch.uint8)  # NaN as numbers
 
     parts = base_parts()
     model = LoRAModel.from_local_checkpoint(
@@ -75,9 +75,9 @@ def load(
         name="sql",
         expected_digest=digest,
         reader=reader,
-        place=None if reader is None else partial(placement, base=parts, dtype=dtype, allocate=allocate),
+        place=None if reader is None else partial(read_targets, base=parts, dtype=dtype, allocate=dirty),
     )
-    return pack(model, parts, dtype, allocate)
+    return pack(model, parts, dtype, lambda size: torch.zeros(size, dtype=torch.uint8))
 
 
 def check_same(one: PackedAdapter, other: PackedAdapter) -> None:
