@@ -218,6 +218,7 @@ class AdapterTiles:
 
 def make_tiles(expert_TK: Tensor, num_experts: int, tile_pairs: int) -> ExpertTiles:
     """Returns the pairs in tiles by expert. expert_TK is int32 and contiguous."""
+    assert expert_TK.is_contiguous() and expert_TK.dtype == torch.int32
     if len(expert_TK) <= UNSORTED_TOKENS:
         return ExpertTiles(expert_TK.view(-1), *_single_pairs(expert_TK.numel(), tile_pairs, expert_TK.device))
     return _make(expert_TK, num_experts, tile_pairs, None, 1)[0]
