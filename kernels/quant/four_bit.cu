@@ -46,7 +46,6 @@ struct Linear {
   int tokens, outputs, inputs;   // tokens: not used with EXPERTS; outputs: of one expert
   unsigned inverse;              // with EXPERTS: 2^32 / pairs that read the same row of x, rounded up, or 0 for one pair
   int least_blocks;              // with EXPERTS: blocks that a program has at least
-  int most_idle;                 // blocks that a program may lack on average so that no item is shared
   int blocks_a_group;            // blocks of 64 inputs that share a scale; 1 if SUB > 1
   int ahead;                     // for few(): steps of a warp ahead of which codes are fetched into the L2 cache, or 0
   int first_tile, rounded;       // for dequantize(): its first tile of 64 rows, and the dtype before quantization, as SCALE
@@ -103,24 +102,20 @@ struct Place {
 };
 
 // A program's run of blocks. Blocks are counted through all items. Items that follow each other have the same rows and other
-// tokens, so that codes are in the cache. With EXPERTS they have the same tokens, which are few, and other rows. Runs are
-// cut between blocks, or between items if that divides them nearly as evenly, since adding the parts of an item takes time.
+// tokens, so that codes are in the cache. With EXPERTS they have the same tokens, which are few, and other rows.
 struct Run {
   int rows, spans;  // numbers of items along the rows and along the tokens
   int begin, end, blocks, total, programs;
-  int unit;  // blocks that are not divided among programs: one, or those of an item
   DEVICE Run(const Linear& p, int rows, int spans) : rows(rows), spans(spans), blocks(p.inputs / 64) {
     total = rows * spans * blocks;
     programs = gridDim.x;
     if (EXPERTS) programs = min(programs, (total + p.least_blocks - 1) / p.least_blocks);
-    const int items = rows * spans, most = items ? (items + programs - 1) / programs : 0;
-    unit = (long long)most * blocks * programs - total <= (long long)p.most_idle * programs ? blocks : 1;
     begin = end = 0;
     if ((int)blockIdx.x < programs) begin = first_of(blockIdx.x), end = first_of(blockIdx.x + 1);
   }
-  DEVICE bool is_empty() const { return begin == end; }
-  DEVICE int first_of(int program) const { return (int)((long long)program * (total / unit) / programs) * unit; }
-  DEVICE int owner(int at) const { return (int)(((long long)(at / unit + 1) * programs - 1) / (total / unit)); }
+  DEVICE bool is_empty() const { return EXPERTS && begin == end; }
+  DEVICE int first_of(int program) const { return (int)((long long)program * total / programs); }
+  DEVICE int owner(int at) const { return (int)(((long long)(at + 1) * programs - 1) / total); }
   DEVICE int first_owner(int item) const { return owner(item * blocks); }
   DEVICE int last_owner(int item) const { return owner((item + 1) * blocks - 1); }
   DEVICE Item item(int number) const {
@@ -630,7 +625,6 @@ template <int NT> struct Many {
     unsigned char* stages = above_table();
     Place place = run.place(run.begin), ahead = place;
     int fill = 0, use = 0;
-    if (run.is_empty()) return;
     for (; fill < STAGES - 1; fill++) copy(stages + fill * BYTES, ahead);
     const unsigned lane_bits = fill_table<THREADS>(p);
     while (place.at < run.end) {

@@ -48,8 +48,7 @@ class FourBitArguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("used_tiles", "expert_of_tile", "pair_of_tile")),
         *((name, ctypes.c_int) for name in ("tokens", "outputs", "inputs")),
         ("inverse", ctypes.c_uint),
-        *((name, ctypes.c_int) for name in ("least_blocks", "most_idle", "blocks_a_group", "ahead")),
-        *((name, ctypes.c_int) for name in ("first_tile", "rounded")),
+        *((name, ctypes.c_int) for name in ("least_blocks", "blocks_a_group", "ahead", "first_tile", "rounded")),
     )
 
 
@@ -107,7 +106,6 @@ class KernelShape:
     serves: int  # most tokens for which it is chosen, in several launches if they are more than a launch takes
     rows: int  # rows of W of an item
     least_blocks: int  # blocks of 64 inputs that a program has at least, or adding its parts would be more work
-    most_idle: int  # blocks that programs may lack on average if no two share an item then
     spans: int = 1  # most items of a launch that have the same rows and different tokens, without experts
     ahead: int = 0  # for few tokens: steps of a warp ahead of which codes are fetched into the L2 cache
     serves_experts: bool = (
@@ -130,16 +128,16 @@ class KernelShape:
 
 # Those with wgmma were measured on an H100, the others on an H200: benchmarks/NOTES.md, "Four bits by wgmma".
 KERNEL_SHAPES = (
-    KernelShape("few_8", 8, 8, TILE, 8, 20),
-    KernelShape("few_16", 16, 16, TILE, 8, 20),
-    KernelShape("wide_32", 32, 32, 4 * TILE, 4, 8),
-    KernelShape("wide_64", 64, 64, 4 * TILE, 4, 6),
-    KernelShape("wide_128", 128, 256, 4 * TILE, 4, 3, spans=2),
+    KernelShape("few_8", 8, 8, TILE, 8),
+    KernelShape("few_16", 16, 16, TILE, 8),
+    KernelShape("wide_32", 32, 32, 4 * TILE, 4),
+    KernelShape("wide_64", 64, 64, 4 * TILE, 4),
+    KernelShape("wide_128", 128, 256, 4 * TILE, 4, spans=2),
     # Without wgmma:
-    KernelShape("few_32", 32, 64, TILE, 8, 0, serves_experts=False),
+    KernelShape("few_32", 32, 64, TILE, 8, serves_experts=False),
     # for groups of 16 and 32, for which few_32 has no registers
-    KernelShape("many_32", 32, 32, 2 * TILE, 4, 0, serves_experts=False),
-    KernelShape("many_64", 64, 64, 2 * TILE, 4, 0, serves_experts=False),
+    KernelShape("many_32", 32, 32, 2 * TILE, 4, serves_experts=False),
+    KernelShape("many_64", 64, 64, 2 * TILE, 4, serves_experts=False),
 )
 
 
@@ -235,8 +233,7 @@ def launch(
     y_TO = torch.empty(len(x_TD), outputs, dtype=weight.dtype, device=device)
     parts = torch.empty(programs * 2 * shape.tokens * shape.rows, dtype=torch.float32, device=device)
     arguments = arguments_of(weight)
-    arguments.parts, arguments.outputs = parts.data_ptr(), outputs
-    arguments.ahead, arguments.most_idle = shape.ahead, shape.most_idle
+    arguments.parts, arguments.outputs, arguments.ahead = parts.data_ptr(), outputs, shape.ahead
     arguments.bias = None if bias_O is None else bias_O.data_ptr()
     for first in range(0, len(x_TD), shape.launch_tokens):
         arguments.x, arguments.y = x_TD[first:].data_ptr(), y_TO[first:].data_ptr()
