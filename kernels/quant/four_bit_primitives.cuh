@@ -9,7 +9,6 @@
 
 struct __align__(8) U2 { unsigned v[2]; };
 struct __align__(16) U4 { unsigned v[4]; };
-struct __align__(16) F4 { float v[4]; };
 
 // A table of 256 pairs lies at this address of the shared window, 32 times: 64 KB in all. The address is a multiple of
 // 64 KB, so that one byte permutation makes the address of an entry.
@@ -54,11 +53,6 @@ DEVICE void fetch_into_cache(const void* at, int bytes) {
 
 // Reads what another program of this launch has written, past the L1 cache.
 DEVICE float load_shared_by_programs(const float* at) { return __ldcg(at); }
-DEVICE F4 load_shared_by_programs(const F4* at) {
-  F4 r;
-  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(r.v[0]), "=f"(r.v[1]), "=f"(r.v[2]), "=f"(r.v[3]) : "l"(at));
-  return r;
-}
 
 template <int BYTES> DEVICE void copy_to_shared(void* to, const void* from, bool inside = true) {
   const int bytes = inside ? BYTES : 0;  // the rest is filled with zeros

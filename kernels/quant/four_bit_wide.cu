@@ -48,7 +48,7 @@ template <int N, int SPANS> struct Wide {
   // Returns the block of a tile of 64 rows. It is that of the last tile for those behind it, which are not stored.
   DEVICE int held_block(const Place& place, int index) const {
     const int tiles = p.outputs / 64, tile = min(place.item.rows * (ROWS / 64) + index, tiles - 1);
-    return ((EXPERTS ? __ldg(p.expert_of_tile + place.item.span) * tiles : 0) + tile) * run.blocks + place.block;
+    return ((EXPERTS ? p.expert_of_tile[place.item.span] * tiles : 0) + tile) * run.blocks + place.block;
   }
 
   DEVICE void load_x(U4* x, const Place& place, int batch) const {
@@ -199,8 +199,7 @@ template <int N, int SPANS> struct Wide {
     for (int u = 0; u < UNITS; u++)
 #pragma unroll
       for (int n = 0; n < N / 8; n++) {
-        // With experts a whole item's tiles of rows are looked up at once, without a branch for each eight tokens.
-        if (!(EXPERTS && whole) && y_row_of(item, u, n, 0) < 0) continue;
+        if (y_row_of(item, u, n, 0) < 0) continue;
         if (whole)
           store(item, u, n, sums[u][n]);
         else

@@ -53,7 +53,6 @@ inline void __syncthreads() { own->barrier.arrive_and_wait(); }
 inline void __syncwarp() { own->warps[threadIdx.x >> 5].barrier.arrive_and_wait(); }
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline int atomicAdd(int* at, int value) { return __sync_fetch_and_add(at, value); }
-inline int __ldg(const int* at) { return *at; }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
 inline float __uint_as_float(unsigned bits) { float r; memcpy(&r, &bits, 4); return r; }
 
