@@ -5,7 +5,7 @@
 The model is a random Llama with realistic_vocabulary.py's 128 256 tokens. Each answer has one of four JSON schemas. All
 rows are sampled by temperature in both arms, so that only the masks differ. The wait is the time that a step waits for
 its masks after its forward is launched: the part of making masks that the forward does not hide. The figures are
-medians over the steps with a full batch. On a GPU use an 8B's --layers 32 --hidden 4096; the goal there is 5 % of the
+medians over the steps with a full batch. On a GPU use an 8B's --layers 32 --hidden 4096; the goal there is 4 % of the
 step.
 """
 
