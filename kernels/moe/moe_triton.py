@@ -5,7 +5,8 @@ Idea: a program takes a tile of pairs that share an expert (kernels/moe/moe_tile
 gathers rows of x by pair and scatters rows of the result, so nothing is copied into order. Unused tiles end at once.
 The adapters' P is computed separately (kernels/moe/expert_lora_triton.py): on a side stream beside the GEMM while that
 waits for the experts' weights, or before the GEMM in a step with long prompts. The kernel that reads the output
-multiplies P by B. So adapters on experts add two launches to a step with few pairs, and three to others.
+multiplies P by B. So adapters on experts add two launches to a step, and one more for B of down in a step with many
+pairs. In a step with few pairs, sorting takes one or two more with them than without.
 
 Memory: x [T, D] or [N, D], w [E, O, D] and out [N, O] are row-major. kernels/moe/moe_codes_cuda.py and
 moe_codes_triton.py have the GEMMs for quantized experts.
