@@ -350,7 +350,9 @@ def make_engine(folder: Path, config: dict[str, Any], batches: list[int], backen
 
 
 def step_ms(engine: Engine, batch: int, loras: list[LoRARequest]) -> float:
-    return statistics.median(decode_step_ms(engine, batch, PROMPT, generated_tokens(batch), loras) for _ in range(ROUNDS))
+    return statistics.median(
+        decode_step_ms(engine, batch, PROMPT, generated_tokens(batch), loras) for _ in range(ROUNDS)
+    )
 
 
 def measure(family: str, batches: list[int], backend: AttentionName, bandwidth: float) -> list[Measured]:
