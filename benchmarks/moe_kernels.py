@@ -1,14 +1,17 @@
 """Measures the experts of a mixture on one GPU, layer after layer, against the bytes that they must read.
 
     python benchmarks/moe_kernels.py [--layers 4] [--rank 16] [--tokens 64 8192] [--kernels] [--tiles] [--shapes]
+        [--quantization nf4 int4 mxfp4 fp8] [--triton]
 
 Layers have Qwen3-30B-A3B's shape (128 experts, 8 per token, hidden 2048, intermediate 768) in bf16. Each layer has its
 own weights, so that none is in the cache. One CUDA graph runs router, choice, experts and sum. Tokens choose at random.
 The floor is the bytes of the chosen experts and of the router divided by the copy bandwidth of the same run; for
 prompts it is the FLOP at 800 TFLOP/s if that takes longer. The same is measured with 8 adapters on all experts, with
-the bytes of their chosen experts' A and B. Their tokens alternate (decode) or follow one another (prompts). --kernels
-also prints each kernel's time without a graph. --tiles also tries other tiles of the adapters, and B of down read by
-the weighted sum (folded) or before it (written). --shapes also tries other tile shapes of the base.
+the bytes of their chosen experts' A and B. Their tokens alternate (decode) or follow one another (prompts). --rank 0
+leaves adapters out. --quantization quantizes the experts. --triton multiplies codes of four bits by the Triton kernel,
+which serves GPUs without the CUDA kernels. --kernels also prints each kernel's time without a graph. --tiles also tries
+other tiles of the adapters, and B of down read by the weighted sum (folded) or before it (written). --shapes also tries
+other tile shapes of plain experts.
 """
 
 # T tokens · E experts · D hidden size · I intermediate size
@@ -27,10 +30,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine_driver import copy_bandwidth
-from lorafleet.kernels.moe import moe_triton
+from lorafleet.kernels.moe import expert_codes, moe_triton
+from lorafleet.kernels.moe.expert_codes import ExpertCodes, ExpertMatrix
 from lorafleet.kernels.moe.expert_lora import RECORD_FIELDS, StepExperts
 from lorafleet.kernels.moe.moe import ExpertMatrices, experts_mlp, route
 from lorafleet.kernels.moe.routing_rule import RoutingRule
+from lorafleet.kernels.quant.base_weight import Scheme
+from lorafleet.kernels.quant.e2m1_scheme import MXFP4
+from lorafleet.kernels.quant.int_weight import IntScheme
+from lorafleet.kernels.quant.nf4 import NF4Scheme
+from lorafleet.kernels.quant.scaled_weight import ScaledScheme
 
 EXPERTS, PER_TOKEN, HIDDEN, INNER = 128, 8, 2048, 768
 RULE = RoutingRule(PER_TOKEN, sums_to_one=True)
@@ -38,6 +47,13 @@ DTYPE = torch.bfloat16
 TOKENS = (1, 8, 64, 256, 2048, 8192)
 FLOPS = 800e12
 ADAPTERS = 8
+SCHEMES: dict[str, Scheme | None] = {
+    "none": None,
+    "nf4": NF4Scheme(),
+    "int4": IntScheme(4, 128),
+    "mxfp4": MXFP4,
+    "fp8": ScaledScheme(block=128),
+}
 DECODE = tuple(product((16,), (32, 64, 128), (128, 256), (4,), (3, 4)))
 PREFILL = tuple(product((64, 128), (128, 256), (64,), (4, 8), (3, 4)))
 TRIED = {
@@ -51,12 +67,16 @@ TRIED = {
 
 
 class Layers:
-    def __init__(self, count: int, rank: int) -> None:
+    def __init__(self, count: int, rank: int, scheme: Scheme | None) -> None:
         def random(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=DTYPE, device="cuda").normal_(std=0.02)
 
+        def experts(outputs: int, inputs: int) -> ExpertMatrix:
+            values_EOD = random(EXPERTS, outputs, inputs)
+            return values_EOD if scheme is None else quantized(values_EOD, scheme)
+
         self.weights = [
-            (random(EXPERTS, HIDDEN), random(EXPERTS, 2 * INNER, HIDDEN), random(EXPERTS, HIDDEN, INNER))
+            (random(EXPERTS, HIDDEN), ExpertMatrices(experts(2 * INNER, HIDDEN), experts(HIDDEN, INNER)))
             for _ in range(count)
         ]
 
@@ -86,7 +106,7 @@ class Layers:
         self.order_T = slot_T.argsort(stable=True).to(torch.int32)
 
     def run(self, x_TD: Tensor, slot_T: Tensor | None = None) -> Tensor:
-        for (gate_ED, gate_up_E2ID, down_EDI), records in zip(self.weights, self.record_LKS, strict=True):
+        for (gate_ED, matrices), records in zip(self.weights, self.record_LKS, strict=True):
             routing = route(F.linear(x_TD, gate_ED), RULE)
             own = None
             if slot_T is not None:
@@ -95,16 +115,16 @@ class Layers:
                     StepExperts(slot_T, self.order_T, (), record_S, self.rank, DTYPE, self.side) for record_S in records
                 )
                 own = to_gate_up, to_down
-            out_TD = experts_mlp(x_TD, routing, ExpertMatrices(gate_up_E2ID, down_EDI), own)
+            out_TD = experts_mlp(x_TD, routing, matrices, own)
         return out_TD
 
     def floor_ms(self, x_TD: Tensor, slot_T: Tensor | None, bandwidth: float) -> float:
         """Returns the floor of all layers together."""
         read = 0.0
-        for gate_ED, gate_up_E2ID, down_EDI in self.weights:
+        for gate_ED, matrices in self.weights:
             expert_TK = route(F.linear(x_TD, gate_ED), RULE).expert_TK
             chosen = len(expert_TK.unique())
-            read += gate_ED.nbytes + chosen * (gate_up_E2ID[0].nbytes + down_EDI[0].nbytes)
+            read += gate_ED.nbytes + chosen / EXPERTS * (nbytes(matrices.gate_up_EUD) + nbytes(matrices.down_EDI))
             if slot_T is not None:
                 pairs = len((expert_TK + EXPERTS * slot_T.unsqueeze(1)).unique())
                 read += pairs * self.elements * DTYPE.itemsize / EXPERTS
@@ -115,6 +135,18 @@ class Layers:
     def record_LKS(self) -> Tensor:
         addresses = [[[pair[k].data_ptr() for pair in layer] for k in range(2)] for layer in self.adapters]
         return torch.tensor(addresses, dtype=torch.int64, device="cuda")
+
+
+def quantized(values_EOD: Tensor, scheme: Scheme) -> ExpertCodes:
+    count, outputs, inputs = values_EOD.shape
+    codes = ExpertCodes(scheme, (count, outputs, inputs), DTYPE, values_EOD.device)
+    for expert, values_OD in enumerate(values_EOD):
+        codes.weight.fill(expert * outputs, scheme.quantize(values_OD), (slice(0, outputs), slice(0, inputs)))
+    return codes
+
+
+def nbytes(matrix: ExpertMatrix) -> int:
+    return sum(part.nbytes for part in matrix.parameters()) if isinstance(matrix, ExpertCodes) else matrix.nbytes
 
 
 def graph_ms(run: Callable[[], object], repeats: int) -> float:
@@ -138,7 +170,7 @@ def graph_ms(run: Callable[[], object], repeats: int) -> float:
 def other_tiles(num_tokens: int) -> Iterator[str]:
     """Sets other tiles of the adapters and yields their names, then sets the served ones again."""
     shapes, most_folded = moe_triton._SHAPES, moe_triton.MOST_FOLDED_PAIRS
-    served = moe_triton._shape_for(num_tokens * PER_TOKEN, EXPERTS).adapter_pairs
+    served = moe_triton._shape_for(num_tokens * PER_TOKEN, EXPERTS, False).adapter_pairs
     folds = num_tokens * PER_TOKEN <= most_folded
     for pairs, folded in product((16, 32, 64), (True, False)):
         if (pairs != served and folded != folds) or (pairs, folded) == (served, folds) or (folded and num_tokens > 512):
@@ -159,19 +191,9 @@ def print_kernels(run: Callable[[], object], num_layers: int) -> None:
         print(f"        {event.device_time_total / num_layers:8.1f} us, {event.count:3} x {event.key[:60]}", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--kernels", action="store_true")
-    parser.add_argument("--tiles", action="store_true")
-    parser.add_argument("--shapes", action="store_true")
-    arguments = parser.parse_args()
-    layers, bandwidth = Layers(arguments.layers, arguments.rank), copy_bandwidth()
+def measure(layers: Layers, bandwidth: float, arguments: argparse.Namespace) -> None:
     own = moe_triton._SHAPES
     torch.manual_seed(0)
-    print(f"{torch.cuda.get_device_name()}, copies {bandwidth / 1e12:.2f} TB/s, {arguments.layers} layers", flush=True)
     for num_tokens in arguments.tokens:
         x_TD = torch.randn(num_tokens, HIDDEN, dtype=DTYPE, device="cuda")
         moe_triton._SHAPES = own
@@ -179,13 +201,14 @@ def main() -> None:
         own_T = turns % ADAPTERS if num_tokens <= 256 else turns * ADAPTERS // num_tokens
         nobody_T = torch.full_like(own_T, -1)
         base = 0.0
-        for name, slot_T in (("base", None), ("all base, launched with", nobody_T), ("8 adapters", own_T)):
+        kinds = [("base", None), ("all base, launched with", nobody_T), ("8 adapters", own_T)]
+        for name, slot_T in kinds if layers.rank else kinds[:1]:
             if slot_T is not None:
                 layers.sort(slot_T)
             floor = layers.floor_ms(x_TD, slot_T, bandwidth) / arguments.layers
             found = graph_ms(lambda x=x_TD, slots=slot_T: layers.run(x, slots), 12) / arguments.layers
             base = base or found
-            ms = f"{found:7.3f} ms per layer, {found / base:.2f} x base, floor {floor:7.3f}"
+            ms = f"{found:7.3f} ms per layer, {found / base:.2f} x base, floor {floor:7.3f}, {found / floor:.2f} x"
             print(f"{num_tokens:5} tokens, {name}: {ms}", flush=True)
             if arguments.kernels:
                 print_kernels(lambda x=x_TD, slots=slot_T: layers.run(x, slots), arguments.layers)
@@ -194,7 +217,7 @@ def main() -> None:
             print(f"{num_tokens:5} tokens, 8 adapters, {name}: {found:7.3f} ms per layer", flush=True)
         tried: list[tuple[float, moe_triton._Shape]] = []
         for values in TRIED[num_tokens] if arguments.shapes else ():
-            shape = moe_triton._Shape(*values)
+            shape = moe_triton._Shape(values[0], moe_triton._Gemm(*values[1:]))
             moe_triton._SHAPES = ((float("inf"), shape),)
             try:
                 tried.append((graph_ms(lambda x=x_TD: layers.run(x), 7) / arguments.layers, shape))
@@ -203,6 +226,26 @@ def main() -> None:
                 print("      ", values, type(error).__name__, flush=True)
         for ms, shape in sorted(tried, key=lambda result: result[0])[:4]:
             print(f"      {ms:7.3f} {shape}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--tiles", action="store_true")
+    parser.add_argument("--shapes", action="store_true")
+    parser.add_argument("--quantization", nargs="+", choices=list(SCHEMES), default=["none"])
+    parser.add_argument("--triton", action="store_true")
+    arguments = parser.parse_args()
+    bandwidth = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, copies {bandwidth / 1e12:.2f} TB/s, {arguments.layers} layers", flush=True)
+    if arguments.triton:
+        expert_codes.tiled_weight = lambda *_arguments: None
+    for quantization in arguments.quantization:
+        print(f"{quantization}{', by Triton' if arguments.triton else ''}:", flush=True)
+        measure(Layers(arguments.layers, arguments.rank, SCHEMES[quantization]), bandwidth, arguments)
 
 
 if __name__ == "__main__":

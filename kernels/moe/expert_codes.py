@@ -3,8 +3,8 @@
 They are one quantized weight of kernels/quant, whose rows are those of the first expert, then those of the second, and
 so on. So experts have the same codes, scales and values as dense linears, and are filled in the same way.
 
-On a CPU the values of the chosen experts are computed when they are needed, one expert at a time. On a GPU
-kernels/moe/moe_codes_triton.py reads the codes.
+On a CPU the values of the chosen experts are computed when they are needed, one expert at a time. On a GPU the codes
+are read by kernels/moe/moe_codes_cuda.py if tiled_weight() has a weight for them, and else by moe_codes_triton.py.
 """
 
 # E experts · O out · D in
@@ -21,6 +21,7 @@ from lorafleet.kernels.quant.base_weight import Scheme
 from lorafleet.kernels.quant.int_weight import IntScheme, IntWeight
 from lorafleet.kernels.quant.nf4 import NF4Weight
 from lorafleet.kernels.quant.scaled_weight import ScaledWeight
+from lorafleet.kernels.quant.tiled_weight import TiledWeight, tiled_weight
 
 MAX_FUSED = 2  # gate and up share a weight
 
@@ -37,8 +38,9 @@ class ExpertCodes(nn.Module):
             scheme = replace(scheme, max_orders=MAX_FUSED * num_experts)
         # Values are never written out on a GPU, so the scratch memory has a device that allocates nothing.
         unused = Scratch(dtype, torch.device("meta"))
-        weight = scheme.empty(num_experts * outputs, inputs, dtype, device, unused)
-        assert isinstance(weight, (ScaledWeight, NF4Weight, IntWeight))
+        tiled = tiled_weight(scheme, outputs, inputs, dtype, device, unused, num_experts)
+        weight = tiled or scheme.empty(num_experts * outputs, inputs, dtype, device, unused)
+        assert isinstance(weight, (TiledWeight, ScaledWeight, NF4Weight, IntWeight))
         self.weight = weight  # its rows are those of all experts
 
     @property
@@ -51,3 +53,8 @@ class ExpertCodes(nn.Module):
 
 
 ExpertMatrix = Tensor | ExpertCodes  # The weights [E, O, D] of all experts, plain or quantized.
+
+
+def is_tiled(matrix: ExpertMatrix) -> bool:
+    """Returns whether the CUDA kernels for codes of four bits read the weights."""
+    return isinstance(matrix, ExpertCodes) and isinstance(matrix.weight, TiledWeight)

@@ -15,7 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from lorafleet.kernels.moe.expert_activation import ExpertActivation
-from lorafleet.kernels.moe.expert_codes import ExpertMatrix
+from lorafleet.kernels.moe.expert_codes import ExpertMatrix, is_tiled
 from lorafleet.kernels.moe.expert_lora import ExpertOutput, StepExperts
 from lorafleet.kernels.moe.moe_torch import PairsByExpert, SharedOutput, route_torch
 from lorafleet.kernels.moe.routing_rule import RoutingRule
@@ -41,6 +41,11 @@ class ExpertMatrices:
     gate_up_bias_EU: Tensor | None = None
     down_bias_ED: Tensor | None = None
     scales_input: bool = False  # A token's weight multiplies its expert's input, and not the output.
+
+    @property
+    def are_tiled(self) -> bool:
+        """Whether the CUDA kernels for codes of four bits read all weights."""
+        return is_tiled(self.gate_up_EUD) and is_tiled(self.down_EDI)
 
 
 def route(
@@ -75,7 +80,7 @@ def experts_mlp(
     `adapters` are those on gate_up and on down. It is None if no token has an adapter on the experts.
     """
     to_gate_up, to_down = (None, None) if adapters is None else adapters
-    pairs = _grouped(routing.expert_TK, matrices.down_EDI.shape[0], to_gate_up)
+    pairs = _grouped(routing.expert_TK, matrices.down_EDI.shape[0], matrices.are_tiled, to_gate_up)
     x, left_TK = x_TD, None if matrices.scales_input else routing.weight_TK
     if matrices.scales_input:
         x = (x_TD.unsqueeze(1) * routing.weight_TK.to(x_TD.dtype).unsqueeze(-1)).flatten(0, 1)
@@ -100,9 +105,9 @@ class _Pairs(Protocol):
         """Returns the weighted sum of each token's pairs with the experts' biases, [T, D]. Weights of None are 1."""
 
 
-def _grouped(expert_TK: Tensor, num_experts: int, adapters: StepExperts | None) -> _Pairs:
+def _grouped(expert_TK: Tensor, num_experts: int, are_tiled: bool, adapters: StepExperts | None) -> _Pairs:
     if expert_TK.is_cuda:
         from lorafleet.kernels.moe.moe_triton import PairTiles
 
-        return PairTiles.of(expert_TK, num_experts, adapters)
+        return PairTiles.of(expert_TK, num_experts, are_tiled, adapters)
     return PairsByExpert.of(expert_TK)

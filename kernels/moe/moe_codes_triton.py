@@ -34,6 +34,7 @@ from lorafleet.kernels.quant.int_weight import IntWeight
 from lorafleet.kernels.quant.nf4 import NF4Weight
 from lorafleet.kernels.quant.nf4_triton import LOOKUP, TL_DTYPES, own_value, values
 from lorafleet.kernels.quant.scaled_weight import E4M3_CAPABILITY, PAIR_CAPABILITY, ScaledWeight
+from lorafleet.kernels.quant.tiled_weight import TiledWeight
 
 BLOCK_K = 128  # columns of a step, if they share a scale; half of it for many pairs a tile
 LEAST_BLOCK_K = 16  # of tensor cores
@@ -282,6 +283,7 @@ def _multiplies_e4m3(codes: _Codes, x: Tensor) -> bool:
 
 def codes_linear(x: Tensor, experts: ExpertCodes, tiles: ExpertTiles, num_pairs: int) -> Tensor:
     """Returns for each pair x times its expert's weight, [N, O]. x is [T, D] or [N, D], and contiguous."""
+    assert not isinstance(experts.weight, TiledWeight)
     codes, (_, num_outputs, num_features) = _codes_of(experts.weight), experts.shape
     assert x.is_contiguous() and x.shape[1] == num_features and num_pairs % len(x) == 0
     assert x.dtype == experts.weight.dtype

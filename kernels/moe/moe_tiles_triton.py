@@ -1,8 +1,10 @@
 """The pairs of a step on the GPU, sorted into tiles for the GEMMs and, in a step with adapters on experts, into tiles
-for the adapters' kernels. Two launches make both.
+for the adapters' kernels. One launch makes the tiles of few pairs without adapters, and two make all others. One or two
+tokens without adapters need none: a tile has one pair.
 
 Idea: the sort counts. One program per expert counts the expert's pairs and its tiles. Then one program per expert adds
-up the tiles of the experts before it, and writes its own. With adapters, the programs take the tokens in the order of
+up the tiles of the experts before it, and writes its own. If a program can read all pairs at a time, it counts those of
+all experts itself. With adapters, the programs take the tokens in the order of
 their slots, which the host knows. So an expert's pairs of one slot are neighbors, and a new tile of the adapters begins
 wherever the slot changes or a tile is full. There are as many tiles as any choice may need; unused ones have no expert.
 
@@ -14,6 +16,7 @@ Memory: see ExpertTiles and AdapterTiles. Both refer to the same sorted list of 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -26,6 +29,8 @@ from lorafleet.kernels.moe.expert_lora import StepExperts
 # Pairs that a program reads at a time, and its warps. The second shape is for steps with more than MANY_PAIRS pairs.
 FEW, MANY = (1024, 4), (4096, 16)
 MANY_PAIRS = 2048
+# Up to so many tokens, each pair is a tile. The experts that two tokens share are read twice, once from the cache.
+UNSORTED_TOKENS = 2
 
 
 @jit()
@@ -111,6 +116,7 @@ def _place_kernel(
     adapter_count_ptr: tl.tensor,
     expert_of_tile_ptr: tl.tensor,
     pair_ptr: tl.tensor,
+    used_ptr: tl.tensor,
     adapter_expert_ptr: tl.tensor,
     adapter_slot_ptr: tl.tensor,
     adapter_start_ptr: tl.tensor,
@@ -122,12 +128,18 @@ def _place_kernel(
     tile_pairs: tl.constexpr,
     adapter_pairs: tl.constexpr,
     by_slot: tl.constexpr,
+    counts_all: tl.constexpr,
     block_e: tl.constexpr,
     block_n: tl.constexpr,
 ) -> None:
     expert = tl.program_id(0)
     e = tl.arange(0, block_e)
-    counts = tl.load(count_ptr + e, mask=e < num_experts, other=0)
+    if counts_all:
+        n = tl.arange(0, block_n)
+        counts = tl.histogram(tl.load(expert_ptr + n, mask=n < num_pairs, other=num_experts), block_e)
+        counts = tl.where(e < num_experts, counts, 0)
+    else:
+        counts = tl.load(count_ptr + e, mask=e < num_experts, other=0)
     tiles = tl.cdiv(counts, tile_pairs)
     count = tl.sum(tl.where(e == expert, counts, 0), 0)
     first_tile = tl.sum(tl.where(e < expert, tiles, 0), 0)
@@ -159,6 +171,7 @@ def _place_kernel(
     rest = count + tl.arange(0, tile_pairs)
     tl.store(pair_ptr + first_place + rest, -1, mask=rest < (end_tile - first_tile) * tile_pairs)
     if expert == num_experts - 1:
+        tl.store(used_ptr, end_tile)
         for first in tl.range(end_tile, num_tiles, block_n):
             tl.store(expert_of_tile_ptr + first + i, -1, mask=first + i < num_tiles)
         if by_slot:
@@ -173,6 +186,7 @@ class ExpertTiles:
 
     expert_M: Tensor  # int32: each tile's expert, -1 for none
     pair_MB: Tensor  # int32: each tile's pairs, then -1
+    used_1: Tensor  # int32: number of tiles that have an expert. They come first.
 
     @property
     def num_tiles(self) -> int:
@@ -203,8 +217,20 @@ class AdapterTiles:
 
 
 def make_tiles(expert_TK: Tensor, num_experts: int, tile_pairs: int) -> ExpertTiles:
-    """Sorts the pairs by expert. expert_TK is int32 and contiguous."""
+    """Returns the pairs in tiles by expert. expert_TK is int32 and contiguous."""
+    assert expert_TK.is_contiguous() and expert_TK.dtype == torch.int32
+    if len(expert_TK) <= UNSORTED_TOKENS:
+        return ExpertTiles(expert_TK.view(-1), *_single_pairs(expert_TK.numel(), tile_pairs, expert_TK.device))
     return _make(expert_TK, num_experts, tile_pairs, None, 1)[0]
+
+
+@cache
+def _single_pairs(num_pairs: int, tile_pairs: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns pair_MB and used_1 of tiles that have one pair each."""
+    assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing()  # the copies wait for the GPU
+    pair_MB = torch.full((num_pairs, tile_pairs), -1, dtype=torch.int32)
+    pair_MB[:, 0] = torch.arange(num_pairs)
+    return pair_MB.to(device), torch.tensor([num_pairs], dtype=torch.int32).to(device)
 
 
 def make_adapter_tiles(
@@ -226,7 +252,8 @@ def _make(
         return torch.empty(shape, dtype=torch.int32, device=device)
 
     num_tiles = min(num_pairs, num_experts + num_pairs // tile_pairs)  # each expert rounds up once at most
-    tiles, adapter_tiles, num_adapter_tiles = ExpertTiles(ints(num_tiles), ints(num_tiles, tile_pairs)), None, 0
+    tiles = ExpertTiles(ints(num_tiles), ints(num_tiles, tile_pairs), ints(1))
+    adapter_tiles, num_adapter_tiles = None, 0
     if adapters is not None:
         # An expert rounds up once at most for each slot, and for the tokens without an adapter.
         keys = num_experts * min(num_tokens, 1 + len(adapters.record_S))
@@ -252,7 +279,9 @@ def _make(
         "block_n": block_n,
         "num_warps": warps,
     }
-    _count_kernel[(num_experts,)](expert_TK, *order, counts[0], counts[1], num_pairs, **constants)
+    counts_all = num_pairs <= block_n and adapters is None
+    if not counts_all:
+        _count_kernel[(num_experts,)](expert_TK, *order, counts[0], counts[1], num_pairs, **constants)
     _place_kernel[(num_experts,)](
         expert_TK,
         *order,
@@ -260,13 +289,15 @@ def _make(
         counts[1],
         tiles.expert_M,
         tiles.pair_MB,
+        tiles.used_1,
         *written,
         num_pairs,
         num_tiles,
         num_adapter_tiles,
         num_experts=num_experts,
         tile_pairs=tile_pairs,
-        block_e=triton.next_power_of_2(num_experts),
+        counts_all=counts_all,
+        block_e=triton.next_power_of_2(num_experts + 1),  # one more for places behind the last pair
         **constants,
     )
     return tiles, adapter_tiles

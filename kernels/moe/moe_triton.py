@@ -5,11 +5,12 @@ Idea: a program takes a tile of pairs that share an expert (kernels/moe/moe_tile
 gathers rows of x by pair and scatters rows of the result, so nothing is copied into order. Unused tiles end at once.
 The adapters' P is computed separately (kernels/moe/expert_lora_triton.py): on a side stream beside the GEMM while that
 waits for the experts' weights, or before the GEMM in a step with long prompts. The kernel that reads the output
-multiplies P by B. So adapters on experts add two launches to a step with few pairs, and three to others.
+multiplies P by B. So adapters on experts add two launches to a step, and one more for B of down in a step with many
+pairs. In a step with few pairs, sorting takes one or two more with them than without.
 
-Memory: x [T, D] or [N, D], w [E, O, D] and out [N, O] are row-major. kernels/moe/moe_codes_triton.py has the GEMM for
-quantized experts.
-The tile shapes were measured on an H200 by benchmarks/moe_kernels.py.
+Memory: x [T, D] or [N, D], w [E, O, D] and out [N, O] are row-major. kernels/moe/moe_codes_cuda.py and
+moe_codes_triton.py have the GEMMs for quantized experts.
+The tile shapes of plain experts were measured on an H200 by benchmarks/moe_kernels.py.
 """
 
 # T tokens · K experts a token · E experts · N pairs · D in · O out
@@ -28,26 +29,31 @@ from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.kernels.moe.adapted_activation_triton import activate_adapted
 from lorafleet.kernels.moe.adapted_combine_triton import combine_adapted
 from lorafleet.kernels.moe.expert_activation import ExpertActivation, activate_experts
-from lorafleet.kernels.moe.expert_codes import ExpertCodes, ExpertMatrix
+from lorafleet.kernels.moe.expert_codes import ExpertCodes, ExpertMatrix, is_tiled
 from lorafleet.kernels.moe.expert_lora import ExpertOutput, StepExperts
 from lorafleet.kernels.moe.expert_lora_triton import expand_experts, shrink_experts
+from lorafleet.kernels.moe.moe_codes_cuda import tiled_experts_linear
 from lorafleet.kernels.moe.moe_codes_triton import codes_linear
 from lorafleet.kernels.moe.moe_combine_triton import combine_triton
-from lorafleet.kernels.moe.moe_tiles_triton import AdapterTiles, ExpertTiles, make_adapter_tiles, make_tiles
+from lorafleet.kernels.moe.moe_tiles_triton import (
+    FEW,
+    MANY_PAIRS,
+    AdapterTiles,
+    ExpertTiles,
+    make_adapter_tiles,
+    make_tiles,
+)
 from lorafleet.kernels.moe.moe_torch import SharedOutput
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
-    """The shape of the GEMM's programs, and that of the adapters' tiles."""
+class _Gemm:
+    """The shape of the programs of plain experts' GEMM."""
 
-    tile_pairs: int
     block_o: int
     block_d: int  # in half precision
     warps: int
     stages: int
-    adapter_pairs: int = 16  # pairs in a tile of the adapters
-    beside: bool = True  # whether the adapters run beside the GEMM
 
     def blocks(self, dtype: torch.dtype) -> tuple[int, int, int]:
         """Returns the outputs and the inputs of a program's block, and the stages of its loop.
@@ -60,26 +66,52 @@ class _Shape:
         return min(self.block_o, FLOAT32_O), self.block_d // 2, 2  # The stages are limited by the shared memory.
 
 
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """The shape of the tiles of pairs, of the adapters' tiles and of the GEMM's programs."""
+
+    tile_pairs: int
+    gemm: _Gemm | None  # None if all experts have codes that the CUDA kernels read
+    adapter_pairs: int = 16  # pairs in a tile of the adapters
+    beside: bool = True  # whether the adapters run beside the GEMM
+
+
+_Shapes = tuple[tuple[float, _Shape], ...]
 # The key is the largest average number of pairs per expert for which the shape is used.
-_SHAPES = (
-    (8, _Shape(16, 64, 128, 4, 3)),
-    (48, _Shape(32, 64, 128, 4, 4)),
-    (96, _Shape(64, 128, 64, 4, 4, beside=False)),
-    (256, _Shape(128, 256, 64, 8, 4, beside=False)),
-    (float("inf"), _Shape(128, 256, 64, 8, 4, adapter_pairs=64, beside=False)),
+_SHAPES: _Shapes = (
+    (8, _Shape(16, _Gemm(64, 128, 4, 3))),
+    (48, _Shape(32, _Gemm(64, 128, 4, 4))),
+    (96, _Shape(64, _Gemm(128, 64, 4, 4), beside=False)),
+    (256, _Shape(128, _Gemm(256, 64, 8, 4), beside=False)),
+    (float("inf"), _Shape(128, _Gemm(256, 64, 8, 4), adapter_pairs=64, beside=False)),
+)
+# For the CUDA kernels, of which there is one for each number of pairs in a tile. From 32 on they leave no room beside
+# them.
+_TILED_SHAPES: _Shapes = (
+    (5, _Shape(8, None)),
+    (10, _Shape(16, None)),
+    (40, _Shape(32, None, beside=False)),
+    (80, _Shape(64, None, beside=False)),
+    (256, _Shape(128, None, beside=False)),
+    (float("inf"), _Shape(128, None, adapter_pairs=64, beside=False)),
 )
 FLOAT32_O = 64
 # Up to so many pairs, the weighted sum reads B of down for each pair, instead of additions that were written.
 MOST_FOLDED_PAIRS = 2048
 
 
-def _shape_for(num_pairs: int, num_experts: int) -> _Shape:
-    return next(shape for most, shape in _SHAPES if num_pairs <= most * num_experts)
+def _shapes(are_tiled: bool) -> _Shapes:
+    return _TILED_SHAPES if are_tiled else _SHAPES
 
 
-def first_tokens(num_experts: int, per_token: int) -> list[int]:
-    """Returns the numbers of tokens from which on steps have another shape, and so other variants of the kernels."""
-    return [int(most * num_experts) // per_token + 1 for most, _ in _SHAPES[:-1]]
+def _shape_for(num_pairs: int, num_experts: int, are_tiled: bool) -> _Shape:
+    return next(shape for most, shape in _shapes(are_tiled) if num_pairs <= most * num_experts)
+
+
+def first_tokens(num_experts: int, per_token: int, are_tiled: bool) -> list[int]:
+    """Returns the numbers of tokens from which on steps have other variants of the kernels."""
+    most_pairs = [int(most * num_experts) for most, _ in _shapes(are_tiled)[:-1]] + [FEW[0], MANY_PAIRS]
+    return sorted({most // per_token + 1 for most in most_pairs})
 
 
 @jit(do_not_specialize=["pairs_a_row"])
@@ -130,12 +162,12 @@ class PairTiles:
         return self.expert_TK.numel()
 
     @classmethod
-    def of(cls, expert_TK: Tensor, num_experts: int, adapters: StepExperts | None) -> PairTiles:
-        """Sorts the pairs by expert, and by slot if there are adapters.
+    def of(cls, expert_TK: Tensor, num_experts: int, are_tiled: bool, adapters: StepExperts | None) -> PairTiles:
+        """Sorts the pairs by expert, and by slot if there are adapters. are_tiled is that of the ExpertMatrices.
 
         `adapters` are those on any linear of the mixture, since all have the same tokens and slots.
         """
-        shape = _shape_for(expert_TK.numel(), num_experts)
+        shape = _shape_for(expert_TK.numel(), num_experts, are_tiled)
         if adapters is None:
             return cls(expert_TK, shape, make_tiles(expert_TK, num_experts, shape.tile_pairs), None)
         tiles = make_adapter_tiles(expert_TK, num_experts, shape.tile_pairs, adapters, shape.adapter_pairs)
@@ -179,12 +211,15 @@ class PairTiles:
 
     def _base(self, x: Tensor, w_EOD: ExpertMatrix) -> Tensor:
         if isinstance(w_EOD, ExpertCodes):
-            return codes_linear(x, w_EOD, self.tiles, self.num_pairs)
+            multiply = tiled_experts_linear if is_tiled(w_EOD) else codes_linear
+            return multiply(x, w_EOD, self.tiles, self.num_pairs)
         _, num_outputs, num_features = w_EOD.shape
         assert x.is_contiguous() and w_EOD.is_contiguous() and x.shape[1] == num_features
         assert x.dtype == w_EOD.dtype and self.num_pairs % len(x) == 0
         out_NO = torch.empty(self.num_pairs, num_outputs, dtype=x.dtype, device=x.device)
-        block_o, block_d, stages = self.shape.blocks(x.dtype)
+        gemm = self.shape.gemm
+        assert gemm is not None
+        block_o, block_d, stages = gemm.blocks(x.dtype)
         _linear_kernel[(self.tiles.num_tiles * triton.cdiv(num_outputs, block_o),)](
             x,
             w_EOD,
@@ -197,7 +232,7 @@ class PairTiles:
             tile_pairs=self.shape.tile_pairs,
             block_o=block_o,
             block_d=block_d,
-            num_warps=self.shape.warps,
+            num_warps=gemm.warps,
             num_stages=stages,
         )
         return out_NO

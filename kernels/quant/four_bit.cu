@@ -17,6 +17,7 @@
 //   SCALE    0 if scales are float32, 1 bfloat16, 2 float16
 //   SUB      groups in a block of 64 inputs: 4, 2, or 1 if a group is one block or several
 //   ZEROS    1 if groups have zero points
+//   EXPERTS  1 if the weight is that of all experts of a mixture: each tile of pairs multiplies its expert's rows
 //   FEW_8_WARPS, FEW_16_WARPS, FEW_32_WARPS  warps of a program, as many as have enough registers; 0 for no such kernel
 #define BLOCK_BYTES 2048  // codes of 64 rows and 64 inputs
 #define STEPS 4          // products of 16 inputs in a block
@@ -28,7 +29,7 @@
 
 // Arguments of a launch; FourBitArguments in four_bit_cuda.py is the same. T tokens, O outputs, D inputs, G groups of a row.
 struct Linear {
-  const unsigned char* codes;    // [O / 64, D / 64, 2048], see code_tiles.py
+  const unsigned char* codes;    // [O / 64, D / 64, 2048], see code_tiles.py; with EXPERTS those of each expert in turn
   const unsigned char* scales;   // [O / 64, G, 8, 2, 4]
   const unsigned char* zeros;    // [O / 64, G, 8, 2, 4] uint8
   const unsigned* pairs;         // [256] pairs of values
@@ -37,8 +38,14 @@ struct Linear {
   const unsigned short* bias;    // [O] or null
   unsigned short* y;             // [T, O]
   float* parts;                  // [programs, 2, numbers of an item's sums]
-  int* tickets;                  // [items] zeros, which are left as zeros
-  int tokens, outputs, inputs;
+  int* tickets;                  // [programs] zeros, which are left as zeros
+  // With EXPERTS the tokens of y are pairs of a token and its expert. Tiles have pairs of one expert.
+  const int* used_tiles;         // [1] number of tiles that have pairs
+  const int* expert_of_tile;     // [used_tiles]
+  const int* pair_of_tile;       // [used_tiles, tokens of a kernel's item], and -1 behind a tile's last pair
+  int tokens, outputs, inputs;   // tokens: not used with EXPERTS; outputs: of one expert
+  unsigned inverse;              // with EXPERTS: 2^32 / pairs that read the same row of x, rounded up, or 0 for one pair
+  int least_blocks;              // with EXPERTS: blocks that a program has at least
   int blocks_a_group;            // blocks of 64 inputs that share a scale; 1 if SUB > 1
   int ahead;                     // for few(): steps of a warp ahead of which codes are fetched into the L2 cache, or 0
   int first_tile, rounded;       // for dequantize(): its first tile of 64 rows, and the dtype before quantization, as SCALE
@@ -68,31 +75,62 @@ DEVICE unsigned minus_zero(unsigned pair, unsigned zero) {
   return fma_pair(zero, IS_HALF ? 0xBC00BC00u : 0xBF80BF80u, pair);
 }
 
-// The place of a block in a run: its number through all items, and its item and number there.
-struct Place {
-  int at, item, block;
-  DEVICE void move(int count, int blocks) {
-    at += count;
-    block += count;
-    while (block >= blocks) {  // a division would take more instructions than all other addresses
-      block -= blocks;
-      item++;
-    }
-  }
+// Returns the row of y that belongs to a token of an item, or -1 if the item has fewer tokens. `tokens` are those of an item.
+DEVICE int y_row(const Linear& p, int span, int tokens, int token) {
+  const int at = span * tokens + token;
+  if (EXPERTS) return p.pair_of_tile[at];
+  return at < p.tokens ? at : -1;
+}
+
+// Returns the row of x for a row of y, or -1 for -1.
+DEVICE int x_row(const Linear& p, int row) {
+  return EXPERTS && row >= 0 && p.inverse ? (int)__umulhi(row, p.inverse) : row;
+}
+
+// The rows and tokens of an item, both counted in items.
+struct Item {
+  int number, rows, span;
 };
 
-// A program's run of blocks. Blocks are counted through all items.
+struct Run;
+
+// The place of a block in a run: its number through all items, and its item and number there.
+struct Place {
+  int at, block;
+  Item item;
+  DEVICE void move(int count, const Run& run);
+};
+
+// A program's run of blocks. Blocks are counted through all items. Items that follow each other have the same rows and other
+// tokens, so that codes are in the cache. With EXPERTS they have the same tokens, which are few, and other rows.
 struct Run {
-  int begin, end, blocks, total;
-  DEVICE Run(const Linear& p, int items) : blocks(p.inputs / 64) {
-    total = items * blocks;
-    begin = first_of(blockIdx.x);
-    end = first_of(blockIdx.x + 1);
+  int rows, spans;  // numbers of items along the rows and along the tokens
+  int begin, end, blocks, total, programs;
+  DEVICE Run(const Linear& p, int rows, int spans) : rows(rows), spans(spans), blocks(p.inputs / 64) {
+    total = rows * spans * blocks;
+    programs = gridDim.x;
+    if (EXPERTS) programs = min(programs, (total + p.least_blocks - 1) / p.least_blocks);
+    begin = end = 0;
+    if ((int)blockIdx.x < programs) begin = first_of(blockIdx.x), end = first_of(blockIdx.x + 1);
   }
-  DEVICE int first_of(int program) const { return (int)((long long)program * total / gridDim.x); }
-  DEVICE int owner(int at) const { return (int)(((long long)(at + 1) * gridDim.x - 1) / total); }
+  DEVICE bool is_empty() const { return EXPERTS && begin == end; }
+  DEVICE int first_of(int program) const { return (int)((long long)program * total / programs); }
+  DEVICE int owner(int at) const { return (int)(((long long)(at + 1) * programs - 1) / total); }
+  DEVICE int first_owner(int item) const { return owner(item * blocks); }
+  DEVICE int last_owner(int item) const { return owner((item + 1) * blocks - 1); }
+  DEVICE Item item(int number) const {
+    return EXPERTS ? Item{number, number % rows, number / rows} : Item{number, number / spans, number % spans};
+  }
+  DEVICE void next(Item& item) const {
+    item.number++;
+    if (EXPERTS) {
+      if (++item.rows == rows) item.rows = 0, item.span++;
+    } else {
+      if (++item.span == spans) item.span = 0, item.rows++;
+    }
+  }
   DEVICE int item_of(int at) const { return at / blocks; }
-  DEVICE Place place(int at) const { return Place{at, at / blocks, at % blocks}; }
+  DEVICE Place place(int at) const { return Place{at, at % blocks, item(item_of(at))}; }
   // Returns which part of a program's two an item is: 0 if the run begins in the item.
   DEVICE int part_of(int program, int item) const { return first_of(program) / blocks != item; }
   DEVICE bool has_whole(int item) const { return item * blocks >= begin && (item + 1) * blocks <= end; }
@@ -101,18 +139,29 @@ struct Run {
     const int first = item_of(begin), item = which ? item_of(end - 1) : first;
     return (which && item == first) || has_whole(item) ? -1 : item;
   }
+  // Returns the ticket of a shared item. A program shares at most one of the items that begin in its run: the last one.
+  DEVICE int* ticket(const Linear& p, int item) const { return p.tickets + first_owner(item); }
   // Returns whether all other programs that share an item have written their parts. One thread calls it for an item, behind
   // a barrier and before one, so that its fences are the whole program's.
   DEVICE bool is_last(const Linear& p, int item) const {
     if (item < 0) return false;
-    const int others = owner((item + 1) * blocks - 1) - owner(item * blocks);
+    const int others = last_owner(item) - first_owner(item);
     __threadfence();
-    const bool last = atomicAdd(p.tickets + item, 1) == others;
-    if (last) p.tickets[item] = 0;
+    const bool last = atomicAdd(ticket(p, item), 1) == others;
+    if (last) *ticket(p, item) = 0;
     __threadfence();
     return last;
   }
 };
+
+DEVICE void Place::move(int count, const Run& run) {
+  at += count;
+  block += count;
+  while (block >= run.blocks) {  // a division would take more instructions than all other addresses
+    block -= run.blocks;
+    run.next(item);
+  }
+}
 
 // Finds the first of the groups of a block of 64 rows, through all of them. Rows have a whole number of groups, so the
 // blocks before it do too.
@@ -180,18 +229,21 @@ template <int ROWS, int TOKENS, int COPIES, int THREADS> struct Sums {
     return p.parts + (size_t)(program * 2 + run.part_of(program, item)) * TOKENS * ROWS;
   }
 
+  DEVICE int count() const { return (EXPERTS ? TOKENS : p.tokens) * ROWS; }
+
   // Stores the item's sums if the program has all of it, or its part of them. All threads call it after put().
-  DEVICE void store(int item) const {
-    const bool whole = run.has_whole(item);
-    float* own_part = part(blockIdx.x, item);
+  DEVICE void store(const Item& item) const {
+    const bool whole = run.has_whole(item.number);
+    float* own_part = part(blockIdx.x, item.number);
     __syncthreads();
-    for (int i = threadIdx.x; i < p.tokens * ROWS; i += THREADS) {
-      const int token = i / ROWS, row = i % ROWS;
+    for (int i = threadIdx.x; i < count(); i += THREADS) {
+      const int token = i / ROWS, row = i % ROWS, to = y_row(p, item.span, TOKENS, token);
+      if (EXPERTS && to < 0) continue;
       float sum = 0.f;
 #pragma unroll
       for (int c = 0; c < COPIES; c++) sum += sums[(c * TOKENS + token) * PITCH + row];
       if (whole)
-        store_sum(p, token, item * ROWS + row, sum);
+        store_sum(p, to, item.rows * ROWS + row, sum);
       else
         own_part[i] = sum;
     }
@@ -207,17 +259,34 @@ template <int ROWS, int TOKENS, int COPIES, int THREADS> struct Sums {
 #pragma unroll 1
     for (int which = 0; which < 2; which++) {
       if (!is_last[which]) continue;
-      const int item = run.shared_item(which);
-      const int first = run.owner(item * run.blocks), last = run.owner((item + 1) * run.blocks - 1);
-      for (int i = threadIdx.x; i < p.tokens * ROWS; i += THREADS) {
+      const Item item = run.item(run.shared_item(which));
+      const int first = run.first_owner(item.number), last = run.last_owner(item.number);
+      for (int i = threadIdx.x; i < count(); i += THREADS) {
+        const int to = y_row(p, item.span, TOKENS, i / ROWS);
+        if (EXPERTS && to < 0) continue;
         // All programs but the first one begin in the item, or they would not share it.
-        float sum = load_shared_by_programs(part(first, item) + i);
+        float sum = load_shared_by_programs(part(first, item.number) + i);
 #pragma unroll 4
         for (int program = first + 1; program <= last; program++)
           sum += load_shared_by_programs(p.parts + (size_t)program * 2 * TOKENS * ROWS + i);
-        store_sum(p, i / ROWS, item * ROWS + i % ROWS, sum);
+        store_sum(p, to, item.rows * ROWS + i % ROWS, sum);
       }
     }
+  }
+};
+
+// The rows of x that a lane reads in few(), and where its weight's blocks lie. It follows a warp from tile to tile.
+template <int NT> struct Gathered {
+  int span = -1;
+  int shift = 0;  // from a block's number through all items to that in the weight
+  int row[NT];    // of the lane's tokens, or -1
+
+  DEVICE void follow(const Linear& p, const Run& run, int to, int lane) {
+    if (span == to) return;
+    span = to;
+    if (EXPERTS) shift = (p.expert_of_tile[span] - span) * run.rows * run.blocks;
+#pragma unroll
+    for (int n = 0; n < NT; n++) row[n] = x_row(p, y_row(p, span, NT * 8, n * 8 + (lane >> 2)));
   }
 };
 
@@ -228,11 +297,11 @@ template <int NT> struct Operands {
   U2 zero[SUB];                          // the same rows' zeros
   U2 x[NT][STEPS];
 
-  DEVICE void load(const Linear& p, const Groups& groups, const Place& place, int lane) {
-    const int g = lane >> 2, t = lane & 3;
+  DEVICE void load(const Linear& p, const Groups& groups, const Place& place, const Gathered<NT>& gathered, int lane) {
+    const int g = lane >> 2, t = lane & 3, at = place.at + gathered.shift;
 #pragma unroll
-    for (int m = 0; m < 4; m++) code[m] = load_once(p.codes + (size_t)place.at * BLOCK_BYTES + m * 512 + lane * 16);
-    const size_t group = (size_t)groups.first_of(place.at) * 64 + g * 8;
+    for (int m = 0; m < 4; m++) code[m] = load_once(p.codes + (size_t)at * BLOCK_BYTES + m * 512 + lane * 16);
+    const size_t group = (size_t)groups.first_of(at) * 64 + g * 8;
 #pragma unroll
     for (int s = 0; s < SUB; s++) {
 #pragma unroll
@@ -243,12 +312,12 @@ template <int NT> struct Operands {
       }
       if (ZEROS) zero[s] = load_8(p.zeros + group + s * 64);
     }
-    const unsigned short* from = p.x + (size_t)g * p.inputs + place.block * 64 + t * (SUB == 4 ? 4 : 8);
 #pragma unroll
     for (int n = 0; n < NT; n++) {
 #pragma unroll
       for (int q = 0; q < STEPS; q++) x[n][q] = U2{{0, 0}};
-      if (n * 8 + g < p.tokens) {
+      if (gathered.row[n] >= 0) {
+        const unsigned short* from = p.x + (size_t)gathered.row[n] * p.inputs + place.block * 64 + t * (SUB == 4 ? 4 : 8);
         if (SUB == 4) {
 #pragma unroll
           for (int q = 0; q < STEPS; q++) x[n][q] = load_8(from + q * 16);
@@ -261,7 +330,6 @@ template <int NT> struct Operands {
           }
         }
       }
-      from += (size_t)8 * p.inputs;
     }
   }
 
@@ -308,23 +376,30 @@ DEVICE void fetch(const Linear& p, const Run& run, const Groups& groups, int at,
 template <int NT, int WARPS> DEVICE void few(const Linear& p) {
   constexpr bool HALVES = NT == 4;  // half of the warps add to the other half's sums, or they would not fit
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const Run run(p, p.outputs / 64);
+  const Run run(p, p.outputs / 64, EXPERTS ? *p.used_tiles : 1);
+  if (run.is_empty()) return;
   const Groups groups(p);
   const Sums<64, NT * 8, HALVES ? WARPS / 2 : WARPS, WARPS * 32> all_sums(p, run);
   Operands<NT> now, next;
+  Gathered<NT> gathered;
   Place place = run.place(run.begin + warp);
-  if (place.at < run.end) now.load(p, groups, place, lane);
+  const auto load = [&](Operands<NT>& operands) {
+    if (place.at >= run.end) return;
+    gathered.follow(p, run, place.item.span, lane);
+    operands.load(p, groups, place, gathered, lane);
+  };
+  load(now);
 #pragma unroll 1
   for (int i = 1; i < p.ahead; i++) fetch(p, run, groups, place.at + i * WARPS, lane);
   const unsigned lane_bits = fill_table<WARPS * 32>(p);
   const int last_item = run.item_of(run.end - 1);
-  for (int item = run.item_of(run.begin); item <= last_item; item++) {
-    const int end = min((item + 1) * run.blocks, run.end);
+  for (Item item = run.item(run.item_of(run.begin)); item.number <= last_item; run.next(item)) {
+    const int end = min((item.number + 1) * run.blocks, run.end);
     float sums[4][NT][4] = {};
     while (place.at < end) {
       if (p.ahead) fetch(p, run, groups, place.at + p.ahead * WARPS, lane);
-      place.move(WARPS, run.blocks);
-      if (place.at < run.end) next.load(p, groups, place, lane);
+      place.move(WARPS, run);
+      load(next);
       now.multiply(sums, lane_bits);
       now = next;
     }
@@ -341,6 +416,7 @@ template <int NT, int WARPS> DEVICE void few(const Linear& p) {
   all_sums.finish();
 }
 
+#if !EXPERTS
 // Returns where 16 bytes of x lie in a token's part of shared memory. Lanes read 16 bytes of four pieces in a row and
 // two tokens at a time, so odd tokens have their halves swapped. With 8 bytes of four tokens, the pitch is enough.
 DEVICE int x_place(int token, int piece) { return (SUB == 4 ? piece : piece ^ (token & 1) << 2) * 16; }
@@ -362,12 +438,12 @@ template <int NT> struct Many {
   const int lane, g, t, half, tile, rows;  // tile: first of the warp's two; rows: its tile of 64 rows in the item
 
   DEVICE Many(const Linear& p)
-      : p(p), run(p, (p.outputs + MANY_ROWS - 1) / MANY_ROWS), groups(p), lane(threadIdx.x & 31), g(lane >> 2), t(lane & 3),
+      : p(p), run(p, (p.outputs + MANY_ROWS - 1) / MANY_ROWS, 1), groups(p), lane(threadIdx.x & 31), g(lane >> 2), t(lane & 3),
         half(threadIdx.x >> 5 & 1), tile((threadIdx.x >> 6 & 1) * 2), rows(threadIdx.x >> 7) {}
 
   // Returns the number of blocks of the step that begins at a place.
   DEVICE int step_of(const Place& place) const { return min(2, min(run.blocks - place.block, run.end - place.at)); }
-  DEVICE bool has_rows(int item) const { return item * 2 + rows < p.outputs / 64; }
+  DEVICE bool has_rows(int items) const { return items * 2 + rows < p.outputs / 64; }
 
   // Begins the copies of the step at a place and moves on to where the next one begins.
   DEVICE void copy(unsigned char* stage, Place& place) const {
@@ -381,8 +457,8 @@ template <int NT> struct Many {
         const unsigned short* from = p.x + (size_t)(inside ? token : 0) * p.inputs + place.block * 64 + piece * 8;
         copy_to_shared<16>(stage + ((piece >> 3) * TOKENS + token) * X_PITCH + x_place(token, piece & 7), from, inside);
       }
-      if (half < count && has_rows(place.item)) {
-        const int block = (place.item * 2 + rows) * run.blocks + place.block + half;  // through all tiles of 64 rows
+      if (half < count && has_rows(place.item.rows)) {
+        const int block = (place.item.rows * 2 + rows) * run.blocks + place.block + half;  // through all tiles of 64 rows
         const unsigned char* codes = p.codes + (size_t)block * BLOCK_BYTES + tile * 512 + lane * 16;
         copy_to_shared<16>(stage + X_BYTES + tid * 16, codes);
         copy_to_shared<16>(stage + X_BYTES + (THREADS + tid) * 16, codes + 512);
@@ -396,7 +472,7 @@ template <int NT> struct Many {
           if (ZEROS) copy_to_shared<8>(stage + ZEROS_AT + (s * THREADS + tid) * 8, p.zeros + group + s * 64);
         }
       }
-      place.move(count, run.blocks);
+      place.move(count, run);
     }
     close_copies();
   }
@@ -462,17 +538,18 @@ template <int NT> struct Many {
     for (; fill < STAGES - 1; fill++) copy(stages + fill * BYTES, ahead);
     const unsigned lane_bits = fill_table<THREADS>(p);
     while (place.at < run.end) {
-      const int item = place.item, end = min((item + 1) * run.blocks, run.end);
+      const Item item = place.item;
+      const int end = min((item.number + 1) * run.blocks, run.end);
       float sums[2][NT][4] = {};
       while (place.at < end) {
         const int count = step_of(place);
         wait_copies<STAGES - 2>();
         __syncthreads();
         copy(stages + fill * BYTES, ahead);
-        if (half < count && has_rows(item)) multiply(stages + use * BYTES, sums, lane_bits);
+        if (half < count && has_rows(item.rows)) multiply(stages + use * BYTES, sums, lane_bits);
         fill = fill + 1 == STAGES ? 0 : fill + 1;
         use = use + 1 == STAGES ? 0 : use + 1;
-        place.move(count, run.blocks);
+        place.move(count, run);
       }
       if (half) all_sums.template put<false, 2, NT>(0, row, sums);
       __syncthreads();
@@ -483,13 +560,15 @@ template <int NT> struct Many {
   }
 };
 
-KERNEL void __launch_bounds__(FEW_8_WARPS * 32, 1) few_8(const Linear p) { few<1, FEW_8_WARPS>(p); }
-KERNEL void __launch_bounds__(FEW_16_WARPS * 32, 1) few_16(const Linear p) { few<2, FEW_16_WARPS>(p); }
 #if FEW_32_WARPS
 KERNEL void __launch_bounds__(FEW_32_WARPS * 32, 1) few_32(const Linear p) { few<4, FEW_32_WARPS>(p); }
 #endif
 KERNEL void __launch_bounds__(MANY_WARPS * 32, 1) many_32(const Linear p) { Many<4>(p).work(); }
 KERNEL void __launch_bounds__(MANY_WARPS * 32, 1) many_64(const Linear p) { Many<8>(p).work(); }
+#endif
+
+KERNEL void __launch_bounds__(FEW_8_WARPS * 32, 1) few_8(const Linear p) { few<1, FEW_8_WARPS>(p); }
+KERNEL void __launch_bounds__(FEW_16_WARPS * 32, 1) few_16(const Linear p) { few<2, FEW_16_WARPS>(p); }
 
 // Rounds as NF4Weight and IntWeight do: to the dtype before quantization, then to the served one.
 DEVICE unsigned short served(float value, int rounded) {

@@ -1,4 +1,7 @@
-"""Compiles and launches four_bit.cu and four_bit_wide.cu: products with weights of four bits, and their values."""
+"""Compiles and launches four_bit.cu and four_bit_wide.cu: products with weights of four bits, and their values.
+
+kernels/moe/moe_codes_cuda.py launches those that are compiled for experts.
+"""
 
 # T tokens · D in · O out
 
@@ -31,7 +34,7 @@ SOURCES = ("four_bit_primitives.cuh", "four_bit_wide.cuh", "four_bit.cu", "four_
 MANY_WARPS = 8
 WIDE_WARPS = 12
 WGMMA_CAPABILITY = (9, 0)  # no other GPU has wgmma
-MAX_SPANS = 2
+MAX_PROGRAMS = 512  # of a launch for products: a weight has a ticket for each
 MAX_AHEAD = 16
 DEQUANTIZE_WARPS = 8  # each writes a tile
 
@@ -42,8 +45,10 @@ class FourBitArguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "pairs", "book")),
         *((name, ctypes.c_void_p) for name in ("x", "bias", "y", "parts", "tickets")),
-        *((name, ctypes.c_int) for name in ("tokens", "outputs", "inputs", "blocks_a_group")),
-        *((name, ctypes.c_int) for name in ("ahead", "first_tile", "rounded")),
+        *((name, ctypes.c_void_p) for name in ("used_tiles", "expert_of_tile", "pair_of_tile")),
+        *((name, ctypes.c_int) for name in ("tokens", "outputs", "inputs")),
+        ("inverse", ctypes.c_uint),
+        *((name, ctypes.c_int) for name in ("least_blocks", "blocks_a_group", "ahead", "first_tile", "rounded")),
     )
 
 
@@ -58,6 +63,7 @@ class FourBitVariant:
     scale_dtype: torch.dtype
     groups_a_block: int  # groups in 64 inputs: 4, 2, or 1 if a group is 64 inputs or several times 64
     has_zeros: bool
+    of_experts: bool = False  # whether the weight is that of all experts of a mixture
 
     @property
     def few_warps(self) -> dict[str, int]:
@@ -76,6 +82,7 @@ class FourBitVariant:
             f"-DSCALE={DTYPE_INDEX[self.scale_dtype]}",
             f"-DSUB={self.groups_a_block}",
             f"-DZEROS={int(self.has_zeros)}",
+            f"-DEXPERTS={int(self.of_experts)}",
             *(f"-D{name.upper()}_WARPS={warps}" for name, warps in self.few_warps.items()),
         ]
 
@@ -84,7 +91,9 @@ class FourBitVariant:
         return tuple(
             shape
             for shape in KERNEL_SHAPES
-            if self.few_warps.get(shape.name) != 0 and (has_wgmma or not shape.needs_wgmma)
+            if self.few_warps.get(shape.name) != 0
+            and (has_wgmma or not shape.needs_wgmma)
+            and (shape.serves_experts or not self.of_experts)
         )
 
 
@@ -97,11 +106,14 @@ class KernelShape:
     serves: int  # most tokens for which it is chosen, in several launches if they are more than a launch takes
     rows: int  # rows of W of an item
     least_blocks: int  # blocks of 64 inputs that a program has at least, or adding its parts would be more work
-    spans: int = 1  # most items of a launch that have the same rows and different tokens
+    spans: int = 1  # most items of a launch that have the same rows and different tokens, without experts
     ahead: int = 0  # for few tokens: steps of a warp ahead of which codes are fetched into the L2 cache
+    serves_experts: bool = (
+        True  # whether it is also compiled for experts, with a tile of pairs as the tokens of an item
+    )
 
     def __post_init__(self) -> None:
-        assert 0 <= self.ahead <= MAX_AHEAD and self.spans <= MAX_SPANS
+        assert 0 <= self.ahead <= MAX_AHEAD
 
     @property
     def needs_wgmma(self) -> bool:
@@ -122,9 +134,10 @@ KERNEL_SHAPES = (
     KernelShape("wide_64", 64, 64, 4 * TILE, 4),
     KernelShape("wide_128", 128, 256, 4 * TILE, 4, spans=2),
     # Without wgmma:
-    KernelShape("few_32", 32, 64, TILE, 8),
-    KernelShape("many_32", 32, 32, 2 * TILE, 4),  # for groups of 16 and 32, for which few_32 has no registers
-    KernelShape("many_64", 64, 64, 2 * TILE, 4),
+    KernelShape("few_32", 32, 64, TILE, 8, serves_experts=False),
+    # for groups of 16 and 32, for which few_32 has no registers
+    KernelShape("many_32", 32, 32, 2 * TILE, 4, serves_experts=False),
+    KernelShape("many_64", 64, 64, 2 * TILE, 4, serves_experts=False),
 )
 
 
@@ -146,6 +159,14 @@ class FourBitKernels:
         """Returns the first kernel that serves so many tokens, which are most_tokens or less."""
         return next(shape for shape in self.shapes if tokens <= shape.serves)
 
+    def shape_of_tile(self, pairs: int) -> KernelShape:
+        """Returns the kernel for tiles of so many pairs of tokens and experts."""
+        return next(shape for shape in self.shapes if shape.tokens == pairs)
+
+    def programs_for(self, shape: KernelShape, blocks: int) -> int:
+        """Returns the number of programs for a product of that many blocks, which are 64 inputs of an item each."""
+        return min(self.num_sms, -(-blocks // shape.least_blocks))
+
 
 def source() -> str:
     folder = Path(__file__).parent
@@ -165,14 +186,17 @@ def _kernels(variant: FourBitVariant, index: int) -> FourBitKernels | None:
     room = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stub does not have it
     if capability < LEAST_CAPABILITY or room < SHARED_BYTES + COPIES_BYTES:
         return None  # Such a GPU is served by the Triton kernels, as it always was.
-    shapes = variant.shapes(capability == WGMMA_CAPABILITY)
+    has_wgmma = capability == WGMMA_CAPABILITY
+    if variant.of_experts and not has_wgmma:
+        return None  # Tiles of many pairs are served by wgmma alone.
+    shapes = variant.shapes(has_wgmma)
     try:
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # makes the device's context current in this thread
             code = CudaCode(machine_code(source(), variant.options, device))
             products: dict[str, Launch] = {shape.name: _product(code, variant, shape) for shape in shapes}
             dequantize = code.kernel("dequantize", DEQUANTIZE_WARPS * 32, 0)
-            return FourBitKernels(shapes, products, dequantize, properties.multi_processor_count)
+            return FourBitKernels(shapes, products, dequantize, min(properties.multi_processor_count, MAX_PROGRAMS))
     except CudaCodeError as error:
         log.warning("weights of four bits are served by slower kernels: %s", error)
         return None
@@ -205,10 +229,10 @@ def launch(
     outputs, device = weight.num_outputs, x_TD.device
     spans = -(-min(len(x_TD), shape.launch_tokens) // shape.tokens)
     blocks = -(-outputs // shape.rows) * spans * (weight.num_inputs // TILE)
-    programs = min(kernels.num_sms, -(-blocks // shape.least_blocks))
+    programs = kernels.programs_for(shape, blocks)
     y_TO = torch.empty(len(x_TD), outputs, dtype=weight.dtype, device=device)
     parts = torch.empty(programs * 2 * shape.tokens * shape.rows, dtype=torch.float32, device=device)
-    arguments = _arguments(weight)
+    arguments = arguments_of(weight)
     arguments.parts, arguments.outputs, arguments.ahead = parts.data_ptr(), outputs, shape.ahead
     arguments.bias = None if bias_O is None else bias_O.data_ptr()
     for first in range(0, len(x_TD), shape.launch_tokens):
@@ -224,7 +248,7 @@ def four_bit_values(weight: TiledWeight, out_OD: Tensor, first_row: int, kernels
     assert rows % TILE == first_row % TILE == 0 and first_row + rows <= weight.num_outputs
     assert out_OD.is_contiguous() and out_OD.dtype == weight.dtype
     assert weight.quantized_from is not None
-    arguments = _arguments(weight)
+    arguments = arguments_of(weight)
     arguments.y, arguments.outputs, arguments.first_tile = out_OD.data_ptr(), rows, first_row // TILE
     arguments.rounded = DTYPE_INDEX[weight.quantized_from]
     tiles = rows // TILE * (weight.num_inputs // TILE)
@@ -232,7 +256,8 @@ def four_bit_values(weight: TiledWeight, out_OD: Tensor, first_row: int, kernels
     return out_OD
 
 
-def _arguments(weight: TiledWeight) -> FourBitArguments:
+def arguments_of(weight: TiledWeight) -> FourBitArguments:
+    """Returns the arguments that are the same in each launch with this weight."""
     return FourBitArguments(
         codes=weight.codes.data_ptr(),
         scales=weight.scales.data_ptr(),

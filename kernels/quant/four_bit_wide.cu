@@ -17,25 +17,6 @@ DEVICE unsigned long long matrix(unsigned at, int core) {
   return (unsigned long long)(at >> 4) | (unsigned long long)(core >> 4) << 16 | (unsigned long long)(128 >> 4) << 32;
 }
 
-// A place in a program's run, with its item's rows and span of tokens.
-struct WidePlace {
-  int at, block, rows, span;
-  DEVICE void move(int blocks, int spans) {
-    at++;
-    if (++block < blocks) return;
-    block = 0;
-    if (++span < spans) return;
-    span = 0;
-    rows++;
-  }
-  // Moves by several blocks of one item.
-  DEVICE void skip(int count, int blocks, int spans) {
-    at += count - 1;
-    block += count - 1;
-    move(blocks, spans);
-  }
-};
-
 // An item is 256 rows and SPANS * N tokens. A warpgroup has two tiles of 64 rows.
 template <int N, int SPANS> struct Wide {
   static constexpr int TOKENS = N * SPANS, TILES = 2, ROWS = MULTIPLIERS * TILES * 64, UNITS = TILES * SPANS;
@@ -50,13 +31,12 @@ template <int N, int SPANS> struct Wide {
   static constexpr int PIECES = TOKENS / 4 < 8 ? TOKENS / 4 : 8, BATCHES = TOKENS / 4 / PIECES;
   static constexpr int PRODUCER_REGISTERS = SUB == 1 ? 56 : 72, MULTIPLIER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
   const Linear& p;
-  const int spans;  // of TOKENS tokens
   const Run run;
   const Groups groups;
   const int lane, g, t, warp;  // warp: of its warpgroup
 
   DEVICE Wide(const Linear& p)
-      : p(p), spans((p.tokens + TOKENS - 1) / TOKENS), run(p, (p.outputs + ROWS - 1) / ROWS * spans), groups(p),
+      : p(p), run(p, (p.outputs + ROWS - 1) / ROWS, EXPERTS ? *p.used_tiles : (p.tokens + TOKENS - 1) / TOKENS), groups(p),
         lane(threadIdx.x & 31), g(lane >> 2), t(lane & 3), warp(threadIdx.x >> 5 & 3) {}
 
   DEVICE unsigned char* operands(int stage, int tile) const {
@@ -65,21 +45,21 @@ template <int N, int SPANS> struct Wide {
   DEVICE Barrier* filled() const { return (Barrier*)operands(STAGES, 0); }  // one of each stage
   DEVICE Barrier* used() const { return filled() + STAGES; }
 
-  DEVICE WidePlace first_place() const {
-    const Place place = run.place(run.begin);
-    return WidePlace{place.at, place.block, place.item / spans, place.item % spans};
+  // Returns the block of a tile of 64 rows. It is that of the last tile for those behind it, which are not stored.
+  DEVICE int held_block(const Place& place, int index) const {
+    const int tiles = p.outputs / 64, tile = min(place.item.rows * (ROWS / 64) + index, tiles - 1);
+    return ((EXPERTS ? p.expert_of_tile[place.item.span] * tiles : 0) + tile) * run.blocks + place.block;
   }
 
-  // Returns a tile of 64 rows, which is the last one for those behind it. They are not stored.
-  DEVICE int held_tile(int rows, int index) const { return min(rows * (ROWS / 64) + index, p.outputs / 64 - 1); }
-
-  DEVICE void load_x(U4* x, const WidePlace& place, int batch) const {
-    const int first = place.span * TOKENS + batch * PIECES * 4 + g;
-    const unsigned short* from = p.x + (size_t)first * p.inputs + place.block * 64 + t * 8;
+  DEVICE void load_x(U4* x, const Place& place, int batch) const {
 #pragma unroll
-    for (int i = 0; i < PIECES; i++) {
-      x[i] = U4{{0, 0, 0, 0}};
-      if (first + i / 2 * 8 < p.tokens) x[i] = load_16(from + (size_t)(i / 2 * 8) * p.inputs + i % 2 * 32);
+    for (int i = 0; i < PIECES; i += 2) {
+      const int row = x_row(p, y_row(p, place.item.span, TOKENS, batch * PIECES * 4 + i * 4 + g));
+      x[i] = x[i + 1] = U4{{0, 0, 0, 0}};
+      if (row < 0) continue;
+      const unsigned short* from = p.x + (size_t)row * p.inputs + place.block * 64 + t * 8;
+      x[i] = load_16(from);
+      x[i + 1] = load_16(from + 32);
     }
   }
 
@@ -97,9 +77,9 @@ template <int N, int SPANS> struct Wide {
   }
 
   // Begins to copy the operands of a stage. A lane copies those of a tile.
-  DEVICE void copy_operands(const WidePlace& place, int stage) const {
+  DEVICE void copy_operands(const Place& place, int stage) const {
     if (lane >= ROWS / 64) return;
-    const int block = held_tile(place.rows, lane) * run.blocks + place.block;
+    const int block = held_block(place, lane);
     const size_t group = (size_t)groups.first_of(block) * 64;
     unsigned char* to = operands(stage, lane);
     Barrier* barrier = filled() + stage;
@@ -110,7 +90,7 @@ template <int N, int SPANS> struct Wide {
   }
 
   // Begins the barriers and the copies of all stages. A warp calls it.
-  DEVICE void begin_copies(WidePlace place) const {
+  DEVICE void begin_copies(Place place) const {
     if (lane == 0) {
       for (int i = 0; i < STAGES; i++) {
         begin_barrier(filled() + i, 32);
@@ -121,13 +101,13 @@ template <int N, int SPANS> struct Wide {
     __syncwarp();
     for (int i = 0; i < STAGES && place.at < run.end; i++) {
       copy_operands(place, i);
-      place.move(run.blocks, spans);
+      place.move(1, run);
     }
   }
 
   // Warps take blocks in turn. Each waits for its own loads and stores before wgmma may see them.
-  DEVICE void produce(WidePlace place) const {
-    for (int i = 0; i < warp; i++) place.move(run.blocks, spans);
+  DEVICE void produce(Place place) const {
+    for (int i = 0; i < warp; i++) place.move(1, run);
     U4 x[PIECES];
 #pragma unroll 1
     for (int i = warp; place.at < run.end; i += 4) {
@@ -144,7 +124,7 @@ template <int N, int SPANS> struct Wide {
       show_to_wgmma();
       arrive(filled() + stage);
 #pragma unroll
-      for (int k = 0; k < 4; k++) place.move(run.blocks, spans);
+      for (int k = 0; k < 4; k++) place.move(1, run);
     }
   }
 
@@ -190,36 +170,38 @@ template <int N, int SPANS> struct Wide {
       for (int i = 0; i < 4; i++) sums[n][i] += scales[i >> 1] * c[n][i];
   }
 
-  DEVICE int first_token(int span, int u, int n) const { return span * TOKENS + u % SPANS * N + n * 8; }
+  // Returns the row of y of a token of eight, or -1.
+  DEVICE int y_row_of(const Item& item, int u, int n, int token) const {
+    return y_row(p, item.span, TOKENS, u % SPANS * N + n * 8 + token);
+  }
 
   // The sums of a program's part lie by thread. All programs have the same threads for the same sums.
   DEVICE F4* part(int program, int index) const { return (F4*)(p.parts + (size_t)(program * 2 + index) * TOKENS * ROWS); }
 
   // Stores eight tokens' sums. Pairs of tokens become pairs of rows, which are side by side in y.
-  DEVICE void store(int rows, int span, int u, int n, const float* sums) const {
-    const int tile = rows * (ROWS / 64) + (threadIdx.x >> 7) * TILES + u / SPANS;
+  DEVICE void store(const Item& item, int u, int n, const float* sums) const {
+    const int tile = item.rows * (ROWS / 64) + (threadIdx.x >> 7) * TILES + u / SPANS;
     if (tile >= p.outputs / 64) return;
-    const int row = tile * 64 + warp * 16, token = first_token(span, u, n) + g;
+    const int row = tile * 64 + warp * 16, token = y_row_of(item, u, n, g);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const float bias = p.bias ? to_float(p.bias[row + h * 8 + g]) : 0.f;
       const unsigned low = to_number(sums[h * 2] + bias), high = to_number(sums[h * 2 + 1] + bias);
       const unsigned pair = transpose(low | high << 16);
-      if (token < p.tokens) *(unsigned*)(p.y + (size_t)token * p.outputs + row + h * 8 + t * 2) = pair;
+      if (token >= 0) *(unsigned*)(p.y + (size_t)token * p.outputs + row + h * 8 + t * 2) = pair;
     }
   }
 
-  DEVICE void close_item(const WidePlace& place, float (*sums)[N / 8][4]) const {
-    const int item = place.rows * spans + place.span;
-    const bool whole = run.has_whole(item);
-    F4* to = part(blockIdx.x, run.part_of(blockIdx.x, item));
+  DEVICE void close_item(const Item& item, float (*sums)[N / 8][4]) const {
+    const bool whole = run.has_whole(item.number);
+    F4* to = part(blockIdx.x, run.part_of(blockIdx.x, item.number));
 #pragma unroll
     for (int u = 0; u < UNITS; u++)
 #pragma unroll
       for (int n = 0; n < N / 8; n++) {
-        if (first_token(place.span, u, n) >= p.tokens) continue;
+        if (y_row_of(item, u, n, 0) < 0) continue;
         if (whole)
-          store(place.rows, place.span, u, n, sums[u][n]);
+          store(item, u, n, sums[u][n]);
         else
           to[(u * (N / 8) + n) * MULTIPLIERS * 128 + threadIdx.x] = F4{{sums[u][n][0], sums[u][n][1], sums[u][n][2], sums[u][n][3]}};
       }
@@ -264,7 +246,7 @@ template <int N, int SPANS> struct Wide {
     }
   }
 
-  DEVICE void consume(WidePlace place, unsigned lane_bits) const {
+  DEVICE void consume(Place place, unsigned lane_bits) const {
     unsigned a[TILES][GROUP_STEPS][4];
     int stage = 0, phase = 0;
     wait_barrier(filled(), 0);
@@ -278,10 +260,11 @@ template <int N, int SPANS> struct Wide {
         const int now = stage;
         if (++stage == STAGES) stage = 0, phase ^= 1;
         multiply(sums, a, now, place.at + step + 1 < run.end ? stage : -1, phase, lane_bits);
+        __syncwarp();  // all lanes have read their scales
         if (lane == 0) arrive(used() + now);
       }
-      close_item(place, sums);
-      place.skip(steps, run.blocks, spans);
+      close_item(place.item, sums);
+      place.move(steps, run);
     }
     finish();
   }
@@ -292,25 +275,26 @@ template <int N, int SPANS> struct Wide {
     wait_threads<MULTIPLIERS * 128>();
     if (threadIdx.x < 2 && run.shared_item(threadIdx.x) >= 0) {
       __threadfence();
-      atomicAdd(p.tickets + run.shared_item(threadIdx.x), 1);
+      atomicAdd(run.ticket(p, run.shared_item(threadIdx.x)), 1);
     }
 #pragma unroll 1
     for (int which = 0; which < 2; which++) {
-      const int item = run.shared_item(which);
-      if (item < 0) continue;
-      const int first = run.owner(item * run.blocks), count = run.owner((item + 1) * run.blocks - 1) - first + 1;
+      if (run.shared_item(which) < 0) continue;
+      const Item item = run.item(run.shared_item(which));
+      const int first = run.first_owner(item.number), count = run.last_owner(item.number) - first + 1;
+      int* ticket = run.ticket(p, item.number);
       if (threadIdx.x == 0) {
-        while (load_ticket(p.tickets + item) < count) {}
+        while (load_ticket(ticket) < count) {}
         __threadfence();
       }
       wait_threads<MULTIPLIERS * 128>();
-      const F4* parts = part(first, run.part_of(first, item)) + threadIdx.x;
+      const F4* parts = part(first, run.part_of(first, item.number)) + threadIdx.x;
       const F4* others = part(first, 0) + threadIdx.x;
-      const int own = blockIdx.x - first, rows = item / spans, span = item % spans;
+      const int own = blockIdx.x - first;
 #pragma unroll 2
       for (int i = own; i < UNITS * (N / 8); i += count) {
         const int u = i / (N / 8), n = i % (N / 8);
-        if (first_token(span, u, n) >= p.tokens) continue;
+        if (y_row_of(item, u, n, 0) < 0) continue;
         F4 sum = load_shared_by_programs(parts + i * MULTIPLIERS * 128);
 #pragma unroll 8
         for (int k = 1; k < count; k++) {
@@ -318,15 +302,16 @@ template <int N, int SPANS> struct Wide {
 #pragma unroll
           for (int j = 0; j < 4; j++) sum.v[j] += r.v[j];
         }
-        store(rows, span, u, n, sum.v);
+        store(item, u, n, sum.v);
       }
-      if (threadIdx.x == 0 && atomicAdd(p.tickets + item, 1) == 2 * count - 1) p.tickets[item] = 0;
+      if (threadIdx.x == 0 && atomicAdd(ticket, 1) == 2 * count - 1) *ticket = 0;
     }
   }
 
   DEVICE void work() const {
     const bool produces = threadIdx.x >= MULTIPLIERS * 128;
-    const WidePlace place = first_place();
+    if (run.is_empty()) return;
+    const Place place = run.place(run.begin);
     if (produces && warp == 0) begin_copies(place);
     const unsigned lane_bits = fill_table<WIDE_THREADS>(p);
     if (produces) {

@@ -2,7 +2,8 @@
 
 It serves NF4, FP4, e2m1 (MXFP4 and NVFP4) and four-bit integers in runs of columns, in as much memory as NF4Weight and
 IntWeight. Those serve what this weight does not: a CPU, a GPU without the kernels, sizes that are not multiples of 64,
-columns that are assigned to groups in any order, and experts.
+and columns that are assigned to groups in any order. The weight of all experts of a mixture has the rows of one expert
+after those of another (kernels/moe/expert_codes.py). Its products are in kernels/moe/moe_codes_cuda.py.
 
 Values are book * scale, or (code - zero) * scale. The kernels that read codes round the book to the served dtype, which
 is exact for integers and e2m1, and multiply sums by scales in float32. For many tokens, the values are written into
@@ -34,7 +35,7 @@ from lorafleet.kernels.quant.code_tiles import (
 from lorafleet.kernels.quant.e2m1 import E2M1Matrix
 from lorafleet.kernels.quant.e2m1_scheme import E2M1Scheme
 from lorafleet.kernels.quant.four_bit_cuda import (
-    MAX_SPANS,
+    MAX_PROGRAMS,
     FourBitKernels,
     FourBitVariant,
     four_bit_kernels,
@@ -49,15 +50,25 @@ MIDDLE = 8  # the book of integers is code - MIDDLE, and has the zero of symmetr
 
 
 def tiled_weight(
-    scheme: Scheme, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device, scratch: Scratch
+    scheme: Scheme,
+    outputs: int,
+    inputs: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    scratch: Scratch,
+    num_experts: int | None = None,
 ) -> TiledWeight | None:
-    """Returns an empty weight, or None if the scheme's own weight has to serve it."""
+    """Returns an empty weight, or None if the scheme's own weight has to serve it.
+
+    With num_experts, it is the weight of all experts of a mixture, and `outputs` are those of one expert.
+    """
     if device.type != "cuda" or not is_tileable(scheme, outputs, inputs, dtype):
         return None
-    weight = TiledWeight(scheme, outputs, inputs, dtype, torch.device("meta"), scratch)
+    rows, of_experts = outputs * (num_experts or 1), num_experts is not None
+    weight = TiledWeight(scheme, rows, inputs, dtype, torch.device("meta"), scratch, of_experts)
     if four_bit_kernels(weight.variant, device) is None:
         return None
-    return TiledWeight(scheme, outputs, inputs, dtype, device, scratch)
+    return TiledWeight(scheme, rows, inputs, dtype, device, scratch, of_experts)
 
 
 def is_tileable(scheme: Scheme, outputs: int, inputs: int, dtype: torch.dtype) -> bool:
@@ -76,14 +87,22 @@ class TiledWeight(nn.Module):
     """A weight of four bits, or a rank's part of it, for which is_tileable() holds. dtype is the served dtype."""
 
     def __init__(
-        self, scheme: Scheme, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device, scratch: Scratch
+        self,
+        scheme: Scheme,
+        outputs: int,
+        inputs: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        scratch: Scratch,
+        of_experts: bool = False,
     ) -> None:
         super().__init__()
         self.num_outputs, self.num_inputs = outputs, inputs
         self.dtype = dtype
         self.group = _group(scheme, inputs)
         has_zeros = isinstance(scheme, IntScheme) and scheme.has_zeros
-        self.variant = FourBitVariant(dtype, _scale_dtype(scheme), max(1, TILE // self.group), has_zeros)
+        groups_a_block = max(1, TILE // self.group)
+        self.variant = FourBitVariant(dtype, _scale_dtype(scheme), groups_a_block, has_zeros, of_experts)
         self.quantized_from: torch.dtype | None = None  # dtype before quantization; None until fill()
         if isinstance(scheme, IntScheme):
             self.quantized_from = scheme.dtype or dtype
@@ -93,7 +112,8 @@ class TiledWeight(nn.Module):
         self.zeros = _held(*numbers, dtype=torch.uint8, device=device) if has_zeros else None
         self.book = _held(BOOK_SIZE, dtype=torch.float32, device=device)
         self.pairs = _held(BOOK_SIZE * BOOK_SIZE, dtype=torch.int32, device=device)  # two of the book in each, by byte
-        self.tickets = _held(outputs // TILE + MAX_SPANS, dtype=torch.int32, device=device)  # zeros between launches
+        self.tickets = _held(MAX_PROGRAMS, dtype=torch.int32, device=device)  # zeros between launches
+        self._has_book = False  # until fill()
         self._scratch = scratch
         if device.type == "cuda":
             scratch.reserve(outputs * inputs)
@@ -114,8 +134,10 @@ class TiledWeight(nn.Module):
             book = torch.arange(BOOK_SIZE) - float(MIDDLE)
         put_codes(self.codes, first_row, code_OD)
         put_numbers(self.scales, first_row, scale_OG)
-        self.book.copy_(book)
-        self.pairs.copy_(pairs_of(book, self.dtype))
+        if not self._has_book:  # it is the same for all parts, and a mixture is filled in tens of thousands of them
+            self.book.copy_(book)
+            self.pairs.copy_(pairs_of(book, self.dtype))
+            self._has_book = True
 
     def linear(self, x_TD: Tensor, bias_O: Tensor | None) -> Tensor:
         kernels = self._kernels_for(x_TD)

@@ -140,6 +140,12 @@ class SparseMLP(nn.Module):
         y_TD = apply_affine(out(experts_mlp(latent_TL, routing, self._matrices, adapters, None), batch))
         return LinearOutput(y_TD if shared is None else y_TD.add_(shared.y_TD))
 
+    @property
+    def are_tiled(self) -> bool:
+        """Whether the experts have codes of four bits that the CUDA kernels read."""
+        assert self._matrices is not None
+        return self._matrices.are_tiled
+
     def weight_kinds(self) -> list[type[object]]:
         """Returns the classes of the weights of gate_up and down: PlainWeight, or that of the quantized weight."""
         weights = self.gate_up_EUD, self.down_EDI

@@ -278,7 +278,8 @@ class StepRunner:
         from lorafleet.kernels.moe.moe_triton import first_tokens  # triton is optional on a CPU
 
         in_graphs = 0 if self._prefill_graphs is None else MOST_TOKENS
-        experts = {(mixture.experts.count, mixture.experts.rule.per_token) for _, mixture in self.model.mixtures()}
+        mixtures = [mixture for _, mixture in self.model.mixtures()]
+        experts = {(own.experts.count, own.experts.rule.per_token, own.are_tiled) for own in mixtures}
         counts = sorted({count for sizes in experts for count in first_tokens(*sizes) if count > in_graphs})
         return [(count, prompt_tile_tokens(count)) for count in counts]
 

@@ -97,7 +97,7 @@ def test_interpreted_kernels(scheme: str) -> None:
         expert_lora_triton.SPLIT_FEATURES, expert_lora_triton.SHRINK_D, expert_lora_triton.EXPAND_O = 16, 16, 16
         moe_codes_triton.BLOCK_K = 16
         moe_codes_triton.LOOKUP_BLOCK_K = 8
-        moe_triton._SHAPES = ((float("inf"), moe_triton._Shape(16, 16, 8, 1, 1)),)
+        moe_triton._SHAPES = ((float("inf"), moe_triton._Shape(16, moe_triton._Gemm(16, 8, 1, 1))),)
         scheme = SCHEMES[{scheme!r}]
         all_sizes = {scheme!r} in ("e4m3 by block", "mxfp4")
         for name, sizes in SIZES.items() if all_sizes else [("uneven", SIZES["uneven"])]:

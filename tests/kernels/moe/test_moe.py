@@ -172,9 +172,10 @@ def test_no_thread_of_a_float32_gemm_has_so_many_products_that_compiling_takes_l
     from lorafleet.kernels.moe.moe_triton import _SHAPES
 
     for _, shape in _SHAPES:
-        assert shape.blocks(torch.bfloat16) == (shape.block_o, shape.block_d, shape.stages)
-        block_o, block_d, _ = shape.blocks(torch.float32)
-        assert shape.tile_pairs * block_o * block_d <= 1024 * 32 * shape.warps
+        gemm = shape.gemm
+        assert gemm is not None and gemm.blocks(torch.bfloat16) == (gemm.block_o, gemm.block_d, gemm.stages)
+        block_o, block_d, _ = gemm.blocks(torch.float32)
+        assert shape.tile_pairs * block_o * block_d <= 1024 * 32 * gemm.warps
 
 
 def test_interpreted_kernels() -> None:
@@ -193,7 +194,7 @@ def test_interpreted_kernels() -> None:
         expert_lora_triton.SPLIT_FEATURES, expert_lora_triton.SHRINK_D, expert_lora_triton.EXPAND_O = 16, 4, 16
         adapted_activation_triton.MOST_PROGRAMS = expert_lora_triton.MOST_PROGRAMS = 3
         adapted_activation_triton.BLOCK_I, adapted_combine_triton.BLOCK_NUMBERS = 4, 16
-        moe_triton._SHAPES = ((float("inf"), moe_triton._Shape(16, 16, 8, 1, 1, adapter_pairs=2)),)
+        moe_triton._SHAPES = ((float("inf"), moe_triton._Shape(16, moe_triton._Gemm(16, 8, 1, 1), adapter_pairs=2)),)
         for sums_to_one in (True, False):
             logits = normal(7, 6, dtype=torch.float32, device="cpu", seed=1)
             check_route(logits, 3, sums_to_one, Routing(*route_triton(logits, RoutingRule(3, sums_to_one))))

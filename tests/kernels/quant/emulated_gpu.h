@@ -53,6 +53,7 @@ inline void __syncthreads() { own->barrier.arrive_and_wait(); }
 inline void __syncwarp() { own->warps[threadIdx.x >> 5].barrier.arrive_and_wait(); }
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline int atomicAdd(int* at, int value) { return __sync_fetch_and_add(at, value); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
 inline float __uint_as_float(unsigned bits) { float r; memcpy(&r, &bits, 4); return r; }
 
 inline unsigned char* below_table() { return at_window(DRIVER, 0); }
@@ -227,12 +228,17 @@ template <class Arguments> void launch(void (*kernel)(Arguments), int num_progra
 
 extern "C" void emulate(int kernel, int programs, const Linear* arguments) {
   using Kernel = void (*)(Linear);
+#if EXPERTS
+  const Kernel few_of_32 = nullptr, many_of_32 = nullptr, many_of_64 = nullptr;
+#else
+  const Kernel many_of_32 = many_32, many_of_64 = many_64;
 #if FEW_32_WARPS
   const Kernel few_of_32 = few_32;
 #else
   const Kernel few_of_32 = nullptr;
 #endif
-  const Kernel kernels[] = {few_8, few_16, wide_32, wide_64, wide_128, few_of_32, many_32, many_64, dequantize};
+#endif
+  const Kernel kernels[] = {few_8, few_16, wide_32, wide_64, wide_128, few_of_32, many_of_32, many_of_64, dequantize};
   const int warps[] = {FEW_8_WARPS, FEW_16_WARPS, 12, 12, 12, FEW_32_WARPS, MANY_WARPS, MANY_WARPS, 8};  // as KERNEL_SHAPES
   launch<Linear>(kernels[kernel], programs, warps[kernel] * 32, arguments);
 }

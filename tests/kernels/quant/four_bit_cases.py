@@ -41,9 +41,16 @@ def random_matrix_of(scheme: Scheme, outputs: int, inputs: int) -> QuantizedMatr
     return matrix
 
 
-def filled(scheme: Scheme, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device = CPU) -> TiledWeight:
+def filled(
+    scheme: Scheme,
+    outputs: int,
+    inputs: int,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    of_experts: bool = False,
+) -> TiledWeight:
     """Returns a weight that was filled in two parts, of which one ends within a tile."""
-    weight = TiledWeight(scheme, outputs, inputs, dtype, device, Scratch(dtype, device))
+    weight = TiledWeight(scheme, outputs, inputs, dtype, device, Scratch(dtype, device), of_experts)
     matrix = random_matrix_of(scheme, outputs, inputs)
     for rows in (slice(0, 24), slice(24, outputs)):
         weight.fill(rows.start, matrix, (rows, slice(0, inputs)))
