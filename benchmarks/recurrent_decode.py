@@ -86,8 +86,8 @@ def started(folder: Path, config: dict[str, Any], batches: list[int], backend: A
     return make_engine(folder, config, batches, backend)
 
 
-def release(engine: Engine) -> None:
-    engine.close()
+def free_memory() -> None:
+    """Frees the memory of engines that nothing refers to any more."""
     gc.collect()
     if families_decode.DEVICE == "cuda":
         torch.cuda.empty_cache()
@@ -123,14 +123,17 @@ def measure(shape: str, args: argparse.Namespace) -> list[Case]:
         engine = started(folder / "recurrent", config, batches, args.attention_backend)
         cases = decode(engine, folder, shape, args)
         own = prefill(engine, args.prompts)
-        release(engine)
+        engine.close()
         del engine
+        free_memory()  # for the next model, which may need all of it
         figures: dict[str, float | None] = {"prefill_tokens_per_s": own.tokens_per_s}
         text = f"{shape} prefill: {own.tokens_per_s:.0f} tokens/s, {own.flops / 1e12:.0f} TFLOP/s"
         if not args.without_attention_model:
             engine = started(folder / "attention", config | WITH_ATTENTION[shape], batches, args.attention_backend)
             other = prefill(engine, args.prompts)
-            release(engine)
+            engine.close()
+            del engine
+            free_memory()
             share = own.flops / other.flops
             figures |= {"attention_tokens_per_s": other.tokens_per_s, "flops_share": share}
             text += f"; with attention in all layers {other.tokens_per_s:.0f}, {other.flops / 1e12:.0f}: {share:.3f} x"
