@@ -153,13 +153,20 @@ def stop_server(process: subprocess.Popen[bytes], stop_signal: int) -> tuple[int
     return status, names
 
 
+_given_ports: set[int] = set()
+
+
 def free_port() -> int:
-    """Of those that nobody is given without asking: between now and the server's start others connect and listen."""
-    ports = list(range(30_000, 32_768))
+    """Of those that nobody is given without asking: between now and the server's start others connect and listen. Each
+    of pytest's processes has ports of its own, and is given none twice, since a server may take a minute to start."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    ports = [port for port in range(30_000 + worker, 32_768, num_workers) if port not in _given_ports]
     random.SystemRandom().shuffle(ports)
     for port in ports:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
+            _given_ports.add(port)
             return port
     raise AssertionError("no port is free")
 

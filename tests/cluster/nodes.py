@@ -70,5 +70,7 @@ def running_nodes(arguments: Mapping[str, Any], folder: Path, head_cpus: int = 6
         kill(family(process.pid) if process.poll() is None else [])
         process.kill()
         process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
         process.stdout.close()
         shutil.rmtree(run_dir, ignore_errors=True)
