@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -436,6 +437,8 @@ def test_a_process_that_goes_on_is_not_ended_however_long_its_grammars_compile(
         asked_s.add(process.clock.pinged_s)
     assert not process.dead
     played.decoding.close()
+    with contextlib.suppress(psutil.NoSuchProcess):  # it may have been ended with the process that made it
+        below[1].kill()
 
 
 def test_a_trial_that_takes_too_long_by_the_clock_is_ended_and_may_be_tried_again(
