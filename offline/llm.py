@@ -99,7 +99,8 @@ class LLMOptions(LoRAOptions, EngineOptions):
     enable_lora: bool = False
     lora_config: LoRAConfig | None = None  # In place of the single options of adapters.
     async_scheduling: AsyncScheduling = None
-    speculative_config: SpeculativeConfig | Mapping[str, object] | None = None  # type: ignore[assignment]  # As in vLLM.
+    # A mapping has the fields of SpeculativeConfig, whose names are vLLM's.
+    speculative_config: SpeculativeConfig | Mapping[str, object] | None = None  # type: ignore[assignment]
 
 
 P = ParamSpec("P")
@@ -134,8 +135,8 @@ class LLM:
             async_scheduling=options.async_scheduling,
             lora=_lora_config(options, given),
         )
-        # What libraries leave in cycles may refer to an engine that was closed before, and so keep its GPU memory. The
-        # first one of a process on a GPU was seen to be kept.
+        # An engine that was closed before may still have its GPU memory, since cycles of libraries' objects refer to
+        # it. That was seen of the first engine of a process.
         gc.collect()
         self._ranks = RankProcesses(config) if config.tensor_parallel_size > 1 else None
         try:

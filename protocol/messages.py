@@ -144,7 +144,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     lora_rank: int = 0  # Rank of the adapter, 0 for the base; sent once, with the first token.
     switches: list[WeightSwitch] = []  # Switches to versions that were pushed meanwhile.
     times: SequenceTimes | None = None  # Sent with the first and the last token if the request is traced.
-    drafts: DraftCounts | None = None  # Of the steps since the last output; None if they had none.
+    drafts: DraftCounts | None = None  # Counts since the last output; None if nothing was drafted.
 
 
 class LoadAdapter(msgspec.Struct, tag=True):

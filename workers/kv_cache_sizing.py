@@ -134,13 +134,12 @@ def bytes_per_token(spec: AttentionSpec) -> int:
 
 def block_bytes(spec: AttentionSpec) -> list[int]:
     """Returns the bytes of a KV block in each tensor of allocate_caches(), in their order."""
-    sizes: list[int] = []
-    for layer in spec.layers:
-        num_kv_heads, key_dim, value_dim = layer.kv_shape
-        if layer.cache_layer is None:
-            dims = [key_dim] if layer.values_in_keys else [key_dim, value_dim]
-            sizes += [spec.block_size * num_kv_heads * dim * spec.kv_dtype.itemsize for dim in dims]
-    return sizes
+    return [
+        spec.block_size * layer.num_kv_heads * dim * spec.kv_dtype.itemsize
+        for layer in spec.layers
+        if layer.cache_layer is None
+        for dim in layer.cached_dims
+    ]
 
 
 def _free_bytes(config: EngineConfig, model: EngineModel, spec: AttentionSpec, states: StateCache | None) -> int:

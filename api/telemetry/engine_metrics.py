@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -104,48 +104,44 @@ def collect_engine(stats: EngineStats, replica: str) -> Iterator[Metric]:
     usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.", None, ["replica"])
     usage.add_metric(values, 1 - stats.kv_blocks_free / max(1, stats.kv_blocks_total))
     yield usage
-    refused = CounterMetricFamily(
+    yield _counted(
         "lorafleet_engine_refused",
         "Sequences rejected with 429, by the limit that they exceeded.",
-        None,
-        ["replica", "bound"],
+        "bound",
+        ("requests", "tokens", "deadline"),
+        stats.refused_total,
+        replica,
     )
-    for bound in ("requests", "tokens", "deadline"):
-        refused.add_metric([*values, bound], stats.refused_total.get(bound, 0))
-    yield refused
-    undrafted = CounterMetricFamily(
+    yield _counted(
         "lorafleet_engine_undrafted_sequences",
         "Sequences for which no tokens are drafted, by reason: structured_output, routed_experts.",
-        None,
-        ["replica", "reason"],
+        "reason",
+        stats.undrafted_total,
+        stats.undrafted_total,
+        replica,
     )
-    for reason, count in stats.undrafted_total.items():
-        undrafted.add_metric([*values, reason], count)
-    yield undrafted
-    near = CounterMetricFamily(
+    yield _counted(
         "lorafleet_engine_lora_neighbor_fetches",
         "Adapters that the worker requested from other nodes, by outcome. Unless fetched, the source was asked.",
-        None,
-        ["replica", "outcome"],
+        "outcome",
+        NEIGHBOR_OUTCOMES,
+        stats.lora_neighbor_fetches_total,
+        replica,
     )
-    for outcome in NEIGHBOR_OUTCOMES:
-        near.add_metric([*values, outcome], stats.lora_neighbor_fetches_total.get(outcome, 0))
-    yield near
     size = GaugeMetricFamily(
         "lorafleet_engine_lora_bytes", "Bytes of the adapters in a tier.", None, ["replica", "tier"]
     )
     size.add_metric([*values, "gpu"], stats.lora_slot_bytes)
     size.add_metric([*values, "cpu"], stats.lora_cpu_bytes)
     yield size
-    moves = CounterMetricFamily(
+    yield _counted(
         "lorafleet_engine_lora_memory_moves",
         "Groups of KV blocks whose memory went to adapters (lent) or came back (returned).",
-        None,
-        ["replica", "way"],
+        "way",
+        ("lent", "returned"),
+        stats.lora_memory_moves_total,
+        replica,
     )
-    for way in ("lent", "returned"):
-        moves.add_metric([*values, way], stats.lora_memory_moves_total.get(way, 0))
-    yield moves
     gone = CounterMetricFamily(
         "lorafleet_engine_lora_evictions", "Adapters evicted from a tier.", None, ["replica", "tier"]
     )
@@ -168,6 +164,16 @@ def collect_engine(stats: EngineStats, replica: str) -> Iterator[Metric]:
         yield from _of_kv_events(stats.kv_events, replica)
     yield from _of_kv_tiers(stats.kv_tiers, replica)
     yield from _of_steps(stats.steps, replica)
+
+
+def _counted(
+    name: str, text: str, label: str, known: Iterable[str], counts: Mapping[str, int], replica: str
+) -> CounterMetricFamily:
+    """Returns a counter with one sample for each known value of a label, which is 0 where nothing was counted."""
+    counter = CounterMetricFamily(name, text, None, ["replica", label])
+    for value in known:
+        counter.add_metric([replica, value], counts.get(value, 0))
+    return counter
 
 
 def _of_kv_events(events: KVEventStats, replica: str) -> Iterator[Metric]:
@@ -230,10 +236,7 @@ def _of_kv_tiers(tiers: KVTierStats, replica: str) -> Iterator[Metric]:
             tiers.lost_blocks_total,
         ),
     ):
-        counter = CounterMetricFamily(name, text, None, ["replica", label])
-        for value in known:
-            counter.add_metric([replica, value], counts.get(value, 0))
-        yield counter
+        yield _counted(name, text, label, known, counts, replica)
     takes = GaugeMetricFamily(
         "lorafleet_engine_kv_disk_takes_blocks",
         "1 while KV blocks are written to disk. 0 without a disk tier, or after a write has failed.",

@@ -157,8 +157,9 @@ _given_ports: set[int] = set()
 
 
 def free_port() -> int:
-    """Of those that nobody is given without asking: between now and the server's start others connect and listen. Each
-    of pytest's processes has ports of its own, and is given none twice, since a server may take a minute to start."""
+    """Returns a free port for a server that starts later. The system gives such ports only to those who name them, so
+    nobody else gets this one by chance meanwhile. Each of pytest's processes has ports of its own and gets none twice,
+    since a server may take a minute to start."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     ports = [port for port in range(30_000 + worker, 32_768, num_workers) if port not in _given_ports]

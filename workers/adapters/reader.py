@@ -51,6 +51,9 @@ from lorafleet.workers.adapters.weight_files import (
     read_weights,
 )
 
+# Returns where an adapter's values are read to, or None if that does not matter or is not known.
+Place = Callable[[AdapterParts], ReadTargets | None]
+
 
 @dataclass(frozen=True, slots=True)
 class ReadAdapter:
@@ -77,7 +80,7 @@ def read_adapter(
     name: str,
     expected_digest: str = "",
     reader: ParallelReader | None = None,
-    place: Callable[[AdapterParts], ReadTargets | None] | None = None,
+    place: Place | None = None,
 ) -> ReadAdapter:
     """Reads and checks the adapter in a folder or in memory. Raises an AdapterError, and never returns half an adapter.
 
@@ -92,7 +95,7 @@ def read_adapter(
         name: the adapter's name, for messages.
         expected_digest: if given, files with another digest raise AdapterChanged.
         reader: threads that read the values and compute their digest.
-        place: returns where values are read to, if it matters and is known.
+        place: called once the tensors' names and shapes are checked.
     """
     with _about(name), _opened(source, expected_digest, reader) as (helper, language, weights):
         parts = AdapterParts.of(helper, weights.infos, base, max_rank)
@@ -131,9 +134,7 @@ def _opened(
     check_same_config(folder, config)
 
 
-def _load(
-    weights: WeightsFile, parts: AdapterParts, place: Callable[[AdapterParts], ReadTargets | None] | None
-) -> tuple[LoadedTensors, Tensor | None]:
+def _load(weights: WeightsFile, parts: AdapterParts, place: Place | None) -> tuple[LoadedTensors, Tensor | None]:
     """Returns the values, and the block that some of them were read into, if any."""
     if place is not None and isinstance(weights, SafetensorsFile) and weights.can_place:
         targets = place(parts)

@@ -53,9 +53,14 @@ class LayerAttention:
         return self.num_kv_heads, self.head_dim, self.out_dim
 
     @property
+    def cached_dims(self) -> list[int]:
+        """Numbers of each token and KV head in the cache's tensors: keys, then values unless they are in the keys."""
+        return [self.head_dim] if self.values_in_keys else [self.head_dim, self.out_dim]
+
+    @property
     def cached_numbers(self) -> int:
         """Numbers that the cache holds for each token."""
-        return self.num_kv_heads * (self.head_dim + (0 if self.values_in_keys else self.out_dim))
+        return self.num_kv_heads * sum(self.cached_dims)
 
     @property
     def kind(self) -> LayerAttention:

@@ -78,10 +78,6 @@ class LoRAMemory:
         self._free = _merged(sorted([*self._free, (start, num_bytes)]))
         self.num_bytes += num_bytes
 
-    def is_free(self, start: int, num_bytes: int) -> bool:
-        """Returns whether nothing in the range is used."""
-        return any(first <= start and start + num_bytes <= first + size for first, size in self._free)
-
     def shrink(self, start: int, num_bytes: int) -> None:
         """Takes away a range that is free."""
         self.take([Extent(start, num_bytes, 0)])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,7 +24,6 @@ from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.protocol.adapter_formats.sealed_memory import SealedContent
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.yield_gil import yielding_gil
-from lorafleet.workers.adapters.adapter_parts import AdapterParts
 from lorafleet.workers.adapters.casting import cast
 from lorafleet.workers.adapters.content_digest import ContentDigest
 from lorafleet.workers.adapters.forms import (
@@ -41,8 +40,7 @@ from lorafleet.workers.adapters.forms import (
 from lorafleet.workers.adapters.kinds.kind import Base
 from lorafleet.workers.adapters.own_rope import check_scaling_factor
 from lorafleet.workers.adapters.parallel_reading import ParallelReader
-from lorafleet.workers.adapters.reader import read_adapter
-from lorafleet.workers.adapters.weight_files import ReadTargets
+from lorafleet.workers.adapters.reader import Place, read_adapter
 from lorafleet.workers.slots.layer_weights import AffineWeights, LoRALayerWeights
 from lorafleet.workers.slots.quantizing import fp8_scales, to_fp8
 from lorafleet.workers.slots.vocab_weights import (
@@ -126,7 +124,7 @@ class LoRAModel:
         expected_digest: str = "",
         sharding: AdapterSharding | None = None,
         reader: ParallelReader | None = None,
-        place: Callable[[AdapterParts], ReadTargets | None] | None = None,
+        place: Place | None = None,
     ) -> LoRAModel:
         """Reads and checks the adapter in a folder or in memory, and casts it to `dtype`, the serving dtype.
 

@@ -21,7 +21,8 @@ class Wanted(NamedTuple):
 
 class Drafter(Protocol):
     def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
-        """Returns the draft tokens for each entry, which may be none. It is called at most once for a step.
+        """Returns the draft tokens for each entry, which may be none. It may be called twice for a step: first to learn
+        whether there would be drafts that pay, then for the drafts themselves.
 
         The known tokens of a sequence never become fewer.
         """
