@@ -51,7 +51,9 @@ async def choose(handle: Any, route: Route) -> str:
 def application_status(name: str) -> tuple[str, str]:
     """Returns the status of an application and its message. serve.status() has them too, but pickles the routers'
     classes at each call, which takes half of the CPU time of a start."""
-    status = _get_global_client().get_serve_status(name).app_status
+    client = _get_global_client()
+    assert client is not None
+    status = client.get_serve_status(name).app_status
     return status.status, status.message
 
 
