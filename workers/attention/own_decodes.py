@@ -1,4 +1,5 @@
-"""Has captured decodes of many sequences computed by the project's own kernels, and everything else by FlashInfer.
+"""Has captured decodes of many sequences, and those with drafts, computed by the project's own kernels, and everything
+else by FlashInfer.
 
 Many sequences keep the GPU busy without a division of their keys. FlashInfer's wrapper divides them all the same, and
 merges the parts in a second launch. With fewer sequences it is better balanced than our kernels.
@@ -22,6 +23,7 @@ from lorafleet.workers.attention.attention_backend import (
     AttentionBackend,
     AttentionBatch,
     AttentionSpec,
+    DraftRows,
     KVCache,
     LayerAttention,
 )
@@ -64,7 +66,7 @@ def _is_measured(layer: LayerAttention) -> bool:
 
 
 class OwnDecodes:
-    """Computes what the backend computes, except for captured decodes of least_seqs sequences or more."""
+    """Computes what the backend computes, except captured decodes of at least least_seqs sequences or with drafts."""
 
     def __init__(self, backend: AttentionBackend, spec: AttentionSpec, caches: list[KVCache], least_seqs: int) -> None:
         from lorafleet.workers.attention.triton_decodes import CapturedDecodes, DecodeLayers  # optional on a CPU
@@ -76,9 +78,9 @@ class OwnDecodes:
     def plan(self, batch: AttentionBatch) -> None:
         self._backend.plan(batch)
 
-    def for_graph(self, num_seqs: int, max_context: int) -> AttentionBackend | None:
-        if num_seqs >= self.least_seqs:
-            return self._captured.for_graph(num_seqs, max_context)
+    def for_graph(self, num_seqs: int, max_context: int, drafts: DraftRows | None = None) -> AttentionBackend | None:
+        if drafts is not None or num_seqs >= self.least_seqs:
+            return self._captured.for_graph(num_seqs, max_context, drafts)
         return self._backend.for_graph(num_seqs, max_context)
 
     def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:
