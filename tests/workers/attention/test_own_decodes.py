@@ -81,13 +81,15 @@ def test_only_captured_decodes_of_many_sequences_are_our_own(kv_heads: int, leas
         (replace(SPEC, layers=(replace(LAYER, num_heads=128),)), (9, 0), False),
     ],
 )
-def test_what_is_not_measured_stays_with_flashinfer(
+def test_what_is_not_measured_stays_with_flashinfer_unless_it_has_drafts(
     monkeypatch: pytest.MonkeyPatch, spec: AttentionSpec, capability: tuple[int, int], is_own: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     inner = FlashInfer()
     backend = with_own_decodes(inner, spec, caches(spec))
-    assert isinstance(backend, OwnDecodes) if is_own else backend is inner
+    assert isinstance(backend.for_graph(1000, 64), TritonDecodes) == is_own
+    assert (backend.for_graph(1000, 64) is inner) != is_own
+    assert isinstance(backend.for_graph(1, 64, DraftRows(5, 5)), TritonDecodes)
 
 
 @pytest.mark.parametrize("name", ["auto", "flashinfer"])
