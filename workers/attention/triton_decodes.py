@@ -84,7 +84,8 @@ class DecodeLayers:
         parts = [memory[i:k].view(shape) for i, k, shape in zip(starts, ends, shapes, strict=True)]
         rows_B3 = parts.pop() if self.has_drafts else None
         blocks = memory[ends[-1] :]
-        return [DecodeBatch(*divided, blocks, rows_B3) for divided in zip(*[iter(parts)] * 2, strict=True)]
+        divided = zip(parts[::2], parts[1::2], strict=True)
+        return [DecodeBatch(spans, merges, blocks, rows_B3) for spans, merges in divided]
 
 
 class CapturedDecodes:
