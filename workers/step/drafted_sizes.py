@@ -14,7 +14,7 @@ FEW_ROWS = 32  # Rows up to which a graph takes as many sequences: the programs 
 
 
 class DraftShape(NamedTuple):
-    """What a graph for drafts has room for."""
+    """Says how much a graph for drafts has room for."""
 
     num_seqs: int  # Sequences of the graph.
     most_rows: int  # Most rows of one sequence: its last token and its drafts.
