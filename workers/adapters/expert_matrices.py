@@ -54,6 +54,15 @@ class ExpertMatrices:
         shape = experts, groups, len(range(num_rows)[rows]), len(range(num_columns)[columns])
         return ExpertMatrices(shape, self.dtype, pieces)
 
+    def filled_up(self, dtype: torch.dtype, rows: int | None = None, columns: int | None = None) -> ExpertMatrices:
+        """Returns the matrices in this dtype and with so many rows and columns, of which the further ones are 0.
+
+        By default, they have those that they had.
+        """
+        experts, groups, own_rows, own_columns = self.shape
+        shape = experts, groups, own_rows if rows is None else rows, own_columns if columns is None else columns
+        return ExpertMatrices(shape, dtype, self.pieces)
+
     def of_expert(self, expert: int) -> Tensor:
         """Returns one expert's matrices in float32, [G, X, Y]."""
         found_GXY = torch.zeros(self.shape[1:])

@@ -47,7 +47,7 @@ def _with_record(mixture: int, linear: int, weights: StackedLowRank) -> Extras:
     groups = weights.scaling_EG.shape[1]
     assert linear == 0 or groups == 1, "the kernels of down read one group"
     record_F = torch.zeros(RECORD_FIELDS, dtype=torch.int64)
-    parts = {"record": record_F, "a": weights.a_EGRD, "b": weights.b_EPOR, "scale": weights.scaling_EG}
+    parts: Extras = {"record": record_F, "a": weights.a_EGRD, "b": weights.b_EPOR, "scale": weights.scaling_EG}
     tensors = {_name(mixture, linear, part): tensor for part, tensor in parts.items()}
     offsets = list(ExtraBlock.offsets(tensors).values())
     record_F[:5] = torch.from_numpy(np.array([*offsets[1:], weights.rank, groups]))

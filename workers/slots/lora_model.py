@@ -270,12 +270,8 @@ def _served(stack: StackedLowRank | None, dtype: torch.dtype) -> StackedLowRank 
     if stack is None:
         return None
     rank = padded_rank(stack.rank)
-    (*of_a, _, inputs), (*of_b, _) = stack.a_EGRD.shape, stack.b_EPOR.shape
-    return StackedLowRank(
-        replace(stack.a_EGRD, shape=(*of_a, rank, inputs), dtype=dtype),
-        replace(stack.b_EPOR, shape=(*of_b, rank), dtype=dtype),
-        stack.scaling_EG,
-    )
+    a_EGRD, b_EPOR = stack.a_EGRD.filled_up(dtype, rows=rank), stack.b_EPOR.filled_up(dtype, columns=rank)
+    return StackedLowRank(a_EGRD, b_EPOR, stack.scaling_EG)
 
 
 def _expert_bytes(forms: AdapterForms, dtype: torch.dtype) -> int:
