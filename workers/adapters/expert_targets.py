@@ -27,7 +27,7 @@ from lorafleet.protocol.errors import AdapterMalformed, AdapterUnsupported
 from lorafleet.protocol.strict_json import shown
 from lorafleet.protocol.yield_gil import yielding_gil
 from lorafleet.workers.adapters.base_layout import BATCHED_NAMES, BaseLayout, ExpertsLayout
-from lorafleet.workers.adapters.expert_matrices import ExpertMatrices, Piece
+from lorafleet.workers.adapters.expert_factors import ExpertFactors, FactorPiece
 from lorafleet.workers.adapters.forms import ExpertsForm, StackedLowRank
 from lorafleet.workers.adapters.kinds import mutated_base
 from lorafleet.workers.adapters.kinds.kind import Base, Target
@@ -256,7 +256,7 @@ def _unstacked(target: Target | None, layout: ExpertsLayout, projections: int) -
     else:
         b_EPOR = b_EOR.unflatten(1, (projections, -1))
     return StackedLowRank(
-        ExpertMatrices.of(a_ERD.unsqueeze(1)), ExpertMatrices.of(b_EPOR), torch.full((count, 1), scaling)
+        ExpertFactors.of(a_ERD.unsqueeze(1)), ExpertFactors.of(b_EPOR), torch.full((count, 1), scaling)
     )
 
 
@@ -271,22 +271,22 @@ def _joined(single: Mapping[str, list[Target]], leaves: tuple[str, ...]) -> Stac
     layout = groups[0][1].base.layout.experts
     assert layout is not None
     rank, (inputs, outputs) = max(target.rank for _, target in groups), layout.shapes[leaves[0]]
-    a: list[Piece] = []
-    b: list[Piece] = []
+    a: list[FactorPiece] = []
+    b: list[FactorPiece] = []
     scaling_EG = torch.zeros(layout.count, len(leaves))
     for g, target in yielding_gil(groups):
         first, count = (0, layout.count) if _is_batched(target) else (int(target.module.split(".")[-2]), 1)
         for pieces, leaf in ((a, A), (b, B)):
-            pieces.append(Piece(first, g, target.value(leaf).expand(count, -1, -1).unsqueeze(1)))
+            pieces.append(FactorPiece(first, g, target.value(leaf).expand(count, -1, -1).unsqueeze(1)))
         scaling_EG[first : first + count, g] = target.helper.scaling_of(target.peft_name, target.rank)
     dtype = _promoted([*a, *b])
     return StackedLowRank(
-        ExpertMatrices((layout.count, len(leaves), rank, inputs), dtype, a),
-        ExpertMatrices((layout.count, len(leaves), outputs, rank), dtype, b),
+        ExpertFactors((layout.count, len(leaves), rank, inputs), dtype, a),
+        ExpertFactors((layout.count, len(leaves), outputs, rank), dtype, b),
         scaling_EG,
     )
 
 
-def _promoted(pieces: Iterable[Piece]) -> torch.dtype:
+def _promoted(pieces: Iterable[FactorPiece]) -> torch.dtype:
     """Returns the dtype that holds the values of all pieces."""
     return reduce(torch.promote_types, {piece.values_EGXY.dtype for piece in pieces})

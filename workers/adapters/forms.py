@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lorafleet.protocol.messages import HeadTask
-from lorafleet.workers.adapters.expert_matrices import ExpertMatrices
+from lorafleet.workers.adapters.expert_factors import ExpertFactors
 from lorafleet.workers.bases.rope_config import RopeConfig
 
 
@@ -66,8 +66,8 @@ class StackedLowRank:
     scaling_EG[e, g] * b_EPOR[e, p] a_EGRD[e, g] to projection p.
     """
 
-    a_EGRD: ExpertMatrices
-    b_EPOR: ExpertMatrices
+    a_EGRD: ExpertFactors
+    b_EPOR: ExpertFactors
     scaling_EG: Tensor  # float32
 
     @property

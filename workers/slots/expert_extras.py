@@ -12,7 +12,7 @@ from torch import Tensor
 from lorafleet.kernels.extras.extra_tables import ExtraTables, Int64s
 from lorafleet.kernels.moe.expert_lora import RECORD_FIELDS, ExpertWeights
 from lorafleet.protocol.yield_gil import yielding_gil
-from lorafleet.workers.adapters.expert_matrices import ExpertMatrices
+from lorafleet.workers.adapters.expert_factors import ExpertFactors
 from lorafleet.workers.adapters.forms import StackedLowRank
 from lorafleet.workers.slots.base_parts import BaseParts
 from lorafleet.workers.slots.extra_block import ExtraBlock, Extras
@@ -20,7 +20,7 @@ from lorafleet.workers.slots.lora_model import LoRAModel
 
 
 def expert_tensors(model: LoRAModel, base: BaseParts) -> Extras:
-    tensors: dict[str, Tensor | ExpertMatrices] = {}
+    tensors: dict[str, Tensor | ExpertFactors] = {}
     for i, module in yielding_gil(enumerate(base.mixtures)):
         for k, weights in enumerate(model.experts.get(module, ())):
             if weights is not None:

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from lorafleet.protocol.yield_gil import yielding_gil
 from lorafleet.workers.adapters.casting import as_words
-from lorafleet.workers.adapters.expert_matrices import ExpertMatrices
+from lorafleet.workers.adapters.expert_factors import ExpertFactors
 from lorafleet.workers.adapters.parallel_reading import ForEach, in_turn
 
 # By names. The matrices of experts are copied only when they are written into the block.
-Extras = Mapping[str, Tensor | ExpertMatrices]
+Extras = Mapping[str, Tensor | ExpertFactors]
 
 ALIGNMENT = 256  # bytes; the GPU's allocator aligns in the same way, so that kernels may load 16 bytes at a time
 
@@ -73,7 +73,7 @@ class ExtraBlock:
         """
         places, size = _lay_out(extras)
         made = cls(allocate(size), places)
-        large: list[tuple[ExpertMatrices, Tensor]] = []
+        large: list[tuple[ExpertFactors, Tensor]] = []
         for name, values in yielding_gil(extras.items()):
             if isinstance(values, Tensor):
                 copy_into(made.block, places[name].offset, values)

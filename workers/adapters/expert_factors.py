@@ -1,10 +1,10 @@
-"""Matrices of all experts of a layer, which stay where they were read until they are copied to where they are served.
+"""A or B of all experts of a layer, which stays where it was read until it is copied to where it is served.
 
 An adapter on experts can have gigabytes in thousands of tensors. So nothing is stacked, transposed, filled up or cast
 before: write() does all of that in one copy.
 """
 
-# E experts · G groups of outputs · X rows · Y columns
+# E experts · G groups (those of A, or projections of B) · X rows · Y columns
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHOLE = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FactorPiece:
     """Matrices of some experts in some groups."""
 
     expert: int  # The first expert.
@@ -30,38 +30,38 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertMatrices:
+class ExpertFactors:
     """A matrix for each expert and group. The pieces do not overlap. Numbers that are in no piece are 0."""
 
     shape: tuple[int, int, int, int]
     dtype: torch.dtype  # Of what write() fills. The pieces may have others.
-    pieces: Sequence[Piece]
+    pieces: Sequence[FactorPiece]
 
     @classmethod
-    def of(cls, values_EGXY: Tensor) -> ExpertMatrices:
+    def of(cls, values_EGXY: Tensor) -> ExpertFactors:
         experts, groups, rows, columns = values_EGXY.shape
-        return cls((experts, groups, rows, columns), values_EGXY.dtype, [Piece(0, 0, values_EGXY)])
+        return cls((experts, groups, rows, columns), values_EGXY.dtype, [FactorPiece(0, 0, values_EGXY)])
 
     @property
     def num_values(self) -> int:
         experts, groups, rows, columns = self.shape
         return experts * groups * rows * columns
 
-    def part(self, rows: slice = WHOLE, columns: slice = WHOLE) -> ExpertMatrices:
+    def part(self, rows: slice = WHOLE, columns: slice = WHOLE) -> ExpertFactors:
         """Returns these rows and columns of each matrix, whose pieces must reach as far."""
         pieces = [replace(piece, values_EGXY=piece.values_EGXY[..., rows, columns]) for piece in self.pieces]
         experts, groups, num_rows, num_columns = self.shape
         shape = experts, groups, len(range(num_rows)[rows]), len(range(num_columns)[columns])
-        return ExpertMatrices(shape, self.dtype, pieces)
+        return ExpertFactors(shape, self.dtype, pieces)
 
-    def filled_up(self, dtype: torch.dtype, rows: int | None = None, columns: int | None = None) -> ExpertMatrices:
+    def filled_up(self, dtype: torch.dtype, rows: int | None = None, columns: int | None = None) -> ExpertFactors:
         """Returns the matrices in this dtype and with so many rows and columns, of which the further ones are 0.
 
         By default, they have those that they had.
         """
         experts, groups, own_rows, own_columns = self.shape
         shape = experts, groups, own_rows if rows is None else rows, own_columns if columns is None else columns
-        return ExpertMatrices(shape, dtype, self.pieces)
+        return ExpertFactors(shape, dtype, self.pieces)
 
     def of_expert(self, expert: int) -> Tensor:
         """Returns one expert's matrices in float32, [G, X, Y]."""

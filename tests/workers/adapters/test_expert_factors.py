@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.workers.adapters.casting import CHUNK
-from lorafleet.workers.adapters.expert_matrices import ExpertMatrices, Piece
+from lorafleet.workers.adapters.expert_factors import ExpertFactors, FactorPiece
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -39,16 +39,16 @@ SOURCES: dict[str, Callable[[torch.dtype], Tensor]] = {
 def test_values_of_any_strides_and_dtype_are_written(source: str, stored: torch.dtype, served: torch.dtype) -> None:
     values = SOURCES[source](stored)
     target = torch.full(values.shape, torch.nan, dtype=served)
-    matrices = ExpertMatrices((*values.shape,), served, [Piece(0, 0, values)])
+    matrices = ExpertFactors((*values.shape,), served, [FactorPiece(0, 0, values)])
     matrices.write(target)
     assert torch.equal(target, values.to(served))
     assert matrices.num_values == target.numel()
 
 
 def test_missing_experts_groups_and_ranks_are_zero() -> None:
-    pieces = [Piece(1, 0, torch.randn(1, 1, 2, 6)), Piece(2, 1, torch.randn(2, 1, 4, 6))]
+    pieces = [FactorPiece(1, 0, torch.randn(1, 1, 2, 6)), FactorPiece(2, 1, torch.randn(2, 1, 4, 6))]
     target = torch.full((4, 2, 8, 6), torch.nan)
-    ExpertMatrices((4, 2, 8, 6), torch.float32, pieces).write(target)
+    ExpertFactors((4, 2, 8, 6), torch.float32, pieces).write(target)
     expected = torch.zeros(4, 2, 8, 6)
     expected[1:2, :1, :2], expected[2:, 1:, :4] = pieces[0].values_EGXY, pieces[1].values_EGXY
     assert torch.equal(target, expected)
@@ -56,7 +56,7 @@ def test_missing_experts_groups_and_ranks_are_zero() -> None:
 
 def test_parts_and_experts_are_those_of_the_whole() -> None:
     whole = torch.randn(4, 2, 6, 10).bfloat16()
-    matrices = ExpertMatrices((4, 2, 6, 10), torch.bfloat16, [Piece(e, 0, whole[e : e + 2]) for e in (0, 2)])
+    matrices = ExpertFactors((4, 2, 6, 10), torch.bfloat16, [FactorPiece(e, 0, whole[e : e + 2]) for e in (0, 2)])
     part, target = matrices.part(slice(3, 5), slice(0, 8, 1)), torch.empty(4, 2, 2, 8, dtype=torch.bfloat16)
     part.write(target)
     assert part.shape == target.shape and torch.equal(target, whole[:, :, 3:5, :8])
