@@ -58,7 +58,7 @@ def torch_varlen_attention(
     causal: bool,
     window_size: tuple[int, int],
 ) -> torch.Tensor:
-    """Stands for flash_attn_varlen_func: each segment's last query sees all of the segment's keys."""
+    """Computes what FlashAttention's function of this name does. A segment's last query sees all of its keys."""
     assert causal and window_size == (-1, -1)
     parts = []
     for (q_start, q_end), (k_start, k_end) in zip(pairwise(q_ends.tolist()), pairwise(k_ends.tolist()), strict=True):
