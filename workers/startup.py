@@ -403,7 +403,7 @@ def build_engine(
     return Engine(
         runner,
         scheduler,
-        StructuredDecoding(config.max_num_seqs, wake),
+        StructuredDecoding(config.most_sampled, wake, finds_forced=config.speculative_config is not None),
         hello,
         config.on_lora_load_failure,
         config.seed,
