@@ -10,7 +10,6 @@ Where a grammar forces the next tokens, these are the drafts. They are always ri
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 
@@ -41,7 +40,6 @@ class Speculation:
     def __init__(
         self, drafter: Drafter, budget: StepBudget, most_tokens: int, most_sampled: int, pace: StepPace | None = None
     ) -> None:
-        self.undrafted: Counter[str] = Counter()  # Sequences that got no drafts, by refusal().
         self._drafter = drafter
         self._budget = budget
         self._most_tokens = most_tokens
@@ -53,12 +51,6 @@ class Speculation:
         self._num_drafted = 0  # Steps with drafts in a row.
         self._num_plain = PROBE_STEPS  # Steps without drafts since the last one with drafts. The first is a probe.
         self._num_due = PLAIN_STEPS  # Steps that must have no drafts.
-
-    def add(self, sequence: Sequence) -> None:
-        """Counts a new sequence that gets no drafts."""
-        reason = refusal(sequence)
-        if reason:
-            self.undrafted[reason] += 1
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
@@ -126,7 +118,7 @@ class Speculation:
         wanted: list[Wanted] = []
         for sequence in drafting:
             most = min(self._most_tokens, sequence.num_remaining - 1, room)
-            if most <= 0 or refusal(sequence):
+            if most <= 0:
                 continue
             num_known = len(sequence.tokens) - num_unknown
             forced = _forced(sequence, num_known)[num_unknown : num_unknown + most]
@@ -167,8 +159,3 @@ class Speculation:
 def _forced(sequence: Sequence, num_known: int) -> list[int]:
     """Returns the tokens that the sequence's grammar forces behind its first num_known tokens."""
     return [] if sequence.grammar is None else sequence.grammar.forced.after(sequence.tokens, num_known)
-
-
-def refusal(sequence: Sequence) -> str:
-    """Returns why a sequence gets no drafts, or "" if it may get some."""
-    return "routed_experts" if sequence.routed is not None else ""

@@ -45,7 +45,8 @@ class Answers:
         room = {"kv_cache_tokens": 400, "max_model_len": 128, "max_num_batched_tokens": 64, "max_num_seqs": 12}
         llm = LLM(str(fleet.base), enable_lora=True, max_loras=2, **(room | options))
         engine = llm._engine
-        self.undrafted = {} if drafter is None else speculate(engine, drafter).undrafted
+        if drafter is not None:
+            speculate(engine, drafter)
         self.by_request: dict[str, list[int]] = {}
         self.drafted = self.accepted = 0
         self._count(llm)
@@ -99,5 +100,4 @@ def test_answers_are_those_without_drafts_whatever_is_drafted(fleet, prompt, ove
             assert ours == pytest.approx(plain, abs=1e-4)
         assert drafted.stats.preemptions_total > 0
         assert 0 < drafted.accepted < drafted.drafted
-        assert not drafted.undrafted
     assert drafted.drafted > 20

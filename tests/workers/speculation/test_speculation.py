@@ -8,7 +8,6 @@ from typing import Any
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.protocol.step_metrics import StepShape
-from lorafleet.workers.schedule.routed_rows import RoutedRows
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.schedule.step_budget import StepBudget, StepLimits
 from lorafleet.workers.speculation.drafter import Wanted
@@ -93,15 +92,6 @@ def test_a_step_chooses_no_more_tokens_than_it_has_rows_for() -> None:
     chosen = made.choose(batch, num_sequences=5)
     assert [len(chosen.get(one, [])) for one in batch] == [4, 3, 0, 0, 0]
     assert not made.choose(batch, num_sequences=12), "so many may start in the step"
-
-
-def test_sequences_that_cannot_have_drafts_are_counted_by_reason_and_get_none() -> None:
-    made = speculation()
-    routed, free = decode("routed", routed=RoutedRows()), decode("free")
-    for one in (routed, free):
-        made.add(one)
-    assert made.undrafted == {"routed_experts": 1}
-    assert set(made.choose([routed, free], 2)) == {free}
 
 
 class Forcing:
