@@ -36,7 +36,7 @@ class AnswerProgress:
         tokens, finish_reason = _until_finished(sequence, sampled.tokens, end + 1 - sequence.num_prompt)
         sequence.tokens[end : end + 1] = tokens
         _add_routed(sequence, end, sampled, num_drafts, len(tokens) - 1)
-        if len(tokens) > 1:
+        if num_drafts:
             self._accept(sequence, end, len(tokens) - 1)
         num_generated = end + 1 - sequence.num_prompt  # With the first of the sampled tokens.
         pools = sequence.pooling is not None  # it has sampled a token all the same, which is dropped
@@ -65,6 +65,7 @@ class AnswerProgress:
 
     def _accept(self, sequence: Sequence, end: int, num_accepted: int) -> None:
         """Records that the step has computed so many more tokens of the sequence, which were drafts."""
+        self._scheduler.memory.verified(sequence, num_accepted)
         sequence.num_computed += num_accepted
         self._scheduler.commit(sequence, end + num_accepted)
         for _ in range(num_accepted):

@@ -374,9 +374,9 @@ def build_engine(
         model_config.rope,
         config.max_num_seqs,
         budget,
-        StateSlots(config.max_num_seqs, snapshots) if is_recurrent else None,
+        None if steps.states is None else StateSlots(config.max_num_seqs, snapshots, steps.states.draft_slots),
         tiers,
-        start_speculation(config, model_config, budget, is_recurrent=is_recurrent),
+        start_speculation(config, model_config, budget),
     )
     start_events(config, scheduler)
     if steps.device.type == "cuda":

@@ -35,15 +35,24 @@ class Speculation:
     Args:
         most_tokens: Largest number of draft tokens of one sequence.
         most_sampled: Largest number of tokens that one step may choose.
+        most_drafts: Largest number of draft tokens in one step, or None if nothing else bounds it.
     """
 
     def __init__(
-        self, drafter: Drafter, budget: StepBudget, most_tokens: int, most_sampled: int, pace: StepPace | None = None
+        self,
+        drafter: Drafter,
+        budget: StepBudget,
+        most_tokens: int,
+        most_sampled: int,
+        pace: StepPace | None = None,
+        *,
+        most_drafts: int | None = None,
     ) -> None:
         self._drafter = drafter
         self._budget = budget
         self._most_tokens = most_tokens
         self._most_sampled = most_sampled
+        self._most_drafts = most_sampled if most_drafts is None else most_drafts
         self._pace = pace or StepPace()
         self._acceptances: dict[Sequence, Acceptance] = {}
         self._of_adapters: LRUCache[str, Acceptance] = LRUCache(MOST_ADAPTERS)  # By digest; "" for the base.
@@ -115,6 +124,7 @@ class Speculation:
         token_s, is_probe = self._budget.token_s, self._num_plain >= PROBE_STEPS
         price = self._pace.price(len(decodes), token_s)
         room = min(self._most_sampled, self._budget.limits.max_tokens) - num_sequences
+        room = min(room, self._most_drafts)
         wanted: list[Wanted] = []
         for sequence in drafting:
             most = min(self._most_tokens, sequence.num_remaining - 1, room)
