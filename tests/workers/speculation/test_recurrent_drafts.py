@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from family_cases import CASES, make_case, make_case_adapter
 from lorafleet.protocol.engine_config import SpeculativeConfig
@@ -30,22 +31,21 @@ class Engines:
     """Two engines of a tiny model: one without drafts, and one whose drafts are the first one's answers, with
     mistakes."""
 
-    def __init__(self, folder: Path, family: str, **options: Any) -> None:
+    def __init__(self, folder: Path, family: str, *, has_adapter: bool = True, **options: Any) -> None:
         base = make_case(folder / "base", CASES[family])
-        adapter = make_case_adapter(folder / "adapter", base, CASES[family])
         options = {"max_num_seqs": 4, "speculative_config": SpeculativeConfig("ngram")} | options
         self.plain, self.drafted = SteppedEngine(base, **options), SteppedEngine(base, **options)
         self.plain.engine.scheduler.speculation = None
         speculate(self.drafted.engine, Guesses(self.plain.tokens))
-        self._loras = {id(stepped): stepped.load("a", adapter) for stepped in (self.plain, self.drafted)}
-
-    def lora(self, stepped: SteppedEngine, number: int) -> LoRARequest | None:
-        return self._loras[id(stepped)] if number % 2 else None
+        self._loras: dict[int, LoRARequest] = {}
+        if has_adapter:
+            adapter = make_case_adapter(folder / "adapter", base, CASES[family])
+            self._loras = {id(stepped): stepped.load("a", adapter) for stepped in (self.plain, self.drafted)}
 
     def answers(self, stepped: SteppedEngine, jobs: dict[str, tuple[list[int], dict[str, Any]]]) -> list[list[int]]:
         for number, (name, (ids, params)) in enumerate(jobs.items()):
             given = {"max_tokens": NUM_TOKENS} | params
-            stepped.add(name, ids, params=given, lora=self.lora(stepped, number))
+            stepped.add(name, ids, params=given, lora=self._loras.get(id(stepped)) if number % 2 else None)
         stepped.until(lambda: jobs.keys() <= stepped.ended.keys())
         return [stepped.tokens[name] for name in jobs]
 
@@ -107,3 +107,15 @@ def test_with_batch_invariance_logprobs_have_the_same_bits_with_drafts_and_witho
     assert engines.answers(engines.plain, job) == engines.answers(engines.drafted, job)
     found = [[entry.logprob for entry in stepped.logprobs["a"]] for stepped in (engines.plain, engines.drafted)]
     assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_a_gpu_answers_in_float32_are_those_without_drafts(tmp_path: Path, prompt: Prompt, family: str) -> None:
+    options = {"device": "cuda", "dtype": "float32", "attention_backend": "triton", "lora": None}
+    engines = Engines(tmp_path, family, has_adapter=False, max_num_batched_tokens=48, **options)
+    jobs = {f"{i}": (prompt(length), KINDS[i % len(KINDS)]) for i, length in enumerate((20, 1, 33, 16, 40))}
+    assert engines.answers(engines.plain, jobs) == engines.answers(engines.drafted, jobs)
+    steps = [stepped.engine.stats().steps_total for stepped in (engines.drafted, engines.plain)]
+    assert steps[0] < 0.7 * steps[1]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.api.text.tokenizer_files import TokenizerFiles
@@ -48,11 +49,11 @@ class Grammars:
     """An engine whose answers have grammars. One engine for all tests, since its grammars have a process of their
     own."""
 
-    def __init__(self, base: Path, prompt: Callable[[int], list[int]]) -> None:
+    def __init__(self, base: Path, prompt: Callable[[int], list[int]], **options: Any) -> None:
         self._tokenizer = Tokenizer.from_folder(base)
         self._files = TokenizerFiles()
         self._prompt = prompt
-        self.stepped = SteppedEngine(base, speculative_config=SpeculativeConfig("ngram"))
+        self.stepped = SteppedEngine(base, speculative_config=SpeculativeConfig("ngram"), **options)
         self.stepped.engine._structured._limits = GrammarLimits(step_wait_s=120)  # so that no mask is late
         self.plain = self.answers(None)
 
@@ -140,3 +141,13 @@ def test_a_draft_that_the_grammar_forbids_is_no_token(grammars, monkeypatch) -> 
 
     counted = Counted(grammars, Same(), monkeypatch, overlap=False)
     assert counted.tokens == grammars.plain["schema 0"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_on_a_gpu_tokens_in_float32_are_those_without_drafts(fleet, prompt) -> None:
+    options = {"device": "cuda", "dtype": "float32", "attention_backend": "triton", "lora": None}
+    grammars = Grammars(fleet("llama3").base, prompt, **options)
+    for drafter in (Guesses(grammars.plain), Nothing()):
+        assert grammars.answers(drafter, overlap=True) == grammars.plain
+    grammars.close()
