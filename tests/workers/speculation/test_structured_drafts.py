@@ -18,6 +18,7 @@ from lorafleet.workers.speculation.drafter import Wanted
 from lorafleet.workers.structured.grammar_process import GrammarLimits, GrammarProcess
 from stepped_engine import SteppedEngine
 from tests.workers.speculation.drafting import Guesses, speculate
+from tiny_models import make_model
 
 SCHEMA = {
     "type": "object",
@@ -145,9 +146,9 @@ def test_a_draft_that_the_grammar_forbids_is_no_token(grammars, monkeypatch) -> 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_on_a_gpu_tokens_in_float32_are_those_without_drafts(fleet, prompt) -> None:
+def test_on_a_gpu_tokens_in_float32_are_those_without_drafts(tmp_path, prompt) -> None:
     options = {"device": "cuda", "dtype": "float32", "attention_backend": "triton", "lora": None}
-    grammars = Grammars(fleet("llama3").base, prompt, **options)
+    grammars = Grammars(make_model(tmp_path / "base", "llama3"), prompt, **options)
     for drafter in (Guesses(grammars.plain), Nothing()):
         assert grammars.answers(drafter, overlap=True) == grammars.plain
     grammars.close()
