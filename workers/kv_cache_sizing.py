@@ -30,7 +30,7 @@ CPU_CACHE_TOKENS = 65536
 CPU_CACHE_BYTES = 1 << 30
 LEAST_SNAPSHOTS = 16  # by default
 SEQS_PER_SNAPSHOT = 4  # by default
-# Sequences that have slots for the states behind their drafts. Drafts pay where few sequences run, and states are large.
+# Sequences with slots for the states behind their drafts. Drafts pay where few sequences run, and states are large.
 DRAFTED_SEQS = 8
 
 

@@ -61,5 +61,7 @@ def causal_conv_torch(
         out_TC[span] = finished(torch.einsum("ctk,ck->tc", windows_CTK.float(), weight_CK.float()))
         batch.write(state_SCJ, seen_CL[None, :, -state_SCJ.shape[2] :], own)
         if batch.keeps(span):
-            batch.keep(state_SCJ, range(span.start, span.stop), seen_CL[:, 1:].unfold(1, state_SCJ.shape[2], 1).transpose(0, 1))
+            batch.keep(
+                state_SCJ, range(span.start, span.stop), seen_CL[:, 1:].unfold(1, state_SCJ.shape[2], 1).transpose(0, 1)
+            )
     return out_TC

@@ -11,9 +11,7 @@ from lorafleet.workers.speculation.ngram_drafter import NgramDrafter
 from lorafleet.workers.speculation.speculation import Speculation
 
 
-def start_speculation(
-    config: EngineConfig, model: ServedConfig, budget: StepBudget
-) -> Speculation | None:
+def start_speculation(config: EngineConfig, model: ServedConfig, budget: StepBudget) -> Speculation | None:
     """Returns None if nothing is drafted. Raises ConfigError if the model cannot go back behind wrong drafts."""
     options = config.speculative_config
     if options is None:

@@ -23,7 +23,9 @@ def settings(tokenizer: Tokenizer) -> Iterator[program.Settings]:
     files = TokenizerFiles()
     file, memory = files.of(tokenizer), os.memfd_create("masks")
     os.ftruncate(memory, 4 * -(-file.vocab_size // 32) * 8)
-    yield program.Settings(file.path, file.vocab_size, [tokenizer.eos_token_id or 0], 8, memory, 2, 1, 1, 1, 1, 1, 1, True)
+    yield program.Settings(
+        file.path, file.vocab_size, [tokenizer.eos_token_id or 0], 8, memory, 2, 1, 1, 1, 1, 1, 1, True
+    )
     os.close(memory)
     files.close()
 
