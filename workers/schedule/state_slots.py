@@ -17,7 +17,7 @@ class StateSlots:
 
     def __init__(self, max_num_seqs: int, snapshots: StateSnapshots | None = None, draft_slots: Many[int] = ()) -> None:
         self.snapshots = snapshots
-        self._free = [*range(max_num_seqs), *draft_slots][::-1]
+        self._free: list[int] = [*range(max_num_seqs), *draft_slots][::-1]
         self._num_drafts_left = len(draft_slots)
 
     def take(self) -> int:

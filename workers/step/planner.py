@@ -83,7 +83,8 @@ def _slot_behind_own(sequence: Sequence) -> int:
 
 
 def _kept_states(chunks: Many[Chunk]) -> list[int]:
-    """Returns StepPlan.kept_states. The state behind a sequence's last draft is in its own slot."""
+    """Returns the slot of each token for StepPlan.kept_states. The state behind a sequence's last draft is in the
+    sequence's own slot."""
     if not any(chunk.sequence.draft_slots for chunk in chunks):
         return []
     kept: list[int] = []

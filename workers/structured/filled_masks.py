@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class FollowedDrafts(NamedTuple):
-    """What was found out about a grammar along the drafts of one sequence."""
+    """The result of following one sequence's grammar along its drafts."""
 
     number: int  # The sequence's, as in GrammarProcess.open.
     num_masked: int  # Number of its first drafts behind which there is a mask.
