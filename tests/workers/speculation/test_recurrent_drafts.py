@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from family_cases import CASES, make_case, make_case_adapter
+from lorafleet.offline.llm import SamplingParams
 from lorafleet.protocol.engine_config import SpeculativeConfig
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.workers.schedule.state_slots import StateSlots
+from ranks import start_llm
 from stepped_engine import SteppedEngine
 from tests.workers.speculation.drafting import Guesses, speculate
 
@@ -97,6 +99,23 @@ def test_an_abort_while_drafts_are_in_flight_gives_all_slots_back(tmp_path: Path
     stepped.until(lambda: not stepped.engine.has_work)
     assert len(free_slots(stepped)) == 4 + 16
     assert states is not None and states.take_for_drafts(99) and len(free_slots(stepped)) == 4
+
+
+def test_two_ranks_keep_the_same_states(tmp_path: Path, prompt: Prompt) -> None:
+    base = make_case(tmp_path / "base", CASES["qwen3_5"])
+    llm = start_llm(str(base), 2, speculative_config={"method": "ngram"})
+    params = [SamplingParams(**kind, max_tokens=24, ignore_eos=True) for kind in KINDS]
+    jobs = [{"prompt_token_ids": prompt(length)} for length in (20, 1, 40)]
+
+    def answers() -> list[list[int]]:
+        return [output.outputs[0].token_ids for output in llm.generate(jobs, params)]
+
+    llm._engine.scheduler.speculation = None
+    expected, num_steps = answers(), llm._engine.stats().steps_total
+    speculate(llm._engine, Guesses({f"{3 + i}-0": tokens for i, tokens in enumerate(expected)}))
+    assert answers() == expected
+    assert llm._engine.stats().steps_total - num_steps < 0.8 * num_steps
+    llm.close()
 
 
 def test_with_batch_invariance_logprobs_have_the_same_bits_with_drafts_and_without(
