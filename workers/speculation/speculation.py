@@ -4,11 +4,12 @@ A step with drafts takes longer. It computes more tokens, and steps do not overl
 tokens are drafted only if the step should give more tokens per second than one without drafts. What is needed for that
 is measured: how often drafts are accepted (acceptance.py), and how long steps take (step_pace.py). Now and then a step
 has no drafts, or drafts that should not pay, to learn whether that has changed.
+
+Where a grammar forces the next tokens, these are the drafts. They are always right, so they say nothing about others.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 
@@ -34,28 +35,31 @@ class Speculation:
     Args:
         most_tokens: Largest number of draft tokens of one sequence.
         most_sampled: Largest number of tokens that one step may choose.
+        most_drafts: Largest number of draft tokens in one step, or None if nothing else bounds it.
     """
 
     def __init__(
-        self, drafter: Drafter, budget: StepBudget, most_tokens: int, most_sampled: int, pace: StepPace | None = None
+        self,
+        drafter: Drafter,
+        budget: StepBudget,
+        most_tokens: int,
+        most_sampled: int,
+        pace: StepPace | None = None,
+        *,
+        most_drafts: int | None = None,
     ) -> None:
-        self.undrafted: Counter[str] = Counter()  # Sequences that got no drafts, by refusal().
         self._drafter = drafter
         self._budget = budget
         self._most_tokens = most_tokens
         self._most_sampled = most_sampled
+        self._most_drafts = most_sampled if most_drafts is None else most_drafts
         self._pace = pace or StepPace()
         self._acceptances: dict[Sequence, Acceptance] = {}
         self._of_adapters: LRUCache[str, Acceptance] = LRUCache(MOST_ADAPTERS)  # By digest; "" for the base.
+        self._forced: dict[Sequence, list[int]] = {}  # Drafts that a grammar forces, of the last choose().
         self._num_drafted = 0  # Steps with drafts in a row.
         self._num_plain = PROBE_STEPS  # Steps without drafts since the last one with drafts. The first is a probe.
         self._num_due = PLAIN_STEPS  # Steps that must have no drafts.
-
-    def add(self, sequence: Sequence) -> None:
-        """Counts a new sequence that gets no drafts."""
-        reason = refusal(sequence)
-        if reason:
-            self.undrafted[reason] += 1
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
@@ -89,6 +93,8 @@ class Speculation:
 
     def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Takes in how many of a sequence's draft tokens were accepted."""
+        if sequence in self._forced:
+            return
         for acceptance in (self._acceptance(sequence), self._of_adapter(sequence.digest)):
             acceptance.add(num_drafted, num_accepted)
 
@@ -112,27 +118,37 @@ class Speculation:
             drafting: The sequences that may get drafts. The last num_unknown tokens of each are in flight.
             decodes: The step's decodes.
         """
+        self._forced = {}
         if self._num_due > 0 or not drafting:
             return {}
         token_s, is_probe = self._budget.token_s, self._num_plain >= PROBE_STEPS
         price = self._pace.price(len(decodes), token_s)
         room = min(self._most_sampled, self._budget.limits.max_tokens) - num_sequences
+        room = min(room, self._most_drafts)
         wanted: list[Wanted] = []
         for sequence in drafting:
             most = min(self._most_tokens, sequence.num_remaining - 1, room)
-            if most <= 0 or refusal(sequence):
+            if most <= 0:
                 continue
+            num_known = len(sequence.tokens) - num_unknown
+            forced = _forced(sequence, num_known)[num_unknown : num_unknown + most]
             count = self._acceptance(sequence).worthwhile(most, price)
             count = max(count, min(most, PROBE_TOKENS)) if is_probe else count
-            if count > 0:
-                wanted.append(Wanted(sequence, len(sequence.tokens) - num_unknown, count + num_unknown))
+            if forced and price < 1.0:
+                self._forced[sequence] = forced
+                room -= len(forced)
+            elif count > 0:
+                wanted.append(Wanted(sequence, num_known, count + num_unknown))
                 room -= count
         proposed = zip(wanted, self._drafter.propose(wanted), strict=True)
         drafts = {entry.sequence: found[num_unknown:] for entry, found in proposed if len(found) > num_unknown}
-        num_drafts = sum(map(len, drafts.values()))
+        num_drafts = sum(map(len, drafts.values())) + sum(map(len, self._forced.values()))
         expected = sum(self._acceptance(sequence).expected(len(found)) for sequence, found in drafts.items())
+        expected += sum(map(len, self._forced.values()))
+        drafts |= self._forced
         if is_probe or (drafts and self._pace.is_faster(len(decodes), num_drafts, expected, token_s)):
             return drafts
+        self._forced = {}
         return {}
 
     def _acceptance(self, sequence: Sequence) -> Acceptance:
@@ -150,8 +166,6 @@ class Speculation:
         return acceptance
 
 
-def refusal(sequence: Sequence) -> str:
-    """Returns why a sequence gets no drafts, or "" if it may get some."""
-    if sequence.params.structured_outputs is not None:
-        return "structured_output"
-    return "routed_experts" if sequence.routed is not None else ""
+def _forced(sequence: Sequence, num_known: int) -> list[int]:
+    """Returns the tokens that the sequence's grammar forces behind its first num_known tokens."""
+    return [] if sequence.grammar is None else sequence.grammar.forced.after(sequence.tokens, num_known)
