@@ -33,7 +33,6 @@ from lorafleet.workers.attention.switching_attention import SwitchingAttention
 from lorafleet.workers.attention_spec import attention_spec
 from lorafleet.workers.auto_options import base_dtype, choose_device, kv_dtype, lora_dtype
 from lorafleet.workers.bases.checkpoint import read_model_config
-from lorafleet.workers.bases.model_config import ModelConfig
 from lorafleet.workers.bases.module_names import ModuleNames
 from lorafleet.workers.bases.quantization import resolved
 from lorafleet.workers.bases.weights import Progress, held_tensors
@@ -56,8 +55,8 @@ from lorafleet.workers.kv_tiers.kv_tiers import KVTiers
 from lorafleet.workers.kv_tiers.rank_tiers import RankTiers
 from lorafleet.workers.kv_tiers.state_tiers import StateTiers
 from lorafleet.workers.kv_tiers.tier_orders import TierOrders
-from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.model_loading import fill_model, load_model
+from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.models.fixed_order import check_adapter, check_fixed_order
 from lorafleet.workers.models.generic.architecture import with_implementation
 from lorafleet.workers.models.generic.generic_loading import find_shard, load_generic

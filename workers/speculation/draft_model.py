@@ -82,9 +82,7 @@ class DraftModel:
         if device.type == "cuda" and not config.enforce_eager:
             sizes = [size for size in GRAPH_SIZES if size <= config.max_num_seqs]
             longest = min(max_model_len, model.config.context_limit)
-            capture = DecodeCapture(
-                model, caches, None, attention, inputs, num_blocks, self.manager, longest, device
-            )
+            capture = DecodeCapture(model, caches, None, attention, inputs, num_blocks, self.manager, longest, device)
             decode_graphs = DecodeGraphs(capture, sizes, sizes, self.manager, longest, bool(model.mixtures()))
             counts = graph_token_counts(config.max_num_batched_tokens)
             prefill_graphs = PrefillGraphs(model, caches, attention, self.spec, inputs, counts, self.manager)

@@ -1,9 +1,8 @@
-"""A draft model in an engine: what it drafts, what it computes, and what it leaves behind. Answers never depend on it."""
+"""A draft model in an engine: what it drafts and what it leaves behind. Answers never depend on it."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,9 @@ from lorafleet.protocol.engine_config import SpeculativeConfig
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
-from lorafleet.workers.speculation.speculation import Speculation
 from stepped_engine import SteppedEngine
-from tests.workers.speculation.drafting import DraftsPay
-from tiny_models import make_adapter, make_model
+from tests.workers.speculation.drafting import speculate
+from tiny_models import make_model
 
 LENGTH = 30
 
@@ -33,15 +31,7 @@ def made_engine(base: Path, draft: Path | None = None, **options: Any) -> Steppe
         return SteppedEngine(base, **options)
     config = SpeculativeConfig("draft_model", model=str(draft))
     stepped = SteppedEngine(base, **({"speculative_config": config} | options))
-    engine = stepped.engine
-    engine.scheduler.speculation = Speculation(
-        drafter(stepped),
-        engine.scheduler.budget,
-        4,
-        len(engine.runner.steps.inputs.sampled_B),
-        DraftsPay(),
-        is_certain=True,
-    )
+    speculate(stepped.engine, drafter(stepped))
     return stepped
 
 
@@ -162,94 +152,90 @@ def test_a_sequence_beyond_the_draft_models_context_gets_no_drafts(fleet, prompt
 
 
 def test_drafts_end_before_tokens_that_the_base_does_not_have(fleet, prompt, tmp_path) -> None:
-    """The draft model's table is padded further than the base's, and its padding is likeliest."""
+    """The draft model's table has more padding than the base's, and its padding is often the likeliest token."""
     base = fleet("llama3").base
-    padded = make_model(tmp_path / "padded", "llama_bias", num_hidden_layers=1, vocab_size=384)
-    stepped = made_engine(base, padded, max_num_seqs=8)
-    drafter(stepped)._steps.model.lm_head.weight.data[320:] = 0
-    drafter(stepped)._vocab_size = 5
+    padded = make_model(tmp_path / "padded", "llama2", num_hidden_layers=1, vocab_size=384)
+    stepped = made_engine(base, padded)
+    drafter(stepped)._steps.model.lm_head.weight.data[320:] *= 10
     expected = answers(made_engine(base), {"a": prompt(25)})
     assert answers(stepped, {"a": prompt(25)}) == expected
 
 
-class TestDraftLoRAs:
-    """The draft model is the base, so a draft LoRA that is the adapter itself is always right."""
+@pytest.fixture(scope="module")
+def adapters(fleet: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Returns adapters by name. "plain" has no draft LoRA. The others are their own, which is always right where the
+    base is the draft model."""
+    made, root = fleet("llama3"), tmp_path_factory.mktemp("drafted")
+    found: dict[str, Path] = {"plain": made.adapters["rslora"]}
+    for name in ("all", "qv"):
+        found[name] = root / name
+        shutil.copytree(made.adapters[name], found[name])
+        shutil.copytree(made.adapters[name], found[name] / "draft")
+    return found
 
-    @pytest.fixture(scope="class")
-    def adapters(self, fleet: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-        """Returns adapters by name, with a draft LoRA that is as good as they are, and "plain" without one."""
-        made, root = fleet("llama3"), tmp_path_factory.mktemp("drafted")
-        found: dict[str, Path] = {"plain": made.adapters["rslora"]}
-        for name in ("all", "qv"):
-            found[name] = root / name
-            shutil.copytree(made.adapters[name], found[name])
-            shutil.copytree(made.adapters[name], found[name] / "draft")
-        return found
 
-    def test_adapters_in_one_batch_are_drafted_for_by_their_own_draft_loras(self, fleet, prompt, adapters) -> None:
-        base = fleet("llama3").base
-        with_drafts, without = made_engine(base, base), made_engine(base)
-        counts = Counts(with_drafts)
-        for stepped in (with_drafts, without):
-            for i, name in enumerate(("all", "qv")):
-                stepped.add(name, prompt(20 + i), stepped.load(name, adapters[name]), params={"max_tokens": LENGTH})
-            stepped.add("base", prompt(9), params={"max_tokens": LENGTH})
-            stepped.until(lambda stepped=stepped: len(stepped.ended) == 3)
-        assert with_drafts.tokens == without.tokens
-        assert counts.drafted == counts.accepted > 50
+def test_adapters_in_one_batch_are_drafted_for_by_their_own_draft_loras(fleet, prompt, adapters) -> None:
+    base = fleet("llama3").base
+    with_drafts, without = made_engine(base, base), made_engine(base)
+    counts = Counts(with_drafts)
+    for stepped in (with_drafts, without):
+        for i, name in enumerate(("all", "qv")):
+            stepped.add(name, prompt(20 + i), stepped.load(name, adapters[name]), params={"max_tokens": LENGTH})
+        stepped.add("base", prompt(9), params={"max_tokens": LENGTH})
+        stepped.until(lambda stepped=stepped: len(stepped.ended) == 3)
+    assert with_drafts.tokens == without.tokens
+    assert counts.drafted == counts.accepted > 50
 
-    def test_an_adapter_without_a_draft_lora_is_drafted_for_by_the_draft_model_alone(
-        self, fleet, prompt, adapters
-    ) -> None:
-        base = fleet("llama3").base
-        with_drafts, without = made_engine(base, base), made_engine(base)
-        counts = Counts(with_drafts)
-        for stepped in (with_drafts, without):
-            stepped.add("a", prompt(20), stepped.load("plain", adapters["plain"]), params={"max_tokens": LENGTH})
-            stepped.until(lambda stepped=stepped: "a" in stepped.ended)
-        assert with_drafts.tokens == without.tokens
-        assert counts.accepted < 0.5 * counts.drafted
 
-    def test_a_draft_lora_leaves_its_slot_with_its_adapter(self, fleet, prompt, adapters) -> None:
-        """With one slot, each adapter takes the other's."""
-        base = fleet("llama3").base
-        lora = LoRAConfig(max_loras=1, max_gpu_loras=1, max_cpu_loras=2)
-        stepped, without = made_engine(base, base, lora=lora), made_engine(base, lora=lora)
-        counts = Counts(stepped)
-        for turn, name in enumerate(("all", "qv", "plain", "all")):
-            for engine in (stepped, without):
-                engine.add(f"{turn}", prompt(20), engine.load(name, adapters[name]), params={"max_tokens": 12})
-                engine.until(lambda engine=engine, turn=turn: f"{turn}" in engine.ended)
-            if name != "plain":
-                assert counts.drafted == counts.accepted > 0
-            else:
-                assert counts.drafted > counts.accepted
-                counts.drafted = counts.accepted = 0
-        assert stepped.tokens == without.tokens
+def test_an_adapter_without_a_draft_lora_is_drafted_for_by_the_draft_model_alone(fleet, prompt, adapters) -> None:
+    base = fleet("llama3").base
+    with_drafts, without = made_engine(base, base), made_engine(base)
+    counts = Counts(with_drafts)
+    for stepped in (with_drafts, without):
+        stepped.add("a", prompt(20), stepped.load("plain", adapters["plain"]), params={"max_tokens": LENGTH})
+        stepped.until(lambda stepped=stepped: "a" in stepped.ended)
+    assert with_drafts.tokens == without.tokens
+    assert counts.accepted < 0.5 * counts.drafted
 
-    def test_a_draft_lora_that_does_not_fit_the_draft_model_is_left_out(
-        self, fleet, prompt, adapters, other, caplog
-    ) -> None:
-        base = fleet("llama3").base
-        with_drafts, without = made_engine(base, other), made_engine(base)
-        for stepped in (with_drafts, without):
-            stepped.add("a", prompt(20), stepped.load("all", adapters["all"]), params={"max_tokens": 12})
-            stepped.until(lambda stepped=stepped: "a" in stepped.ended)
-        assert with_drafts.tokens == without.tokens
-        assert "is served without its draft LoRA" in caplog.text
 
-    def test_sequences_of_an_adapter_find_keys_and_values_of_their_own_draft_lora_alone(
-        self, fleet, prompt, adapters
-    ) -> None:
-        base = fleet("llama3").base
-        stepped = made_engine(base, base)
-        counts = Counts(stepped)
-        for name in ("all", "qv", "all"):
-            request = f"{name}{len(stepped.ended)}"
-            stepped.add(request, prompt(50), stepped.load(name, adapters[name]), params={"max_tokens": 12})
-            stepped.until(lambda request=request: request in stepped.ended)
-        assert drafter(stepped).kv.counts.hit_tokens == 48
-        assert counts.drafted == counts.accepted
+def test_a_draft_lora_leaves_its_slot_with_its_adapter(fleet, prompt, adapters) -> None:
+    """With one slot, each adapter takes the other's."""
+    base = fleet("llama3").base
+    lora = LoRAConfig(max_loras=1, max_gpu_loras=1, max_cpu_loras=2)
+    stepped, without = made_engine(base, base, lora=lora), made_engine(base, lora=lora)
+    counts = Counts(stepped)
+    for turn, name in enumerate(("all", "qv", "plain", "all")):
+        for engine in (stepped, without):
+            engine.add(f"{turn}", prompt(20), engine.load(name, adapters[name]), params={"max_tokens": 12})
+            engine.until(lambda engine=engine, turn=turn: f"{turn}" in engine.ended)
+        if name != "plain":
+            assert counts.drafted == counts.accepted > 0
+        else:
+            assert counts.drafted > counts.accepted
+            counts.drafted = counts.accepted = 0
+    assert stepped.tokens == without.tokens
+
+
+def test_a_draft_lora_that_does_not_fit_the_draft_model_is_left_out(fleet, prompt, adapters, other, caplog) -> None:
+    base = fleet("llama3").base
+    with_drafts, without = made_engine(base, other), made_engine(base)
+    for stepped in (with_drafts, without):
+        stepped.add("a", prompt(20), stepped.load("all", adapters["all"]), params={"max_tokens": 12})
+        stepped.until(lambda stepped=stepped: "a" in stepped.ended)
+    assert with_drafts.tokens == without.tokens
+    assert "is served without its draft LoRA" in caplog.text
+
+
+def test_sequences_of_an_adapter_find_keys_and_values_of_their_own_draft_lora_alone(fleet, prompt, adapters) -> None:
+    base = fleet("llama3").base
+    stepped = made_engine(base, base)
+    counts = Counts(stepped)
+    for name in ("all", "qv", "all"):
+        request = f"{name}{len(stepped.ended)}"
+        stepped.add(request, prompt(50), stepped.load(name, adapters[name]), params={"max_tokens": 12})
+        stepped.until(lambda request=request: request in stepped.ended)
+    assert drafter(stepped).kv.counts.hit_tokens == 48
+    assert counts.drafted == counts.accepted
 
 
 def test_a_model_with_other_tokens_is_refused(fleet, tmp_path) -> None:
