@@ -268,6 +268,11 @@ def _read_small(folder: AdapterFolder, name: str, max_bytes: int) -> bytes:
         return bytes(data)
 
 
+def stored_files(folder: Path) -> dict[str, Path]:
+    """Returns the files in a folder of our own and in its sub-folders, by their names relative to the folder."""
+    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
 def check_same_config(folder: AdapterFolder, config: bytes) -> None:
     """Raises AdapterChanged if the config is no longer the one given. Call it after the weights are read: a folder
     replaced meanwhile would combine one version's config with another's weights."""

@@ -260,16 +260,3 @@ def test_models_that_cannot_draft_are_refused(fleet, tmp_path) -> None:
         made_engine(base, dynamic)
     with pytest.raises(ConfigError, match="not served with share_lora_memory"):
         made_engine(base, base, lora=LoRAConfig(share_lora_memory=True))
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"method": "draft_model"}, "must be the folder of a draft model"),
-        ({"method": "ngram", "model": "x"}, "has no use with method='ngram'"),
-        ({"method": "draft_model", "model": "x", "prompt_lookup_max": 3}, "have no use with method='draft_model'"),
-    ],
-)
-def test_fields_that_a_method_does_not_read_are_refused(given, message) -> None:
-    with pytest.raises(ConfigError, match=message):
-        SpeculativeConfig.of(given)
