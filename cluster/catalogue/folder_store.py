@@ -171,7 +171,7 @@ class FolderDraft:
             begin_to_sync(file.fileno())
 
     def copy(self, name: str, source: Path) -> None:
-        """Copies a file. Its name may begin with a folder."""
+        """Copies a file, whose name may begin with a folder."""
         target = self._aside / name
         with self._errors():
             target.parent.mkdir(exist_ok=True)

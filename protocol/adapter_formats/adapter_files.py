@@ -33,7 +33,7 @@ LANGUAGE_NAMES = {
     "tokenizer_config.json": 4 << 20,
 }
 
-# Optional files of an adapter's draft LoRA (workers/slots/draft_slots.py), which is for a draft model of the server.
+# Optional files of an adapter's draft LoRA (workers/speculation/draft_slots.py), which is for a draft model of the server.
 DRAFT_FOLDER = "draft"
 DRAFT_CONFIG_NAME = f"{DRAFT_FOLDER}/{CONFIG_NAME}"
 DRAFT_WEIGHTS_NAME = f"{DRAFT_FOLDER}/{SAFETENSORS_NAME}"

@@ -16,10 +16,10 @@ from lorafleet.workers.pool.pool_cost import RecentRequests
 from lorafleet.workers.pool.pool_room import PoolRoom
 from lorafleet.workers.slots.adapter_lives import AdapterLives, AdapterState
 from lorafleet.workers.slots.cpu_tier import CPUTier
-from lorafleet.workers.slots.draft_slots import DraftSlots
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.packed_adapter import PackedAdapter
 from lorafleet.workers.slots.slot_policy import Slot
+from lorafleet.workers.speculation.draft_slots import DraftSlots
 from lorafleet.workers.tp.rank_messages import EmptySlot, FillSlot, Order
 from lorafleet.workers.weak_method import weak
 

@@ -23,12 +23,12 @@ from lorafleet.resolvers.fetch_metrics import FetchTotals
 from lorafleet.workers.slots.adapter_lives import AdapterLives, AdapterState
 from lorafleet.workers.slots.adapter_loads import AdapterLoad, AdapterLoads
 from lorafleet.workers.slots.cpu_tier import CPUTier
-from lorafleet.workers.slots.draft_slots import DraftSlots
 from lorafleet.workers.slots.loader import AdapterLoader
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.packed_adapter import PackedAdapter
 from lorafleet.workers.slots.slot_filler import Sharing, SlotFiller, owner
 from lorafleet.workers.slots.slot_policy import Slot
+from lorafleet.workers.speculation.draft_slots import DraftSlots
 from lorafleet.workers.tp.link import OtherRanks
 from lorafleet.workers.tp.rank_messages import ForgetShard, Order
 from lorafleet.workers.weak_method import weak

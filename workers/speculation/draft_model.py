@@ -31,9 +31,9 @@ from lorafleet.workers.model_loading import load_model
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.slots.base_weights import ModelWeights
-from lorafleet.workers.slots.draft_slots import DraftSlots
 from lorafleet.workers.slots.loader import AdapterLoader
 from lorafleet.workers.slots.model_manager import LoRAModelManager
+from lorafleet.workers.speculation.draft_slots import DraftSlots
 from lorafleet.workers.speculation.draft_tokenizer import check_same_tokenizer
 from lorafleet.workers.speculation.model_drafter import CAUGHT_UP_TOKENS, ModelDrafter
 from lorafleet.workers.step.decode_capture import DecodeCapture

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
-from lorafleet.workers.slots.draft_slots import DraftSlots
+from lorafleet.workers.speculation.draft_slots import DraftSlots
 from lorafleet.workers.speculation.drafter import Wanted
 from lorafleet.workers.speculation.followed_sequence import FollowedSequence
 from lorafleet.workers.step.planner import plan_step
