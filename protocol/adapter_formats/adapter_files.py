@@ -33,7 +33,7 @@ LANGUAGE_NAMES = {
     "tokenizer_config.json": 4 << 20,
 }
 
-# Optional files of an adapter's draft LoRA (workers/speculation/draft_slots.py), which is for a draft model of the server.
+# Optional files of a draft LoRA, which is for the draft model of a server (workers/speculation/draft_slots.py).
 DRAFT_FOLDER = "draft"
 DRAFT_CONFIG_NAME = f"{DRAFT_FOLDER}/{CONFIG_NAME}"
 DRAFT_WEIGHTS_NAME = f"{DRAFT_FOLDER}/{SAFETENSORS_NAME}"
