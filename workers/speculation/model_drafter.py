@@ -40,7 +40,7 @@ class ModelDrafter:
 
     def __init__(self, steps: StepRunner, kv: KVCacheManager, slots: DraftSlots | None, base_vocab: int) -> None:
         self.kv = kv
-        self._steps = steps
+        self.steps = steps
         self.slots = slots
         self._vocab_size = base_vocab
         self._followed: dict[Sequence, FollowedSequence] = {}  # The one that was drafted for last is the last one.
@@ -53,8 +53,8 @@ class ModelDrafter:
         found = [self._follow(entry) for entry in wanted]
         for entry, followed in zip(wanted, found, strict=True):
             if not followed.drafts:
-                count = min(entry.most, self._steps.model.config.context_limit + 1 - entry.num_known)
-                if count > 0 and followed.largest_token < self._steps.model.config.vocab_size:
+                count = min(entry.most, self.steps.model.config.context_limit + 1 - entry.num_known)
+                if count > 0 and followed.largest_token < self.steps.model.config.vocab_size:
                     counts[followed] = count
         chunks = self._first_chunks(counts, keep=set(found))
         if chunks:
@@ -115,12 +115,12 @@ class ModelDrafter:
         """Computes the chunks, then a draft token of each sequence in each step. `counts` are the tokens wanted."""
         rows: dict[str, int] = {}
         drawn: list[tuple[list[Place], Tensor]] = []
-        inputs = self._steps.inputs
+        inputs = self.steps.inputs
         while chunks:
             plan = plan_step(
                 chunks, rows, inputs.first_known, self.kv.block_size, [] if self.slots is None else self.slots.ranks
             )
-            self._steps.run(plan)
+            self.steps.run(plan)
             sampling = [chunk.sequence for chunk in chunks if chunk.samples]
             rows = {sequence.request_id: row for row, sequence in enumerate(sampling)}
             for chunk in chunks:

@@ -50,7 +50,7 @@ class Speculation:
         is_certain: bool = False,
     ) -> None:
         self.undrafted: Counter[str] = Counter()  # Sequences that got no drafts, by refusal().
-        self._drafter = drafter
+        self.drafter = drafter
         self._budget = budget
         self._most_tokens = most_tokens
         self._most_sampled = most_sampled
@@ -72,7 +72,7 @@ class Speculation:
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
         self._acceptances.pop(sequence, None)
-        self._drafter.release(sequence)
+        self.drafter.release(sequence)
 
     def needs_tokens(self, in_flight: Many[Chunk], running: Many[Sequence], num_sequences: int) -> bool:
         """Returns whether the next step cannot be planned, or should not be, before the tokens in flight are known.
@@ -134,7 +134,7 @@ class Speculation:
         if self._is_certain and not self._pay(decodes, [(entry.sequence, entry.most) for entry in wanted]):
             return {}
         began_s = time.perf_counter()
-        proposed = zip(wanted, self._drafter.propose(wanted), strict=True)
+        proposed = zip(wanted, self.drafter.propose(wanted), strict=True)
         self._drafting_s += time.perf_counter() - began_s
         drafts = {entry.sequence: found[num_unknown:] for entry, found in proposed if len(found) > num_unknown}
         return drafts if self._pay(decodes, [(sequence, len(found)) for sequence, found in drafts.items()]) else {}

@@ -37,8 +37,8 @@ def made_engine(base: Path, draft: Path | None = None, **options: Any) -> Steppe
 
 def drafter(stepped: SteppedEngine) -> ModelDrafter:
     speculation = stepped.engine.scheduler.speculation
-    assert speculation is not None and isinstance(speculation._drafter, ModelDrafter)
-    return speculation._drafter
+    assert speculation is not None and isinstance(speculation.drafter, ModelDrafter)
+    return speculation.drafter
 
 
 class Counts:
@@ -156,7 +156,7 @@ def test_drafts_end_before_tokens_that_the_base_does_not_have(fleet, prompt, tmp
     base = fleet("llama3").base
     padded = make_model(tmp_path / "padded", "llama2", num_hidden_layers=1, vocab_size=384)
     stepped = made_engine(base, padded)
-    drafter(stepped)._steps.model.lm_head.weight.data[320:] *= 10
+    drafter(stepped).steps.model.lm_head.weight.data[320:] *= 10
     expected = answers(made_engine(base), {"a": prompt(25)})
     assert answers(stepped, {"a": prompt(25)}) == expected
 

@@ -46,8 +46,8 @@ def answers(adapters: list[LoRARequest | None], *, drafts: bool, **options: Any)
     counts = [0, 0]
     if drafts:
         speculation = llm._engine.scheduler.speculation
-        assert speculation is not None and isinstance(speculation._drafter, ModelDrafter)
-        made = speculate(llm._engine, speculation._drafter)
+        assert speculation is not None and isinstance(speculation.drafter, ModelDrafter)
+        made = speculate(llm._engine, speculation.drafter)
         verified = made.verified
 
         def counted(sequence: Any, num_drafted: int, num_accepted: int) -> None:
