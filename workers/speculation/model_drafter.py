@@ -9,11 +9,13 @@ seen. These are computed first, some in each call, and the sequence gets drafts 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 
 import torch
 from torch import Tensor
 
+from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.speculation.draft_slots import DraftSlots
@@ -57,6 +59,7 @@ class ModelDrafter:
         self._readable = base_vocab if rows is not None else steps.model.config.vocab_size
         self._longest = longest
         self._rows = rows
+        self._peels = steps.decode_graphs is not None and rows is None  # See _peel().
         self._followed: dict[Sequence, FollowedSequence] = {}  # The one that was drafted for last is the last one.
 
     def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
@@ -146,13 +149,13 @@ class ModelDrafter:
             counts: The tokens wanted.
             sources: For a head, the rows of the features of the chunks' tokens.
         """
+        if self._peels and max(chunk.num_tokens for chunk in chunks) == 2:
+            chunks = self._peel(chunks)
         rows: dict[str, int] = {}
         drawn: list[tuple[list[Place], Tensor]] = []
         inputs = self.steps.inputs
         while chunks:
-            plan = plan_step(
-                chunks, rows, inputs.first_known, self.kv.block_size, [] if self.slots is None else self.slots.ranks
-            )
+            plan = self._plan(chunks, rows)
             if self._rows is not None:
                 self._rows.begin(sources)
             self.steps.run(plan)
@@ -169,6 +172,22 @@ class ModelDrafter:
             chunks = [Chunk(sequence, 1) for sequence in sampling if counts[sequence] > len(drawn)]
             sources = [rows[chunk.sequence.request_id] for chunk in chunks]
         _fill_in(drawn)
+
+    def _peel(self, chunks: list[Chunk]) -> list[Chunk]:
+        """Computes the first token of each chunk of two, as a step of decodes. So a captured graph runs it, and another
+        one the rest. A sequence has two after all of its drafts were right."""
+        pairs = [chunk.sequence for chunk in chunks if chunk.num_tokens == 2]
+        last = [sequence.tokens.pop() for sequence in pairs]
+        self.steps.run(self._plan([Chunk(sequence, 1) for sequence in pairs], {}))
+        for sequence, token in zip(pairs, last, strict=True):
+            sequence.tokens.append(token)
+            sequence.num_computed += 1
+        return [Chunk(chunk.sequence, 1) for chunk in chunks]
+
+    def _plan(self, chunks: list[Chunk], rows: Mapping[str, int]) -> StepPlan:
+        """Returns the plan of a step. `rows` are those of the last step in which sequences have sampled."""
+        slot_ranks = [] if self.slots is None else self.slots.ranks
+        return plan_step(chunks, rows, self.steps.inputs.first_known, self.kv.block_size, slot_ranks)
 
     def _usable(self, drafts: list[int]) -> list[int]:
         """Returns the drafts before the first that the target does not know."""
