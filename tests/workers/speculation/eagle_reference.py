@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 HIDDEN, HEADS, KV_HEADS, INNER, VOCAB, DRAFTED = 64, 4, 2, 96, 320, 200
-HEAD_DIM = HIDDEN // HEADS
+HEAD_DIM = 32
 EPS = 1e-5
 
 
@@ -30,6 +30,7 @@ def make_head(folder: Path, seed: int = 0, **changes: Any) -> Path:
         "intermediate_size": INNER,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
         "num_hidden_layers": 1,
         "max_position_embeddings": 64,
         "rms_norm_eps": EPS,
