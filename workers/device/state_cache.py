@@ -104,7 +104,8 @@ class StateCache:
         batch = RecurrentBatch.build(lens, plan.state_slots, plan.begins, self._device, plan.kept_states)
         return StepStates(self.layers, batch)
 
-    def of_padding(self, query_lens: Sequence[int]) -> StepStates:
+    def of_padding(self, query_lens: Sequence[int], *, has_drafts: bool = False) -> StepStates:
         """Returns the states of a step that no sequence has, such as one that warms up or is captured."""
         slots, is_new = [self.padding_slot] * len(query_lens), [True] * len(query_lens)
-        return StepStates(self.layers, RecurrentBatch.build(query_lens, slots, is_new, self._device))
+        kept = [self.draft_slots[0]] * sum(query_lens) if has_drafts else []
+        return StepStates(self.layers, RecurrentBatch.build(query_lens, slots, is_new, self._device, kept))

@@ -132,7 +132,7 @@ def test_with_batch_invariance_logprobs_have_the_same_bits_with_drafts_and_witho
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_on_a_gpu_answers_in_float32_are_those_without_drafts(tmp_path: Path, prompt: Prompt, family: str) -> None:
-    options = {"device": "cuda", "dtype": "float32", "attention_backend": "triton", "lora": None}
+    options = {"device": "cuda", "dtype": "float32", "attention_backend": "triton"}
     engines = Engines(tmp_path, family, has_adapter=False, max_num_batched_tokens=48, **options)
     jobs = {f"{i}": (prompt(length), KINDS[i % len(KINDS)]) for i, length in enumerate((20, 1, 33, 16, 40))}
     assert engines.answers(engines.plain, jobs) == engines.answers(engines.drafted, jobs)
