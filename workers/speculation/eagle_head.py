@@ -1,4 +1,4 @@
-"""An EAGLE-3 head: one decoder layer that drafts from the target's hidden states.
+"""Defines the EAGLE-3 head, one decoder layer that drafts from the target's hidden states.
 
 Its input for a place is the embedding of the next token and the feature of the place, which the target has computed
 (workers/models/feature_taps.py). For tokens that it drafts itself, its own hidden states are the features. It runs as
