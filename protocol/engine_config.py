@@ -234,7 +234,8 @@ class EngineOptions:
         Option(
             "Draft several tokens of an answer and check them in one step, where that is faster; the answers stay the "
             'same. JSON as in vLLM: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, '
-            '"prompt_lookup_min": 2}, or {"method": "draft_model", "model": FOLDER}. Default: no drafts.'
+            '"prompt_lookup_min": 2}, or {"method": "draft_model", "model": FOLDER}, or the same with eagle3. Default: '
+            "no drafts."
         ),
     ] = None
     attention_backend: Annotated[AttentionName, Option("auto: the fastest one installed.")] = "auto"
