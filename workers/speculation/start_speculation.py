@@ -7,12 +7,22 @@ from lorafleet.protocol.errors import ConfigError
 from lorafleet.workers.bases.served_config import ServedConfig
 from lorafleet.workers.kv_cache_sizing import draft_states_for
 from lorafleet.workers.schedule.step_budget import StepBudget
+from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from lorafleet.workers.speculation.ngram_drafter import NgramDrafter
 from lorafleet.workers.speculation.speculation import Speculation
 
 
-def start_speculation(config: EngineConfig, model: ServedConfig, budget: StepBudget) -> Speculation | None:
-    """Returns None if nothing is drafted. Raises ConfigError if the model cannot go back behind wrong drafts."""
+def start_speculation(
+    config: EngineConfig,
+    model: ServedConfig,
+    budget: StepBudget,
+    drafter: ModelDrafter | None = None,
+) -> Speculation | None:
+    """Returns None if nothing is drafted. Raises ConfigError if the model cannot go back behind wrong drafts.
+
+    Args:
+        drafter: The drafter with a model, if a model drafts.
+    """
     options = config.speculative_config
     if options is None:
         return None
@@ -24,5 +34,10 @@ def start_speculation(config: EngineConfig, model: ServedConfig, budget: StepBud
         )
     most_drafts = draft_states_for(config, model) if model.states else None
     return Speculation(
-        NgramDrafter(options), budget, options.num_speculative_tokens, config.most_sampled, most_drafts=most_drafts
+        drafter or NgramDrafter(options),
+        budget,
+        options.num_speculative_tokens,
+        config.most_sampled,
+        most_drafts=most_drafts,
+        is_certain=drafter is not None,
     )
