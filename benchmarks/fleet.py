@@ -2,14 +2,19 @@
 
     python benchmarks/fleet.py                                    # replicas on the CPU, small
     python benchmarks/fleet.py --device cuda --replicas 1 2 4     # one GPU for each replica, an 8B with random weights
+    python benchmarks/fleet.py --then "python benchmarks/chaos.py --attach {server} --models says0,says1"
 
-Each rule gets a server of its own, and all rules get the same calls: S-LoRA's and Dynamo's workloads
-(placement_workloads.py), conversations of several turns (conversations.py), and `saturation`, a closed loop. The
-client is a process of its own.
+Each rule gets a server of its own, and all rules get the same calls: first some that are not counted, so that no rule
+is judged by empty caches, then S-LoRA's and Dynamo's workloads (placement_workloads.py), conversations of several turns
+(conversations.py), and `saturation`, a closed loop. A closed loop on several replicas is followed by one on one of them
+at its own port, while the others are idle, unless a server of one replica is measured as well. The client is a process
+of its own. Other programs may follow on the first server (`--then`). For them it also has the adapters says0 to says7,
+each of which answers every prompt with one token of its own (random_llama.py).
 
 Columns: TTFT from when a request was due; `worst` is the TTFT p50 of the adapter that is worse than 90 % of all;
 `hits` are prompt tokens from the prefix cache, beside those that one cache without bounds would have; `reads` and
-`slots` count adapters read and copied to slots; cores are those of all replicas' fronts, and of HAProxy.
+`slots` count adapters read and copied to slots; cores are those of all replicas' fronts, and of HAProxy; `busy` is the
+number of tokens that the busiest replica generated, relative to the mean.
 """
 
 from __future__ import annotations
@@ -17,7 +22,9 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import subprocess
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,15 +43,19 @@ from latency import Outcome, Percentiles, summarize
 from local_server import LocalServer, running
 from lorafleet.cluster.routing.rule_names import RoutingRule
 from placement_workloads import RANKS, WORKLOADS, Load
-from random_llama import write_alike_adapters, write_model
+from random_llama import write_alike_adapters, write_model, write_one_token_adapter
 from serving import CONFIG, DEMO
 
 RULES: tuple[RoutingRule, ...] = get_args(RoutingRule)
-CONVERSATIONS, SATURATION = "conversations", "saturation"
+SLORA, CONVERSATIONS, SATURATION = "S-LoRA, alpha .3", "conversations", "saturation"
 BLOCK_SIZE = 16
+NUM_ONE_TOKEN_ADAPTERS = 8
+MORE_CALLS = 4  # A closed loop gets so many times the calls of a workload, so that it never runs out of them.
+RAMP = 0.2  # The part of a closed loop's time in which tokens are not counted, since its batches still grow.
+MAX_ERRORS, ERROR_CHARS = 3, 160  # Printed of each workload.
 UNITS = {
     **dict.fromkeys(("ttft_p50", "ttft_p99", "gap_p50", "gap_p99", "ttft_worst_adapters"), "s"),
-    **dict.fromkeys(("tokens_per_s", "front_cores", "haproxy_cores"), ""),
+    **dict.fromkeys(("tokens_per_s", "front_cores", "haproxy_cores", "busiest"), ""),
     **dict.fromkeys(("failed", "reads", "slots", "hit_tokens", "endless_hit_tokens"), ""),
 }
 
@@ -59,6 +70,7 @@ class Size:
     max_cpu_loras: int
     rate: float  # Requests per second and replica.
     duration_s: float
+    warm_up_s: float  # Time of the calls that are not counted.
     longest: int  # Prompts and answers are cut to this many tokens.
     token_ids: tuple[int, int]
     streams: int  # Number of streams of the closed loop for each replica.
@@ -67,8 +79,8 @@ class Size:
 
 
 SIZES = {
-    "cpu": Size((2,), 24, 4, 8, 1.5, 20.0, 48, (10, 250), 4, 24, 0),
-    "cuda": Size((1, 2, 4), 512, 16, 128, 10.0, 120.0, 512, (10, 128_000), 64, 256, 0),
+    "cpu": Size((2,), 24, 4, 8, 1.5, 20.0, 4.0, 48, (10, 250), 4, 24, 0),
+    "cuda": Size((1, 2, 4), 512, 16, 128, 10.0, 120.0, 20.0, 512, (10, 128_000), 64, 256, 0),
 }
 
 
@@ -89,7 +101,7 @@ def served(args: argparse.Namespace, size: Size, folder: Path, rule: str, replic
 
 
 def write_files(device: str, folder: Path, load: Load) -> None:
-    """Writes the model and the adapters a0, a1, …, of S-LoRA's ranks."""
+    """Writes the model, the adapters a0, a1, …, of S-LoRA's ranks, and says0, says1, …, of one token each."""
     config = CONFIG if device == "cuda" else json.loads((DEMO / "config.json").read_text())
     if device == "cuda":
         write_model(folder / "model", config)
@@ -100,6 +112,8 @@ def write_files(device: str, folder: Path, load: Load) -> None:
         alike = write_alike_adapters(folder / f"rank{rank}", config, len(numbers), rank) if numbers else []
         for number, path in zip(numbers, alike, strict=True):
             path.rename(folder / "adapters" / f"a{number}")
+    for number in range(NUM_ONE_TOKEN_ADAPTERS):
+        write_one_token_adapter(folder / "adapters" / f"says{number}", config, number)
 
 
 def draw_calls(workload: str, size: Size, replicas: int) -> list[Call]:
@@ -120,7 +134,7 @@ def draw_calls(workload: str, size: Size, replicas: int) -> list[Call]:
                 size.seed,
             )
         )
-    name = "S-LoRA, alpha .3" if workload == SATURATION else workload
+    name, rate = (SLORA, MORE_CALLS * rate) if workload == SATURATION else (workload, rate)
     arrivals = placement_workloads.draw(Load(name, rate, size.duration_s, size.adapters, size.seed))
     random = np.random.default_rng([size.seed, 13])
     return [
@@ -134,12 +148,21 @@ def draw_calls(workload: str, size: Size, replicas: int) -> list[Call]:
     ]
 
 
-def measure(server: LocalServer, workload: str, size: Size, replicas: int) -> dict[str, float | None]:
+def warm_up(server: LocalServer, size: Size, replicas: int) -> None:
+    """Sends calls that are like S-LoRA's, but drawn by another seed."""
+    if size.warm_up_s:
+        other = replace(size, duration_s=size.warm_up_s, seed=size.seed + 1000)
+        run_apart(Job(server.url, draw_calls(SLORA, other, replicas)))
+
+
+def measure(server: LocalServer, url: str, workload: str, size: Size, replicas: int) -> dict[str, float | None]:
+    """Sends the workload of so many replicas to the URL."""
     calls = draw_calls(workload, size, replicas)
-    streams = size.streams * replicas if workload == SATURATION else 0
-    before, cpu_before = server.engine_counters(), server.cpu_s()
-    report = run_apart(Job(server.url, calls, streams))
-    after, cpu_after = server.engine_counters(), server.cpu_s()
+    job = Job(url, calls, size.streams * replicas, size.duration_s) if workload == SATURATION else Job(url, calls)
+    before, generated_before, cpu_before = server.engine_counters(), server.generated_tokens(), server.cpu_s()
+    report = run_apart(job)
+    after, generated, cpu_after = server.engine_counters(), server.generated_tokens(), server.cpu_s()
+    generated.subtract(generated_before)
 
     def counted(name: str) -> float:
         return after.get(name, 0.0) - before.get(name, 0.0)
@@ -149,16 +172,16 @@ def measure(server: LocalServer, workload: str, size: Size, replicas: int) -> di
 
     summary = summarize(report.outcomes, [])
     first, gaps = summary.first_token_s, summary.inter_token_s
-    for error in summary.errors:
-        print(f"  failed: {error}")
+    for error in summary.errors[:MAX_ERRORS]:
+        print(f"  failed: {error[:ERROR_CHARS]}")
     return {
         "ttft_p50": first and first.p50,
         "ttft_p99": first and first.p99,
         "gap_p50": gaps and gaps.p50,
         "gap_p99": gaps and gaps.p99,
         # A closed loop sends the calls in their order, but which stream's outcome is whose is not recorded.
-        "ttft_worst_adapters": None if streams else worst_adapters_s(calls, report.outcomes),
-        "tokens_per_s": summary.tokens_per_s,
+        "ttft_worst_adapters": None if job.streams else worst_adapters_s(calls, report.outcomes),
+        "tokens_per_s": steady_tokens_per_s(report.outcomes, size.duration_s) if job.streams else summary.tokens_per_s,
         "failed": summary.failed,
         "reads": counted("lora_loads_total"),
         "slots": counted("lora_activations_total"),
@@ -166,7 +189,17 @@ def measure(server: LocalServer, workload: str, size: Size, replicas: int) -> di
         "endless_hit_tokens": count_endless_hits(calls, BLOCK_SIZE) if workload == CONVERSATIONS else None,
         "front_cores": cores("EngineReplica"),
         "haproxy_cores": cores("haproxy"),
+        "busiest": max(generated.values()) * len(generated) / total if (total := generated.total()) else None,
     }
+
+
+def steady_tokens_per_s(outcomes: Sequence[Outcome], end_s: float) -> float:
+    """Returns the tokens per second of a closed loop between its ramp and its end, when no calls begin anymore."""
+    begin_s = RAMP * end_s
+    done = [outcome for outcome in outcomes if outcome.error is None and outcome.chunks_s]
+    shares = [sum(begin_s <= at_s < end_s for at_s in outcome.chunks_s) / len(outcome.chunks_s) for outcome in done]
+    tokens = sum(outcome.num_tokens * share for outcome, share in zip(done, shares, strict=True))
+    return tokens / (end_s - begin_s)
 
 
 def worst_adapters_s(calls: Sequence[Call], outcomes: Sequence[Outcome]) -> float | None:
@@ -190,7 +223,7 @@ def print_row(settings: dict[str, Any], figures: dict[str, float | None]) -> Non
     )
     endless = figures["endless_hit_tokens"]
     hits = f"{'-' if endless is None else f'{endless:.0f}':>8}"
-    cores = f"{figures['front_cores']:6.2f}{figures['haproxy_cores']:6.2f}"
+    cores = f"{figures['front_cores']:6.2f}{figures['haproxy_cores']:6.2f}{figures['busiest'] or 0:6.2f}"
     print(
         f"{settings['workload']:24}{settings['rule']:>13}{settings['replicas']:>3}{ms}{counts}{hits}{cores}", flush=True
     )
@@ -218,41 +251,97 @@ def arguments() -> argparse.Namespace:
         "--workloads",
         nargs="+",
         choices=[*WORKLOADS, CONVERSATIONS, SATURATION],
-        default=["S-LoRA, alpha .3", "Dynamo, flash", "Dynamo, diurnal", CONVERSATIONS, SATURATION],
+        default=[SLORA, "Dynamo, flash", "Dynamo, diurnal", CONVERSATIONS, SATURATION],
     )
+    parser.add_argument("--once", nargs="+", default=(), help="workloads that only the first rule gets")
     parser.add_argument("--rate", type=float, help="requests per second and replica; 70 %% of a replica's saturation")
     parser.add_argument("--duration-s", type=float)
     parser.add_argument("--adapters", type=int)
     parser.add_argument("--max-loras", type=int)
     parser.add_argument("--max-cpu-loras", type=int)
+    parser.add_argument("--warm-up-s", type=float, help="seconds of calls at the start that are not counted")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="after so many seconds no workload begins")
+    parser.add_argument(
+        "--then",
+        action="append",
+        default=[],
+        metavar="COMMAND",
+        help="run this on the first server after its workloads; {server} stands for URL,PID and {url} for its URL",
+    )
     parser.add_argument("--server-args", default="", help="additional options of `lorafleet serve`, as one string")
     parser.add_argument("--json", type=Path, help="file for the figures")
     return parser.parse_args()
+
+
+class Run:
+    """Measures all cases, and has the figures of those that are complete."""
+
+    def __init__(self, args: argparse.Namespace, size: Size) -> None:
+        self.cases: list[Case] = []
+        self._args = args
+        self._size = size
+        self._end_s = time.monotonic() + args.limit_s
+        self._commands: list[str] = args.then
+
+    def measure(self, folder: Path) -> None:
+        for replicas in self._size.replicas:
+            for rule in self._args.rules:
+                if self._is_over():
+                    print(f"left out: {rule}, {replicas} replicas")
+                    continue
+                with served(self._args, self._size, folder, rule, replicas) as server:
+                    warm_up(server, self._size, replicas)
+                    self._measure_server(server, rule, replicas)
+                    self._follow(server)
+
+    def _measure_server(self, server: LocalServer, rule: str, replicas: int) -> None:
+        for workload in self._args.workloads:
+            if workload in self._args.once and rule != self._args.rules[0]:
+                continue
+            self._measure_case(server, server.url, workload, rule, replicas)
+            if workload == SATURATION and 1 not in self._size.replicas:
+                self._measure_case(server, server.replica_url(), workload, rule, 1)
+
+    def _measure_case(self, server: LocalServer, url: str, workload: str, rule: str, replicas: int) -> None:
+        settings = {"workload": workload, "rule": rule, "replicas": replicas}
+        if self._is_over():
+            print(f"left out: {workload}, {rule}, {replicas} replicas")
+            return
+        figures = measure(server, url, workload, self._size, replicas)
+        self.cases.append(Case(settings, figures))
+        print_row(settings, figures)
+
+    def _follow(self, server: LocalServer) -> None:
+        commands, self._commands = self._commands, []
+        for command in commands:
+            words = [word.format(server=f"{server.url},{server.pid}", url=server.url) for word in shlex.split(command)]
+            status = subprocess.run(words, check=False).returncode
+            if status:
+                print(f"exit status {status}: {shlex.join(words)}")
+
+    def _is_over(self) -> bool:
+        return time.monotonic() > self._end_s
 
 
 def main() -> None:
     args = arguments()
     given = {name: value for name in Size.__slots__ if (value := getattr(args, name, None)) is not None}
     size = replace(SIZES[args.device], **given)
-    cases = []
     print(
         f"{'':24}{'':>13}{'':>3}{'TTFT p50':>9}{'p99':>9}{'worst':>9}{'gap p50':>9}{'p99':>9}{'tok/s':>8}{'failed':>8}"
-        f"{'reads':>8}{'slots':>8}{'hits':>8}{'of':>8}{'front':>6}{'proxy':>6}   (ms, cores)"
+        f"{'reads':>8}{'slots':>8}{'hits':>8}{'of':>8}{'front':>6}{'proxy':>6}{'busy':>6}   (ms, cores)",
+        flush=True,
     )
+    run = Run(args, size)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_files(args.device, folder, Load("", 1.0, 1.0, size.adapters, size.seed))
-        for replicas in size.replicas:
-            for rule in args.rules:
-                with served(args, size, folder, rule, replicas) as server:
-                    for workload in args.workloads:
-                        settings = {"workload": workload, "rule": rule, "replicas": replicas}
-                        figures = measure(server, workload, size, replicas)
-                        cases.append(Case(settings, figures))
-                        print_row(settings, figures)
-    print_ratios(cases)
-    write_results(args.json, UNITS, cases)
+        try:
+            run.measure(folder)
+        finally:  # A run that is interrupted has the figures of the cases before.
+            print_ratios(run.cases)
+            write_results(args.json, UNITS, run.cases)
 
 
 if __name__ == "__main__":

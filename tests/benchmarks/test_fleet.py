@@ -1,4 +1,5 @@
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +16,18 @@ class FakeServer:
     """Stands for a server whose counters grow with each look."""
 
     url = "http://127.0.0.1:1"
+    pid = 7
     looks = 0.0
 
     def engine_counters(self) -> dict[str, float]:
         self.looks += 1
         return {"lora_loads_total": 3 * self.looks, "prefix_cache_hits_total": 16 * self.looks}
+
+    def generated_tokens(self) -> Counter[str]:
+        return Counter(r1=30 * round(self.looks), r2=10 * round(self.looks))
+
+    def replica_url(self) -> str:
+        return "http://127.0.0.1:2"
 
     def cpu_s(self) -> dict[str, float]:
         return {"EngineReplica": self.looks, "haproxy": 0.5 * self.looks}
@@ -33,7 +41,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 
     @contextmanager
     def served(_: object, size: fleet.Size, folder: Path, rule: str, replicas: int) -> Iterator[FakeServer]:
-        assert len(list((folder / "adapters").iterdir())) == size.adapters
+        assert len(list((folder / "adapters").glob("a*"))) == size.adapters
         started.append((rule, replicas))
         yield FakeServer()
 
@@ -58,13 +66,14 @@ def test_every_rule_gets_the_same_calls_and_is_compared_with_affinity(
 ) -> None:
     run(monkeypatch, "--duration-s", "5", "--rules", "affinity", "sticky", "--json", str(tmp_path / "fleet.json"))
     half = len(jobs) // 2
-    assert half == 5 and jobs[:half] == jobs[half:]
+    assert half == 7 and jobs[:half] == jobs[half:]
     results = read_results(tmp_path / "fleet.json")
     assert results.figure("ttft_p99", rule="affinity", workload="Dynamo, flash") == pytest.approx(0.1)
     assert results.figure("reads", rule="sticky", workload="conversations") == 3
     assert results.figure("hit_tokens", rule="sticky", workload="conversations") == 16
     assert (results.figure("endless_hit_tokens", rule="sticky", workload="conversations") or 0) > 100
     assert results.figure("front_cores", rule="sticky", workload="saturation") == pytest.approx(0.1)
+    assert results.figure("busiest", rule="sticky", workload="saturation") == pytest.approx(1.5)
     assert "Dynamo, flash, 2 replicas: TTFT p99 of affinity is 0.50 x sticky's" in capsys.readouterr().out
 
 
@@ -73,9 +82,74 @@ def test_a_fleet_gets_load_by_its_size_and_its_throughput_is_compared_with_one_r
 ) -> None:
     words = ("--workloads", "saturation", "--rules", "affinity", "--replicas", "1", "4", "--duration-s", "9")
     run(monkeypatch, *words)
-    assert [job.streams for job in jobs] == [4, 16]
-    assert len(jobs[1].calls) > 2 * len(jobs[0].calls)
+    assert [job.streams for job in jobs] == [0, 4, 0, 16]
+    assert len(jobs[3].calls) > 2 * len(jobs[1].calls)
+    assert all(job.base_url == FakeServer.url for job in jobs)
     assert "affinity: 4 replicas generate " in capsys.readouterr().out
+
+
+def test_without_a_server_of_one_replica_a_closed_loop_on_one_replica_follows_that_on_all(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, "--workloads", "saturation", "--rules", "affinity", "--replicas", "4", "--warm-up-s", "0")
+    assert [(job.base_url, job.streams, job.seconds) for job in jobs] == [
+        ("http://127.0.0.1:1", 16, 20.0),
+        ("http://127.0.0.1:2", 4, 20.0),
+    ]
+    assert "affinity: 4 replicas generate " in capsys.readouterr().out
+
+
+def test_a_workload_can_be_for_the_first_rule_alone(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    workloads = ("--workloads", "Dynamo, flash", "conversations", "--once", "conversations")
+    run(monkeypatch, *workloads, "--rules", "affinity", "sticky", "--duration-s", "3", "--warm-up-s", "0")
+    assert len(jobs) == 3 and jobs[0] == jobs[2]
+
+
+def test_calls_of_the_warm_up_are_others_and_are_not_counted(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = ("--rules", "sticky", "--workloads", "Dynamo, flash", "--json", str(tmp_path / "fleet.json"))
+    run(monkeypatch, *words, "--duration-s", "6", "--warm-up-s", "3")
+    assert [max(call.at_s for call in job.calls) < limit_s for job, limit_s in zip(jobs, (4.0, 6.0), strict=True)]
+    assert len(read_results(tmp_path / "fleet.json").cases) == 1
+
+
+@pytest.mark.usefixtures("jobs")
+def test_other_programs_run_on_the_first_server_after_its_workloads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = f"import sys; open('{tmp_path}/given', 'a').write(' '.join(sys.argv[1:])); sys.exit(3)"
+    then = ("--then", f'{sys.executable} -c "{program}" {{url}} {{server}}')
+    run(monkeypatch, "--rules", "sticky", "affinity", "--workloads", "Dynamo, flash", "--duration-s", "3", *then)
+    assert (tmp_path / "given").read_text() == "http://127.0.0.1:1 http://127.0.0.1:1,7"
+    assert "exit status 3: " in capsys.readouterr().out
+
+
+def test_no_workload_begins_after_the_limit(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, "--limit-s", "0", "--rules", "sticky")
+    assert not jobs
+    assert "left out: sticky, 2 replicas" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("jobs")
+def test_an_interrupted_run_keeps_the_figures_of_the_cases_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fleet.Run, "_follow", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(monkeypatch, "--workloads", "Dynamo, flash", "--duration-s", "3", "--json", str(tmp_path / "fleet.json"))
+    assert len(read_results(tmp_path / "fleet.json").cases) == 1
+
+
+def test_tokens_of_a_closed_loop_are_counted_between_its_ramp_and_its_end() -> None:
+    times = [1.0, 3.0, 5.0, 7.0, 11.0]  # Of an answer with 10 tokens; the loop's ramp is 2 s and its end 10 s.
+    outcomes = [Outcome(0.0, 0.0, times, 10), Outcome(0.0, 0.0, times, 10, "cut"), Outcome(0.0, 0.0, [], 0)]
+    assert fleet.steady_tokens_per_s(outcomes, 10.0) == pytest.approx(10 * 3 / 5 / 8)
 
 
 def test_the_worst_adapters_are_those_that_wait_longest() -> None:
@@ -90,3 +164,4 @@ def test_adapters_have_slora_s_ranks(tmp_path: Path) -> None:
     fleet.write_files("cpu", tmp_path, fleet.Load("", 1.0, 1.0, 8, 0))
     sizes = [(tmp_path / "adapters" / f"a{i}" / "adapter_model.safetensors").stat().st_size for i in range(8)]
     assert len(set(sizes)) == 4
+    assert len(list((tmp_path / "adapters").glob("says*"))) == 8
