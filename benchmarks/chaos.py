@@ -210,8 +210,9 @@ class Report:
         failed = [outcome for outcome in after if outcome.kind != "ok"]
         waits_s = [outcome.first_s - outcome.began_s for outcome in after if outcome.first_s is not None]
         recovered_s = max((outcome.began_s - fault_s for outcome in failed), default=0.0)
+        before = [outcome for outcome in outcomes if outcome.ended_s < fault_s]
         p99_s = (
-            _first_byte_p99_s(outcomes, 0.0, fault_s),
+            _first_byte_p99_s(before, 0.0, fault_s),
             _first_byte_p99_s(outcomes, fault_s, fault_s + BACK_S),
             _first_byte_p99_s(outcomes, fault_s + BACK_S, float("inf")),
         )

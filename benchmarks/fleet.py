@@ -50,6 +50,8 @@ RULES: tuple[RoutingRule, ...] = get_args(RoutingRule)
 SLORA, CONVERSATIONS, SATURATION = "S-LoRA, alpha .3", "conversations", "saturation"
 BLOCK_SIZE = 16
 NUM_ONE_TOKEN_ADAPTERS = 8
+# Relative to S-LoRA's: their load has peaks, and a replica should sustain them.
+RATE_SHARES = {"Dynamo, diurnal": 0.7, "Dynamo, flash": 0.7, "Dynamo, switching": 0.7}
 MORE_CALLS = 4  # A closed loop gets so many times the calls of a workload, so that it never runs out of them.
 RAMP = 0.2  # The part of a closed loop's time in which tokens are not counted, since its batches still grow.
 MAX_ERRORS, ERROR_CHARS = 3, 160  # Printed of each workload.
@@ -68,7 +70,7 @@ class Size:
     adapters: int
     max_loras: int
     max_cpu_loras: int
-    rate: float  # Requests per second and replica.
+    rate: float  # Requests per second and replica; RATE_SHARES has the workloads with fewer.
     duration_s: float
     warm_up_s: float  # Time of the calls that are not counted.
     longest: int  # Prompts and answers are cut to this many tokens.
@@ -134,8 +136,8 @@ def draw_calls(workload: str, size: Size, replicas: int) -> list[Call]:
                 size.seed,
             )
         )
-    name, rate = (SLORA, MORE_CALLS * rate) if workload == SATURATION else (workload, rate)
-    arrivals = placement_workloads.draw(Load(name, rate, size.duration_s, size.adapters, size.seed))
+    name, share = (SLORA, MORE_CALLS) if workload == SATURATION else (workload, RATE_SHARES.get(workload, 1.0))
+    arrivals = placement_workloads.draw(Load(name, share * rate, size.duration_s, size.adapters, size.seed))
     random = np.random.default_rng([size.seed, 13])
     return [
         Call(

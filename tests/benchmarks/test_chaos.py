@@ -15,13 +15,14 @@ def test_a_report_counts_failures_after_the_fault_and_compares_the_wait_before_i
     fault_s = 100.0
     outcomes = [
         Outcome(90.0, 90.1, 91.0, "ok"),
+        Outcome(99.0, 107.0, 108.0, "ok"),
         Outcome(99.5, 99.6, 100.5, "error event"),
         Outcome(101.0, 104.0, 105.0, "ok"),
         Outcome(101.0, None, 101.1, "refused"),
         Outcome(111.0, 111.2, 112.0, "ok"),
     ]
     line = Report.of(Fault("engine-worker", is_stop=False), fault_s, outcomes).line()
-    assert line == "| engine-worker killed | 4 | 1 error event, 1 refused | 1.0 | 3.0 | 100, 3000, 200 |"
+    assert line == "| engine-worker killed | 5 | 1 error event, 1 refused | 1.0 | 8.0 | 100, 3000, 200 |"
 
 
 def test_times_without_answers_have_no_p99() -> None:
