@@ -2,6 +2,7 @@
 
     python benchmarks/fleet.py                                    # replicas on the CPU, small
     python benchmarks/fleet.py --device cuda --replicas 1 2 4     # one GPU for each replica, an 8B with random weights
+    python benchmarks/fleet.py --device cuda --replicas 4 --simulate     # what the simulation predicts of it
     python benchmarks/fleet.py --then "python benchmarks/chaos.py --attach {server} --models says0,says1"
 
 Each rule gets a server of its own, and all rules get the same calls: first some that are not counted, so that no rule
@@ -38,6 +39,7 @@ import placement_workloads
 from benchmark_results import Case, write_results
 from conversations import Conversations, count_endless_hits
 from conversations import draw as draw_conversations
+from fleet_simulation import predict
 from http_load import Call, Job, run_apart
 from latency import Outcome, Percentiles, summarize
 from local_server import LocalServer, running
@@ -54,6 +56,7 @@ NUM_ONE_TOKEN_ADAPTERS = 8
 RATE_SHARES = {"Dynamo, diurnal": 0.7, "Dynamo, flash": 0.7, "Dynamo, switching": 0.7}
 MORE_CALLS = 4  # A closed loop gets so many times the calls of a workload, so that it never runs out of them.
 RAMP = 0.2  # The part of a closed loop's time in which tokens are not counted, since its batches still grow.
+WARM_UP_SEED = 1000
 MAX_ERRORS, ERROR_CHARS = 3, 160  # Printed of each workload.
 UNITS = {
     **dict.fromkeys(("ttft_p50", "ttft_p99", "gap_p50", "gap_p99", "ttft_worst_adapters"), "s"),
@@ -118,6 +121,16 @@ def write_files(device: str, folder: Path, load: Load) -> None:
         write_one_token_adapter(folder / "adapters" / f"says{number}", config, number)
 
 
+def load_of(workload: str, size: Size, replicas: int) -> Load:
+    """Returns the parameters of one of WORKLOADS."""
+    rate = RATE_SHARES.get(workload, 1.0) * size.rate * replicas
+    return Load(workload, rate, size.duration_s, size.adapters, size.seed)
+
+
+def warm_up_size(size: Size) -> Size:
+    return replace(size, duration_s=size.warm_up_s, seed=size.seed + WARM_UP_SEED)
+
+
 def draw_calls(workload: str, size: Size, replicas: int) -> list[Call]:
     names = [f"a{number}" for number in range(size.adapters)]
     rate = size.rate * replicas
@@ -136,8 +149,11 @@ def draw_calls(workload: str, size: Size, replicas: int) -> list[Call]:
                 size.seed,
             )
         )
-    name, share = (SLORA, MORE_CALLS) if workload == SATURATION else (workload, RATE_SHARES.get(workload, 1.0))
-    arrivals = placement_workloads.draw(Load(name, share * rate, size.duration_s, size.adapters, size.seed))
+    if workload == SATURATION:
+        load = load_of(SLORA, replace(size, rate=MORE_CALLS * size.rate), replicas)
+    else:
+        load = load_of(workload, size, replicas)
+    arrivals = placement_workloads.draw(load)
     random = np.random.default_rng([size.seed, 13])
     return [
         Call(
@@ -153,8 +169,7 @@ def draw_calls(workload: str, size: Size, replicas: int) -> list[Call]:
 def warm_up(server: LocalServer, size: Size, replicas: int) -> None:
     """Sends calls that are like S-LoRA's, but drawn by another seed."""
     if size.warm_up_s:
-        other = replace(size, duration_s=size.warm_up_s, seed=size.seed + 1000)
-        run_apart(Job(server.url, draw_calls(SLORA, other, replicas)))
+        run_apart(Job(server.url, draw_calls(SLORA, warm_up_size(size), replicas)))
 
 
 def measure(server: LocalServer, url: str, workload: str, size: Size, replicas: int) -> dict[str, float | None]:
@@ -215,20 +230,27 @@ def worst_adapters_s(calls: Sequence[Call], outcomes: Sequence[Outcome]) -> floa
     return found and found.p90
 
 
+def predict_row(server_loads: Sequence[Load], rule: RoutingRule, replicas: int, size: Size) -> dict[str, float | None]:
+    """Returns the figures that the simulation has of the last load, after the others on the same server."""
+    result = predict(server_loads, rule, replicas, size.max_loras, size.max_cpu_loras)
+    known = {"ttft_p50": result.p50_s, "ttft_p99": result.p99_s, "busiest": result.max_over_mean}
+    return dict.fromkeys(UNITS) | known
+
+
 def print_row(settings: dict[str, Any], figures: dict[str, float | None]) -> None:
     ms = "".join(
         f"{'-':>9}" if (value := figures[name]) is None else f"{1e3 * value:9.1f}"
         for name in ("ttft_p50", "ttft_p99", "ttft_worst_adapters", "gap_p50", "gap_p99")
     )
     counts = "".join(
-        f"{figures[name] or 0:8.0f}" for name in ("tokens_per_s", "failed", "reads", "slots", "hit_tokens")
+        f"{'-' if (value := figures[name]) is None else f'{value:.0f}':>8}"
+        for name in ("tokens_per_s", "failed", "reads", "slots", "hit_tokens", "endless_hit_tokens")
     )
-    endless = figures["endless_hit_tokens"]
-    hits = f"{'-' if endless is None else f'{endless:.0f}':>8}"
-    cores = f"{figures['front_cores']:6.2f}{figures['haproxy_cores']:6.2f}{figures['busiest'] or 0:6.2f}"
-    print(
-        f"{settings['workload']:24}{settings['rule']:>13}{settings['replicas']:>3}{ms}{counts}{hits}{cores}", flush=True
+    ratios = "".join(
+        f"{'-' if (value := figures[name]) is None else f'{value:.2f}':>6}"
+        for name in ("front_cores", "haproxy_cores", "busiest")
     )
+    print(f"{settings['workload']:24}{settings['rule']:>13}{settings['replicas']:>3}{ms}{counts}{ratios}", flush=True)
 
 
 def print_ratios(cases: Sequence[Case]) -> None:
@@ -263,6 +285,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-cpu-loras", type=int)
     parser.add_argument("--warm-up-s", type=float, help="seconds of calls at the start that are not counted")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--simulate", action="store_true", help="predict the TTFT of WORKLOADS, without any server")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="after so many seconds no workload begins")
     parser.add_argument(
         "--then",
@@ -286,6 +309,14 @@ class Run:
         self._end_s = time.monotonic() + args.limit_s
         self._commands: list[str] = args.then
 
+    def simulate(self) -> None:
+        for replicas in self._size.replicas:
+            for rule in self._args.rules:
+                loads = [load_of(SLORA, warm_up_size(self._size), replicas)] if self._size.warm_up_s else []
+                for workload in [name for name in self._workloads(rule) if name in WORKLOADS]:
+                    loads.append(load_of(workload, self._size, replicas))
+                    self._add(workload, rule, replicas, predict_row(loads, rule, replicas, self._size))
+
     def measure(self, folder: Path) -> None:
         for replicas in self._size.replicas:
             for rule in self._args.rules:
@@ -298,19 +329,23 @@ class Run:
                     self._follow(server)
 
     def _measure_server(self, server: LocalServer, rule: str, replicas: int) -> None:
-        for workload in self._args.workloads:
-            if workload in self._args.once and rule != self._args.rules[0]:
-                continue
+        for workload in self._workloads(rule):
             self._measure_case(server, server.url, workload, rule, replicas)
             if workload == SATURATION and 1 not in self._size.replicas:
                 self._measure_case(server, server.replica_url(), workload, rule, 1)
 
     def _measure_case(self, server: LocalServer, url: str, workload: str, rule: str, replicas: int) -> None:
-        settings = {"workload": workload, "rule": rule, "replicas": replicas}
         if self._is_over():
             print(f"left out: {workload}, {rule}, {replicas} replicas")
-            return
-        figures = measure(server, url, workload, self._size, replicas)
+        else:
+            self._add(workload, rule, replicas, measure(server, url, workload, self._size, replicas))
+
+    def _workloads(self, rule: str) -> list[str]:
+        is_first = rule == self._args.rules[0]
+        return [workload for workload in self._args.workloads if is_first or workload not in self._args.once]
+
+    def _add(self, workload: str, rule: str, replicas: int, figures: dict[str, float | None]) -> None:
+        settings = {"workload": workload, "rule": rule, "replicas": replicas}
         self.cases.append(Case(settings, figures))
         print_row(settings, figures)
 
@@ -336,6 +371,11 @@ def main() -> None:
         flush=True,
     )
     run = Run(args, size)
+    if args.simulate:
+        run.simulate()
+        print_ratios(run.cases)
+        write_results(args.json, UNITS, run.cases)
+        return
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_files(args.device, folder, Load("", 1.0, 1.0, size.adapters, size.seed))

@@ -131,6 +131,20 @@ def test_other_programs_run_on_the_first_server_after_its_workloads(
     assert "exit status 3: " in capsys.readouterr().out
 
 
+def test_the_simulation_predicts_the_same_loads_on_caches_that_earlier_ones_have_filled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = ("--simulate", "--json", str(tmp_path / "fleet.json"), "--rules", "affinity", "--device", "cuda")
+    loads = ("--replicas", "2", "--duration-s", "6", "--rate", "5", "--workloads", "Dynamo, steady", "conversations")
+    p99 = []
+    for warm_up_s in ("0", "30"):
+        run(monkeypatch, *words, *loads, "--warm-up-s", warm_up_s, "--adapters", "16")
+        results = read_results(tmp_path / "fleet.json")
+        assert len(results.cases) == 1, "the simulation knows no conversations"
+        p99.append(results.figure("ttft_p99", rule="affinity", workload="Dynamo, steady") or 0.0)
+    assert p99[0] > 5 * p99[1] > 0.0
+
+
 def test_no_workload_begins_after_the_limit(
     jobs: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
