@@ -28,9 +28,11 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, get_args
 
 import numpy as np
@@ -47,6 +49,7 @@ from lorafleet.cluster.routing.rule_names import RoutingRule
 from placement_workloads import RANKS, WORKLOADS, Load
 from random_llama import write_alike_adapters, write_model, write_one_token_adapter
 from serving import CONFIG, DEMO
+from simulated_replica import RANK_BYTES
 
 RULES: tuple[RoutingRule, ...] = get_args(RoutingRule)
 SLORA, CONVERSATIONS, SATURATION = "S-LoRA, alpha .3", "conversations", "saturation"
@@ -55,6 +58,7 @@ NUM_ONE_TOKEN_ADAPTERS = 8
 # Relative to S-LoRA's: their load has peaks, and a replica should sustain them.
 RATE_SHARES = {"Dynamo, diurnal": 0.7, "Dynamo, flash": 0.7, "Dynamo, switching": 0.7}
 MORE_CALLS = 4  # A closed loop gets so many times the calls of a workload, so that it never runs out of them.
+LOOP_SHARE = 0.6  # The time of a closed loop, relative to that of the other workloads.
 RAMP = 0.2  # The part of a closed loop's time in which tokens are not counted, since its batches still grow.
 WARM_UP_SEED = 1000
 MAX_ERRORS, ERROR_CHARS = 3, 160  # Printed of each workload.
@@ -73,6 +77,7 @@ class Size:
     adapters: int
     max_loras: int
     max_cpu_loras: int
+    lora_memory_gib: float | None  # Memory for adapters on a GPU; None is the server's default.
     rate: float  # Requests per second and replica; RATE_SHARES has the workloads with fewer.
     duration_s: float
     warm_up_s: float  # Time of the calls that are not counted.
@@ -84,8 +89,9 @@ class Size:
 
 
 SIZES = {
-    "cpu": Size((2,), 24, 4, 8, 1.5, 20.0, 4.0, 48, (10, 250), 4, 24, 0),
-    "cuda": Size((1, 2, 4), 512, 16, 128, 10.0, 120.0, 20.0, 512, (10, 128_000), 64, 256, 0),
+    "cpu": Size((2,), 24, 4, 8, None, 1.5, 20.0, 4.0, 48, (10, 250), 4, 24, 0),
+    # The memory holds 34 adapters of mean rank, so there are four adapters for each place on four GPUs.
+    "cuda": Size((1, 2, 4), 512, 32, 128, 5.0, 18.0, 120.0, 20.0, 512, (10, 128_000), 128, 256, 0),
 }
 
 
@@ -99,6 +105,8 @@ def served(args: argparse.Namespace, size: Size, folder: Path, rule: str, replic
     command += ["--served-model-name", "base", "--lora-resolver-dir", str(folder / "adapters")]
     command += ["--max-lora-rank", str(max(RANKS)), "--max-loras", str(size.max_loras)]
     command += ["--max-cpu-loras", str(size.max_cpu_loras), "--block-size", str(BLOCK_SIZE)]
+    if size.lora_memory_gib is not None:
+        command += ["--lora-memory-gib", str(size.lora_memory_gib)]
     command += ["--num-replicas", str(replicas), "--routing", rule]
     with running(command, folder / f"{rule}-{replicas}.log") as server:
         server.settle()
@@ -175,9 +183,16 @@ def warm_up(server: LocalServer, size: Size, replicas: int) -> None:
 def measure(server: LocalServer, url: str, workload: str, size: Size, replicas: int) -> dict[str, float | None]:
     """Sends the workload of so many replicas to the URL."""
     calls = draw_calls(workload, size, replicas)
-    job = Job(url, calls, size.streams * replicas, size.duration_s) if workload == SATURATION else Job(url, calls)
+    is_closed, loop_s = workload == SATURATION, LOOP_SHARE * size.duration_s
+    # One client process reads the streams of one replica, so that it is not what saturates.
+    jobs = (
+        [Job(url, calls[i::replicas], size.streams, loop_s) for i in range(replicas)]
+        if is_closed
+        else [Job(url, calls)]
+    )
     before, generated_before, cpu_before = server.engine_counters(), server.generated_tokens(), server.cpu_s()
-    report = run_apart(job)
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        reports = list(pool.map(run_apart, jobs))
     after, generated, cpu_after = server.engine_counters(), server.generated_tokens(), server.cpu_s()
     generated.subtract(generated_before)
 
@@ -185,9 +200,10 @@ def measure(server: LocalServer, url: str, workload: str, size: Size, replicas: 
         return after.get(name, 0.0) - before.get(name, 0.0)
 
     def cores(role: str) -> float:
-        return (cpu_after[role] - cpu_before[role]) / report.wall_s
+        return (cpu_after[role] - cpu_before[role]) / max(report.wall_s for report in reports)
 
-    summary = summarize(report.outcomes, [])
+    outcomes = [outcome for report in reports for outcome in report.outcomes]
+    summary = summarize(outcomes, [])
     first, gaps = summary.first_token_s, summary.inter_token_s
     for error in summary.errors[:MAX_ERRORS]:
         print(f"  failed: {error[:ERROR_CHARS]}")
@@ -197,8 +213,8 @@ def measure(server: LocalServer, url: str, workload: str, size: Size, replicas: 
         "gap_p50": gaps and gaps.p50,
         "gap_p99": gaps and gaps.p99,
         # A closed loop sends the calls in their order, but which stream's outcome is whose is not recorded.
-        "ttft_worst_adapters": None if job.streams else worst_adapters_s(calls, report.outcomes),
-        "tokens_per_s": steady_tokens_per_s(report.outcomes, size.duration_s) if job.streams else summary.tokens_per_s,
+        "ttft_worst_adapters": None if is_closed else worst_adapters_s(calls, outcomes),
+        "tokens_per_s": steady_tokens_per_s(outcomes, loop_s) if is_closed else summary.tokens_per_s,
         "failed": summary.failed,
         "reads": counted("lora_loads_total"),
         "slots": counted("lora_activations_total"),
@@ -230,9 +246,17 @@ def worst_adapters_s(calls: Sequence[Call], outcomes: Sequence[Outcome]) -> floa
     return found and found.p90
 
 
+def num_places(size: Size) -> int:
+    """Returns how many adapters of mean rank the memory for adapters of a GPU holds."""
+    most_bytes = (
+        size.max_loras * max(RANKS) * RANK_BYTES if size.lora_memory_gib is None else size.lora_memory_gib * 2**30
+    )
+    return round(most_bytes / (fmean(RANKS) * RANK_BYTES))
+
+
 def predict_row(server_loads: Sequence[Load], rule: RoutingRule, replicas: int, size: Size) -> dict[str, float | None]:
     """Returns the figures that the simulation has of the last load, after the others on the same server."""
-    result = predict(server_loads, rule, replicas, size.max_loras, size.max_cpu_loras)
+    result = predict(server_loads, rule, replicas, num_places(size), size.max_cpu_loras)
     known = {"ttft_p50": result.p50_s, "ttft_p99": result.p99_s, "busiest": result.max_over_mean}
     return dict.fromkeys(UNITS) | known
 
@@ -278,11 +302,18 @@ def arguments() -> argparse.Namespace:
         default=[SLORA, "Dynamo, flash", "Dynamo, diurnal", CONVERSATIONS, SATURATION],
     )
     parser.add_argument("--once", nargs="+", default=(), help="workloads that only the first rule gets")
-    parser.add_argument("--rate", type=float, help="requests per second and replica; 70 %% of a replica's saturation")
+    parser.add_argument("--rate", type=float, help="requests per second and replica")
+    parser.add_argument(
+        "--load",
+        type=float,
+        metavar="SHARE",
+        help="after the first closed loop, set the rate to this share of the requests per second that it reached",
+    )
     parser.add_argument("--duration-s", type=float)
     parser.add_argument("--adapters", type=int)
     parser.add_argument("--max-loras", type=int)
     parser.add_argument("--max-cpu-loras", type=int)
+    parser.add_argument("--lora-memory-gib", type=float)
     parser.add_argument("--warm-up-s", type=float, help="seconds of calls at the start that are not counted")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--simulate", action="store_true", help="predict the TTFT of WORKLOADS, without any server")
@@ -308,6 +339,7 @@ class Run:
         self._size = size
         self._end_s = time.monotonic() + args.limit_s
         self._commands: list[str] = args.then
+        self._load: float | None = args.load
 
     def simulate(self) -> None:
         for replicas in self._size.replicas:
@@ -337,15 +369,21 @@ class Run:
     def _measure_case(self, server: LocalServer, url: str, workload: str, rule: str, replicas: int) -> None:
         if self._is_over():
             print(f"left out: {workload}, {rule}, {replicas} replicas")
-        else:
-            self._add(workload, rule, replicas, measure(server, url, workload, self._size, replicas))
+            return
+        figures = measure(server, url, workload, self._size, replicas)
+        self._add(workload, rule, replicas, figures)
+        if workload == SATURATION and self._load is not None:
+            tokens = fmean(call.max_tokens for call in draw_calls(SLORA, self._size, replicas))
+            rate = self._load * (figures["tokens_per_s"] or 0.0) / tokens / replicas
+            self._size, self._load = replace(self._size, rate=round(rate, 1)), None
+            print(f"rate: {self._size.rate} requests per second and replica")
 
     def _workloads(self, rule: str) -> list[str]:
         is_first = rule == self._args.rules[0]
         return [workload for workload in self._args.workloads if is_first or workload not in self._args.once]
 
     def _add(self, workload: str, rule: str, replicas: int, figures: dict[str, float | None]) -> None:
-        settings = {"workload": workload, "rule": rule, "replicas": replicas}
+        settings = {"workload": workload, "rule": rule, "replicas": replicas, "rate": self._size.rate}
         self.cases.append(Case(settings, figures))
         print_row(settings, figures)
 

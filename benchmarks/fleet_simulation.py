@@ -1,22 +1,20 @@
 """Predicts rows of benchmarks/fleet.py by the simulation of benchmarks/placement.py.
 
-The caches of a row hold what the rows before it left there, as on a real server. The simulation has as many slots as
-adapters of mean rank fit into the memory for adapters. It knows no prompts that are alike, no closed loops, and no
-bound on the adapters of a step.
+The caches of a row hold what the rows before it left there, as on a real server. The simulation knows no prompts that
+are alike, no closed loops, and slots of one size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import fmean
 
 import placement
 import placement_arms
 import placement_workloads
 from lorafleet.cluster.routing.rule_names import RoutingRule
 from placement import Result, Scene
-from placement_workloads import RANKS, Load
+from placement_workloads import Load
 from slora_workload import Arrival
 
 PAUSE_S = 5.0  # Time after the last arrival of a row until the next row.
@@ -26,7 +24,7 @@ ARMS = {  # The arm of each rule.
 }
 
 
-def predict(loads: Sequence[Load], rule: RoutingRule, replicas: int, max_loras: int, max_cpu_loras: int) -> Result:
+def predict(loads: Sequence[Load], rule: RoutingRule, replicas: int, num_slots: int, max_cpu_loras: int) -> Result:
     """Returns the figures of the last load, after the others on the same server."""
     arrivals: list[Arrival] = []
     begin_s = 0.0
@@ -35,7 +33,7 @@ def predict(loads: Sequence[Load], rule: RoutingRule, replicas: int, max_loras: 
         arrivals += [replace(arrival, at_s=arrival.at_s + begin_s) for arrival in placement_workloads.draw(load)]
     scene = Scene(
         num_replicas=replicas,
-        num_slots=round(max_loras * max(RANKS) / fmean(RANKS)),
+        num_slots=num_slots,
         cpu_adapters=max_cpu_loras,
         warm_up_s=begin_s,
     )

@@ -1,3 +1,4 @@
+import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -66,7 +67,7 @@ def test_every_rule_gets_the_same_calls_and_is_compared_with_affinity(
 ) -> None:
     run(monkeypatch, "--duration-s", "5", "--rules", "affinity", "sticky", "--json", str(tmp_path / "fleet.json"))
     half = len(jobs) // 2
-    assert half == 7 and jobs[:half] == jobs[half:]
+    assert half == 8 and sorted(jobs[:half], key=repr) == sorted(jobs[half:], key=repr)
     results = read_results(tmp_path / "fleet.json")
     assert results.figure("ttft_p99", rule="affinity", workload="Dynamo, flash") == pytest.approx(0.1)
     assert results.figure("reads", rule="sticky", workload="conversations") == 3
@@ -88,8 +89,8 @@ def test_a_fleet_gets_load_by_its_size_and_its_throughput_is_compared_with_one_r
 ) -> None:
     words = ("--workloads", "saturation", "--rules", "affinity", "--replicas", "1", "4", "--duration-s", "9")
     run(monkeypatch, *words)
-    assert [job.streams for job in jobs] == [0, 4, 0, 16]
-    assert len(jobs[3].calls) > 2 * len(jobs[1].calls)
+    assert [job.streams for job in jobs] == [0, 4, 0, 4, 4, 4, 4], "one client for each replica"
+    assert sum(len(job.calls) for job in jobs[3:]) > 2 * len(jobs[1].calls)
     assert all(job.base_url == FakeServer.url for job in jobs)
     assert "affinity: 4 replicas generate " in capsys.readouterr().out
 
@@ -98,11 +99,21 @@ def test_without_a_server_of_one_replica_a_closed_loop_on_one_replica_follows_th
     jobs: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(monkeypatch, "--workloads", "saturation", "--rules", "affinity", "--replicas", "4", "--warm-up-s", "0")
-    assert [(job.base_url, job.streams, job.seconds) for job in jobs] == [
-        ("http://127.0.0.1:1", 16, 20.0),
-        ("http://127.0.0.1:2", 4, 20.0),
-    ]
+    all_replicas, one = ("http://127.0.0.1:1", 4, 12.0), ("http://127.0.0.1:2", 4, 12.0)
+    assert [(job.base_url, job.streams, job.seconds) for job in jobs] == [*[all_replicas] * 4, one]
     assert "affinity: 4 replicas generate " in capsys.readouterr().out
+
+
+def test_the_rate_can_be_a_share_of_what_the_first_closed_loop_reached(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(fleet, "steady_tokens_per_s", lambda *_: 1000.0)
+    words = ("--workloads", "saturation", "Dynamo, steady", "--replicas", "1", "--rules", "affinity", "sticky")
+    run(monkeypatch, *words, "--load", "0.7", "--warm-up-s", "0", "--json", str(tmp_path / "fleet.json"))
+    rates = [case.settings["rate"] for case in read_results(tmp_path / "fleet.json").cases]
+    tokens = sum(call.max_tokens for call in jobs[0].calls) / len(jobs[0].calls)
+    assert rates == [1.5, rates[1], rates[1], rates[1]] and rates[1] == pytest.approx(700 / tokens, rel=0.1)
+    assert len(jobs[1].calls) == pytest.approx(float(rates[1]) * 20, rel=0.3)
 
 
 def test_a_workload_can_be_for_the_first_rule_alone(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +154,12 @@ def test_the_simulation_predicts_the_same_loads_on_caches_that_earlier_ones_have
         assert len(results.cases) == 1, "the simulation knows no conversations"
         p99.append(results.figure("ttft_p99", rule="affinity", workload="Dynamo, steady") or 0.0)
     assert p99[0] > 5 * p99[1] > 0.0
+
+
+def test_the_memory_for_adapters_is_counted_in_adapters_of_mean_rank() -> None:
+    size = fleet.SIZES["cuda"]
+    assert fleet.num_places(size) == 34
+    assert fleet.num_places(dataclasses.replace(size, lora_memory_gib=None)) == round(32 * 64 / 30)
 
 
 def test_no_workload_begins_after_the_limit(
