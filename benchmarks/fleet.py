@@ -7,10 +7,11 @@
 
 Each rule gets a server of its own, and all rules get the same calls: first some that are not counted, so that no rule
 is judged by empty caches, then S-LoRA's and Dynamo's workloads (placement_workloads.py), conversations of several turns
-(conversations.py), and `saturation`, a closed loop. A closed loop on several replicas is followed by one on one of them
-at its own port, while the others are idle, unless a server of one replica is measured as well. The client is a process
-of its own. Other programs may follow on the first server (`--then`). For them it also has the adapters says0 to says7,
-each of which answers every prompt with one token of its own (random_llama.py).
+(conversations.py), and `saturation`, a closed loop (with `saturation, base`, without adapters). A closed loop on
+several replicas is followed by one on one of them at its own port, while the others are idle, unless a server of one
+replica is measured as well. The client is a process of its own. Other programs may follow on the first server
+(`--then`). For them it also has the adapters says0 to says7, each of which answers every prompt with one token of its
+own (random_llama.py).
 
 Columns: TTFT from when a request was due; `worst` is the TTFT p50 of the adapter that is worse than 90 % of all;
 `hits` are prompt tokens from the prefix cache, beside those that one cache without bounds would have; `reads` and
@@ -52,7 +53,8 @@ from serving import CONFIG, DEMO
 from simulated_replica import RANK_BYTES
 
 RULES: tuple[RoutingRule, ...] = get_args(RoutingRule)
-SLORA, CONVERSATIONS, SATURATION = "S-LoRA, alpha .3", "conversations", "saturation"
+SLORA, CONVERSATIONS, SATURATION, BASE = "S-LoRA, alpha .3", "conversations", "saturation", "saturation, base"
+LOOPS = (SATURATION, BASE)
 BLOCK_SIZE = 16
 NUM_ONE_TOKEN_ADAPTERS = 8
 # Relative to S-LoRA's: their load has peaks, and a replica should sustain them.
@@ -157,7 +159,7 @@ def draw_calls(workload: str, size: Size, replicas: int) -> list[Call]:
                 size.seed,
             )
         )
-    if workload == SATURATION:
+    if workload in LOOPS:
         load = load_of(SLORA, replace(size, rate=MORE_CALLS * size.rate), replicas)
     else:
         load = load_of(workload, size, replicas)
@@ -166,7 +168,7 @@ def draw_calls(workload: str, size: Size, replicas: int) -> list[Call]:
     return [
         Call(
             arrival.at_s,
-            "base" if arrival.adapter is None else names[arrival.adapter],
+            "base" if arrival.adapter is None or workload == BASE else names[arrival.adapter],
             random.integers(*size.token_ids, min(arrival.num_input, size.longest)).tolist(),
             min(arrival.num_output, size.longest),
         )
@@ -183,7 +185,7 @@ def warm_up(server: LocalServer, size: Size, replicas: int) -> None:
 def measure(server: LocalServer, url: str, workload: str, size: Size, replicas: int) -> dict[str, float | None]:
     """Sends the workload of so many replicas to the URL."""
     calls = draw_calls(workload, size, replicas)
-    is_closed, loop_s = workload == SATURATION, LOOP_SHARE * size.duration_s
+    is_closed, loop_s = workload in LOOPS, LOOP_SHARE * size.duration_s
     # One client process reads the streams of one replica, so that it is not what saturates.
     jobs = (
         [Job(url, calls[i::replicas], size.streams, loop_s) for i in range(replicas)]
@@ -285,9 +287,9 @@ def print_ratios(cases: Sequence[Case]) -> None:
         if rule != "affinity" and ours is not None and ours["ttft_p99"] is not None and p99:
             print(f"{workload}, {replicas} replicas: TTFT p99 of affinity is {ours['ttft_p99'] / p99:.2f} x {rule}'s")
         one = by.get((workload, rule, 1))
-        if workload == SATURATION and replicas != 1 and one is not None and one["tokens_per_s"]:
+        if workload in LOOPS and replicas != 1 and one is not None and one["tokens_per_s"]:
             times = (figures["tokens_per_s"] or 0.0) / one["tokens_per_s"]
-            print(f"{rule}: {replicas} replicas generate {times:.2f} x the tokens of one")
+            print(f"{workload}, {rule}: {replicas} replicas generate {times:.2f} x the tokens of one")
 
 
 def arguments() -> argparse.Namespace:
@@ -298,7 +300,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--workloads",
         nargs="+",
-        choices=[*WORKLOADS, CONVERSATIONS, SATURATION],
+        choices=[*WORKLOADS, CONVERSATIONS, *LOOPS],
         default=[SLORA, "Dynamo, flash", "Dynamo, diurnal", CONVERSATIONS, SATURATION],
     )
     parser.add_argument("--once", nargs="+", default=(), help="workloads that only the first rule gets")
@@ -363,7 +365,7 @@ class Run:
     def _measure_server(self, server: LocalServer, rule: str, replicas: int) -> None:
         for workload in self._workloads(rule):
             self._measure_case(server, server.url, workload, rule, replicas)
-            if workload == SATURATION and 1 not in self._size.replicas:
+            if workload in LOOPS and 1 not in self._size.replicas:
                 self._measure_case(server, server.replica_url(), workload, rule, 1)
 
     def _measure_case(self, server: LocalServer, url: str, workload: str, rule: str, replicas: int) -> None:

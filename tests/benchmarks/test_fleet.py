@@ -92,7 +92,7 @@ def test_a_fleet_gets_load_by_its_size_and_its_throughput_is_compared_with_one_r
     assert [job.streams for job in jobs] == [0, 4, 0, 4, 4, 4, 4], "one client for each replica"
     assert sum(len(job.calls) for job in jobs[3:]) > 2 * len(jobs[1].calls)
     assert all(job.base_url == FakeServer.url for job in jobs)
-    assert "affinity: 4 replicas generate " in capsys.readouterr().out
+    assert "saturation, affinity: 4 replicas generate " in capsys.readouterr().out
 
 
 def test_without_a_server_of_one_replica_a_closed_loop_on_one_replica_follows_that_on_all(
@@ -101,7 +101,7 @@ def test_without_a_server_of_one_replica_a_closed_loop_on_one_replica_follows_th
     run(monkeypatch, "--workloads", "saturation", "--rules", "affinity", "--replicas", "4", "--warm-up-s", "0")
     all_replicas, one = ("http://127.0.0.1:1", 4, 12.0), ("http://127.0.0.1:2", 4, 12.0)
     assert [(job.base_url, job.streams, job.seconds) for job in jobs] == [*[all_replicas] * 4, one]
-    assert "affinity: 4 replicas generate " in capsys.readouterr().out
+    assert "saturation, affinity: 4 replicas generate " in capsys.readouterr().out
 
 
 def test_the_rate_can_be_a_share_of_what_the_first_closed_loop_reached(
@@ -120,6 +120,15 @@ def test_a_workload_can_be_for_the_first_rule_alone(jobs: list[Job], monkeypatch
     workloads = ("--workloads", "Dynamo, flash", "conversations", "--once", "conversations")
     run(monkeypatch, *workloads, "--rules", "affinity", "sticky", "--duration-s", "3", "--warm-up-s", "0")
     assert len(jobs) == 3 and jobs[0] == jobs[2]
+
+
+def test_a_closed_loop_of_the_base_has_the_calls_of_the_other_one_without_adapters(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--workloads", "saturation", "saturation, base", "--rules", "affinity", "--replicas", "1")
+    run(monkeypatch, *words, "--warm-up-s", "0")
+    ours, base = ([(call.prompt, call.max_tokens) for call in job.calls] for job in jobs)
+    assert ours == base and {call.model for call in jobs[1].calls} == {"base"}
 
 
 def test_calls_of_the_warm_up_are_others_and_are_not_counted(
