@@ -20,6 +20,7 @@ import psutil
 
 START_S = 300.0  # Kernels may have to be compiled first.
 STOP_S = 30.0
+PROBE_S = 2.0
 ROLES = ("EngineReplica", "WorkerActor", "AdapterRouter", "haproxy", "DirectoryActor", "ProxyActor")
 
 
@@ -79,7 +80,7 @@ ENGINE_PREFIXES = ("lorafleet_engine_", "vllm:")
 
 def _serves_models(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/v1/models", timeout=2.0) as answer:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=PROBE_S) as answer:
             return bool(answer.status == 200)
     except (OSError, http.client.HTTPException):  # Another protocol may be spoken there.
         return False
