@@ -6,14 +6,24 @@ from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.workers.bases.served_config import ServedConfig
 from lorafleet.workers.schedule.step_budget import StepBudget
+from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from lorafleet.workers.speculation.ngram_drafter import NgramDrafter
 from lorafleet.workers.speculation.speculation import Speculation
 
 
 def start_speculation(
-    config: EngineConfig, model: ServedConfig, budget: StepBudget, *, is_recurrent: bool
+    config: EngineConfig,
+    model: ServedConfig,
+    budget: StepBudget,
+    drafter: ModelDrafter | None = None,
+    *,
+    is_recurrent: bool,
 ) -> Speculation | None:
-    """Returns None if nothing is drafted. Raises ConfigError if the model cannot go back behind wrong drafts."""
+    """Returns None if nothing is drafted. Raises ConfigError if the model cannot go back behind wrong drafts.
+
+    Args:
+        drafter: The drafter with a model, if a model drafts.
+    """
     options = config.speculative_config
     if options is None:
         return None
@@ -26,4 +36,10 @@ def start_speculation(
         raise ConfigError(
             f"speculative_config: {model.architecture} {reason}. Leave out speculative_config.", "speculative_config"
         )
-    return Speculation(NgramDrafter(options), budget, options.num_speculative_tokens, config.most_sampled)
+    return Speculation(
+        drafter or NgramDrafter(options),
+        budget,
+        options.num_speculative_tokens,
+        config.most_sampled,
+        is_certain=drafter is not None,
+    )

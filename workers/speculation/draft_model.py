@@ -1,0 +1,191 @@
+"""Loads a draft model beside the base, and builds what runs it: KV cache, attention, CUDA graphs, adapter slots.
+
+They are the engine's own parts, with a configuration of their own. A draft model is whole on one GPU. Under tensor
+parallelism that is rank 0's, where drafts are decided.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from lorafleet.protocol.engine_config import AttentionName, EngineConfig
+from lorafleet.protocol.errors import ConfigError
+from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.resolvers.store import AdapterStore
+from lorafleet.workers.adapters.base_layout import BaseLayout
+from lorafleet.workers.adapters.kinds.kind import Base
+from lorafleet.workers.attention.attention_backend import AttentionSpec
+from lorafleet.workers.attention.select import make_attention, refusal
+from lorafleet.workers.attention_spec import attention_spec
+from lorafleet.workers.auto_options import base_dtype, kv_dtype, lora_dtype
+from lorafleet.workers.bases.checkpoint import read_model_config
+from lorafleet.workers.bases.model_config import ModelConfig
+from lorafleet.workers.bases.weights import held_tensors
+from lorafleet.workers.device.step_inputs import StepInputs
+from lorafleet.workers.kv_cache_sizing import allocate_caches, bytes_per_token
+from lorafleet.workers.model_loading import load_model
+from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.schedule.kv_cache import KVCacheManager
+from lorafleet.workers.slots.base_weights import ModelWeights
+from lorafleet.workers.slots.loader import AdapterLoader
+from lorafleet.workers.slots.model_manager import LoRAModelManager
+from lorafleet.workers.speculation.draft_slots import DraftSlots
+from lorafleet.workers.speculation.draft_tokenizer import check_same_tokenizer
+from lorafleet.workers.speculation.model_drafter import CAUGHT_UP_TOKENS, ModelDrafter
+from lorafleet.workers.step.decode_capture import DecodeCapture
+from lorafleet.workers.step.decode_graphs import DecodeGraphs
+from lorafleet.workers.step.late_work import LateWork
+from lorafleet.workers.step.prefill_graphs import PrefillGraphs, graph_token_counts
+from lorafleet.workers.step.step_runner import StepRunner
+from lorafleet.workers.tp.group import TPGroup
+
+log = logging.getLogger(__name__)
+
+GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64)  # Batch sizes of the graphs. Larger batches are hardly ever drafted for.
+# GPU memory that is left for the draft model's steps and their graphs. The weights, the slots and the KV cache are
+# counted by themselves.
+STEP_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A draft model with its weights and adapter slots, before it has a KV cache."""
+
+    config: EngineConfig  # The engine's, as far as it concerns the draft model.
+    model: DecoderModel
+    spec: AttentionSpec
+    manager: LoRAModelManager | None  # None if there are no adapters.
+    loader: AdapterLoader | None  # Packs the draft LoRAs. None if there are no adapters.
+
+    @property
+    def slots(self) -> DraftSlots | None:
+        return None if self.manager is None else DraftSlots(self.manager)
+
+    def late_bytes(self, most_tokens: int, base_token_bytes: int) -> int:
+        """Returns the bytes that the draft model takes of a GPU's memory which could hold most_tokens of the base. They
+        are so many that it gets as many tokens as the base."""
+        own = bytes_per_token(self.spec)
+        steps = STEP_BYTES if self.spec.device.type == "cuda" else 0
+        return steps + most_tokens * base_token_bytes * own // (own + base_token_bytes)
+
+    def drafter(self, num_blocks: int, max_model_len: int, base_vocab: int) -> ModelDrafter:
+        """Allocates a KV cache of so many blocks, and captures the graphs."""
+        config, model, device = self.config, self.model, self.spec.device
+        caches = allocate_caches(config, model.config, self.spec, num_blocks + 1)
+        attention = make_attention(self.spec, caches, _attention_backend(config, self.spec))
+        inputs = StepInputs(config.max_num_seqs, config.max_num_batched_tokens, num_blocks * config.block_size, device)
+        decode_graphs = prefill_graphs = None
+        if device.type == "cuda" and not config.enforce_eager:
+            sizes = [size for size in GRAPH_SIZES if size <= config.max_num_seqs]
+            longest = min(max_model_len, model.config.context_limit)
+            capture = DecodeCapture(model, caches, None, attention, inputs, num_blocks, self.manager, longest, device)
+            decode_graphs = DecodeGraphs(capture, sizes, sizes, self.manager, longest, bool(model.mixtures()))
+            counts = graph_token_counts(config.max_num_batched_tokens)
+            prefill_graphs = PrefillGraphs(model, caches, attention, self.spec, inputs, counts, self.manager)
+        steps = StepRunner(
+            model, attention, caches, None, inputs, device, self.manager, decode_graphs, prefill_graphs, LateWork()
+        )
+        if device.type == "cuda" and self.manager is not None:
+            steps.warm_up(config.max_num_batched_tokens, self.manager.max_rank)
+        num_tokens = num_blocks * config.block_size
+        cache_bytes, weight_bytes = num_tokens * bytes_per_token(self.spec), _weight_bytes(model)
+        slot_bytes = 0 if self.manager is None else self.manager.arena_bytes
+        log.info(
+            "draft model %s: weights %.2f GiB, KV cache of %d tokens %.2f GiB, slots of draft LoRAs %.2f GiB",
+            Path(config.model).name,
+            weight_bytes / 2**30,
+            num_tokens,
+            cache_bytes / 2**30,
+            slot_bytes / 2**30,
+        )
+        kv = KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching)
+        return ModelDrafter(steps, kv, self.slots, base_vocab)
+
+
+def load_draft_model(config: EngineConfig, base_vocab: int, device: torch.device) -> DraftModel:
+    """Loads the draft model of speculative_config. Raises ConfigError if it cannot draft for this engine."""
+    options = config.speculative_config
+    assert options is not None and options.model is not None
+    if config.lora is not None and config.lora.share_lora_memory:
+        raise ConfigError(
+            f"speculative_config: method={options.method!r} is not served with share_lora_memory. Leave one of them "
+            "out.",
+            "speculative_config",
+        )
+    folder = Path(options.model)
+    own = draft_config(config, options.model)
+    model_config = read_draft_config(folder)
+    check_same_tokenizer(Path(config.model), folder, base_vocab, model_config.vocab_size)
+    dtype = base_dtype(own, model_config, folder)
+    model = load_model(own, model_config, TPGroup(), dtype, device, None)
+    spec = attention_spec(model.shard.local, own.block_size, dtype, kv_dtype(own, dtype, device), device, model.sinks())
+    manager = loader = None
+    if config.lora is not None:
+        manager, loader = _build_adapters(draft_lora_config(config.lora), own, model, dtype, device)
+    return DraftModel(own, model, spec, manager, loader)
+
+
+def draft_config(config: EngineConfig, folder: str) -> EngineConfig:
+    """Returns the configuration with which the engine's parts run the draft model in a folder."""
+    return replace(
+        config,
+        model=folder,
+        model_impl="lorafleet",
+        quantization=None,
+        tensor_parallel_size=1,
+        speculative_config=None,
+        max_model_len=None,
+        batch_invariant=False,
+        kv_host_gib=0.0,
+        kv_disk_dir=None,
+        kv_disk_gib=0.0,
+        state_snapshots=None,
+        max_num_batched_tokens=max(CAUGHT_UP_TOKENS, config.max_num_seqs),
+    )
+
+
+def draft_lora_config(lora: LoRAConfig) -> LoRAConfig:
+    """Returns the options of draft LoRAs. They have A and B only, and room for max_loras of the largest rank."""
+    return replace(lora, lora_memory_gib=None, extra_memory_gib=0.0, long_lora_scaling_factors=None)
+
+
+def read_draft_config(folder: Path) -> ModelConfig:
+    """Raises ConfigError if the folder has no model that can draft."""
+    model = read_model_config(folder)
+    reason = None
+    if model.states:
+        reason = "has recurrent layers, whose states cannot go back behind drafts that are wrong"
+    elif model.rope.depends_on_length:
+        reason = "rotates all keys anew when a sequence gets longer than a limit"
+    if reason is not None:
+        raise ConfigError(
+            f"speculative_config: the draft model {str(folder)!r} ({model.architecture}) {reason}. Give another one.",
+            "speculative_config",
+        )
+    return model
+
+
+def _build_adapters(
+    lora: LoRAConfig, config: EngineConfig, model: DecoderModel, dtype: torch.dtype, device: torch.device
+) -> tuple[LoRAModelManager, AdapterLoader]:
+    served = lora_dtype(lora, dtype, device)
+    manager = LoRAModelManager(model, lora, served, device)
+    weights = ModelWeights(model, held_tensors(model))
+    described = Base(BaseLayout.of(model.config), weights, Path(config.model).name)
+    loader = AdapterLoader(described, lora, manager, served, device, AdapterStore(config.sources))
+    return manager, loader
+
+
+def _attention_backend(config: EngineConfig, spec: AttentionSpec) -> AttentionName:
+    """Returns the attention that needs no compiler, if the option leaves the choice open."""
+    if config.attention_backend == "auto" and spec.device.type == "cuda" and refusal("triton", spec) is None:
+        return "triton"
+    return config.attention_backend
+
+
+def _weight_bytes(model: DecoderModel) -> int:
+    return sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
