@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from lorafleet.cluster.cli.cli_tools import FloatName, JSONOption, ending_in_words, named_adapters
+from lorafleet.protocol.adapter_formats.adapter_files import DRAFT_FOLDER
 from lorafleet.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -149,5 +150,8 @@ def _as_text(job: DraftJob, results: Sequence[DraftResult]) -> str:
     ]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
-    places = [*([str(job.draft)] if job.is_new else []), *(f"{folder}/draft" for folder in job.adapters.values())]
+    places = [
+        *([str(job.draft)] if job.is_new else []),
+        *(str(folder / DRAFT_FOLDER) for folder in job.adapters.values()),
+    ]
     return "\n".join((*(line.rstrip() for line in lines), f"written: {', '.join(places)}"))

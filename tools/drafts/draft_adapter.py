@@ -18,8 +18,6 @@ from lorafleet.protocol.errors import ConfigError
 from lorafleet.tools.drafts.distillation import TrainingPlan, distil
 from lorafleet.tools.drafts.draft_target import TargetAnswer
 
-DRAFT_FOLDER = "draft"  # Folder of the draft's LoRA in the adapter's own.
-
 
 def check_peft() -> None:
     """Raises ConfigError if PEFT is not installed."""

@@ -14,11 +14,12 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from lorafleet.protocol.adapter_formats.adapter_files import DRAFT_FOLDER
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.tools.comparison_runner import BASE
 from lorafleet.tools.drafts.distillation import distil
 from lorafleet.tools.drafts.draft_acceptance import DraftAcceptance, measure_acceptance
-from lorafleet.tools.drafts.draft_adapter import DRAFT_FOLDER, check_peft, save_lora, trained_lora
+from lorafleet.tools.drafts.draft_adapter import check_peft, save_lora, trained_lora
 from lorafleet.tools.drafts.draft_checkpoint import dtype_of, new_draft, read_draft, save_draft
 from lorafleet.tools.drafts.draft_job import DraftJob, DraftResult
 from lorafleet.tools.drafts.draft_lessons import Lesson, collect_lessons

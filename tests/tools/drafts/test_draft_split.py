@@ -46,7 +46,7 @@ def test_an_answer_needs_its_model_if_several_are_trained():
 
 
 def test_a_model_without_lines_is_refused_with_the_models_that_have_some():
-    with pytest.raises(InvalidRequest, match="sql has 0 prompts to train on.*'chat', 'llama'"):
+    with pytest.raises(InvalidRequest, match=r"sql has 0 prompts to train on.*'chat', 'llama'"):
         split("sql", [*asked("a", model="llama"), *asked("b", model="chat")])
     with pytest.raises(InvalidRequest, match="1 prompts to train on and 0"):
         split("base", asked("a"))

@@ -26,7 +26,7 @@ from lorafleet.tools.drafts.train_draft import train_draft
 from lorafleet.tools.new_folder import new_folder
 from tests.tools.conftest import MakeAdapter, load_base, load_peft
 
-WORDS = "river stone cloud harbour lamp meadow winter bridge copper garden".split()
+WORDS = ["river", "stone", "cloud", "harbour", "lamp", "meadow", "winter", "bridge", "copper", "garden"]
 LINES = [TrafficLine(f"line {i}", None, f"the {word} of the {WORDS[-i]}") for i, word in enumerate(WORDS)]
 PLAN = TrainingPlan(epochs=2, learning_rate=1e-2, tokens_per_batch=100)
 

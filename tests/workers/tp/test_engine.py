@@ -102,7 +102,6 @@ def test_the_draft_model_of_rank_0_drafts_for_all_ranks(fleet, prompt, tmp_path)
     assert len(accepted) == 2 and min(accepted) > 0.9
 
 
-
 def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
     return [[list(answer.token_ids) for answer in output.outputs] for output in outputs]
 
