@@ -31,6 +31,8 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise ConfigError(f"{path} cannot be created: {error.strerror}.") from error
     try:
         yield draft
+        for file in draft.iterdir():
+            file.chmod(0o644)  # safetensors writes files that only their owner can read
         draft.rename(path)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)

@@ -80,7 +80,8 @@ def test_a_draft_and_the_lora_of_an_adapter_are_written_and_are_as_good_as_repor
     assert measure_acceptance(with_lora, lessons["mine"].held_out, 4, 100) == of_mine.after
     config = json.loads((adapter / "draft" / "adapter_config.json").read_text())
     assert (config["r"], config["base_model_name_or_path"]) == (2, str(task.draft))
-    assert {path.name for path in (adapter / "draft").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    files = {path.name: path.stat().st_mode & 0o777 for path in (adapter / "draft").iterdir()}
+    assert files == {"adapter_config.json": 0o644, "adapter_model.safetensors": 0o644}
 
 
 def test_the_answers_are_those_of_the_target_with_its_adapter(base: Path, tmp_path: Path, make_adapter: MakeAdapter):
