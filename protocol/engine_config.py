@@ -71,18 +71,20 @@ class SpeculativeConfig:
     __pydantic_config__: ClassVar[Mapping[str, str]] = {"extra": "forbid"}
 
     # ngram: drafts are copied from where the last tokens stood before. draft_model: a small model computes them.
-    method: Literal["ngram", "draft_model"]
+    # eagle3: a head that was trained for the base computes them from its hidden states.
+    method: Literal["ngram", "draft_model", "eagle3"]
     num_speculative_tokens: int = 4  # Most draft tokens of one sequence in a step.
     # For ngram: last tokens of a sequence that are compared. Of two places, the longer match counts.
     prompt_lookup_max: int = LOOKUP_LENGTHS[0]
     prompt_lookup_min: int = LOOKUP_LENGTHS[1]  # For ngram: fewest of them that must be equal.
-    model: str | None = None  # For draft_model: the folder of a model with the base's tokenizer.
+    # For draft_model: the folder of a model with the base's tokenizer. For eagle3: that of the head.
+    model: str | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in ("ngram", "draft_model"):
+        if self.method not in ("ngram", "draft_model", "eagle3"):
             raise ConfigError(
                 f"speculative_config: method={self.method!r} is not served. The methods are 'ngram', which needs no "
-                "model, and 'draft_model'."
+                "model, 'draft_model' and 'eagle3'."
             )
         self._check_model()
         for name, bounds in _DRAFT_BOUNDS.items():
@@ -106,7 +108,7 @@ class SpeculativeConfig:
             return
         if type(self.model) is not str or not self.model:
             raise ConfigError(
-                f"speculative_config: model={self.model!r} must be the folder of a draft model with "
+                f"speculative_config: model={self.model!r} must be the folder of a draft model or head with "
                 f"method={self.method!r}. Give one, or method='ngram'."
             )
         if (self.prompt_lookup_max, self.prompt_lookup_min) != LOOKUP_LENGTHS:

@@ -76,7 +76,7 @@ from lorafleet.workers.slots.extra_memory import ExtraMemory
 from lorafleet.workers.slots.loader import AdapterLoader
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
-from lorafleet.workers.speculation.draft_model import DraftModel, load_draft_model
+from lorafleet.workers.speculation.draft_model import DraftModel, load_drafting_model
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from lorafleet.workers.speculation.start_speculation import start_speculation
 from lorafleet.workers.step.decode_capture import DecodeCapture
@@ -139,9 +139,7 @@ def build_rank(
         torch.set_num_threads(config.cpu_threads)
     base = _build_model(config, rank, addresses, progress, check)
     spec = _attention_spec(config, base)
-    draft = None
-    if rank == 0 and config.speculative_config is not None and config.speculative_config.model is not None:
-        draft = load_draft_model(config, base.model.config.vocab_size, base.device)
+    draft = load_drafting_model(config, base.model, base.device) if rank == 0 else None
     pool = start_pool(config.lora, base.model.group.size, base.device, block_bytes(spec))
     slots, loader = None, None  # They come before the KV cache, which gets the memory that is left.
     if config.lora is not None:
@@ -263,6 +261,8 @@ def _build_steps(
     switching = None
     if modules:
         attention = switching = SwitchingAttention(attention, lambda: make_attention(spec, caches))
+    if draft is not None:
+        draft.attach(model, num_blocks + 1)  # before the graphs, which write features
     routed = None  # comes before the graphs, which write into it
     if config.enable_return_routed_experts:
         most_tokens = max(config.max_num_batched_tokens, *graph_sizes(config.max_num_seqs))

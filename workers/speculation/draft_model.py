@@ -1,7 +1,7 @@
-"""Loads a draft model beside the base, and builds what runs it: KV cache, attention, CUDA graphs, adapter slots.
+"""Loads a draft model or an EAGLE-3 head beside the base, and builds what runs it.
 
-They are the engine's own parts, with a configuration of their own. A draft model is whole on one GPU. Under tensor
-parallelism that is rank 0's, where drafts are decided.
+KV cache, attention, CUDA graphs and adapter slots are the engine's own parts, with a configuration of their own. The
+model is whole on one GPU. Under tensor parallelism that is rank 0's, where drafts are decided.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ from lorafleet.workers.device.step_inputs import StepInputs
 from lorafleet.workers.kv_cache_sizing import allocate_caches, bytes_per_token
 from lorafleet.workers.model_loading import load_model
 from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.slots.base_weights import ModelWeights
 from lorafleet.workers.slots.loader import AdapterLoader
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.speculation.draft_slots import DraftSlots
 from lorafleet.workers.speculation.draft_tokenizer import check_same_tokenizer
+from lorafleet.workers.speculation.eagle_files import load_eagle_weights, read_eagle_config
+from lorafleet.workers.speculation.eagle_head import DraftRows, EagleHead
 from lorafleet.workers.speculation.model_drafter import CAUGHT_UP_TOKENS, ModelDrafter
 from lorafleet.workers.step.decode_capture import DecodeCapture
 from lorafleet.workers.step.decode_graphs import DecodeGraphs
@@ -56,7 +59,7 @@ class DraftModel:
     """A draft model with its weights and adapter slots, before it has a KV cache."""
 
     config: EngineConfig  # The engine's, as far as it concerns the draft model.
-    model: DecoderModel
+    model: DecoderModel | EagleHead
     spec: AttentionSpec
     manager: LoRAModelManager | None  # None if there are no adapters.
     loader: AdapterLoader | None  # Packs the draft LoRAs. None if there are no adapters.
@@ -68,20 +71,33 @@ class DraftModel:
     def late_bytes(self, most_tokens: int, base_token_bytes: int) -> int:
         """Returns the bytes that the draft model takes of a GPU's memory which could hold most_tokens of the base. They
         are so many that it gets as many tokens as the base."""
-        own = bytes_per_token(self.spec)
+        own = bytes_per_token(self.spec) + (0 if self.rows is None else self.rows.token_bytes)
         steps = STEP_BYTES if self.spec.device.type == "cuda" else 0
         return steps + most_tokens * base_token_bytes * own // (own + base_token_bytes)
+
+    @property
+    def rows(self) -> DraftRows | None:
+        return self.model.drafts if isinstance(self.model, EagleHead) else None
+
+    def attach(self, target: EngineModel, num_blocks: int) -> None:
+        """Has the target write features for a head, for each slot of its KV cache of so many blocks. Call it before the
+        target's graphs are captured."""
+        if isinstance(self.model, EagleHead):
+            assert isinstance(target, DecoderModel)
+            self.model.drafts.allocate(num_blocks * self.config.block_size)
+            target.taps = self.model.drafts.taps(target.config.num_layers, self.model.fused)
 
     def drafter(self, num_blocks: int, max_model_len: int, base_vocab: int) -> ModelDrafter:
         """Allocates a KV cache of so many blocks, and captures the graphs."""
         config, model, device = self.config, self.model, self.spec.device
+        # A head's positions are the target's, whatever lengths it was trained with.
+        longest = max_model_len if self.rows is not None else min(max_model_len, model.config.context_limit)
         caches = allocate_caches(config, model.config, self.spec, num_blocks + 1)
         attention = make_attention(self.spec, caches, _attention_backend(config, self.spec))
         inputs = StepInputs(config.max_num_seqs, config.max_num_batched_tokens, num_blocks * config.block_size, device)
         decode_graphs = prefill_graphs = None
         if device.type == "cuda" and not config.enforce_eager:
             sizes = [size for size in GRAPH_SIZES if size <= config.max_num_seqs]
-            longest = min(max_model_len, model.config.context_limit)
             capture = DecodeCapture(model, caches, None, attention, inputs, num_blocks, self.manager, longest, device)
             decode_graphs = DecodeGraphs(capture, sizes, sizes, self.manager, longest, bool(model.mixtures()))
             counts = graph_token_counts(config.max_num_batched_tokens)
@@ -103,23 +119,27 @@ class DraftModel:
             slot_bytes / 2**30,
         )
         kv = KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching)
-        return ModelDrafter(steps, kv, self.slots, base_vocab)
+        return ModelDrafter(steps, kv, self.slots, base_vocab, longest, self.rows)
 
 
-def load_draft_model(config: EngineConfig, base_vocab: int, device: torch.device) -> DraftModel:
-    """Loads the draft model of speculative_config. Raises ConfigError if it cannot draft for this engine."""
+def load_drafting_model(config: EngineConfig, base: EngineModel, device: torch.device) -> DraftModel | None:
+    """Loads the model of speculative_config, or returns None if there is none. Raises ConfigError if it cannot draft
+    for this engine."""
     options = config.speculative_config
-    assert options is not None and options.model is not None
+    if options is None or options.model is None:
+        return None
     if config.lora is not None and config.lora.share_lora_memory:
         raise ConfigError(
             f"speculative_config: method={options.method!r} is not served with share_lora_memory. Leave one of them "
             "out.",
             "speculative_config",
         )
-    folder = Path(options.model)
     own = draft_config(config, options.model)
+    if options.method == "eagle3":
+        return _load_head(config, own, base, device)
+    folder = Path(options.model)
     model_config = read_draft_config(folder)
-    check_same_tokenizer(Path(config.model), folder, base_vocab, model_config.vocab_size)
+    check_same_tokenizer(Path(config.model), folder, base.config.vocab_size, model_config.vocab_size)
     dtype = base_dtype(own, model_config, folder)
     model = load_model(own, model_config, TPGroup(), dtype, device, None)
     spec = attention_spec(model.shard.local, own.block_size, dtype, kv_dtype(own, dtype, device), device, model.sinks())
@@ -127,6 +147,37 @@ def load_draft_model(config: EngineConfig, base_vocab: int, device: torch.device
     if config.lora is not None:
         manager, loader = _build_adapters(draft_lora_config(config.lora), own, model, dtype, device)
     return DraftModel(own, model, spec, manager, loader)
+
+
+def _load_head(config: EngineConfig, own: EngineConfig, base: EngineModel, device: torch.device) -> DraftModel:
+    """Loads an EAGLE-3 head, which shares the base's embedding."""
+    reason = None
+    if not isinstance(base, DecoderModel):
+        reason = "with a base that transformers' own module runs"
+    elif config.tensor_parallel_size > 1:
+        reason = f"with tensor_parallel_size={config.tensor_parallel_size}, since it reads whole hidden states"
+    elif config.kv_host_gib:
+        reason = f"with kv_host_gib={config.kv_host_gib}, since features do not leave the GPU with KV blocks"
+    if reason is not None or not isinstance(base, DecoderModel):
+        raise ConfigError(
+            f"speculative_config: method='eagle3' is not served {reason}. Leave one of them out, or use "
+            "method='draft_model'.",
+            "speculative_config",
+        )
+    folder, dtype = Path(own.model), base.embed_tokens.weight.dtype
+    read = read_eagle_config(folder, base.config)
+    head = EagleHead(
+        read.layer,
+        base,
+        dtype,
+        device,
+        norms_residual=read.norms_residual,
+        most_tokens=own.max_num_batched_tokens,
+        most_rows=own.max_num_seqs,
+    )
+    load_eagle_weights(head, folder)
+    spec = attention_spec(head.shard.local, own.block_size, dtype, kv_dtype(own, dtype, device), device, {})
+    return DraftModel(own, head, spec, None, None)
 
 
 def draft_config(config: EngineConfig, folder: str) -> EngineConfig:
@@ -187,5 +238,5 @@ def _attention_backend(config: EngineConfig, spec: AttentionSpec) -> AttentionNa
     return config.attention_backend
 
 
-def _weight_bytes(model: DecoderModel) -> int:
+def _weight_bytes(model: DecoderModel | EagleHead) -> int:
     return sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())

@@ -9,15 +9,18 @@ seen. These are computed first, some in each call, and the sequence gets drafts 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 
 import torch
 from torch import Tensor
 
+from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.speculation.draft_slots import DraftSlots
 from lorafleet.workers.speculation.drafter import Wanted
+from lorafleet.workers.speculation.eagle_head import DraftRows
 from lorafleet.workers.speculation.followed_sequence import FollowedSequence
 from lorafleet.workers.step.planner import plan_step
 from lorafleet.workers.step.step_runner import StepRunner
@@ -36,13 +39,27 @@ class ModelDrafter:
         kv: The blocks of its KV cache.
         slots: The draft LoRAs of adapters. None if there are no adapters.
         base_vocab: Size of the base's vocabulary. Larger tokens are not drafted, and end a draft.
+        longest: Number of tokens of the longest sequence that it drafts for.
+        rows: What a head reads and writes beside the inputs; None for a model of its own.
     """
 
-    def __init__(self, steps: StepRunner, kv: KVCacheManager, slots: DraftSlots | None, base_vocab: int) -> None:
+    def __init__(
+        self,
+        steps: StepRunner,
+        kv: KVCacheManager,
+        slots: DraftSlots | None,
+        base_vocab: int,
+        longest: int,
+        rows: DraftRows | None = None,
+    ) -> None:
         self.kv = kv
         self.steps = steps
         self.slots = slots
         self._vocab_size = base_vocab
+        self._readable = base_vocab if rows is not None else steps.model.config.vocab_size
+        self._longest = longest
+        self._rows = rows
+        self._peels = steps.decode_graphs is not None and rows is None  # See _peel().
         self._followed: dict[Sequence, FollowedSequence] = {}  # The one that was drafted for last is the last one.
 
     def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
@@ -53,12 +70,14 @@ class ModelDrafter:
         found = [self._follow(entry) for entry in wanted]
         for entry, followed in zip(wanted, found, strict=True):
             if not followed.drafts:
-                count = min(entry.most, self.steps.model.config.context_limit + 1 - entry.num_known)
-                if count > 0 and followed.largest_token < self.steps.model.config.vocab_size:
+                count = min(entry.most, self._longest + 1 - entry.num_known)
+                if count > 0 and followed.num_known and followed.largest_token < self._readable:
                     counts[followed] = count
         chunks = self._first_chunks(counts, keep=set(found))
         if chunks:
-            self._run(chunks, {followed.own: counts[followed] for followed in counts})
+            self._run(
+                chunks, {followed.own: counts[followed] for followed in counts}, self._features(chunks, wanted, found)
+            )
         return [self._usable(followed.drafts[: entry.most]) for entry, followed in zip(wanted, found, strict=True)]
 
     def release(self, sequence: Sequence) -> None:
@@ -70,15 +89,15 @@ class ModelDrafter:
         """Returns the draft model's sequence, with the tokens that are known now and the slot of its draft LoRA."""
         sequence, num_known, _ = entry
         slot = None if self.slots is None else self.slots.find(sequence.slot, sequence.digest)
-        digest = "" if slot is None else sequence.digest
+        digest = sequence.digest if slot is not None or self._rows is not None else ""
         followed = self._followed.pop(sequence, None)
         if followed is not None and followed.digest != digest:
             followed.close()
             followed = None
         if followed is None:
-            followed = FollowedSequence(sequence, num_known, digest, self.kv)
+            followed = FollowedSequence(sequence, num_known, digest, self.kv, is_of_head=self._rows is not None)
         else:
-            followed.advance(sequence.tokens, num_known)
+            followed.advance(sequence, num_known)
         self._followed[sequence] = followed
         followed.own.slot = slot
         return followed
@@ -110,17 +129,38 @@ class ModelDrafter:
                     return True
         return False
 
+    def _features(self, chunks: list[Chunk], wanted: Many[Wanted], found: Many[FollowedSequence]) -> list[int]:
+        """Returns the row of the feature of each token of the chunks, if a head drafts."""
+        if self._rows is None:
+            return []
+        of_own = {followed.own: (followed, entry.sequence) for followed, entry in zip(found, wanted, strict=True)}
+        sources: list[int] = []
+        for chunk in chunks:
+            followed, target = of_own[chunk.sequence]
+            slots = followed.feature_slots(target, self.kv.block_size)[: chunk.num_tokens]
+            sources += [self._rows.most_rows + slot for slot in slots]
+        return sources
+
     @torch.inference_mode()
-    def _run(self, chunks: list[Chunk], counts: dict[Sequence, int]) -> None:
-        """Computes the chunks, then a draft token of each sequence in each step. `counts` are the tokens wanted."""
+    def _run(self, chunks: list[Chunk], counts: dict[Sequence, int], sources: list[int]) -> None:
+        """Computes the chunks, then a draft token of each sequence in each step.
+
+        Args:
+            counts: The tokens wanted.
+            sources: For a head, the rows of the features of the chunks' tokens.
+        """
+        if self._peels and max(chunk.num_tokens for chunk in chunks) == 2:
+            chunks = self._peel(chunks)
         rows: dict[str, int] = {}
         drawn: list[tuple[list[Place], Tensor]] = []
         inputs = self.steps.inputs
         while chunks:
-            plan = plan_step(
-                chunks, rows, inputs.first_known, self.kv.block_size, [] if self.slots is None else self.slots.ranks
-            )
+            plan = self._plan(chunks, rows)
+            if self._rows is not None:
+                self._rows.begin(sources)
             self.steps.run(plan)
+            if self._rows is not None:
+                self._rows.end(plan.sampling, inputs.sampled_B)
             sampling = [chunk.sequence for chunk in chunks if chunk.samples]
             rows = {sequence.request_id: row for row, sequence in enumerate(sampling)}
             for chunk in chunks:
@@ -130,7 +170,24 @@ class ModelDrafter:
                 sequence.tokens.append(UNKNOWN)
             drawn.append((places, inputs.sampled_B[: len(sampling)].clone()))
             chunks = [Chunk(sequence, 1) for sequence in sampling if counts[sequence] > len(drawn)]
+            sources = [rows[chunk.sequence.request_id] for chunk in chunks]
         _fill_in(drawn)
+
+    def _peel(self, chunks: list[Chunk]) -> list[Chunk]:
+        """Computes the first token of each chunk of two, as a step of decodes. So a captured graph runs it, and another
+        one the rest. A sequence has two after all of its drafts were right."""
+        pairs = [chunk.sequence for chunk in chunks if chunk.num_tokens == 2]
+        last = [sequence.tokens.pop() for sequence in pairs]
+        self.steps.run(self._plan([Chunk(sequence, 1) for sequence in pairs], {}))
+        for sequence, token in zip(pairs, last, strict=True):
+            sequence.tokens.append(token)
+            sequence.num_computed += 1
+        return [Chunk(chunk.sequence, 1) for chunk in chunks]
+
+    def _plan(self, chunks: list[Chunk], rows: Mapping[str, int]) -> StepPlan:
+        """Returns the plan of a step. `rows` are those of the last step in which sequences have sampled."""
+        slot_ranks = [] if self.slots is None else self.slots.ranks
+        return plan_step(chunks, rows, self.steps.inputs.first_known, self.kv.block_size, slot_ranks)
 
     def _usable(self, drafts: list[int]) -> list[int]:
         """Returns the drafts before the first that the target does not know."""

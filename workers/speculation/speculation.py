@@ -61,7 +61,7 @@ class Speculation:
         self._num_drafted = 0  # Steps with drafts in a row.
         self._num_plain = PROBE_STEPS  # Steps without drafts since the last one with drafts. The first is a probe.
         self._num_due = PLAIN_STEPS  # Steps that must have no drafts.
-        self._drafting_s = 0.0  # Seconds that the drafter took since the last step ended.
+        self._drafting_s = 0.0  # Seconds that a drafter which takes its time took since the last step ended.
 
     def add(self, sequence: Sequence) -> None:
         """Counts a new sequence that gets no drafts."""
@@ -110,7 +110,7 @@ class Speculation:
     def observe(self, shape: StepShape, num_drafts: int, seconds: float) -> float:
         """Takes in the duration of a step with this many draft tokens. Returns the seconds that it took without the
         drafter's part."""
-        drafting_s, self._drafting_s = self._drafting_s, 0.0
+        undrafted_s, self._drafting_s = max(0.0, seconds - self._drafting_s), 0.0
         self._num_drafted = self._num_drafted + 1 if num_drafts else 0
         self._num_plain = 0 if num_drafts else self._num_plain + 1
         if num_drafts and self._num_drafted >= DRAFTED_STEPS:
@@ -118,8 +118,10 @@ class Speculation:
         elif not num_drafts:
             self._num_due = max(0, self._num_due - 1)
         if shape.kind == "decode" and self._num_plain != 1:
-            self._pace.observe(shape.num_tokens - num_drafts, num_drafts, seconds, self._budget.token_s)
-        return max(0.0, seconds - drafting_s) if num_drafts else seconds
+            # A drafter may take its time and have nothing, as while a model catches up with a long prompt.
+            paced_s = seconds if num_drafts else undrafted_s
+            self._pace.observe(shape.num_tokens - num_drafts, num_drafts, paced_s, self._budget.token_s)
+        return undrafted_s
 
     def _propose(
         self, drafting: Many[Sequence], decodes: Many[Sequence], num_sequences: int, num_unknown: int
@@ -135,8 +137,11 @@ class Speculation:
             return {}
         began_s = time.perf_counter()
         proposed = zip(wanted, self.drafter.propose(wanted), strict=True)
-        self._drafting_s += time.perf_counter() - began_s
+        if self._is_certain:
+            self._drafting_s += time.perf_counter() - began_s
         drafts = {entry.sequence: found[num_unknown:] for entry, found in proposed if len(found) > num_unknown}
+        if self._is_certain:  # The time is spent, and so all that has come of it is of use.
+            return drafts
         return drafts if self._pay(decodes, [(sequence, len(found)) for sequence, found in drafts.items()]) else {}
 
     def _wanted(

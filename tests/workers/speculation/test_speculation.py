@@ -111,7 +111,7 @@ def test_steps_overlap_unless_drafts_are_in_flight_or_would_follow_a_token_in_fl
     one.tokens[-1] = UNKNOWN
     assert made.needs_tokens([Chunk(one, 3, drafts=[5, 6])], [], 1)
     assert made.needs_tokens([Chunk(one, 1)], [one], 1)
-    drafter: Any = made._drafter
+    drafter: Any = made.drafter
     [wanted] = drafter.wanted
     assert (wanted.num_known, wanted.most) == (3, 5), "the first one is the token in flight"
     drafter.propose = lambda wanted: [[TOKEN] for _ in wanted]
@@ -154,3 +154,47 @@ def test_drafts_that_do_not_pay_are_tried_again_after_many_steps() -> None:
         drafted(made, 1)
         made.verified(one, 4, 4)
     assert len(made.choose([one], 1)[one]) == 4, "they have become cheap"
+
+
+def test_a_certain_drafter_is_asked_only_where_its_drafts_pay_and_what_it_has_is_verified() -> None:
+    """The drafter has fewer tokens than were expected of it, since a model has not caught up."""
+
+    class Halves(Sevens):
+        def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
+            return [draft[:1] for draft in super().propose(wanted)]
+
+    class FourPay(DraftsPay):
+        def is_faster(self, num_decodes: int, num_drafts: int, num_accepted: float, token_s: float) -> bool:  # noqa: ARG002
+            return num_drafts >= 4
+
+    for most, expected in ((4, 1), (3, 0)):
+        drafter, one = Halves(), decode()
+        made = Speculation(drafter, StepBudget(StepLimits(64)), most, 64, FourPay(), is_certain=True)
+        plain(made, PLAIN_STEPS)
+        drafted(made, 1)
+        one.tokens.append(UNKNOWN)
+        one.num_computed += 1
+        assert made.needs_tokens([], [one], 1) == bool(expected)
+        assert not drafter.wanted, "it is not asked before the token is known"
+        one.tokens[-1] = 5
+        assert len(made.choose([one], 1).get(one, [])) == expected
+        assert bool(drafter.wanted) == bool(expected)
+
+
+def test_a_step_without_drafts_does_not_count_the_time_of_a_drafter_that_had_none(monkeypatch) -> None:
+    """A model that catches up with a long prompt takes its time and has no drafts yet."""
+
+    class Nothing(Sevens):
+        def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
+            clock[0] += 20e-3
+            return [[] for _ in wanted]
+
+    clock = [0.0]
+    monkeypatch.setattr("lorafleet.workers.speculation.speculation.time.perf_counter", lambda: clock[0])
+    pace = StepPace()
+    made = Speculation(Nothing(), StepBudget(StepLimits(64)), 4, 64, pace, is_certain=True)
+    plain(made, PLAIN_STEPS)
+    assert made.choose([decode()], 1) == {}
+    undrafted_s = made.observe(StepShape("decode", 1, 1, 0), 0, 25e-3)
+    assert 4.9e-3 < undrafted_s < 5.1e-3
+    assert pace._plain.at(1, 0.0) < 6e-3
