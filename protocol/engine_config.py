@@ -26,7 +26,7 @@ KVCacheDType = Literal["auto", "fp8"]
 ModelImpl = Literal["auto", "lorafleet", "transformers"]
 OnLoadFailure = Literal["error", "base"]
 
-LEAST_SAMPLED = 128  # Tokens that a step may choose with drafts, though max_num_seqs is smaller.
+LEAST_SAMPLED = 384  # Tokens that a step may choose with drafts, though max_num_seqs is smaller.
 
 LOOKUP_LENGTHS = 4, 2  # By default, the most and the fewest tokens of a sequence that "ngram" compares.
 
@@ -234,7 +234,8 @@ class EngineOptions:
         Option(
             "Draft several tokens of an answer and check them in one step, where that is faster; the answers stay the "
             'same. JSON as in vLLM: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, '
-            '"prompt_lookup_min": 2}, or {"method": "draft_model", "model": FOLDER}. Default: no drafts.'
+            '"prompt_lookup_min": 2}, or {"method": "draft_model", "model": FOLDER}, or the same with eagle3. Default: '
+            "no drafts."
         ),
     ] = None
     attention_backend: Annotated[AttentionName, Option("auto: the fastest one installed.")] = "auto"

@@ -72,7 +72,7 @@ def train_draft(
     how many tokens the drafts predict on prompts that were held out."""
     with ending_in_words():
         from lorafleet.tools.drafts.distillation import TrainingPlan
-        from lorafleet.tools.drafts.draft_checkpoint import DraftShape
+        from lorafleet.tools.drafts.draft_checkpoint import DraftModelShape
         from lorafleet.tools.drafts.draft_job import AnswerOptions, DraftJob
         from lorafleet.tools.drafts.draft_traffic import read_traffic
         from lorafleet.tools.drafts.train_draft import train_draft as train
@@ -91,7 +91,7 @@ def train_draft(
             lines=read_traffic(prompts),
             held_out=None if held_out is None else read_traffic(held_out),
             base_names=() if served_model_name is None else (served_model_name,),
-            shape=DraftShape(layers or 1, start, hidden_size),
+            shape=DraftModelShape(layers or 1, start, hidden_size),
             rank=rank or 16,
             answers=AnswerOptions(max_tokens, max_length, samples, temperature, seed),
             plan=TrainingPlan(epochs, learning_rate or LEARNING_RATES[start], batch_tokens, seed),

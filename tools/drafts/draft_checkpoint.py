@@ -21,7 +21,7 @@ MAX_NEW_BYTES = 64 << 30  # Largest draft in float32 that is made.
 
 
 @dataclass(frozen=True, slots=True)
-class DraftShape:
+class DraftModelShape:
     """The options of a new draft model."""
 
     num_layers: int = 1
@@ -35,7 +35,7 @@ class DraftShape:
             raise ConfigError(f"--hidden-size is {self.hidden_size}; it must be a multiple of {HEAD_DIM}.")
 
 
-def new_draft(target: Path, shape: DraftShape) -> PreTrainedModel:
+def new_draft(target: Path, shape: DraftModelShape) -> PreTrainedModel:
     """Returns a draft in float32 on the CPU. Raises ConfigError if the target has too few layers or another form.
 
     The embeddings and the head that come from the target need no gradients: they suit the target's vocabulary already,
@@ -108,7 +108,7 @@ def _first_layers(config: Any, num_layers: int, target: Path) -> Any:
     return first
 
 
-def _llama_config(config: Any, shape: DraftShape) -> LlamaConfig:
+def _llama_config(config: Any, shape: DraftModelShape) -> LlamaConfig:
     assert shape.hidden_size is not None
     num_heads = shape.hidden_size // HEAD_DIM
     return LlamaConfig(

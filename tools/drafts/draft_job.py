@@ -11,7 +11,7 @@ from lorafleet.protocol.errors import ConfigError
 from lorafleet.tools.comparison_runner import BASE
 from lorafleet.tools.drafts.distillation import TrainingPlan
 from lorafleet.tools.drafts.draft_acceptance import DraftAcceptance
-from lorafleet.tools.drafts.draft_checkpoint import DraftShape
+from lorafleet.tools.drafts.draft_checkpoint import DraftModelShape
 from lorafleet.tools.drafts.draft_traffic import TrafficLine
 
 
@@ -41,7 +41,7 @@ class DraftJob:
     lines: Sequence[TrafficLine]
     held_out: Sequence[TrafficLine] | None = None  # None: some of the lines.
     base_names: Sequence[str] = ()  # Further names of the base in the lines.
-    shape: DraftShape = field(default_factory=DraftShape)  # Of a new draft.
+    shape: DraftModelShape = field(default_factory=DraftModelShape)  # Of a new draft.
     rank: int = 16  # Of the LoRAs.
     answers: AnswerOptions = field(default_factory=AnswerOptions)
     plan: TrainingPlan = field(default_factory=TrainingPlan)  # Of the draft model.

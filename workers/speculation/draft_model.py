@@ -41,6 +41,7 @@ from lorafleet.workers.speculation.eagle_head import DraftRows, EagleHead
 from lorafleet.workers.speculation.model_drafter import CAUGHT_UP_TOKENS, ModelDrafter
 from lorafleet.workers.step.decode_capture import DecodeCapture
 from lorafleet.workers.step.decode_graphs import DecodeGraphs
+from lorafleet.workers.step.drafted_sizes import DraftedSizes
 from lorafleet.workers.step.late_work import LateWork
 from lorafleet.workers.step.prefill_graphs import PrefillGraphs, graph_token_counts
 from lorafleet.workers.step.step_runner import StepRunner
@@ -49,6 +50,7 @@ from lorafleet.workers.tp.group import TPGroup
 log = logging.getLogger(__name__)
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64)  # Batch sizes of the graphs. Larger batches are hardly ever drafted for.
+DRAFTED_COUNTS = (8, 16, 32, 64, 128)  # Rows of the graphs that compute the tokens which were accepted last.
 # GPU memory that is left for the draft model's steps and their graphs. The weights, the slots and the KV cache are
 # counted by themselves.
 STEP_BYTES = 512 << 20
@@ -63,6 +65,8 @@ class DraftModel:
     spec: AttentionSpec
     manager: LoRAModelManager | None  # None if there are no adapters.
     loader: AdapterLoader | None  # Packs the draft LoRAs. None if there are no adapters.
+    most_sampled: int  # Most tokens that a step chooses.
+    most_rows: int  # Most tokens of one sequence that a step chooses.
 
     @property
     def slots(self) -> DraftSlots | None:
@@ -94,14 +98,18 @@ class DraftModel:
         longest = max_model_len if self.rows is not None else min(max_model_len, model.config.context_limit)
         caches = allocate_caches(config, model.config, self.spec, num_blocks + 1)
         attention = make_attention(self.spec, caches, _attention_backend(config, self.spec))
-        inputs = StepInputs(config.max_num_seqs, config.max_num_batched_tokens, num_blocks * config.block_size, device)
+        inputs = StepInputs(self.most_sampled, config.max_num_batched_tokens, num_blocks * config.block_size, device)
         decode_graphs = prefill_graphs = None
         if device.type == "cuda" and not config.enforce_eager:
             sizes = [size for size in GRAPH_SIZES if size <= config.max_num_seqs]
             capture = DecodeCapture(model, caches, None, attention, inputs, num_blocks, self.manager, longest, device)
-            decode_graphs = DecodeGraphs(capture, sizes, sizes, self.manager, longest, bool(model.mixtures()))
-            counts = graph_token_counts(config.max_num_batched_tokens)
-            prefill_graphs = PrefillGraphs(model, caches, attention, self.spec, inputs, counts, self.manager)
+            counts = tuple(count for count in (*DRAFTED_COUNTS, self.most_sampled) if count <= self.most_sampled)
+            drafted = DraftedSizes(self.most_rows, config.max_num_seqs, tuple(sorted(set(counts))), frozenset(counts))
+            decode_graphs = DecodeGraphs(
+                capture, sizes, sizes, self.manager, longest, bool(model.mixtures()), drafted=drafted
+            )
+            sizes = graph_token_counts(config.max_num_batched_tokens)
+            prefill_graphs = PrefillGraphs(model, caches, attention, self.spec, inputs, sizes, self.manager)
         steps = StepRunner(
             model, attention, caches, None, inputs, device, self.manager, decode_graphs, prefill_graphs, LateWork()
         )
@@ -119,7 +127,7 @@ class DraftModel:
             slot_bytes / 2**30,
         )
         kv = KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching)
-        return ModelDrafter(steps, kv, self.slots, base_vocab, longest, self.rows)
+        return ModelDrafter(steps, kv, self.slots, base_vocab, longest, self.most_rows, self.rows)
 
 
 def load_drafting_model(config: EngineConfig, base: EngineModel, device: torch.device) -> DraftModel | None:
@@ -146,7 +154,8 @@ def load_drafting_model(config: EngineConfig, base: EngineModel, device: torch.d
     manager = loader = None
     if config.lora is not None:
         manager, loader = _build_adapters(draft_lora_config(config.lora), own, model, dtype, device)
-    return DraftModel(own, model, spec, manager, loader)
+    most_rows = 1 + options.num_speculative_tokens
+    return DraftModel(own, model, spec, manager, loader, config.most_sampled, most_rows)
 
 
 def _load_head(config: EngineConfig, own: EngineConfig, base: EngineModel, device: torch.device) -> DraftModel:
@@ -173,11 +182,13 @@ def _load_head(config: EngineConfig, own: EngineConfig, base: EngineModel, devic
         device,
         norms_residual=read.norms_residual,
         most_tokens=own.max_num_batched_tokens,
-        most_rows=own.max_num_seqs,
+        most_rows=config.most_sampled,
     )
     load_eagle_weights(head, folder)
     spec = attention_spec(head.shard.local, own.block_size, dtype, kv_dtype(own, dtype, device), device, {})
-    return DraftModel(own, head, spec, None, None)
+    assert config.speculative_config is not None
+    most_rows = 1 + config.speculative_config.num_speculative_tokens
+    return DraftModel(own, head, spec, None, None, config.most_sampled, most_rows)
 
 
 def draft_config(config: EngineConfig, folder: str) -> EngineConfig:
@@ -195,7 +206,7 @@ def draft_config(config: EngineConfig, folder: str) -> EngineConfig:
         kv_disk_dir=None,
         kv_disk_gib=0.0,
         state_snapshots=None,
-        max_num_batched_tokens=max(CAUGHT_UP_TOKENS, config.max_num_seqs),
+        max_num_batched_tokens=max(CAUGHT_UP_TOKENS, config.most_sampled),
     )
 
 

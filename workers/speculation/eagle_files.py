@@ -32,8 +32,9 @@ def read_eagle_config(folder: Path, target: ModelConfig) -> EagleConfig:
     raw = read_json(folder / "config.json")
     if "draft_vocab_size" not in raw:
         raise _refusal(folder, "has no draft_vocab_size in its config.json, so it is not an EAGLE-3 head")
-    fields = ConfigFields(raw, {})
-    config = FAMILIES["LlamaForCausalLM"].describe(fields)
+    family = FAMILIES["LlamaForCausalLM"]
+    fields = ConfigFields(raw, family.defaults)
+    config = family.describe(fields)
     drafted = integer(raw, "draft_vocab_size", config.vocab_size)
     listed = raw.get("eagle_config") or {}
     tapped = raw.get("eagle_aux_hidden_state_layer_ids") or listed.get("eagle_aux_hidden_state_layer_ids")
@@ -63,7 +64,7 @@ def read_eagle_config(folder: Path, target: ModelConfig) -> EagleConfig:
 
 @torch.inference_mode()
 def load_eagle_weights(head: EagleHead, folder: Path) -> None:
-    """Fills the head. Raises ConfigError naming a missing, unknown or misshapen tensor."""
+    """Fills the head from its checkpoint. Raises ConfigError naming a missing, unknown or misshapen tensor."""
     parts = _parts(head)
     offsets_W = torch.zeros(head.config.vocab_size, dtype=torch.int64)  # "d2t": what is added to a drafted token.
     with StoredTensors(folder) as tensors:

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head: one decoder layer that drafts from the target's hidden states.
+"""Defines the EAGLE-3 head, one decoder layer that drafts from the target's hidden states.
 
 Its input for a place is the embedding of the next token and the feature of the place, which the target has computed
 (workers/models/feature_taps.py). For tokens that it drafts itself, its own hidden states are the features. It runs as
@@ -48,7 +48,7 @@ class EagleHead(nn.Module):
         target: Provides the embedding.
         norms_residual: Whether the feature's norm is added to the layer's outputs, rather than the feature.
         most_tokens: Largest number of tokens of a step.
-        most_rows: Largest number of sequences that a step drafts for.
+        most_rows: Largest number of tokens that a step chooses.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class DraftRows:
         self.most_rows = most_rows
         self.target_id_W = torch.arange(config.vocab_size, device=device)  # The target's number of each drafted token.
         self.hidden_TD = torch.zeros(most_tokens, config.hidden_size, dtype=dtype, device=device)
-        # One for each sequence that the last step drafted for, then one for each KV slot of the target.
+        # One for each token that the last step has chosen, then one for each KV slot of the target.
         self.features_ND = torch.zeros(most_rows, config.hidden_size, dtype=dtype, device=device)
         self._source_T = torch.zeros(most_tokens, dtype=torch.int64, device=device)
         self._in_order_B = torch.arange(most_rows, device=device)

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
+from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from lorafleet.workers.device.host_copy import to_device
 from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
@@ -40,6 +43,7 @@ class ModelDrafter:
         slots: The draft LoRAs of adapters. None if there are no adapters.
         base_vocab: Size of the base's vocabulary. Larger tokens are not drafted, and end a draft.
         longest: Number of tokens of the longest sequence that it drafts for.
+        most_rows: Most tokens of one sequence that are computed as a token and its drafts.
         rows: What a head reads and writes beside the inputs; None for a model of its own.
     """
 
@@ -50,6 +54,7 @@ class ModelDrafter:
         slots: DraftSlots | None,
         base_vocab: int,
         longest: int,
+        most_rows: int,
         rows: DraftRows | None = None,
     ) -> None:
         self.kv = kv
@@ -59,7 +64,7 @@ class ModelDrafter:
         self._readable = base_vocab if rows is not None else steps.model.config.vocab_size
         self._longest = longest
         self._rows = rows
-        self._peels = steps.decode_graphs is not None and rows is None  # See _peel().
+        self._most_rows = most_rows
         self._followed: dict[Sequence, FollowedSequence] = {}  # The one that was drafted for last is the last one.
 
     def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
@@ -149,45 +154,51 @@ class ModelDrafter:
             counts: The tokens wanted.
             sources: For a head, the rows of the features of the chunks' tokens.
         """
-        if self._peels and max(chunk.num_tokens for chunk in chunks) == 2:
-            chunks = self._peel(chunks)
         rows: dict[str, int] = {}
         drawn: list[tuple[list[Place], Tensor]] = []
         inputs = self.steps.inputs
         while chunks:
-            plan = self._plan(chunks, rows)
+            plan, last_rows = self._plan(chunks, rows)
             if self._rows is not None:
                 self._rows.begin(sources)
             self.steps.run(plan)
             if self._rows is not None:
                 self._rows.end(plan.sampling, inputs.sampled_B)
             sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-            rows = {sequence.request_id: row for row, sequence in enumerate(sampling)}
+            rows = {sequence.request_id: row for sequence, row in zip(sampling, last_rows, strict=True)}
             for chunk in chunks:
                 chunk.sequence.num_computed += chunk.num_tokens
             places = [(sequence, len(sequence.tokens)) for sequence in sampling]
             for sequence in sampling:
                 sequence.tokens.append(UNKNOWN)
-            drawn.append((places, inputs.sampled_B[: len(sampling)].clone()))
+            drawn.append((places, _rows_of(inputs.sampled_B, last_rows)))
             chunks = [Chunk(sequence, 1) for sequence in sampling if counts[sequence] > len(drawn)]
             sources = [rows[chunk.sequence.request_id] for chunk in chunks]
         _fill_in(drawn)
 
-    def _peel(self, chunks: list[Chunk]) -> list[Chunk]:
-        """Computes the first token of each chunk of two, as a step of decodes. So a captured graph runs it, and another
-        one the rest. A sequence has two after all of its drafts were right."""
-        pairs = [chunk.sequence for chunk in chunks if chunk.num_tokens == 2]
-        last = [sequence.tokens.pop() for sequence in pairs]
-        self.steps.run(self._plan([Chunk(sequence, 1) for sequence in pairs], {}))
-        for sequence, token in zip(pairs, last, strict=True):
-            sequence.tokens.append(token)
-            sequence.num_computed += 1
-        return [Chunk(chunk.sequence, 1) for chunk in chunks]
+    def _plan(self, chunks: list[Chunk], rows: Mapping[str, int]) -> tuple[StepPlan, list[int]]:
+        """Returns the plan of a step, and the row of each chunk's last token among those that sample.
 
-    def _plan(self, chunks: list[Chunk], rows: Mapping[str, int]) -> StepPlan:
-        """Returns the plan of a step. `rows` are those of the last step in which sequences have sampled."""
+        The tokens of short chunks are planned as a token and its drafts, whose steps captured graphs run.
+
+        Args:
+            rows: The row of each sequence in the last step, if it has sampled.
+        """
         slot_ranks = [] if self.slots is None else self.slots.ranks
-        return plan_step(chunks, rows, self.steps.inputs.first_known, self.kv.block_size, slot_ranks)
+        first_known, num_rows = self.steps.inputs.first_known, sum(chunk.num_tokens for chunk in chunks)
+        longest = max(chunk.num_tokens for chunk in chunks)
+        if longest == 1 or longest > self._most_rows or num_rows > first_known or not all(c.samples for c in chunks):
+            plan = plan_step(chunks, rows, first_known, self.kv.block_size, slot_ranks)
+            return plan, list(range(len(plan.sampling)))
+        drafted: list[Chunk] = []
+        for chunk in chunks:
+            behind = chunk.sequence.num_computed + 1
+            drafted.append(replace(chunk, drafts=chunk.sequence.tokens[behind:]))
+            del chunk.sequence.tokens[behind:]
+        plan = plan_step(drafted, rows, first_known, self.kv.block_size, slot_ranks)
+        for chunk in drafted:
+            chunk.sequence.tokens.extend(chunk.drafts)
+        return plan, [end - 1 for end in accumulate(chunk.num_tokens for chunk in chunks)]
 
     def _usable(self, drafts: list[int]) -> list[int]:
         """Returns the drafts before the first that the target does not know."""
@@ -195,6 +206,13 @@ class ModelDrafter:
             if token >= self._vocab_size:
                 return drafts[:i]
         return drafts
+
+
+def _rows_of(sampled_B: Tensor, rows: list[int]) -> Tensor:
+    """Returns a copy of these rows, which the next step overwrites."""
+    if rows == list(range(len(rows))):
+        return sampled_B[: len(rows)].clone()
+    return sampled_B[to_device(rows, torch.int64, sampled_B.device)]
 
 
 def _fill_in(drawn: Many[tuple[list[Place], Tensor]]) -> None:

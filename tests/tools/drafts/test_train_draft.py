@@ -17,7 +17,7 @@ from lorafleet.tools.comparison_runner import BASE
 from lorafleet.tools.drafts.distillation import TrainingPlan, distil
 from lorafleet.tools.drafts.draft_acceptance import measure_acceptance
 from lorafleet.tools.drafts.draft_adapter import trained_lora
-from lorafleet.tools.drafts.draft_checkpoint import DraftShape, new_draft
+from lorafleet.tools.drafts.draft_checkpoint import DraftModelShape, new_draft
 from lorafleet.tools.drafts.draft_job import AnswerOptions, DraftJob
 from lorafleet.tools.drafts.draft_lessons import collect_lessons
 from lorafleet.tools.drafts.draft_target import TargetAnswer
@@ -95,7 +95,7 @@ def test_the_answers_are_those_of_the_target_with_its_adapter(base: Path, tmp_pa
 
 def test_training_teaches_the_answers_and_leaves_the_table_of_the_target(base: Path):
     answers = answers_of(load_base(base))
-    draft = new_draft(base, DraftShape())
+    draft = new_draft(base, DraftModelShape())
     table = draft.get_input_embeddings().weight.clone()
     before = measure_acceptance(draft, answers, 4, 100)
     distil(draft, answers, TrainingPlan(40, 2e-2, 100), lambda _: None)
@@ -105,7 +105,7 @@ def test_training_teaches_the_answers_and_leaves_the_table_of_the_target(base: P
 
 def test_a_lora_teaches_another_model_and_the_draft_stays_as_it_was(base: Path, make_adapter: MakeAdapter):
     answers = answers_of(load_peft(base, make_adapter(std=0.3)))
-    draft = new_draft(base, DraftShape())
+    draft = new_draft(base, DraftModelShape())
     before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
     share = measure_acceptance(draft, answers, 4, 100).share
     with trained_lora(draft, answers, 8, TrainingPlan(40, 2e-2, 100), lambda _: None) as model:
@@ -119,7 +119,7 @@ def test_a_lora_teaches_another_model_and_the_draft_stays_as_it_was(base: Path, 
 def test_a_lora_is_trained_for_a_draft_that_exists(base: Path, tmp_path: Path, make_adapter: MakeAdapter):
     adapter = make_adapter()
     with new_folder(tmp_path / "drafter") as folder:
-        new_draft(base, DraftShape(1, "random", 64)).save_pretrained(folder)
+        new_draft(base, DraftModelShape(1, "random", 64)).save_pretrained(folder)
     size = (tmp_path / "drafter" / "model.safetensors").stat().st_size
     recorded = [replace(line, answer_ids=(7, 8, 9)) for line in LINES]
     [result] = train_draft(job(base, tmp_path, {"mine": adapter}, is_new=False, lines=recorded), lambda _: None)
@@ -176,13 +176,13 @@ def test_what_cannot_be_written_is_refused_before_any_work(
 
 def test_drafts_that_do_not_fit_are_refused(base: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match="2 layers; a draft with 2 would not be faster"):
-        new_draft(base, DraftShape(2))
+        new_draft(base, DraftModelShape(2))
     with pytest.raises(ConfigError, match="hidden-size"):
-        DraftShape(1, "random")
+        DraftModelShape(1, "random")
     with pytest.raises(ConfigError, match="multiple of 64"):
-        DraftShape(1, "random", 100)
+        DraftModelShape(1, "random", 100)
     with pytest.raises(ConfigError, match="at most"):
-        new_draft(base, DraftShape(64, "random", 8192))
+        new_draft(base, DraftModelShape(64, "random", 8192))
     with pytest.raises(ConfigError, match="nothing to train"):
         job(base, tmp_path, {}, is_new=False)
     with pytest.raises(ConfigError, match="--temperature over 0"):

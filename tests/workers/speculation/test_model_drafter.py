@@ -96,22 +96,23 @@ def test_a_draft_model_that_is_hardly_ever_right_changes_no_answer(fleet, prompt
     assert_is_empty(stepped)
 
 
-def test_two_tokens_that_are_missing_are_computed_in_two_steps_where_graphs_run_them(fleet, prompt) -> None:
+def test_the_tokens_that_were_accepted_are_computed_as_drafts_which_graphs_run(fleet, prompt) -> None:
     base = fleet("llama3").base
     stepped = made_engine(base, base)
-    drafter(stepped)._peels = True
-    plans: list[bool] = []
+    lengths: list[int] = []
     run = drafter(stepped).steps.run
 
     def recorded(plan: Any, *more: Any) -> Any:
-        plans.append(plan.is_decode)
+        if not plan.has_decodes_only:
+            lengths.append(plan.num_tokens)
         return run(plan, *more)
 
     drafter(stepped).steps.run = recorded  # type: ignore[method-assign]
     counts = Counts(stepped)
-    assert answers(stepped, {"a": prompt(20)}) == answers(made_engine(base), {"a": prompt(20)})
-    assert counts.drafted == counts.accepted > 20
-    assert plans.count(False) == 1, "the prompt alone is more than two tokens"
+    prompts = {"a": prompt(20), "b": prompt(30)}
+    assert answers(stepped, prompts) == answers(made_engine(base), prompts)
+    assert counts.drafted == counts.accepted > 40
+    assert len(lengths) <= 2 and sum(lengths) >= 50, "the prompts alone are longer"
 
 
 def test_a_second_request_finds_the_draft_models_keys_and_values_of_the_first(fleet, prompt) -> None:
