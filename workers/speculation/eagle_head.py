@@ -80,7 +80,7 @@ class EagleHead(nn.Module):
         self.fused = parameter(config.hidden_size, NUM_TAPS * target.config.hidden_size, dtype=dtype, device=device)
         self.rotations = Rotations([attention.rope for attention in config.attentions], device)
         self._norms_residual = norms_residual
-        self.drafts = DraftRows(config, dtype, device, most_tokens, most_rows)
+        self.drafts = EagleRows(config, dtype, device, most_tokens, most_rows)
 
     @property
     def embed_tokens(self) -> VocabTable:
@@ -144,7 +144,7 @@ class EagleHead(nn.Module):
             linear.weight = weights.empty(None, sum(linear.out_features), linear.in_features, linear.dtype)
 
 
-class DraftRows:
+class EagleRows:
     """The features, and what else a step of the head reads and writes beside StepInputs. Nothing of it ever moves, so
     that captured graphs can read it."""
 
