@@ -11,6 +11,7 @@ ranks. The outputs are summed over the ranks, so only one rank adds the biases o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -22,6 +23,7 @@ from lorafleet.kernels.lora.lora_batch import LoRABatch
 from lorafleet.kernels.moe.expert_activation import ExpertActivation, activate_experts
 from lorafleet.kernels.moe.expert_codes import ExpertCodes, ExpertMatrix
 from lorafleet.kernels.moe.expert_lora import ExpertLoRA
+from lorafleet.kernels.moe.few_tokens import FewTokenMixture, SharedWeights, few_token_mixture
 from lorafleet.kernels.moe.moe import ExpertMatrices, experts_mlp, route
 from lorafleet.kernels.moe.moe_torch import SharedOutput
 from lorafleet.kernels.quant.base_weight import PlainWeight
@@ -53,6 +55,12 @@ class SharedExpert(nn.Module):
         y_TD = apply_affine(self.down_proj(inner_TI, batch))
         return SharedOutput(y_TD, None if self.weight_gate is None else apply_affine(self.weight_gate(x_TD, batch)))
 
+    @property
+    def weights(self) -> SharedWeights:
+        """The weights, which are plain."""
+        gate_1D = None if self.weight_gate is None else self.weight_gate.weight.dequantized()
+        return SharedWeights(self.gate_up_proj.weight.dequantized(), self.down_proj.weight.dequantized(), gate_1D)
+
     def packed_linears(self) -> list[PackedLinear]:
         return [linear for linear in (self.gate_up_proj, self.down_proj, self.weight_gate) if linear is not None]
 
@@ -63,7 +71,8 @@ class SparseMLP(nn.Module):
     gate_up_EUD has, for each expert, the rows of its gate_proj and then of its up_proj. It and down_EDI are set by
     hold(), since they may be quantized. lora is for gate_up and for down. It is None until adapters are enabled.
     adds_bias is True on the one rank that adds the biases of down. recorded_TK receives the router's choices, if they
-    are recorded (workers/device/routed_experts.py).
+    are recorded (workers/device/routed_experts.py). few_tokens is set while workers/step/few_token_kernels.py captures
+    a step that few_token_mixture() computes.
     """
 
     gate_up_EUD: ExpertMatrix
@@ -88,7 +97,6 @@ class SparseMLP(nn.Module):
         if experts.latent_size is not None:
             into, out, *of_shared = of_shared
             self.latent = nn.ModuleList(PackedLinear.of(linear, dtype, device) for linear in (into, out))
-        width = experts.latent_size or hidden_size
         self.gate_up_bias_EU: nn.Parameter | None = None
         self.down_bias_ED: nn.Parameter | None = None
         if experts.biases:
@@ -97,16 +105,20 @@ class SparseMLP(nn.Module):
         self.correction_E = self._vector(experts.correction_name, device)
         self.scale_E = self._vector(experts.expert_scale_name, device)
         self.shared = SharedExpert(of_shared, experts.activation, dtype, device) if of_shared else None
-        self.down_shape = count, width, inner
         self._adds_bias = adds_bias
         self._matrices: ExpertMatrices | None = None
         self.lora: tuple[ExpertLoRA, ExpertLoRA] | None = None
         self.recorded_TK: Tensor | None = None
+        self.few_tokens: FewTokenMixture | None = None
 
     @property
     def gate_up_shape(self) -> tuple[int, int, int]:
         count, width, inner = self.down_shape
         return count, 2 * inner if self.experts.is_gated else inner, width
+
+    @property
+    def down_shape(self) -> tuple[int, int, int]:
+        return self.experts.count, self.experts.latent_size or self.gate.in_features, self.experts.intermediate_size
 
     def hold(self, gate_up_EUD: ExpertMatrix, down_EDI: ExpertMatrix) -> None:
         """Sets the experts' weights, which are filled later."""
@@ -123,6 +135,9 @@ class SparseMLP(nn.Module):
     def forward(self, x_TD: Tensor, batch: LoRABatch | None, router_x_TD: Tensor | None = None) -> LinearOutput:
         """Returns the mixture's output on this rank. router_x is the router's input, if that is not x."""
         assert self._matrices is not None
+        if self.few_tokens is not None:
+            recorded_TK = None if self.recorded_TK is None else self.recorded_TK[: len(x_TD)]
+            return few_token_mixture(x_TD, self.few_tokens, recorded_TK)
         router_x_TD = x_TD if router_x_TD is None else router_x_TD
         if self.experts.router_float32:
             router_x_TD = router_x_TD.float()
@@ -145,6 +160,34 @@ class SparseMLP(nn.Module):
         """Whether the experts have codes of four bits that the CUDA kernels read."""
         assert self._matrices is not None
         return self._matrices.are_tiled
+
+    def for_few_tokens(self, early: bool) -> FewTokenMixture | None:
+        """Returns what few_token_mixture() reads, or None if it does not compute such a mixture."""
+        experts, gate_up_EUD, down_EDI = self.experts, self.gate_up_EUD, self.down_EDI
+        is_other = experts.biases or experts.router_bias or experts.scales_input or not experts.is_gated
+        if is_other or experts.beside is not None or self.latent is not None:
+            return None
+        if isinstance(gate_up_EUD, ExpertCodes) or isinstance(down_EDI, ExpertCodes):
+            return None
+        # A FixedWeight's bits must not change.
+        if any(type(linear.weight) is not PlainWeight for linear in self.packed_linears()):
+            return None
+        return FewTokenMixture(
+            self.gate.weight.dequantized(),
+            experts.rule,
+            self.correction_E,
+            self.scale_E,
+            gate_up_EUD.data,
+            down_EDI.data,
+            experts.activation,
+            None if self.shared is None else self.shared.weights,
+            self._arrived_1,
+            early,
+        )
+
+    @cached_property
+    def _arrived_1(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.int32, device=self.gate_up_EUD.device)
 
     def weight_kinds(self) -> list[type[object]]:
         """Returns the classes of the weights of gate_up and down: PlainWeight, or that of the quantized weight."""

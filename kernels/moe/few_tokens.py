@@ -1,0 +1,87 @@
+"""A mixture of experts for the few tokens of a captured decode step without adapters, in three launches.
+
+With few tokens a mixture takes as long as its launches, not its bytes. So the first launch computes the router's
+logits and the shared expert's gate, and chooses. The second computes gate and up of the chosen experts and of the
+shared expert, with the activation. The third computes their down, times the weights; the reader adds the experts'
+outputs. On CUDA these are kernels/moe/few_tokens_choice_triton.py and few_tokens_experts_triton.py.
+"""
+
+# T tokens · E experts · K experts a token · J = K, or K + 1 with a shared expert · D hidden size
+# I intermediate size · U = 2 I rows of gate_up
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lorafleet.kernels.lora.linear_output import LinearOutput
+from lorafleet.kernels.moe.expert_activation import ExpertActivation
+from lorafleet.kernels.moe.moe_torch import PairsByExpert, SharedOutput, route_torch
+from lorafleet.kernels.moe.routing_rule import RoutingRule
+
+MOST_TOKENS = 16  # Every program has rows for so many tokens.
+
+
+@dataclass(frozen=True, slots=True)
+class SharedWeights:
+    """The weights of the shared expert."""
+
+    gate_up_UD: Tensor
+    down_DI: Tensor
+    gate_1D: Tensor | None  # The linear whose sigmoid multiplies the output; None: the output counts once.
+
+
+@dataclass(frozen=True, slots=True)
+class FewTokenMixture:
+    """The weights of a mixture, all contiguous. They have one dtype, but for a router in float32."""
+
+    router_ED: Tensor
+    rule: RoutingRule
+    correction_E: Tensor | None  # float32, as in route(), like the next one
+    scale_E: Tensor | None
+    gate_up_EUD: Tensor
+    down_EDI: Tensor
+    activation: ExpertActivation  # one with a gate
+    shared: SharedWeights | None
+    arrived_1: Tensor  # int32, zero before and after: the programs of the first launch that have ended
+    early: bool = False  # Launches start before the kernel ahead has ended (programmatic dependent launch).
+
+    @property
+    def num_summands(self) -> int:
+        """The number of experts whose outputs are added for a token, J."""
+        return self.rule.per_token + (self.shared is not None)
+
+
+def few_token_mixture(x_TD: Tensor, mixture: FewTokenMixture, out_TK: Tensor | None = None) -> LinearOutput:
+    """Returns the mixture's output for at most MOST_TOKENS tokens. On CUDA it is in float32 sums, one for each expert.
+
+    out_TK is the int32 memory for the router's choice; None makes new memory.
+    """
+    assert 0 < len(x_TD) <= MOST_TOKENS
+    if x_TD.is_cuda:
+        from lorafleet.kernels.moe.few_tokens_experts_triton import few_token_mixture_triton  # optional on a CPU
+
+        return few_token_mixture_triton(x_TD, mixture, out_TK)
+    return few_token_mixture_torch(x_TD, mixture, out_TK)
+
+
+def few_token_mixture_torch(x_TD: Tensor, mixture: FewTokenMixture, out_TK: Tensor | None = None) -> LinearOutput:
+    router_ED, shared = mixture.router_ED, mixture.shared
+    logits_TE = F.linear(x_TD.to(router_ED.dtype), router_ED)
+    expert_TK, weight_TK = route_torch(logits_TE, mixture.rule, mixture.correction_E, mixture.scale_E)
+    if out_TK is not None:
+        expert_TK = out_TK.copy_(expert_TK)
+    output = None
+    if shared is not None:
+        always_T1 = torch.zeros(len(x_TD), 1, dtype=torch.int32)
+        whole = PairsByExpert.of(always_T1)
+        gate_up = whole.linear(x_TD, shared.gate_up_UD[None])
+        inner_TI = whole.activate(gate_up, mixture.activation, None)
+        gate_T1 = None if shared.gate_1D is None else F.linear(x_TD, shared.gate_1D)
+        output = SharedOutput(whole.linear(inner_TI, shared.down_DI[None]).y_NO, gate_T1)
+    pairs = PairsByExpert.of(expert_TK)
+    inner_NI = pairs.activate(pairs.linear(x_TD, mixture.gate_up_EUD), mixture.activation, None)
+    return LinearOutput(pairs.combine(pairs.linear(inner_NI, mixture.down_EDI), weight_TK, None, output))
