@@ -199,7 +199,7 @@ class DecodeCapture:
     @contextmanager
     def _without_adapters(self, size: int) -> Iterator[None]:
         """Lets the model compute a step without adapters by its own kernels in the block."""
-        with own_linears(self._model, size), few_token_kernels(self._model, size):
+        with few_token_kernels(self._model, size), own_linears(self._model, size):
             yield
 
 
