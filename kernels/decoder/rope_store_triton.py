@@ -13,8 +13,9 @@ The pairs are (i, i + F) or neighbors. If only the head's first numbers are rota
 behind the others, and rotated by no angle.
 
 Memory: qkv and the adapters' delta are [T, E], where a row is H query heads, G keys, G values, or fewer of these. A
-gate may follow each query. qkv may be in sums [K, T, E]. cos and sin are [T, F]. out is [T, H, D]. The caches are [N, P, G, D], where a token's row is
-its slot_mapping. A head size that is not a power of two (80, 96) is padded in registers.
+gate may follow each query. qkv may be in sums [K, T, E]. cos and sin are [T, F]. out is [T, H, D]. The caches are [N,
+P, G, D], where a token's row is its slot_mapping. A head size that is not a power of two (80, 96) is padded in
+registers.
 """
 
 # T tokens · E all heads of q, k and v in one row · H query heads · G KV heads · D head size · F rotated pairs

@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lorafleet.kernels.jit import jit
 from lorafleet.kernels.linear.split_sums_triton import early_launch
-from lorafleet.kernels.moe.few_tokens import FewTokenMixture
+from lorafleet.kernels.moe.few_tokens import FewTokenRouter, SharedWeights
 from lorafleet.kernels.moe.moe_route_triton import NONE, choose_experts, place_experts, rule_constants
 
 # Rows of the router and inputs of a step, for one token and for more.
@@ -146,42 +146,44 @@ def _choice_kernel(
             tl.store(weight_ptr + t * summands + per_token, 1.0, mask=t_inside)
 
 
-def few_token_choice(x_TD: Tensor, mixture: FewTokenMixture, out_TK: Tensor | None) -> tuple[Tensor, Tensor]:
+def few_token_choice_triton(
+    x_TD: Tensor, router: FewTokenRouter, shared: SharedWeights | None, out_TK: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Returns each token's experts, int32 [T, K], and the weights of all that is summed, float32 [T, J]."""
-    (num_tokens, size), num_experts = x_TD.shape, len(mixture.router_ED)
-    shared, rule, device = mixture.shared, mixture.rule, x_TD.device
-    gate_1D = None if shared is None else shared.gate_1D
-    for weight in (mixture.router_ED, gate_1D):
+    (num_tokens, size), num_experts = x_TD.shape, len(router.router_ED)
+    rule, device, gate_1D = router.rule, x_TD.device, None if shared is None else shared.gate_1D
+    for weight in (router.router_ED, gate_1D):
         assert weight is None or (weight.is_contiguous() and weight.shape[1] == size)
     expert_TK = out_TK
     if expert_TK is None:
         expert_TK = torch.empty(num_tokens, rule.per_token, dtype=torch.int32, device=device)
     assert expert_TK.shape == (num_tokens, rule.per_token) and expert_TK.is_contiguous() and x_TD.is_contiguous()
-    weight_TJ = torch.empty(num_tokens, mixture.num_summands, dtype=torch.float32, device=device)
+    summands = rule.per_token + (shared is not None)
+    weight_TJ = torch.empty(num_tokens, summands, dtype=torch.float32, device=device)
     logits_TE = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=device)
     block_r, block_d = ONE_TOKEN_BLOCKS if num_tokens == 1 else BLOCKS
     _choice_kernel[(triton.cdiv(num_experts, block_r) + (gate_1D is not None),)](
         x_TD,
-        mixture.router_ED,
+        router.router_ED,
         gate_1D,
-        mixture.correction_E,
-        mixture.scale_E,
+        router.correction_E,
+        router.scale_E,
         logits_TE,
-        mixture.arrived_1,
+        router.arrived_1,
         expert_TK,
         weight_TJ,
         num_tokens,
         size=size,
-        **rule_constants(rule, num_experts, mixture.correction_E is not None, mixture.scale_E is not None),
+        **rule_constants(rule, num_experts, router.correction_E is not None, router.scale_E is not None),
         has_shared=shared is not None,
         has_gate=gate_1D is not None,
-        early=mixture.early,
+        early=router.early,
         block_r=block_r,
-        block_d=block_d if mixture.router_ED.dtype.itemsize == 2 else block_d // 2,
+        block_d=block_d if router.router_ED.dtype.itemsize == 2 else block_d // 2,
         block_t=token_rows(num_tokens),
         stages=STAGES,
         num_warps=4,
-        **early_launch(mixture.early),
+        **early_launch(router.early),
     )
     return expert_TK, weight_TJ
 

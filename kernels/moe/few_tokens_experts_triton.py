@@ -30,7 +30,7 @@ from lorafleet.kernels.lora.linear_output import LinearOutput, SplitSums
 from lorafleet.kernels.moe.expert_activation import is_gated
 from lorafleet.kernels.moe.expert_activation_triton import activation_of, formula_of
 from lorafleet.kernels.moe.few_tokens import FewTokenMixture
-from lorafleet.kernels.moe.few_tokens_choice_triton import few_token_choice, rows_of_x, token_rows
+from lorafleet.kernels.moe.few_tokens_choice_triton import few_token_choice_triton, rows_of_x, token_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +153,7 @@ def _inner_kernel(
     program = tl.program_id(0)
     if program < shared_blocks:
         o, t_inside = program * block_o + tl.arange(0, block_o), t < num_tokens
-        out = _activated(
-            x_ptr, t, t_inside, shared_ptr, o, shared_inner, size, alpha, limit, formula, block_d, stages
-        )
+        out = _activated(x_ptr, t, t_inside, shared_ptr, o, shared_inner, size, alpha, limit, formula, block_d, stages)
         place = shared_out_ptr + t[None, :] * shared_inner + o[:, None]
         mask = (o < shared_inner)[:, None] & t_inside[None, :]
         tl.store(place, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -204,9 +202,7 @@ def _outer_kernel(
     o = program % blocks * block_o + tl.arange(0, block_o)
     if program < shared_blocks:
         shares = t < num_tokens
-        out = rows_of_x(
-            shared_inner_ptr, t, shares, shared_ptr, o, o < size, shared_inner, block_d, stages
-        )
+        out = rows_of_x(shared_inner_ptr, t, shares, shared_ptr, o, o < size, shared_inner, block_d, stages)
         weight = tl.load(weight_ptr + t * summands + per_token, mask=shares, other=0.0)
         place = part_ptr + (per_token * num_tokens + t).to(tl.int64)[None, :] * size + o[:, None]
         tl.store(place, out * weight[None, :], mask=(o < size)[:, None] & shares[None, :])
@@ -223,8 +219,8 @@ def _outer_kernel(
 
 
 def few_token_mixture_triton(x_TD: Tensor, mixture: FewTokenMixture, out_TK: Tensor | None) -> LinearOutput:
-    gate_up_EUD, down_EDI, shared, early = mixture.gate_up_EUD, mixture.down_EDI, mixture.shared, mixture.early
-    (num_tokens, size), inner, per_token = x_TD.shape, down_EDI.shape[2], mixture.rule.per_token
+    gate_up_EUD, down_EDI, shared, early = mixture.gate_up_EUD, mixture.down_EDI, mixture.shared, mixture.router.early
+    (num_tokens, size), inner, per_token = x_TD.shape, down_EDI.shape[2], mixture.router.rule.per_token
     assert is_gated(mixture.activation) and gate_up_EUD.shape[1:] == (2 * inner, size) and down_EDI.shape[1] == size
     assert gate_up_EUD.is_contiguous() and down_EDI.is_contiguous() and x_TD.dtype == gate_up_EUD.dtype
     shared_inner = 0
@@ -232,7 +228,7 @@ def few_token_mixture_triton(x_TD: Tensor, mixture: FewTokenMixture, out_TK: Ten
         shared_inner = shared.down_DI.shape[1]
         assert shared.gate_up_UD.shape == (2 * shared_inner, size) and shared.gate_up_UD.is_contiguous()
         assert shared.down_DI.shape == (size, shared_inner) and shared.down_DI.is_contiguous()
-    expert_TK, weight_TJ = few_token_choice(x_TD, mixture, out_TK)
+    expert_TK, weight_TJ = few_token_choice_triton(x_TD, mixture.router, shared, out_TK)
     rows = token_rows(num_tokens)
     of_inner, of_outer = ONE_TOKEN if rows == 1 else SOME_TOKENS
     sizes = {

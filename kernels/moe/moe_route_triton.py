@@ -1,8 +1,9 @@
 """The router's choice on the GPU in one launch. kernels/moe/moe_torch.py has its twin.
 
 Idea: a token's logits fit into one warp's registers, so one program takes the largest value K times; of equal ones it
-takes the first. kernels/moe/few_tokens_choice_triton.py chooses for some tokens in one program. Groups of experts lie in rows of a square of registers, each padded to a power of two, so that the
-values of groups are reductions along rows. Without groups there is one row.
+takes the first. kernels/moe/few_tokens_choice_triton.py chooses for some tokens in one program. Groups of experts lie
+in rows of a square of registers, each padded to a power of two, so that the values of groups are reductions along rows.
+Without groups there is one row.
 """
 
 # T tokens · E experts · K experts a token

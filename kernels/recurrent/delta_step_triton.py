@@ -8,8 +8,8 @@ reads the memory, which no kernel of the step has written, before it waits for t
 The value heads of a key head read the same states of the convolution. The last of them to have read shifts these; a
 counter tells which one that is. Each shifts those of its own values.
 
-Memory: the linears' outputs are as DeltaColumns says; the first one's may be in sums [K, T, N]. The memories are float32
-[S, H, K, V], and the states of the convolution [S, C, J].
+Memory: the linears' outputs are as DeltaColumns says; the first one's may be in sums [K, T, N]. The memories are
+float32 [S, H, K, V], and the states of the convolution [S, C, J].
 """
 
 # T tokens, each of another sequence · D hidden size · C channels · J earlier tokens that the convolution reads
@@ -200,7 +200,11 @@ def delta_step_triton(
     first.check(reads_sums=True)
     assert first.delta_TO is None and first.affine_2T is None
     (num_tokens, first_width), (_, num_heads, k_dim, v_dim) = first.y_TO.shape, memory_SHKV.shape
-    channels, columns, groups = 2 * weights.num_k_heads * k_dim + num_heads * v_dim, weights.columns, weights.num_k_heads
+    channels, columns, groups = (
+        2 * weights.num_k_heads * k_dim + num_heads * v_dim,
+        weights.columns,
+        weights.num_k_heads,
+    )
     taps = weights.conv_CK.shape[1]
     assert weights.conv_CK.shape == (channels, taps) and conv_SCJ.shape[1:] == (channels, taps - 1)
     assert weights.conv_CK.is_contiguous() and conv_SCJ.is_contiguous() and memory_SHKV.is_contiguous()

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lorafleet.kernels.extras.affine import apply_affine
 from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.kernels.lora.lora_batch import LoRABatch
-from lorafleet.kernels.recurrent.causal_conv import causal_conv
 from lorafleet.kernels.quant.base_weight import PlainWeight
+from lorafleet.kernels.recurrent.causal_conv import causal_conv
 from lorafleet.kernels.recurrent.delta_rule import HeadGates, gated_delta_rule
 from lorafleet.kernels.recurrent.delta_step import (
     MOST_TOKENS,
@@ -35,7 +35,7 @@ from lorafleet.workers.tp.shard import Shard
 
 
 class DeltaNet(nn.Module):
-    """The layer. few_tokens is set while workers/step/few_token_kernels.py captures a step that delta_step() computes."""
+    """The layer. few_tokens is set while workers/step/few_token_kernels.py captures a step for delta_step()."""
 
     def __init__(self, shard: Shard, layer: int, group: TPGroup, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

@@ -23,8 +23,14 @@ from lorafleet.kernels.lora.lora_batch import LoRABatch
 from lorafleet.kernels.moe.expert_activation import ExpertActivation, activate_experts
 from lorafleet.kernels.moe.expert_codes import ExpertCodes, ExpertMatrix
 from lorafleet.kernels.moe.expert_lora import ExpertLoRA
-from lorafleet.kernels.moe.few_tokens import FewTokenMixture, SharedWeights, few_token_mixture
-from lorafleet.kernels.moe.moe import ExpertMatrices, experts_mlp, route
+from lorafleet.kernels.moe.few_tokens import (
+    FewTokenMixture,
+    FewTokenRouter,
+    SharedWeights,
+    few_token_choice,
+    few_token_mixture,
+)
+from lorafleet.kernels.moe.moe import ExpertMatrices, Routing, experts_mlp, route
 from lorafleet.kernels.moe.moe_torch import SharedOutput
 from lorafleet.kernels.quant.base_weight import PlainWeight
 from lorafleet.workers.bases.experts_config import ExpertsConfig
@@ -72,7 +78,7 @@ class SparseMLP(nn.Module):
     hold(), since they may be quantized. lora is for gate_up and for down. It is None until adapters are enabled.
     adds_bias is True on the one rank that adds the biases of down. recorded_TK receives the router's choices, if they
     are recorded (workers/device/routed_experts.py). few_tokens is set while workers/step/few_token_kernels.py captures
-    a step that few_token_mixture() computes.
+    a step in which the kernels for few tokens compute the mixture, or its router alone.
     """
 
     gate_up_EUD: ExpertMatrix
@@ -109,7 +115,7 @@ class SparseMLP(nn.Module):
         self._matrices: ExpertMatrices | None = None
         self.lora: tuple[ExpertLoRA, ExpertLoRA] | None = None
         self.recorded_TK: Tensor | None = None
-        self.few_tokens: FewTokenMixture | None = None
+        self.few_tokens: FewTokenMixture | FewTokenRouter | None = None
 
     @property
     def gate_up_shape(self) -> tuple[int, int, int]:
@@ -135,15 +141,10 @@ class SparseMLP(nn.Module):
     def forward(self, x_TD: Tensor, batch: LoRABatch | None, router_x_TD: Tensor | None = None) -> LinearOutput:
         """Returns the mixture's output on this rank. router_x is the router's input, if that is not x."""
         assert self._matrices is not None
-        if self.few_tokens is not None:
-            recorded_TK = None if self.recorded_TK is None else self.recorded_TK[: len(x_TD)]
+        recorded_TK = None if self.recorded_TK is None else self.recorded_TK[: len(x_TD)]
+        if isinstance(self.few_tokens, FewTokenMixture):
             return few_token_mixture(x_TD, self.few_tokens, recorded_TK)
-        router_x_TD = x_TD if router_x_TD is None else router_x_TD
-        if self.experts.router_float32:
-            router_x_TD = router_x_TD.float()
-        logits_TE = apply_affine(self.gate(router_x_TD, batch))
-        recorded_TK = None if self.recorded_TK is None else self.recorded_TK[: len(logits_TE)]
-        routing = route(logits_TE, self.experts.rule, self.correction_E, self.scale_E, recorded_TK)
+        routing = self._routing(x_TD if router_x_TD is None else router_x_TD, batch, recorded_TK)
         adapters = None
         if batch is not None and batch.has_experts and self.lora is not None:
             adapters = self.lora[0].in_step(batch), self.lora[1].in_step(batch)
@@ -161,32 +162,34 @@ class SparseMLP(nn.Module):
         assert self._matrices is not None
         return self._matrices.are_tiled
 
-    def for_few_tokens(self, early: bool) -> FewTokenMixture | None:
-        """Returns what few_token_mixture() reads, or None if it does not compute such a mixture."""
+    def _routing(self, x_TD: Tensor, batch: LoRABatch | None, out_TK: Tensor | None) -> Routing:
+        """Returns the router's choice, which is written to out_TK if there is that memory."""
+        if isinstance(self.few_tokens, FewTokenRouter):
+            return Routing(*few_token_choice(x_TD, self.few_tokens, out_TK))
+        logits_TE = apply_affine(self.gate(x_TD.float() if self.experts.router_float32 else x_TD, batch))
+        return route(logits_TE, self.experts.rule, self.correction_E, self.scale_E, out_TK)
+
+    def for_few_tokens(self, early: bool) -> FewTokenMixture | FewTokenRouter | None:
+        """Returns what the kernels for few tokens read: those of the whole mixture, or of its router, or None."""
         experts, gate_up_EUD, down_EDI = self.experts, self.gate_up_EUD, self.down_EDI
-        is_other = experts.biases or experts.router_bias or experts.scales_input or not experts.is_gated
-        if is_other or experts.beside is not None or self.latent is not None:
-            return None
-        if isinstance(gate_up_EUD, ExpertCodes) or isinstance(down_EDI, ExpertCodes):
-            return None
         # A FixedWeight's bits must not change.
-        if any(type(linear.weight) is not PlainWeight for linear in self.packed_linears()):
+        if experts.router_bias or type(self.gate.weight) is not PlainWeight:
             return None
-        return FewTokenMixture(
-            self.gate.weight.dequantized(),
-            experts.rule,
-            self.correction_E,
-            self.scale_E,
-            gate_up_EUD.data,
-            down_EDI.data,
-            experts.activation,
-            None if self.shared is None else self.shared.weights,
-            self._arrived_1,
-            early,
-        )
+        weight_ED, arrived_1 = self.gate.weight.dequantized(), self._arrived_1
+        router = FewTokenRouter(weight_ED, experts.rule, self.correction_E, self.scale_E, arrived_1, early)
+        is_other = experts.biases or experts.scales_input or not experts.is_gated or self.latent is not None
+        if is_other or experts.beside is not None:
+            return router
+        if isinstance(gate_up_EUD, ExpertCodes) or isinstance(down_EDI, ExpertCodes):
+            return router
+        if any(type(linear.weight) is not PlainWeight for linear in self.packed_linears()):
+            return router
+        shared = None if self.shared is None else self.shared.weights
+        return FewTokenMixture(router, gate_up_EUD.data, down_EDI.data, experts.activation, shared)
 
     @cached_property
     def _arrived_1(self) -> Tensor:
+        """The counter of FewTokenRouter, whose memory captured steps keep using."""
         return torch.zeros(1, dtype=torch.int32, device=self.gate_up_EUD.device)
 
     def weight_kinds(self) -> list[type[object]]:

@@ -1,6 +1,6 @@
 """Chooses the kernels of mixtures and of delta nets for captured decode steps of few tokens without adapters.
 
-They compute in few launches what takes many in other steps (kernels/moe/few_tokens.py, kernels/recurrent/delta_step.py).
+They compute in few launches what takes many in other steps: kernels/moe/few_tokens.py, kernels/recurrent/delta_step.py.
 The choice holds while a step is captured, as that of own_linears.py does.
 """
 

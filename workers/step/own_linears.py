@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from lorafleet.kernels.linear.linear_tuning import LinearShape, linear_shape
+from lorafleet.kernels.moe.few_tokens import FewTokenMixture
 from lorafleet.kernels.quant.base_weight import PlainWeight
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.models.engine_model import EngineModel
@@ -30,8 +31,8 @@ def own_linears(model: EngineModel, num_rows: int, shape_of: ShapeOf = linear_sh
     which would add the sums in a launch more.
     """
     chosen = []
-    mixtures = [mixture for _, mixture in model.mixtures()]
-    if isinstance(model, DecoderModel) and model.shard.size == 1 and all(mixture.few_tokens for mixture in mixtures):
+    suits = all(isinstance(mixture.few_tokens, FewTokenMixture) for _, mixture in model.mixtures())
+    if isinstance(model, DecoderModel) and model.shard.size == 1 and suits:
         for _, linear in model.packed_linears():
             if type(linear.weight) is PlainWeight:  # and not a FixedWeight, whose bits must not change
                 w_OD = linear.weight.dequantized()

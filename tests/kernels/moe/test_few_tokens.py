@@ -9,7 +9,13 @@ from torch import Tensor
 
 from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.kernels.moe.expert_activation import ClampedSwiGLU, ExpertActivation
-from lorafleet.kernels.moe.few_tokens import FewTokenMixture, SharedWeights, few_token_mixture
+from lorafleet.kernels.moe.few_tokens import (
+    FewTokenMixture,
+    FewTokenRouter,
+    SharedWeights,
+    few_token_choice,
+    few_token_mixture,
+)
 from lorafleet.kernels.moe.routing_rule import ExpertGroups, RoutingRule
 from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
 
@@ -49,17 +55,20 @@ def make_case(
         gate = normal(1, hidden) if has_gate else None
         shared = SharedWeights(normal(2 * shared_inner, hidden), normal(hidden, shared_inner), gate)
     is_deepseek = rule.groups is not None
-    mixture = FewTokenMixture(
+    choice = FewTokenRouter(
         router.float() if is_deepseek else router,
         rule,
         normal(experts, dtype=torch.float32) if is_deepseek else None,
         normal(experts, dtype=torch.float32) + 1 if kind == "clamped" else None,
+        torch.zeros(1, dtype=torch.int32, device=device),
+        early,
+    )
+    mixture = FewTokenMixture(
+        choice,
         normal(experts, 2 * inner, hidden),
         normal(experts, hidden, inner),
         activation,
         shared,
-        torch.zeros(1, dtype=torch.int32, device=device),
-        early,
     )
     return x, mixture
 
@@ -73,52 +82,62 @@ def activated(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
     return (up.clamp(-7, 7) + 1) * gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7))
 
 
-def scores_of(x: Tensor, mixture: FewTokenMixture) -> tuple[Tensor, Tensor]:
+def scores_of(x: Tensor, router: FewTokenRouter) -> tuple[Tensor, Tensor]:
     """Returns a token's scores of all experts, and those by which they are chosen."""
-    logits = (mixture.router_ED.double() @ x.double()).to(mixture.router_ED.dtype).double()
-    scores = logits.softmax(0) if mixture.rule.scores == "softmax" else logits.sigmoid()
-    choice = scores if mixture.correction_E is None else scores + mixture.correction_E.double()
-    if mixture.rule.groups is not None:
-        groups = choice.view(mixture.rule.groups.count, -1)
+    logits = (router.router_ED.double() @ x.double()).to(router.router_ED.dtype).double()
+    scores = logits.softmax(0) if router.rule.scores == "softmax" else logits.sigmoid()
+    choice = scores if router.correction_E is None else scores + router.correction_E.double()
+    if router.rule.groups is not None:
+        groups = choice.view(router.rule.groups.count, -1)
         worst = groups.topk(2).values.sum(1).argmin()  # two of three groups are kept
         choice = groups.index_fill(0, worst, -torch.inf).flatten()
     return scores, choice
 
 
-def check(x: Tensor, mixture: FewTokenMixture, expert_TK: Tensor, out: LinearOutput) -> None:
-    found = out.y_TO if out.sums is None else out.sums.part_KTO.sum(0).to(x.dtype)
-    assert found.shape == x.shape and found.dtype == x.dtype and int(mixture.arrived_1) == 0
-    shared = mixture.shared
-    for t, own in enumerate(x):
-        scores, choice = scores_of(own, mixture)
-        experts = expert_TK[t].long()
+def check_choice(x: Tensor, router: FewTokenRouter, expert_TK: Tensor, weight_TK: Tensor) -> None:
+    assert int(router.arrived_1) == 0
+    for own, experts, found in zip(x, expert_TK.long(), weight_TK, strict=True):
+        scores, choice = scores_of(own, router)
+        rest = choice.index_fill(0, experts, -torch.inf)
         least = choice[experts].min()
-        rest = choice.clone()
-        rest[experts] = -torch.inf
-        assert len(set(experts.tolist())) == mixture.rule.per_token and rest.max() <= least + 1e-2 * least.abs()
+        assert len(set(experts.tolist())) == router.rule.per_token and rest.max() <= least + 1e-2 * least.abs()
         weights = scores[experts]
-        if mixture.rule.sums_to_one:
+        if router.rule.sums_to_one:
             weights = weights / weights.sum()
-        weights = weights * mixture.rule.scaling
-        if mixture.scale_E is not None:
-            weights = weights * mixture.scale_E[experts]
+        weights = weights * router.rule.scaling
+        if router.scale_E is not None:
+            weights = weights * router.scale_E[experts]
+        torch.testing.assert_close(found.double(), weights, atol=1e-2 if x.dtype == torch.bfloat16 else 1e-5, rtol=1e-5)
+
+
+def check(x: Tensor, mixture: FewTokenMixture, expert_TK: Tensor, weight_TK: Tensor, out: LinearOutput) -> None:
+    """expert_TK is the mixture's own choice, and weight_TK are the weights of these experts."""
+    found = out.y_TO if out.sums is None else out.sums.part_KTO.sum(0).to(x.dtype)
+    assert found.shape == x.shape and found.dtype == x.dtype
+    shared = mixture.shared
+    for own, experts, weights, y in zip(x, expert_TK.tolist(), weight_TK.double(), found, strict=True):
         expected = torch.zeros_like(own, dtype=torch.float64)
-        for weight, e in zip(weights, experts.tolist(), strict=True):
+        for weight, e in zip(weights, experts, strict=True):
             inner = activated(mixture.gate_up_EUD[e].double() @ own.double(), mixture.activation)
             expected += weight * (mixture.down_EDI[e].double() @ inner)
         if shared is not None:
             inner = activated(shared.gate_up_UD.double() @ own.double(), mixture.activation)
-            y = shared.down_DI.double() @ inner
-            expected += y if shared.gate_1D is None else y * torch.sigmoid(shared.gate_1D.double() @ own.double())
+            whole = shared.down_DI.double() @ inner
+            expected += whole if shared.gate_1D is None else whole * (shared.gate_1D.double() @ own.double()).sigmoid()
         tolerance = TOLERANCE[x.dtype] * float(expected.abs().max())
-        torch.testing.assert_close(found[t].double(), expected, atol=tolerance, rtol=0)
+        torch.testing.assert_close(y.double(), expected, atol=tolerance, rtol=0)
 
 
-def run(x: Tensor, mixture: FewTokenMixture) -> None:
-    expert_TK = torch.full((len(x), mixture.rule.per_token), -1, dtype=torch.int32, device=x.device)
+def run(x: Tensor, mixture: FewTokenMixture, choose=few_token_choice, compute=few_token_mixture) -> None:
+    router = mixture.router
     if x.is_cuda:
         poison_free_memory()
-    check(x, mixture, expert_TK, few_token_mixture(x, mixture, expert_TK))
+    chosen_TK, weight_TK = choose(x, router)
+    check_choice(x, router, chosen_TK, weight_TK)
+    expert_TK = torch.full((len(x), router.rule.per_token), -1, dtype=torch.int32, device=x.device)
+    out = compute(x, mixture, expert_TK)
+    assert torch.equal(chosen_TK, expert_TK) and int(router.arrived_1) == 0
+    check(x, mixture, expert_TK, weight_TK, out)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,10 +155,11 @@ def test_interpreted_kernels() -> None:
         experts.SOME_TOKENS = experts.Blocks(8, 32), experts.Blocks(16, 32)
         for kind in cases.KINDS:
             for tokens in (1, 5):
-                x, mixture = cases.make_case(kind, tokens)
-                expert_TK = torch.full((tokens, mixture.rule.per_token), -1, dtype=torch.int32)
-                out = experts.few_token_mixture_triton(x, mixture, expert_TK)
-                cases.check(x, mixture, expert_TK, out)
+                cases.run(
+                    *cases.make_case(kind, tokens),
+                    lambda x, router: choice.few_token_choice_triton(x, router, None, None),
+                    experts.few_token_mixture_triton,
+                )
     """)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from family_cases import CASES
+from family_cases import CASES, SMALL
 from lorafleet.kernels.moe.few_tokens import MOST_TOKENS
 from lorafleet.protocol.quantization_methods import Method
 from lorafleet.workers.attention.attention_backend import AttentionBatch, KVCache
@@ -33,8 +33,7 @@ def make(folder: Path, family: str, quantization: Method | None = None, tp_size:
     import transformers
 
     case = CASES[family]
-    sizes = {"hidden_size": 64, "vocab_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
-    transformers_config = getattr(transformers, f"{case.name}{case.suffix}").config_class(**(sizes | case.options))
+    transformers_config = getattr(transformers, f"{case.name}{case.suffix}").config_class(**(SMALL | case.options))
     transformers_config.architectures = [case.name + case.suffix]
     transformers_config.save_pretrained(folder)
     config = read_model_config(folder)
@@ -50,15 +49,13 @@ def decoded(model: DecoderModel, tokens: int, uses_kernels: bool) -> Tensor:
     """Returns the model's output for a token of each sequence, after states and caches that a seed decides."""
     spec = attention_spec(model.config, BLOCK, torch.float32, torch.float32, CPU, {})
     random = torch.Generator().manual_seed(1)
-    caches = [
-        KVCache(*torch.randn(2, tokens, BLOCK, *layer.kv_shape[:2], generator=random)) for layer in spec.layers
-    ]
+    caches = [KVCache(*torch.randn(2, tokens, BLOCK, *layer.kv_shape[:2], generator=random)) for layer in spec.layers]
     attention = make_attention(spec, caches, "torch")
     attention.plan(AttentionBatch([1] * tokens, [CONTEXT] * tokens, [[i] for i in range(tokens)]))
-    states = StateCache([layer.mixer.config.state for layer in model.decoder_layers() if isinstance(layer.mixer, DeltaNet)], tokens, torch.float32, CPU)  # fmt: skip
+    shapes = [layer.mixer.config.state for layer in model.decoder_layers() if isinstance(layer.mixer, DeltaNet)]
+    step = StateCache(shapes, tokens, torch.float32, CPU).of_padding([1] * tokens)
     rows = torch.arange(tokens)
     last = torch.full_like(rows, CONTEXT - 1)
-    step = states.of_padding([1] * tokens)
     for _ in range(2):
         if uses_kernels:
             with few_token_kernels(model, tokens):
@@ -68,7 +65,7 @@ def decoded(model: DecoderModel, tokens: int, uses_kernels: bool) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next", "qwen2_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next", "minimax_m2", "llama4", "gemma4_experts"])
 def test_a_models_answers_stay(tmp_path: Path, family: str) -> None:
     model = make(tmp_path, family)
     torch.testing.assert_close(decoded(model, 3, True), decoded(model, 3, False), atol=1e-5, rtol=1e-5)
@@ -77,15 +74,13 @@ def test_a_models_answers_stay(tmp_path: Path, family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "rows", "quantization", "tp_size", "count"),
     [
-        ("qwen3_5_moe", 1, None, 1, 7),
-        ("qwen3_5_moe", MOST_TOKENS, None, 1, 7),
+        ("qwen3_5_moe", 1, None, 1, 5),
+        ("qwen3_5_moe", MOST_TOKENS, None, 1, 5),
         ("qwen3_5_moe", MOST_TOKENS + 1, None, 1, 0),
         ("qwen3_5_moe", 1, None, 2, 0),
-        ("qwen3_5", 1, None, 1, 3),
-        ("qwen2_moe", 1, "fp8", 1, 0),
+        ("qwen3_5", 1, None, 1, 2),
+        ("qwen2_moe", 1, "fp8", 1, 2),
         ("gpt_oss", 1, None, 1, 0),
-        ("llama4", 1, None, 1, 0),
-        ("gemma4_experts", 1, None, 1, 0),
     ],
 )
 def test_only_layers_that_the_kernels_compute_have_them(
