@@ -24,8 +24,8 @@ from lorafleet.kernels.linear.split_sums_triton import early_launch
 from lorafleet.kernels.moe.few_tokens import FewTokenRouter, SharedWeights
 from lorafleet.kernels.moe.moe_route_triton import NONE, choose_experts, place_experts, rule_constants
 
-# Rows of the router and inputs of a step, for one token and for more.
-ONE_TOKEN_BLOCKS, BLOCKS = (4, 1024), (16, 128)
+# Rows of the router, inputs of a step and warps of a program, for one token and for more.
+ONE_TOKEN_BLOCKS, BLOCKS = (2, 1024, 1), (16, 128, 4)
 STAGES = 4
 
 
@@ -161,7 +161,7 @@ def few_token_choice_triton(
     summands = rule.per_token + (shared is not None)
     weight_TJ = torch.empty(num_tokens, summands, dtype=torch.float32, device=device)
     logits_TE = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=device)
-    block_r, block_d = ONE_TOKEN_BLOCKS if num_tokens == 1 else BLOCKS
+    block_r, block_d, warps = ONE_TOKEN_BLOCKS if num_tokens == 1 else BLOCKS
     _choice_kernel[(triton.cdiv(num_experts, block_r) + (gate_1D is not None),)](
         x_TD,
         router.router_ED,
@@ -182,7 +182,7 @@ def few_token_choice_triton(
         block_d=block_d if router.router_ED.dtype.itemsize == 2 else block_d // 2,
         block_t=token_rows(num_tokens),
         stages=STAGES,
-        num_warps=4,
+        num_warps=warps,
         **early_launch(router.early),
     )
     return expert_TK, weight_TJ

@@ -115,14 +115,18 @@ def choose_experts(
     if groups > 1:
         left = _best_groups(left, groups_per_token, by_top_two, block_t, block_g, block_x)
     for i in tl.static_range(per_token):
-        best = tl.argmax(left, 1)[:, None]
+        largest, best = tl.max(left, 1, return_indices=True)
+        largest, best = largest[:, None], best[:, None]
         chosen = tl.where(k == i, (best // block_x * group_size + best % block_x).to(tl.int32), chosen)
         if is_sparsemixer:
-            largest = tl.max(left, 1)[:, None]
             is_far = (largest - logits) / tl.maximum(tl.abs(logits), largest) > nearness
             weight = 1.0 / tl.sum(tl.where(is_far | (left == NONE), 0.0, tl.exp(left - largest)), 1)[:, None]
-        else:
+        elif has_correction:
             weight = tl.sum(tl.where(place == best, score, 0.0), 1)[:, None]
+        elif is_sigmoid and groups == 1:
+            weight = tl.sigmoid(largest)
+        else:
+            weight = largest
         weights = tl.where(k == i, weight, weights)
         left = tl.where(place == best, NONE, left)
     if sums_to_one:

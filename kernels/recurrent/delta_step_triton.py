@@ -233,7 +233,6 @@ def delta_step_triton(
         block_v=triton.next_power_of_2(v_dim),
         block_d=triton.next_power_of_2(size),
         num_warps=WARPS,
-        maxnreg=128,
         **early_launch(weights.early),
     )
     return out_THV

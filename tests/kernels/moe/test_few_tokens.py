@@ -150,7 +150,7 @@ def test_interpreted_kernels() -> None:
         from lorafleet.kernels.moe import few_tokens_choice_triton as choice, few_tokens_experts_triton as experts
         from tests.kernels.moe import test_few_tokens as cases
 
-        choice.ONE_TOKEN_BLOCKS, choice.BLOCKS = (4, 32), (4, 32)
+        choice.ONE_TOKEN_BLOCKS, choice.BLOCKS = (4, 32, 1), (4, 32, 4)
         experts.ONE_TOKEN = experts.Blocks(8, 32), experts.Blocks(16, 16)
         experts.SOME_TOKENS = experts.Blocks(8, 32), experts.Blocks(16, 32)
         for kind in cases.KINDS:
