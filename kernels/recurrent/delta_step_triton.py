@@ -3,7 +3,7 @@ kernels/recurrent/delta_step.py has its twin.
 
 Idea: a program takes one value head of one sequence, with its memory in registers. It computes b and a of its
 head, convolves the query and the key of its key head and its own value, advances the memory, and norms the result. It
-reads the memory, which no kernel of the step has written, before it waits for the kernel ahead.
+reads what no other kernel of the step writes, such as the memory, before it waits for the kernel ahead.
 
 The value heads of a key head read the same states of the convolution. The last of them to have read shifts these; a
 counter tells which one that is. Each shifts those of its own values.
@@ -39,56 +39,50 @@ WARPS = 8
 
 
 @jit()
-def _mixed(
-    x: tl.tensor,
+def _earlier(
+    state_ptr: tl.tensor,
     channel: tl.tensor,
     inside: tl.tensor,
-    weight_ptr: tl.tensor,
-    state_ptr: tl.tensor,
     has_state: tl.tensor,
     before: tl.constexpr,
-    shifts: tl.constexpr,
+    block_j: tl.constexpr,
 ) -> tl.tensor:
-    """Returns SiLU of the convolution of some channels, rounded to x's dtype, in float32. It may shift their states."""
-    taps: tl.constexpr = before + 1
-    state = state_ptr + channel * before
-    sums = tl.zeros(x.shape, tl.float32)
-    for tap in tl.static_range(before):
-        held = tl.load(state + tap, mask=inside & has_state, other=0.0)
-        if shifts and tap > 0:
-            tl.store(state + tap - 1, held, mask=inside)
-        sums += tl.load(weight_ptr + channel * taps + tap, mask=inside, other=0.0).to(tl.float32) * held.to(tl.float32)
-    if shifts:
-        tl.store(state + before - 1, x, mask=inside)
-    sums += tl.load(weight_ptr + channel * taps + before, mask=inside, other=0.0).to(tl.float32) * x.to(tl.float32)
-    return (sums * tl.sigmoid(sums)).to(x.dtype).to(tl.float32)
+    """Returns the earlier inputs of some channels, [channels, block_j]."""
+    j = tl.arange(0, block_j)[None, :]
+    place = state_ptr + channel[:, None] * before + j
+    return tl.load(place, mask=inside[:, None] & (j < before) & has_state, other=0.0)
+
+
+@jit()
+def _taps(
+    weight_ptr: tl.tensor, channel: tl.tensor, inside: tl.tensor, before: tl.constexpr, block_j: tl.constexpr
+) -> tl.tensor:
+    """Returns the weights of some channels, [channels, block_j]."""
+    j = tl.arange(0, block_j)[None, :]
+    place = weight_ptr + channel[:, None] * (before + 1) + j
+    return tl.load(place, mask=inside[:, None] & (j <= before), other=0.0).to(tl.float32)
+
+
+@jit()
+def _convolved(seen: tl.tensor, taps: tl.tensor) -> tl.tensor:
+    """Returns SiLU of the convolution, rounded to the inputs' dtype, in float32."""
+    sums = tl.sum(seen.to(tl.float32) * taps, 1)
+    return (sums * tl.sigmoid(sums)).to(seen.dtype).to(tl.float32)
 
 
 @jit()
 def _shift(
-    x: tl.tensor,
+    state_ptr: tl.tensor,
     channel: tl.tensor,
     inside: tl.tensor,
-    state_ptr: tl.tensor,
-    has_state: tl.tensor,
+    seen: tl.tensor,
     before: tl.constexpr,
+    block_j: tl.constexpr,
 ) -> None:
-    """Shifts the states of some channels."""
-    state = state_ptr + channel * before
-    for tap in tl.static_range(before - 1):
-        tl.store(state + tap, tl.load(state + tap + 1, mask=inside & has_state, other=0.0), mask=inside)
-    tl.store(state + before - 1, x, mask=inside)
-
-
-@jit()
-def _product(
-    x_ptr: tl.tensor, w_ptr: tl.tensor, row: tl.tensor, size: tl.constexpr, block_d: tl.constexpr, dtype: tl.constexpr
-) -> tl.tensor:
-    """Returns a row of W times x, rounded to the dtype, in float32."""
-    d = tl.arange(0, block_d)
-    w = tl.load(w_ptr + row.to(tl.int64) * size + d, mask=d < size, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + d, mask=d < size, other=0.0).to(tl.float32)
-    return tl.sum(w * x, 0).to(dtype).to(tl.float32)
+    """Writes the inputs of some channels but the first, [channels, block_j], where the earlier ones were."""
+    j = tl.arange(0, block_j)[None, :]
+    place = state_ptr + channel[:, None] * before + j - 1
+    tl.store(place, seen, mask=inside[:, None] & (j > 0) & (j <= before))
 
 
 @jit(do_not_specialize=["slot_ptr", "new_ptr"])
@@ -130,6 +124,7 @@ def _delta_step_kernel(
     length_eps: tl.constexpr,
     eps: tl.constexpr,
     early: tl.constexpr,
+    block_j: tl.constexpr,
     block_k: tl.constexpr,
     block_v: tl.constexpr,
     block_d: tl.constexpr,
@@ -141,52 +136,68 @@ def _delta_step_kernel(
     heads: tl.constexpr = key_heads * ratio
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     key_head, of_key_head = head // ratio, head % ratio
-    k, v = tl.arange(0, block_k), tl.arange(0, block_v)
-    in_k, in_v = k < k_dim, v < v_dim
-    slot = tl.load(slot_ptr + token).to(tl.int64)
-    has_state = tl.load(new_ptr + token) == 0
-    place = memory_ptr + ((slot * heads + head) * k_dim + k[:, None]) * v_dim + v[None, :]
-    in_memory = in_k[:, None] & in_v[None, :]
-    memory = tl.load(place, mask=in_memory & has_state, other=0.0)
-    if early:
-        gdc_wait()
-    row = token * first_width
+    k, v, d = tl.arange(0, block_k), tl.arange(0, block_v), tl.arange(0, block_d)
+    in_v, in_d = v < v_dim, d < size
     # The query and the key are one vector here: a vector with fewer numbers than threads would be loaded several times.
     both = tl.arange(0, 2 * block_k)
     is_key, of_either = both >= block_k, both % block_k
     in_both = of_either < k_dim
-    both_place = tl.where(is_key, k_first + key_head * k_group, q_first + key_head * q_group) + of_either
-    qk = total(first_ptr, row + both_place, in_both, first_width, num_sums).to(dtype)
-    value_place = v_first + key_head * v_group + of_key_head * v_dim + v
-    value = total(first_ptr, row + value_place, in_v, first_width, num_sums).to(dtype)
-    states = conv_ptr + slot * ((2 * keys + heads * v_dim) * before)
     qk_channel = tl.where(is_key, keys, 0) + key_head * k_dim + of_either
-    mixed = _mixed(qk, qk_channel, in_both, conv_weight_ptr, states, has_state, before, ratio == 1)
-    v_V = _mixed(value, 2 * keys + head * v_dim + v, in_v, conv_weight_ptr, states, has_state, before, True)
-    mixed = tl.reshape(mixed, (2, block_k))
+    v_channel = 2 * keys + head * v_dim + v
+    # All loads come first, since a warp waits for the first number that it needs.
+    slot = tl.load(slot_ptr + token).to(tl.int64)
+    has_state = tl.load(new_ptr + token) == 0
+    b_row = second_ptr + (b_first + key_head * b_group + of_key_head).to(tl.int64) * size
+    a_row = second_ptr + (a_first + key_head * a_group + of_key_head).to(tl.int64) * size
+    b_D, a_D = tl.load(b_row + d, mask=in_d, other=0.0), tl.load(a_row + d, mask=in_d, other=0.0)
+    qk_taps = _taps(conv_weight_ptr, qk_channel, in_both, before, block_j)
+    v_taps = _taps(conv_weight_ptr, v_channel, in_v, before, block_j)
+    a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
+    norm_V = tl.load(norm_ptr + v, mask=in_v, other=0.0)
+    states = conv_ptr + slot * ((2 * keys + heads * v_dim) * before)
+    qk_seen = _earlier(states, qk_channel, in_both, has_state, before, block_j)
+    v_seen = _earlier(states, v_channel, in_v, has_state, before, block_j)
+    place = memory_ptr + ((slot * heads + head) * k_dim + k[:, None]) * v_dim + v[None, :]
+    in_memory = (k < k_dim)[:, None] & in_v[None, :]
+    memory = tl.load(place, mask=in_memory & has_state, other=0.0)
+    if early:
+        gdc_wait()
+    row = token * first_width
+    qk_place = tl.where(is_key, k_first + key_head * k_group, q_first + key_head * q_group) + of_either
+    of_values = of_key_head * v_dim + v
+    x_D = tl.load(x_ptr + token * size + d, mask=in_d, other=0.0).to(tl.float32)
+    qk = total(first_ptr, row + qk_place, in_both, first_width, num_sums).to(dtype)
+    value = total(first_ptr, row + v_first + key_head * v_group + of_values, in_v, first_width, num_sums).to(dtype)
+    gate = total(first_ptr, row + gate_first + key_head * gate_group + of_values, in_v, first_width, num_sums)
+
+    b = tl.sum(b_D.to(tl.float32) * x_D, 0).to(dtype).to(tl.float32)
+    a = tl.sum(a_D.to(tl.float32) * x_D, 0).to(dtype).to(tl.float32)
+    j = tl.arange(0, block_j)[None, :]
+    qk_seen = tl.where(j == before, qk[:, None], qk_seen)
+    v_seen = tl.where(j == before, value[:, None], v_seen)
+    v_V = _convolved(v_seen, v_taps)
+    mixed = tl.reshape(_convolved(qk_seen, qk_taps), (2, block_k))
     mixed *= tl.rsqrt(tl.sum(mixed * mixed, axis=1) + length_eps)[:, None]
     q_K, k_K = tl.split(tl.trans(mixed))
     q_K *= k_dim**-0.5
-    b_place = b_first + key_head * b_group + of_key_head
-    a_place = a_first + key_head * a_group + of_key_head
-    b = _product(x_ptr + token * size, second_ptr, b_place, size, block_d, dtype)
-    a = _product(x_ptr + token * size, second_ptr, a_place, size, block_d, dtype)
-    memory *= tl.exp(-tl.exp(tl.load(a_log_ptr + head)) * softplus(a + tl.load(dt_bias_ptr + head)))
+    memory *= tl.exp(-tl.exp(a_log) * softplus(a + dt_bias))
     correction_V = tl.sigmoid(b) * beta_scale * (v_V - tl.sum(memory * k_K[:, None], axis=0))
     memory += k_K[:, None] * correction_V[None, :]
     out = tl.sum(memory * q_K[:, None], axis=0).to(dtype).to(tl.float32)
-    tl.store(place, memory, mask=in_memory)
-    gate_place = row + gate_first + key_head * gate_group + of_key_head * v_dim + v
-    gate = total(first_ptr, gate_place, in_v, first_width, num_sums).to(dtype).to(tl.float32)
-    weight = tl.load(norm_ptr + v, mask=in_v, other=0.0).to(tl.float32)
-    out = out * tl.rsqrt(tl.sum(out * out, axis=0) / v_dim + eps) * weight * (gate * tl.sigmoid(gate))
+    gate = gate.to(dtype).to(tl.float32)
+    out *= tl.rsqrt(tl.sum(out * out, axis=0) / v_dim + eps) * norm_V.to(tl.float32) * (gate * tl.sigmoid(gate))
     tl.store(out_ptr + (token * heads + head) * v_dim + v, out.to(dtype), mask=in_v)
+    tl.store(place, memory, mask=in_memory)
+    _shift(states, v_channel, in_v, v_seen, before, block_j)
+    is_last = True
     if ratio > 1:
         tl.debug_barrier()  # all threads have read the states before one of them counts
         arrived = arrived_ptr + token * key_heads + key_head
-        if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == ratio - 1:
+        is_last = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == ratio - 1
+    if is_last:
+        if ratio > 1:
             tl.store(arrived, 0)
-            _shift(qk, qk_channel, in_both, states, has_state, before)
+        _shift(states, qk_channel, in_both, qk_seen, before, block_j)
 
 
 def delta_step_triton(
@@ -229,6 +240,7 @@ def delta_step_triton(
         length_eps=NORM_EPS,
         eps=weights.eps,
         early=weights.early,
+        block_j=triton.next_power_of_2(taps),
         block_k=triton.next_power_of_2(k_dim),
         block_v=triton.next_power_of_2(v_dim),
         block_d=triton.next_power_of_2(size),

@@ -89,7 +89,7 @@ def check(
         columns,
         groups,
         normal(channels, 4),
-        torch.rand(heads, generator=random).to(device).mul(8).log(),
+        torch.rand(heads, generator=random).to(device).log(),
         normal(heads).float(),
         1.0,
         normal(v_dim),
