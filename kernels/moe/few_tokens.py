@@ -1,9 +1,9 @@
-"""A mixture of experts for the few tokens of a captured decode step without adapters, in three launches.
+"""A mixture of experts for the few tokens of a captured decode step without adapters, in four launches.
 
 With few tokens a mixture takes as long as its launches, not its bytes. So the first launch computes the router's
-logits and the shared expert's gate, and chooses. The second computes gate and up of the chosen experts and of the
-shared expert, with the activation. The third computes their down, times the weights; the reader adds the experts'
-outputs. Mixtures whose experts other kernels compute, such as quantized ones, may use the first launch alone.
+logits and the shared expert's gate, and the second one chooses. The third computes gate and up of the chosen experts
+and of the shared expert, with the activation. The fourth computes their down, times the weights; the reader adds the
+experts' outputs. Mixtures whose experts other kernels compute, such as quantized ones, may use the first two alone.
 On CUDA these are kernels/moe/few_tokens_choice_triton.py and few_tokens_experts_triton.py.
 """
 
@@ -34,7 +34,6 @@ class FewTokenRouter:
     rule: RoutingRule
     correction_E: Tensor | None  # float32, as in route(), like the next one
     scale_E: Tensor | None
-    arrived_1: Tensor  # int32, zero before and after: the programs of the launch that have ended
     early: bool = False  # Launches start before the kernel ahead has ended (programmatic dependent launch).
 
 

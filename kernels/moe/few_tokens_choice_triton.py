@@ -1,12 +1,12 @@
-"""The router's logits, the shared expert's gate and the choice of few tokens in one launch.
-kernels/moe/few_tokens.py has its twin.
+"""The router's logits and the shared expert's gate in one launch, and the choice of few tokens in a second one.
+kernels/moe/few_tokens.py has the twin.
 
-Idea: a program computes some logits of all tokens, and the last one the shared expert's gate. The program that ends
-last, whichever that is, reads the logits of all programs and chooses. One token needs no tensor cores: its program
-multiplies rows of the router in registers.
+Idea: a program computes some logits of all tokens, and the last one the shared expert's gate. One token needs no
+tensor cores: its program multiplies a row of the router in registers. The choice is that of moe_route_triton.py. If it
+starts early, its launch costs nothing.
 
-Memory: x is [T, D], the router [E, D], the gate [1, D], the logits float32 [T, E]. The choice is int32 [T, K], and the
-weights are float32 [T, J]: those of the chosen experts, and that of the shared expert behind them.
+Memory: x is [T, D], the router [E, D], the gate [1, D], the logits [T, E] in the router's dtype. The choice is int32
+[T, K], and the weights are float32 [T, J]: those of the chosen experts, and that of the shared expert behind them.
 """
 
 # T tokens · E experts · K experts a token · J = K, or K + 1 with a shared expert · D hidden size
@@ -22,10 +22,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lorafleet.kernels.jit import jit
 from lorafleet.kernels.linear.split_sums_triton import early_launch
 from lorafleet.kernels.moe.few_tokens import FewTokenRouter, SharedWeights
-from lorafleet.kernels.moe.moe_route_triton import NONE, choose_experts, place_experts, rule_constants
+from lorafleet.kernels.moe.moe_route_triton import route_triton
 
 # Rows of the router, inputs of a step and warps of a program, for one token and for more.
-ONE_TOKEN_BLOCKS, BLOCKS = (2, 1024, 1), (16, 128, 4)
+ONE_TOKEN_BLOCKS, BLOCKS = (1, 2048, 1), (16, 512, 4)
 STAGES = 4
 
 
@@ -67,83 +67,45 @@ def rows_of_x(
     return total
 
 
-@jit(do_not_specialize=["num_tokens", "expert_ptr"])
-def _choice_kernel(
+@jit(do_not_specialize=["num_tokens"])
+def _logits_kernel(
     x_ptr: tl.tensor,
     router_ptr: tl.tensor,
     gate_ptr: tl.tensor,
-    correction_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
     logits_ptr: tl.tensor,
-    arrived_ptr: tl.tensor,
-    expert_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     num_tokens: tl.tensor,
     size: tl.constexpr,
     num_experts: tl.constexpr,
-    per_token: tl.constexpr,
-    sums_to_one: tl.constexpr,
-    is_sigmoid: tl.constexpr,
-    is_sparsemixer: tl.constexpr,
-    nearness: tl.constexpr,
-    scaling: tl.constexpr,
-    has_correction: tl.constexpr,
-    has_scale: tl.constexpr,
-    groups: tl.constexpr,
-    groups_per_token: tl.constexpr,
-    by_top_two: tl.constexpr,
-    smallest_sum: tl.constexpr,
+    weights_a_row: tl.constexpr,
     has_shared: tl.constexpr,
     has_gate: tl.constexpr,
     early: tl.constexpr,
     block_r: tl.constexpr,
     block_d: tl.constexpr,
     block_t: tl.constexpr,
-    block_g: tl.constexpr,
-    block_x: tl.constexpr,
-    block_k: tl.constexpr,
     stages: tl.constexpr,
 ) -> None:
     if early:
         gdc_launch_dependents()
         gdc_wait()
-    summands: tl.constexpr = per_token + 1 if has_shared else per_token
     t = tl.arange(0, block_t)
     t_inside = t < num_tokens
     r = tl.program_id(0) * block_r + tl.arange(0, block_r)
     if tl.program_id(0) * block_r < num_experts:
         logits = rows_of_x(x_ptr, t, t_inside, router_ptr, r, r < num_experts, size, block_d, stages)
-        logits = logits.to(router_ptr.dtype.element_ty).to(tl.float32)  # as a linear alone rounds them
-        place = logits_ptr + t[None, :] * num_experts + r[:, None]
-        tl.store(place, logits, mask=(r < num_experts)[:, None] & t_inside[None, :])
-    else:
-        first = tl.arange(0, block_r)
-        gate = rows_of_x(x_ptr, t, t_inside, gate_ptr, first, first < 1, size, block_d, stages)
-        gate = tl.sigmoid(gate.to(gate_ptr.dtype.element_ty).to(tl.float32))
-        place = weight_ptr + t[None, :] * summands + per_token + first[:, None]
-        tl.store(place, gate, mask=(first < 1)[:, None] & t_inside[None, :])
-    tl.debug_barrier()  # all threads have stored before one of them counts
-    if tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
-        tl.store(arrived_ptr, 0)
-        e, there = place_experts(num_experts, groups, block_g, block_x)
-        # Other multiprocessors wrote the logits: they are in the L2 cache, and not in this one's.
-        logits = tl.load(
-            logits_ptr + t[:, None] * num_experts + e[None, :],
-            mask=t_inside[:, None] & there[None, :],
-            other=NONE,
-            cache_modifier=".cg",
-        )
-        chosen, weights = choose_experts(
-            logits, correction_ptr, scale_ptr, num_experts, per_token, sums_to_one, is_sigmoid, is_sparsemixer,
-            nearness, scaling, has_correction, has_scale, groups, groups_per_token, by_top_two, smallest_sum, block_t,
-            block_g, block_x, block_k,
-        )  # fmt: skip
-        k = tl.arange(0, block_k)[None, :]
-        inside = t_inside[:, None] & (k < per_token)
-        tl.store(expert_ptr + t[:, None] * per_token + k, chosen, mask=inside)
-        tl.store(weight_ptr + t[:, None] * summands + k, weights, mask=inside)
-        if has_shared and not has_gate:
-            tl.store(weight_ptr + t * summands + per_token, 1.0, mask=t_inside)
+        logit_place = logits_ptr + t[None, :] * num_experts + r[:, None]
+        mask = (r < num_experts)[:, None] & t_inside[None, :]
+        tl.store(logit_place, logits.to(logits_ptr.dtype.element_ty), mask=mask)
+    elif has_shared:
+        weight_place = weight_ptr + t * weights_a_row + weights_a_row - 1
+        if has_gate:
+            first = tl.arange(0, block_r)
+            gates = rows_of_x(x_ptr, t, t_inside, gate_ptr, first, first < 1, size, block_d, stages)
+            gate = tl.sum(gates, 0)  # Only the first row is not zero.
+            tl.store(weight_place, tl.sigmoid(gate.to(gate_ptr.dtype.element_ty).to(tl.float32)), mask=t_inside)
+        else:
+            tl.store(weight_place, 1.0, mask=t_inside)
 
 
 def few_token_choice_triton(
@@ -151,41 +113,35 @@ def few_token_choice_triton(
 ) -> tuple[Tensor, Tensor]:
     """Returns each token's experts, int32 [T, K], and the weights of all that is summed, float32 [T, J]."""
     (num_tokens, size), num_experts = x_TD.shape, len(router.router_ED)
-    rule, device, gate_1D = router.rule, x_TD.device, None if shared is None else shared.gate_1D
+    early, gate_1D = router.early, None if shared is None else shared.gate_1D
     for weight in (router.router_ED, gate_1D):
         assert weight is None or (weight.is_contiguous() and weight.shape[1] == size)
-    expert_TK = out_TK
-    if expert_TK is None:
-        expert_TK = torch.empty(num_tokens, rule.per_token, dtype=torch.int32, device=device)
-    assert expert_TK.shape == (num_tokens, rule.per_token) and expert_TK.is_contiguous() and x_TD.is_contiguous()
-    summands = rule.per_token + (shared is not None)
-    weight_TJ = torch.empty(num_tokens, summands, dtype=torch.float32, device=device)
-    logits_TE = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=device)
+    assert x_TD.is_contiguous()
+    summands = router.rule.per_token + (shared is not None)
+    weight_TJ = torch.empty(num_tokens, summands, dtype=torch.float32, device=x_TD.device)
+    logits_TE = torch.empty(num_tokens, num_experts, dtype=router.router_ED.dtype, device=x_TD.device)
     block_r, block_d, warps = ONE_TOKEN_BLOCKS if num_tokens == 1 else BLOCKS
-    _choice_kernel[(triton.cdiv(num_experts, block_r) + (gate_1D is not None),)](
+    _logits_kernel[(triton.cdiv(num_experts, block_r) + (shared is not None),)](
         x_TD,
         router.router_ED,
         gate_1D,
-        router.correction_E,
-        router.scale_E,
         logits_TE,
-        router.arrived_1,
-        expert_TK,
         weight_TJ,
         num_tokens,
         size=size,
-        **rule_constants(rule, num_experts, router.correction_E is not None, router.scale_E is not None),
+        num_experts=num_experts,
+        weights_a_row=summands,
         has_shared=shared is not None,
         has_gate=gate_1D is not None,
-        early=router.early,
+        early=early,
         block_r=block_r,
         block_d=block_d if router.router_ED.dtype.itemsize == 2 else block_d // 2,
         block_t=token_rows(num_tokens),
         stages=STAGES,
         num_warps=warps,
-        **early_launch(router.early),
+        **early_launch(early),
     )
-    return expert_TK, weight_TJ
+    return route_triton(logits_TE, router.rule, router.correction_E, router.scale_E, out_TK, weight_TJ, early)
 
 
 def token_rows(num_tokens: int) -> int:

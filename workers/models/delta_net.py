@@ -133,9 +133,15 @@ def _columns(config: DeltaNetConfig) -> DeltaColumns:
     ratio, keys = config.v_heads_per_k_head, config.num_k_heads * config.k_dim
     k_dim, own = config.k_dim, ratio * config.v_dim
     if config.layout == "grouped":
-        starts = 0, k_dim, 2 * k_dim, 2 * k_dim + own
-        places = (HeadColumns(first, 2 * k_dim + 2 * own) for first in starts)
-        return DeltaColumns(*places, HeadColumns(0, 2 * ratio), HeadColumns(ratio, 2 * ratio))
+        width = 2 * k_dim + 2 * own
+        return DeltaColumns(
+            HeadColumns(0, width),
+            HeadColumns(k_dim, width),
+            HeadColumns(2 * k_dim, width),
+            HeadColumns(2 * k_dim + own, width),
+            HeadColumns(0, 2 * ratio),
+            HeadColumns(ratio, 2 * ratio),
+        )
     assert config.layout == "split"
     return DeltaColumns(
         HeadColumns(0, k_dim),

@@ -11,7 +11,6 @@ ranks. The outputs are summed over the ranks, so only one rank adds the biases o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import cast
 
 import torch
@@ -175,8 +174,8 @@ class SparseMLP(nn.Module):
         # A FixedWeight's bits must not change.
         if experts.router_bias or type(self.gate.weight) is not PlainWeight:
             return None
-        weight_ED, arrived_1 = self.gate.weight.dequantized(), self._arrived_1
-        router = FewTokenRouter(weight_ED, experts.rule, self.correction_E, self.scale_E, arrived_1, early)
+        weight_ED = self.gate.weight.dequantized()
+        router = FewTokenRouter(weight_ED, experts.rule, self.correction_E, self.scale_E, early)
         is_other = experts.biases or experts.scales_input or not experts.is_gated or self.latent is not None
         if is_other or experts.beside is not None:
             return router
@@ -186,11 +185,6 @@ class SparseMLP(nn.Module):
             return router
         shared = None if self.shared is None else self.shared.weights
         return FewTokenMixture(router, gate_up_EUD.data, down_EDI.data, experts.activation, shared)
-
-    @cached_property
-    def _arrived_1(self) -> Tensor:
-        """The counter of FewTokenRouter, whose memory captured steps keep using."""
-        return torch.zeros(1, dtype=torch.int32, device=self.gate_up_EUD.device)
 
     def weight_kinds(self) -> list[type[object]]:
         """Returns the classes of the weights of gate_up and down: PlainWeight, or that of the quantized weight."""
