@@ -29,8 +29,8 @@ MOST_TOKENS = 16
 
 
 class HeadColumns(NamedTuple):
-    """Where the numbers of a head lie in a row: those of key head g from first + g * group on. The value heads of a key
-    head follow each other."""
+    """The columns of a row that belong to a head: those of key head g begin at first + g * group. The value heads of a
+    key head follow each other."""
 
     first: int
     group: int
@@ -38,7 +38,8 @@ class HeadColumns(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeltaColumns:
-    """Where the outputs of the two input linears have what the layer reads. b and a are outputs of the second one."""
+    """The columns of all parts that the layer reads. Those of b and a are outputs of the second input linear, and the
+    others are outputs of the first."""
 
     q: HeadColumns
     k: HeadColumns
@@ -50,7 +51,7 @@ class DeltaColumns:
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
-    """What a layer's step reads beside its inputs."""
+    """The weights that a layer's step reads, and how it reads them."""
 
     second_ND: Tensor  # the weight of the second input linear
     columns: DeltaColumns

@@ -35,7 +35,7 @@ from lorafleet.workers.tp.shard import Shard
 
 
 class DeltaNet(nn.Module):
-    """The layer. few_tokens is set while workers/step/few_token_kernels.py captures a step for delta_step()."""
+    """A recurrent layer. few_tokens is set while workers/step/few_token_kernels.py captures a step for delta_step()."""
 
     def __init__(self, shard: Shard, layer: int, group: TPGroup, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
