@@ -26,7 +26,7 @@ KVCacheDType = Literal["auto", "fp8"]
 ModelImpl = Literal["auto", "lorafleet", "transformers"]
 OnLoadFailure = Literal["error", "base"]
 
-LEAST_SAMPLED = 128  # Tokens that a step may choose with drafts, though max_num_seqs is smaller.
+LEAST_SAMPLED = 384  # Tokens that a step may choose with drafts, though max_num_seqs is smaller.
 
 _DRAFT_BOUNDS = {
     "num_speculative_tokens": Range(1, 8),

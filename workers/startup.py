@@ -79,6 +79,7 @@ from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
 from lorafleet.workers.speculation.start_speculation import start_speculation
 from lorafleet.workers.step.decode_capture import DecodeCapture
 from lorafleet.workers.step.decode_graphs import FIRST_SIZES, DecodeGraphs, graph_sizes
+from lorafleet.workers.step.drafted_sizes import DraftedSizes
 from lorafleet.workers.step.late_work import LateWork
 from lorafleet.workers.step.prefill_graphs import PrefillGraphs, graph_token_counts
 from lorafleet.workers.step.reserved_memory import reserve_logits
@@ -263,7 +264,14 @@ def _build_steps(
         longest = longest_captured(config, model.config, max_model_len, least_blocks)
         capture = DecodeCapture(model, caches, states, attention, inputs, num_blocks, slots, longest, device)
         first_sizes = FIRST_SIZES if model.group.size == 1 else sizes
-        decode_graphs = DecodeGraphs(capture, sizes, first_sizes, slots, longest, bool(model.mixtures()))
+        drafted = None
+        if config.speculative_config is not None:
+            most_rows = 1 + config.speculative_config.num_speculative_tokens
+            first_seqs = FIRST_SIZES if model.group.size == 1 else None
+            drafted = DraftedSizes.of(most_rows, config.max_num_seqs, config.most_sampled, first_seqs)
+        decode_graphs = DecodeGraphs(
+            capture, sizes, first_sizes, slots, longest, bool(model.mixtures()), drafted=drafted
+        )
         if states is None:  # what recurrent layers launch depends on the step's mix of lengths
             counts = graph_token_counts(config.max_num_batched_tokens)
             prefill_graphs = PrefillGraphs(

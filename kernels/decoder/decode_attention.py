@@ -1,8 +1,9 @@
-"""Attention of decodes over a paged KV cache with the project's own Triton kernels, decode_attention_triton.py: the
-shapes of the launches, which captured steps may contain. The torch twin is TorchAttention."""
+"""Attention of decodes and their drafts over a paged KV cache with the project's own Triton kernels,
+decode_attention_triton.py: the shapes of the launches, which captured steps may contain. The torch twin is
+TorchAttention."""
 
-# B sequences · H query heads · G KV heads · D numbers of a query or key · V of a value, usually D · N KV blocks
-# P block size · S spans · M merges
+# T rows, one of each sequence unless there are drafts · B sequences · H query heads · G KV heads
+# D numbers of a query or key · V of a value, usually D · N KV blocks · P block size · S spans · M merges
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from lorafleet.kernels.decoder.key_spans import SpanRule
 SMS = 132  # of an H200; other GPUs get the same spans, and so the same results
 PROGRAMS = 4 * SMS  # programs that fill the GPU
 WIDE_PROGRAMS, WIDEST_PROGRAMS = 2 * SMS, SMS  # the same for wide heads, by the room that their tiles leave on an SM
-MOST_HEADS = 64  # wide query heads in a tile: their result takes half of an SM's registers
+MOST_HEADS = 64  # wide query heads in a tile, or rows of one with drafts: their result takes half of an SM's registers
 SOME_HEADS = 32  # wide query heads of whose tiles two fit on an SM
 KEY_BYTES = 16384  # bytes of one loop step's keys: 64 keys of 128 bf16 numbers
 WIDE_KEYS = 32  # keys of a loop step if the values lie in them and are wide
@@ -40,12 +41,15 @@ class DecodeShape:
     value_dim: int
     values_in_keys: bool
     dtype: torch.dtype
+    most_rows: int = 1  # Largest number of a sequence's rows: its last token and its drafts.
 
     @property
     def tile_heads(self) -> int:
         """Query heads of a KV head that share a program."""
-        most = LEAST_ROWS if self.dtype is torch.float32 else MOST_HEADS
-        return heads_of_tile(self.num_heads // self.num_kv_heads, self._widest, most)
+        most, group = LEAST_ROWS if self.dtype is torch.float32 else MOST_HEADS, self.num_heads // self.num_kv_heads
+        if self.most_rows == 1:
+            return heads_of_tile(group, self._widest, most)
+        return max(n for n in range(1, max(1, most // self.most_rows) + 1) if group % n == 0)
 
     @property
     def num_tiles(self) -> int:
@@ -60,7 +64,7 @@ class DecodeShape:
 
     def workspace_numbers(self, rule: SpanRule) -> int:
         """Returns how many float32 numbers the partial results take."""
-        return rule.num_partial * self.num_heads * (self.value_dim + 1)
+        return rule.num_partial * self.most_rows * self.num_heads * (self.value_dim + 1)
 
     @property
     def _widest(self) -> int:
@@ -71,7 +75,7 @@ class DecodeShape:
         block_d, tail_d = parts_of_head(self.head_dim)
         in_keys = self.values_in_keys and block_d >= self.value_dim
         block_v = block_d if in_keys else max(16, triton.next_power_of_2(self.value_dim))
-        block_m = max(LEAST_ROWS, triton.next_power_of_2(self.tile_heads))
+        block_m = max(LEAST_ROWS, triton.next_power_of_2(self.tile_heads * self.most_rows))
         if block_m >= SHARED_ROWS and not in_keys:
             block_v = values_like_keys(block_v, block_d)
         block_n = KEY_BYTES // (max(block_d, block_v) * self.dtype.itemsize)
@@ -96,57 +100,67 @@ class DecodeBatch:
     spans_S5: Tensor  # int32, as SpanRule.divide returns them
     merges_M3: Tensor  # int32, as SpanRule.divide returns them
     blocks: Tensor  # int32, the blocks of all sequences in one row
+    # int32: the first row of each sequence, the number of its rows, and its tokens. None if all have one row.
+    rows_B3: Tensor | None = None
 
 
 def decode_attention(
-    q_BHD: Tensor,
+    q_THD: Tensor,
     k_NPGD: Tensor,
     v_NPGV: Tensor,
     batch: DecodeBatch,
     workspace: Tensor,
     shape: DecodeShape,
-    out_BHV: Tensor,
+    out_THV: Tensor,
     scale: float,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
 ) -> None:
-    """Writes the attention of each sequence's last token over the keys of its spans to out, in q's dtype.
+    """Writes the attention of each sequence's last token over the keys of its spans to out, in q's dtype, and that of
+    its last shape.most_rows tokens at most if batch.rows_B3 says so. Rows of no sequence are not written.
 
-    The token's own key is in the cache. Nothing here depends on the lengths of the sequences, and nothing waits.
+    The tokens' own keys are in the cache. Nothing here depends on the lengths of the sequences, and nothing waits.
 
     Args:
         workspace: float32, of DecodeShape.workspace_numbers at least. Only one launch may use it at a time.
         k_scale, v_scale: Factors of the caches' numbers.
         softcap: Bound of the scores, see LayerAttention.
         sinks_H: Each head's logit that is added to the softmax's denominator, of any float dtype.
+        window, chunk: As in LayerAttention. Without rows_B3, the spans have what the tokens see, so neither matters.
     """
     heads, value_dim = shape.num_heads, shape.value_dim
     page, kv_heads = k_NPGD.shape[1:3]
-    assert q_BHD.shape[1:] == (heads, shape.head_dim) and q_BHD.dtype == shape.dtype
-    assert q_BHD.stride()[1:] == (shape.head_dim, 1)
-    assert out_BHV.shape == (len(q_BHD), heads, value_dim) and out_BHV.is_contiguous()
+    assert q_THD.shape[1:] == (heads, shape.head_dim) and q_THD.dtype == shape.dtype
+    assert q_THD.stride()[1:] == (shape.head_dim, 1)
+    assert out_THV.shape == (len(q_THD), heads, value_dim) and out_THV.is_contiguous()
+    rows_B3, most_rows = batch.rows_B3, shape.most_rows
+    assert (rows_B3 is None) == (most_rows == 1)
+    num_seqs = len(q_THD) if rows_B3 is None else len(rows_B3)
     assert kv_heads == shape.num_kv_heads and k_NPGD.shape[3] == shape.head_dim and k_NPGD.is_contiguous()
     assert v_NPGV.shape == (*k_NPGD.shape[:3], value_dim)
     assert v_NPGV.is_contiguous() or (kv_heads == 1 and v_NPGV.stride() == k_NPGD.stride())
     assert sinks_H is None or (sinks_H.shape == (heads,) and sinks_H.is_contiguous())
-    num_partial = 2 * (len(batch.spans_S5) - len(q_BHD))
-    num_numbers = num_partial * heads * value_dim
-    assert len(workspace) >= num_numbers + num_partial * heads
+    num_partial = 2 * (len(batch.spans_S5) - num_seqs)
+    num_numbers = num_partial * most_rows * heads * value_dim
+    assert len(workspace) >= num_numbers + num_partial * most_rows * heads
     partial, sums = workspace[:num_numbers], workspace[num_numbers:]
     constants = shape.constants()
     decode_kernel[(shape.num_tiles, len(batch.spans_S5))](
-        q_BHD,
+        q_THD,
         k_NPGD,
         v_NPGV,
-        out_BHV,
+        out_THV,
         partial,
         sums,
         batch.spans_S5,
         batch.blocks,
+        rows_B3,
         sinks_H,
-        q_BHD.stride(0),
+        q_THD.stride(0),
         scale * k_scale * LOG2_E,
         1.0 if softcap is None else softcap * LOG2_E,
         v_scale,
@@ -158,20 +172,25 @@ def decode_attention(
         group=shape.tile_heads,
         page=page,
         has_softcap=softcap is not None,
+        most_rows=most_rows,
+        window=0 if window is None or most_rows == 1 else window,
+        chunk=0 if chunk is None or most_rows == 1 else chunk,
         **constants,
     )
     if num_partial == 0:
         return
     block_v = max(16, triton.next_power_of_2(value_dim))
-    merge_kernel[(heads, len(batch.merges_M3))](
+    merge_kernel[(heads, len(batch.merges_M3), most_rows)](
         partial,
         sums,
-        out_BHV,
+        out_THV,
         batch.merges_M3,
+        rows_B3,
         sinks_H,
         heads=heads,
         value_dim=value_dim,
         block_v=block_v,
         block_s=max(1, min(32, MERGED_NUMBERS // block_v)),
+        most_rows=most_rows,
         num_warps=4,
     )

@@ -7,18 +7,22 @@ of the loop, with its first stage for the block numbers. The only span of a sequ
 write partial results, which a second kernel merges. Programs without a span and merges without a sequence return at
 once, so a captured launch serves any batch.
 
+If sequences have drafts, a program takes all rows of its sequence, up to most_rows, and one read of the keys and values
+serves them too. Row r of a sequence sees one key less than row r + 1. rows is [B, 3] then: a sequence's first row, the
+number of its rows, and its keys. Each row of a tile has window and chunk of its own.
+
 If values lie in the keys, as in latent attention, a tile of keys is read once and multiplied twice. Keys of 576 numbers
 are taken as a power of two, which holds the values, and the tail behind it.
 
-Memory: q is [B, H, D] and out [B, H, V]. The caches are [N, P, G, D] and [N, P, G, V] in q's dtype or in e4m3.
+Memory: q is [T, H, D] and out [T, H, V]. The caches are [N, P, G, D] and [N, P, G, V] in q's dtype or in e4m3.
 value_stride is the distance of two tokens' values. spans and merges are as in key_spans.py. Partial results are fp32
-[M, H, V], normalized, with the base-2 logarithm of their sums, [M, H]. A head's sink is a logit in the softmax's
+[M, R, H, V], normalized, with the base-2 logarithm of their sums, [M, R, H]. A head's sink is a logit in the softmax's
 denominator that belongs to no key. An only span begins with it, and otherwise the merge does.
 Source: Flash-Decoding; latent attention in the absorbed form: DeepSeek-V2, arXiv 2405.04434.
 """
 
-# B sequences · H query heads · G KV heads · D numbers of a query or key · V of a value, usually D
-# N KV blocks · P block size · M partial results
+# T rows · B sequences · H query heads · G KV heads · D numbers of a query or key · V of a value, usually D
+# N KV blocks · P block size · M partial results · R rows of a sequence
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 TWO_LOG2_E = tl.constexpr(2 * math.log2(math.e))
 
 
-@jit(do_not_specialize=["spans_ptr", "blocks_ptr"])
+@jit(do_not_specialize=["spans_ptr", "blocks_ptr", "rows_ptr"])
 def decode_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -42,6 +46,7 @@ def decode_kernel(
     sums_ptr: tl.tensor,
     spans_ptr: tl.tensor,
     blocks_ptr: tl.tensor,
+    rows_ptr: tl.tensor | None,
     sinks_ptr: tl.tensor | None,
     q_stride: tl.tensor,
     scale_log2: tl.tensor,
@@ -62,6 +67,9 @@ def decode_kernel(
     values_in_keys: tl.constexpr,
     has_softcap: tl.constexpr,
     stages: tl.constexpr,
+    most_rows: tl.constexpr,
+    window: tl.constexpr,
+    chunk: tl.constexpr,
 ) -> None:
     span = spans_ptr + tl.program_id(1) * 5
     seq = tl.load(span)
@@ -76,11 +84,21 @@ def decode_kernel(
     m = tl.arange(0, block_m)
     d = tl.arange(0, block_d)
     value_d = tl.arange(0, block_v)
-    head = first_head + m
-    row_mask = m < group
+    if most_rows == 1:
+        place = m * 0
+        head = first_head + m
+        row_mask = m < group
+        row_of = seq.to(tl.int64) + place
+    else:
+        place = m // group  # number of the row in its sequence
+        head = first_head + m % group
+        num_rows = tl.load(rows_ptr + seq * 3 + 1)
+        row_mask = place < num_rows
+        row_of = tl.load(rows_ptr + seq * 3).to(tl.int64) + place
+        end = tl.load(rows_ptr + seq * 3 + 2) - num_rows + 1 + place  # number of keys up to the row's own
     inside_head = d < head_dim
     inside_value = value_d < value_dim
-    q_row = seq.to(tl.int64) * q_stride + head * head_dim
+    q_row = row_of * q_stride + head * head_dim
     q = tl.load(q_ptr + q_row[:, None] + d[None, :], mask=row_mask[:, None] & inside_head[None, :], other=0.0)
     if tail_d > 0:
         tail = block_d + tl.arange(0, tail_d)
@@ -119,10 +137,20 @@ def decode_kernel(
         scores *= score_scale
         if has_softcap:
             scores = softcap_log2 * (1.0 - 2.0 / (tl.exp2(scores * (TWO_LOG2_E / softcap_log2)) + 1.0))  # tanh
-        scores = tl.where(inside[None, :], scores, float("-inf"))
+        seen = inside[None, :]
+        if most_rows > 1:
+            seen = seen & (n[None, :] < end[:, None])
+            if window > 0:
+                seen = seen & (n[None, :] >= end[:, None] - window)
+            if chunk > 0:
+                seen = seen & (n[None, :] >= ((end - 1) // chunk * chunk)[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_largest[:, None])
-        shrunk = tl.exp2(largest - new_largest)
+        base = new_largest
+        if most_rows > 1:  # a row may see no key of a span
+            base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weights = tl.exp2(scores - base[:, None])
+        shrunk = tl.exp2(largest - base)
         total = total * shrunk + tl.sum(weights, 1)
         if values_in_keys:
             v = k
@@ -135,26 +163,28 @@ def decode_kernel(
     out = acc * (v_scale / tl.where(total == 0.0, 1.0, total))[:, None]
     out_mask = row_mask[:, None] & inside_value[None, :]
     if is_only:
-        row = seq.to(tl.int64) * heads + head
+        row = row_of * heads + head
         out_at = out_ptr + (row * value_dim)[:, None] + value_d[None, :]
         tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=out_mask)
     else:
-        row = partial.to(tl.int64) * heads + head
+        row = (partial.to(tl.int64) * most_rows + place) * heads + head
         tl.store(partial_ptr + (row * value_dim)[:, None] + value_d[None, :], out, mask=out_mask)
         tl.store(sums_ptr + row, largest + tl.log2(total), mask=row_mask)
 
 
-@jit(do_not_specialize=["merges_ptr"])
+@jit(do_not_specialize=["merges_ptr", "rows_ptr"])
 def merge_kernel(
     partial_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     out_ptr: tl.tensor,
     merges_ptr: tl.tensor,
+    rows_ptr: tl.tensor | None,
     sinks_ptr: tl.tensor | None,
     heads: tl.constexpr,
     value_dim: tl.constexpr,
     block_v: tl.constexpr,
     block_s: tl.constexpr,
+    most_rows: tl.constexpr,
 ) -> None:
     head = tl.program_id(0)
     merge = merges_ptr + tl.program_id(1) * 3
@@ -163,6 +193,12 @@ def merge_kernel(
     count = tl.load(merge + 2)
     if seq < 0:
         return
+    place = tl.program_id(2)
+    row_of = seq
+    if most_rows > 1:
+        if place >= tl.load(rows_ptr + seq * 3 + 1):
+            return
+        row_of = tl.load(rows_ptr + seq * 3) + place
     d = tl.arange(0, block_v)
     s = tl.arange(0, block_s)
     inside_value = d < value_dim
@@ -174,15 +210,18 @@ def merge_kernel(
         largest = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
     for start in range(0, count, block_s):
         inside = start + s < count
-        row = (first + start + s).to(tl.int64) * heads + head
+        row = ((first + start + s).to(tl.int64) * most_rows + place) * heads + head
         log_sums = tl.load(sums_ptr + row, mask=inside, other=float("-inf"))
         at = partial_ptr + (row * value_dim)[:, None] + d[None, :]
         values = tl.load(at, mask=inside[:, None] & inside_value[None, :], other=0.0)
         new_largest = tl.maximum(largest, tl.max(log_sums, 0))
-        shrunk = tl.exp2(largest - new_largest)
-        weights = tl.exp2(log_sums - new_largest)
+        base = new_largest
+        if most_rows > 1:
+            base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        shrunk = tl.exp2(largest - base)
+        weights = tl.exp2(log_sums - base)
         acc = acc * shrunk + tl.sum(values * weights[:, None], 0)
         total = total * shrunk + tl.sum(weights, 0)
         largest = new_largest
-    row = seq.to(tl.int64) * heads + head
+    row = row_of.to(tl.int64) * heads + head
     tl.store(out_ptr + row * value_dim + d, (acc / total).to(out_ptr.dtype.element_ty), mask=inside_value)

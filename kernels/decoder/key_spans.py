@@ -49,21 +49,24 @@ class SpanRule:
         """Returns the shapes of the spans and of the merges, which depend on nothing else."""
         return (num_seqs + self.num_extra, SPAN_FIELDS), (min(num_seqs, self.num_extra), MERGE_FIELDS)
 
-    def divide(self, lens_B: Ints, first_block_B: Ints) -> tuple[Ints, Ints]:
+    def divide(self, lens_B: Ints, first_block_B: Ints, rows_B: Ints | None = None) -> tuple[Ints, Ints]:
         """Returns the spans and the merges of a step.
 
         Args:
             lens_B: Tokens of each sequence, its last one included. A sequence of none has one span without keys.
             first_block_B: Where each sequence's blocks begin in the step's row of blocks.
+            rows_B: How many of each sequence's last tokens the step computes. None means one of each. The spans cover
+                what any of them sees.
 
         A span is (sequence, first key, end of its keys, partial result or -1 for a sequence's only span, first block).
         A merge is (sequence, first partial result, their number). Unused rows are -1.
         """
         low_B = np.zeros_like(lens_B)
+        first_lens_B = lens_B if rows_B is None else lens_B - np.maximum(rows_B, 1) + 1  # what the first of them sees
         if self.window is not None:
-            np.maximum(low_B, lens_B - self.window, out=low_B)
+            np.maximum(low_B, first_lens_B - self.window, out=low_B)
         if self.chunk is not None:
-            np.maximum(low_B, np.maximum(lens_B - 1, 0) // self.chunk * self.chunk, out=low_B)
+            np.maximum(low_B, np.maximum(first_lens_B - 1, 0) // self.chunk * self.chunk, out=low_B)
         seen_B = lens_B - low_B
         num_keys = max(LEAST_KEYS, int(seen_B.max()))
         if self.num_extra > 0:

@@ -110,7 +110,8 @@ class LoRABatch:
         self.order_T = torch.empty(0, dtype=torch.int64)  # the tokens in the order of their slots, on the host
         self.active_T = torch.empty(0, dtype=torch.int64)  # each token's index into `slots`, len(slots) for the base
         self.has_experts = False  # whether adapters on experts are launched
-        self._pinned: list[tuple[Tensor, torch.cuda.Event]] = []
+        # A static batch's host buffers, the one that was filled last at the end, and the events of their copies.
+        self._hosts: list[tuple[Tensor, torch.cuda.Event | None]] = []
 
     @property
     def num_tiles(self) -> int:
@@ -187,10 +188,13 @@ class LoRABatch:
         buffer = torch.zeros(size, dtype=torch.int32, device=tables.rank_LSP.device)
         batch = cls(num_tokens, num_tiles, tile_tokens, buffer, tables, max_rank, takes_rare)
         batch.has_experts = takes_experts
-        if buffer.is_cuda:
-            batch._pinned = [
-                (torch.zeros(size, dtype=torch.int32, pin_memory=True), torch.cuda.Event()) for _ in range(NUM_PINNED)
-            ]
+        batch._hosts = [
+            (
+                torch.zeros(size, dtype=torch.int32, pin_memory=buffer.is_cuda),
+                torch.cuda.Event() if buffer.is_cuda else None,
+            )
+            for _ in range(NUM_PINNED if buffer.is_cuda else 1)
+        ]
         batch.fill([], [])
         return batch
 
@@ -204,25 +208,28 @@ class LoRABatch:
     def fill(self, slot_of_token: Sequence[int], rank_of_slot: Sequence[int]) -> None:
         """Sets the next step's slots, with one copy on the current stream.
 
-        Missing tokens are padding without an adapter. rank_of_slot is each slot's largest rank over all modules.
+        Missing tokens are padding without an adapter. rank_of_slot is each slot's largest rank over all modules. If the
+        slots are those of the last step, as in most steps of decodes, nothing is copied.
         """
         assert self.max_rank is not None, "only a static batch is filled"
         assert max(rank_of_slot, default=0) <= self.max_rank, "P has no room for such a rank"
         assert self._takes_rare or not self.extras.has_rare(slot_of_token), "it does not launch what they need"
         assert self.has_experts or not self.extras.has_experts(slot_of_token), "it launches nothing for experts"
         assert len(slot_of_token) <= self.num_tokens
-        step = _Step.of([*slot_of_token, *[BASE_SLOT] * (self.num_tokens - len(slot_of_token))], self.tile_tokens)
-        if not self._pinned:
-            host = torch.empty_like(self.plan.buffer)
-        else:
-            host, copied = self._pinned.pop(0)
+        slots = [*slot_of_token, *[BASE_SLOT] * (self.num_tokens - len(slot_of_token))]
+        last = DevicePlan(self._hosts[-1][0], self.num_tiles, self.tile_tokens)
+        if np.array_equal(last.slot_T.numpy(), slots):
+            return
+        step = _Step.of(slots, self.tile_tokens)
+        host, copied = self._hosts.pop(0)
+        if copied is not None:
             copied.synchronize()
-            self._pinned.append((host, copied))
+        self._hosts.append((host, copied))
         step.write(DevicePlan(host, self.num_tiles, self.tile_tokens))
         self._take(step)
         self.plan.buffer.copy_(host, non_blocking=True)
-        if self._pinned:
-            self._pinned[-1][1].record()
+        if copied is not None:
+            copied.record()
 
     def begin(self) -> None:
         """Looks up the addresses of the step's adapters, once, before the first linear.

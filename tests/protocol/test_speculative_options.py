@@ -39,6 +39,7 @@ def test_a_step_may_choose_more_tokens_than_it_has_sequences_only_with_drafts() 
     ngram = SpeculativeConfig("ngram", num_speculative_tokens=4)
     assert EngineConfig("m", max_num_seqs=3).most_sampled == 3
     assert EngineConfig("m", max_num_seqs=3, speculative_config=ngram).most_sampled == 15
-    assert EngineConfig("m", max_num_seqs=64, speculative_config=ngram).most_sampled == 128
-    assert EngineConfig("m", max_num_seqs=256, speculative_config=ngram).most_sampled == 256
+    assert EngineConfig("m", max_num_seqs=64, speculative_config=ngram).most_sampled == 320
+    assert EngineConfig("m", max_num_seqs=256, speculative_config=ngram).most_sampled == 384
+    assert EngineConfig("m", max_num_seqs=512, speculative_config=ngram).most_sampled == 512
     assert EngineConfig("m", max_num_seqs=3, max_num_batched_tokens=8, speculative_config=ngram).most_sampled == 8

@@ -138,6 +138,14 @@ class KVCache:
     v_scale: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """The rows of captured steps in which sequences have drafts."""
+
+    most: int  # Largest number of rows of one sequence.
+    total: int  # Rows of a step, including those at its end that belong to no sequence.
+
+
 class AttentionBackend(Protocol):
     """Computes attention for all layers. plan() runs once per step, and attend() once per layer.
 
@@ -147,10 +155,14 @@ class AttentionBackend(Protocol):
 
     def plan(self, batch: AttentionBatch) -> None: ...
 
-    def for_graph(self, num_seqs: int, max_context: int) -> AttentionBackend | None:
+    def for_graph(self, num_seqs: int, max_context: int, drafts: DraftRows | None = None) -> AttentionBackend | None:
         """Returns a backend for captured decode steps, or None if there is none of this kind.
 
         Its steps have exactly num_seqs sequences of at most max_context tokens. Its plan() writes to fixed memory.
+
+        Args:
+            drafts: None if each sequence has one row. Otherwise a sequence has any number up to drafts.most, or none.
+                Results of rows that belong to no sequence are arbitrary numbers, but neither infinite nor NaN.
         """
         ...
 

@@ -26,7 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache, LayerAttention
+from lorafleet.workers.attention.attention_backend import (
+    AttentionBatch,
+    AttentionSpec,
+    DraftRows,
+    KVCache,
+    LayerAttention,
+)
 from lorafleet.workers.attention.divided_prompts import DividedPrompts, Division, may_divide
 from lorafleet.workers.attention.flashinfer_calls import PlacedPrompts, options_of, plan_prompts, run_layer, shape_of
 from lorafleet.workers.attention.kv_pages import BlockTables, KVPages
@@ -105,7 +111,11 @@ class FlashInferAttention:
         log.info("attention of decodes: FlashInfer's XQA")
         return torch.zeros(SEMAPHORE_BYTES // 4, dtype=torch.int32, device=spec.device)
 
-    def for_graph(self, num_seqs: int, max_context: int) -> FlashInferGraphAttention | XQAAttention:
+    def for_graph(
+        self, num_seqs: int, max_context: int, drafts: DraftRows | None = None
+    ) -> FlashInferGraphAttention | XQAAttention | None:
+        if drafts is not None:
+            return None
         spec = self._spec
         # Sequences that share a prefix list its blocks more than once, so the cache's size is no bound.
         most_blocks = -(-max_context // spec.block_size)
@@ -260,7 +270,7 @@ class FlashInferGraphAttention:
             )
         self._copied.record()
 
-    def for_graph(self, num_seqs: int, max_context: int) -> None:  # noqa: ARG002  this is one
+    def for_graph(self, num_seqs: int, max_context: int, drafts: DraftRows | None = None) -> None:  # noqa: ARG002  this is one
         return None
 
     def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch
+from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch, DraftRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class MixedAttention:
         for backend in self._backends:
             backend.plan(batch)
 
-    def for_graph(self, num_seqs: int, max_context: int) -> MixedAttention | None:
+    def for_graph(self, num_seqs: int, max_context: int, drafts: DraftRows | None = None) -> MixedAttention | None:
         captured = []
         for backend in self._backends:
-            made = backend.for_graph(num_seqs, max_context)
+            made = backend.for_graph(num_seqs, max_context, drafts)
             if made is None:
                 return None
             captured.append(made)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.decoder.paged_attention import PagedBatch, paged_attention, tile_shape
-from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache
+from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, DraftRows, KVCache
 from lorafleet.workers.attention.kv_pages import pinned_copy
 
 
@@ -35,7 +35,9 @@ class PagedAttention:
             PagedBatch.build(*sequences, spec.block_size, *shape, spec.dtype, spec.device) for shape in self.shapes
         ]
 
-    def for_graph(self, num_seqs: int, max_context: int) -> PagedDecodes:
+    def for_graph(self, num_seqs: int, max_context: int, drafts: DraftRows | None = None) -> PagedDecodes | None:
+        if drafts is not None:
+            return None
         return PagedDecodes(self._spec, self._caches, num_seqs, max_context)
 
     def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch
+from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch, DraftRows
 from lorafleet.workers.attention.module_build import Built
 
 log = logging.getLogger(__name__)
@@ -88,8 +88,8 @@ class SwitchingAttention:
     def plan(self, batch: AttentionBatch) -> None:
         self._current.plan(batch)
 
-    def for_graph(self, num_seqs: int, max_context: int) -> AttentionBackend | None:
-        return self._current.for_graph(num_seqs, max_context)
+    def for_graph(self, num_seqs: int, max_context: int, drafts: DraftRows | None = None) -> AttentionBackend | None:
+        return self._current.for_graph(num_seqs, max_context, drafts)
 
     def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:
         return self._current.attend(layer, q_THD, out_THD)

@@ -23,7 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lorafleet.kernels.quant.fp8 import FP8
-from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache, LayerAttention
+from lorafleet.workers.attention.attention_backend import (
+    AttentionBatch,
+    AttentionSpec,
+    DraftRows,
+    KVCache,
+    LayerAttention,
+)
 
 # Costs that decide whether two sequences are joined by padding. The unit is about 4 ns, the time of one query-key pair
 # of 4 heads x 32.
@@ -76,7 +82,7 @@ class TorchAttention:
                 if rows > len(scratch[width]):
                     scratch[width] = scratch[width].new_empty(rows + rows // 4, width)
 
-    def for_graph(self, num_seqs: int, max_context: int) -> None:  # noqa: ARG002  there is none
+    def for_graph(self, num_seqs: int, max_context: int, drafts: DraftRows | None = None) -> None:  # noqa: ARG002  there is none
         return None
 
     def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:

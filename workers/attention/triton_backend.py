@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache
+from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, DraftRows, KVCache
 from lorafleet.workers.attention.paged_backend import PagedAttention
 from lorafleet.workers.attention.triton_decodes import CapturedDecodes, DecodeLayers, TritonDecodes
 
@@ -40,8 +40,8 @@ class TritonAttention:
         if self._has_prompts:
             self._prompts.plan(AttentionBatch(lens[count:], contexts[count:], tables[count:]))
 
-    def for_graph(self, num_seqs: int, max_context: int) -> TritonDecodes:
-        return self._captured.for_graph(num_seqs, max_context)
+    def for_graph(self, num_seqs: int, max_context: int, drafts: DraftRows | None = None) -> TritonDecodes:
+        return self._captured.for_graph(num_seqs, max_context, drafts)
 
     def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:
         own, count = self._spec.layers[layer], self._num_decodes

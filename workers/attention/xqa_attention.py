@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.quant.fp8 import FP8
-from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache, LayerAttention
+from lorafleet.workers.attention.attention_backend import (
+    AttentionBatch,
+    AttentionSpec,
+    DraftRows,
+    KVCache,
+    LayerAttention,
+)
 from lorafleet.workers.attention.kv_pages import BlockTables
 
 CAPABILITY = (9, 0)  # the only one that is measured; FlashInfer has XQA for 10 and 12 too
@@ -88,7 +94,7 @@ class XQAAttention:
         else:
             self._fixed.assign(tables)
 
-    def for_graph(self, num_seqs: int, max_context: int) -> None:  # noqa: ARG002  FlashInferAttention makes them
+    def for_graph(self, num_seqs: int, max_context: int, drafts: DraftRows | None = None) -> None:  # noqa: ARG002  FlashInferAttention makes them
         return None
 
     def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:

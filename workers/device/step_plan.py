@@ -55,13 +55,18 @@ class StepPlan:
         return len(self.sampling) == len(self.slots) == self.num_tokens and not self.prompts
 
     @property
+    def has_decodes_only(self) -> bool:
+        """Whether the next token of every row is needed: those of decodes, and of the drafts behind them."""
+        return len(self.sampling) == self.num_tokens and not self.prompts
+
+    @property
     def shape(self) -> StepShape:
         if self.is_decode:
             adapted = len(self.slots) - self.slots.count(BASE_SLOT)
             return StepShape("decode", len(self.slots), self.num_tokens, adapted)
         spans = zip(self.slots, self.base_lens, self.attention.query_lens, strict=True)
         adapted = sum(count - num_base for slot, num_base, count in spans if slot != BASE_SLOT)
-        if len(self.sampling) == self.num_tokens and not self.prompts:  # decodes and their drafts
+        if self.has_decodes_only:
             return StepShape("decode", len(self.slots), self.num_tokens, adapted)
         chunks = list(zip(self.attention.query_lens, self.attention.context_lens, strict=True))
         return StepShape(
@@ -72,6 +77,11 @@ class StepPlan:
             decode_positions=sum(end for count, end in chunks if count == 1),
             prompts=tuple((count, end) for count, end in chunks if count > 1),
         )
+
+    @property
+    def row_slots(self) -> list[int]:
+        """As lora_slots, for a step that has_decodes_only."""
+        return self.slots if self.is_decode else self.lora_slots
 
     @property
     def lora_slots(self) -> list[int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Many
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lorafleet.workers.bases.rope_config import RopeConfig
@@ -176,10 +175,13 @@ class SequenceMemory:
         than leave num_spare."""
         blocks, start = chunk.sequence.blocks, chunk.sequence.num_computed + chunk.num_tokens
         assert blocks is not None
-        if self._kv.num_missing(blocks, start + len(drafts)) + num_spare <= self._kv.num_free:
-            self._kv.grow(blocks, start + len(drafts))
-        drafts = drafts[: len(blocks.table) * self._kv.block_size - start]
-        return replace(chunk, num_tokens=chunk.num_tokens + len(drafts), drafts=drafts)
+        num_missing = self._kv.num_missing(blocks, start + len(drafts))
+        if num_missing > 0:
+            if num_missing + num_spare <= self._kv.num_free:
+                self._kv.grow(blocks, start + len(drafts))
+            drafts = drafts[: len(blocks.table) * self._kv.block_size - start]
+        num_tokens = chunk.num_tokens + len(drafts)
+        return Chunk(chunk.sequence, num_tokens, chunk.resumes_from, chunk.snapshot, drafts)
 
     def might_run_out(self, running: Many[Sequence], num_taken: int = 0) -> bool:
         """Returns whether the running sequences may need more blocks in the next step than are free beside num_taken.

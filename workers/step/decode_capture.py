@@ -1,7 +1,7 @@
 """Captures decode steps as CUDA graphs, and replays them. decode_graphs.py decides which are captured, and when.
 
 Attention plans and adapter tables are refilled in place before a replay. A graph begins by reading the last step's
-tokens. It ends by writing its own, chosen greedily, where the next one reads them. Rows without a sequence compute on
+tokens. It ends by writing its own, chosen greedily, where the next one reads them. Rows without a sequence write to
 block `trash` and are ignored. Graphs with adapters may leave some of the GPU's SMs to the LoRA kernels
 (kernels/lora/sm_split.py). Those without may compute the linears, mixtures and delta nets by kernels of their own
 (workers/step/own_linears.py, few_token_kernels.py).
@@ -23,7 +23,7 @@ from torch import Tensor
 from lorafleet.kernels.lora.lora_batch import LoRABatch
 from lorafleet.kernels.lora.sm_split import HIGH_PRIORITY, UNSPLIT, SMSplit, split_for
 from lorafleet.kernels.quant.base_weight import PlainWeight
-from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch, KVCache
+from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch, DraftRows, KVCache
 from lorafleet.workers.device.sampler import greedy_of_ranks
 from lorafleet.workers.device.state_cache import StateCache, StepStates
 from lorafleet.workers.device.step_inputs import StepInputs
@@ -31,6 +31,7 @@ from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.step.borrowed_memory import borrowed
+from lorafleet.workers.step.drafted_sizes import DraftShape
 from lorafleet.workers.step.few_token_kernels import few_token_kernels
 from lorafleet.workers.step.own_linears import own_linears
 
@@ -38,17 +39,23 @@ from lorafleet.workers.step.own_linears import own_linears
 class DecodeKey(NamedTuple):
     """The kind of a decode graph."""
 
-    num_rows: int  # Batch size of the graph.
+    num_rows: int  # Number of tokens that the graph computes.
     num_tiles: int  # Number of LoRA tiles that it has room for; 0 without adapters.
     takes_rare: bool = False  # Whether it also launches what hardly any adapter has (ExtraTables.has_rare).
     takes_experts: bool = False  # Whether it also launches what adapters on experts need.
+    drafts: DraftShape | None = None  # None if each row is a sequence of its own.
+
+    @property
+    def num_seqs(self) -> int:
+        """Number of sequences for which the attention has room."""
+        return self.num_rows if self.drafts is None else self.drafts.num_seqs
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGraph:
     """A captured decode step. Its outputs, like its tokens, are valid until the next step."""
 
-    num_rows: int
+    key: DecodeKey
     graph: torch.cuda.CUDAGraph
     attention: AttentionBackend
     lora: LoRABatch | None
@@ -76,7 +83,7 @@ class DecodeCapture:
         self._caches = caches
         self._states = states
         self._attention = attention
-        self._backends: dict[int, AttentionBackend] = {}  # by batch size
+        self._backends: dict[tuple[int, DraftShape | None], AttentionBackend] = {}  # by number of rows
         self._device = device
         self._inputs = inputs
         self._trash = trash
@@ -95,14 +102,12 @@ class DecodeCapture:
 
         A step may be in flight. Its tokens, which the next step reads, survive the capture.
         """
-        if key.num_rows not in self._backends:
-            backend = self._attention.for_graph(key.num_rows, self._max_context)
-            if backend is None:
-                return None
-            self._backends[key.num_rows] = backend
+        backend = self._backend(key)
+        if backend is None:
+            return None
         last_tokens_B, stream = self._inputs.sampled_B.clone(), torch.cuda.current_stream(self._device)
         try:
-            return self._capture(key.num_rows, self._backends[key.num_rows], self._lora_batch(key))
+            return self._capture(key, backend, self._lora_batch(key))
         finally:
             torch.cuda.set_stream(stream)  # a capture that fails leaves its own
             # The step before the capture ran on another stream. It must not write its tokens after this copy, nor run
@@ -115,6 +120,19 @@ class DecodeCapture:
         torch.cuda.synchronize(self._device)  # a graph's memory must outlive its run
         self._backends = {}
         self._pool = torch.cuda.graph_pool_handle()
+
+    def _backend(self, key: DecodeKey) -> AttentionBackend | None:
+        """Returns the attention of all graphs of this shape, or None if there is none."""
+        if key.drafts is not None and self._states is not None:
+            return None  # the states of recurrent layers take one token of each sequence
+        shape = key.num_rows, key.drafts
+        if shape not in self._backends:
+            drafts = () if key.drafts is None else (DraftRows(key.drafts.most_rows, key.num_rows),)
+            backend = self._attention.for_graph(key.num_seqs, self._max_context, *drafts)
+            if backend is None:
+                return None
+            self._backends[shape] = backend
+        return self._backends[shape]
 
     def _lora_batch(self, key: DecodeKey) -> LoRABatch | None:
         if key.num_tiles == 0:
@@ -134,30 +152,31 @@ class DecodeCapture:
 
     def fill(self, decode: DecodeGraph, plan: StepPlan) -> None:
         """Queues the copies of what the graph reads besides the last step's tokens."""
-        self._inputs.upload(plan.fields_FT, decode.num_rows)
-        batch, num_seqs = plan.attention, len(plan.slots)
-        padding = [1] * (decode.num_rows - num_seqs)
+        self._inputs.upload(plan.fields_FT, decode.key.num_rows)
+        batch, num_padded = plan.attention, decode.key.num_seqs - len(plan.slots)
+        query_len = 1 if decode.key.drafts is None else 0  # in a graph with drafts, other sequences may need the rows
         decode.attention.plan(
             AttentionBatch(
-                query_lens=batch.query_lens + padding,
-                context_lens=batch.context_lens + padding,
-                block_tables=[*batch.block_tables, *([self._trash] for _ in padding)],
+                query_lens=batch.query_lens + [query_len] * num_padded,
+                context_lens=batch.context_lens + [1] * num_padded,
+                block_tables=[*batch.block_tables, *([[self._trash]] * num_padded)],
             )
         )
         if decode.lora is not None:
-            decode.lora.fill(plan.slots, plan.slot_ranks)
+            decode.lora.fill(plan.row_slots, plan.slot_ranks)
         if decode.states is not None and self._states is not None:
             decode.states.batch.refill(plan.state_slots, plan.begins, self._states.padding_slot)
         self._inputs.mark_copied()
 
-    def replay(self, decode: DecodeGraph, num_seqs: int) -> tuple[Tensor, Tensor]:
-        """Launches the graph, which has been filled. Returns the model's output and its EngineModel.logits, one row per
-        sequence. Greedy tokens are in StepInputs.sampled_B."""
+    def replay(self, decode: DecodeGraph, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Launches the graph, which has been filled. Returns the model's output and its EngineModel.logits, of the
+        step's rows. Greedy tokens are in StepInputs.sampled_B."""
         decode.graph.replay()
-        return decode.hidden_BD[:num_seqs], decode.logits_BW[:num_seqs]
+        return decode.hidden_BD[:num_rows], decode.logits_BW[:num_rows]
 
-    def _capture(self, size: int, attention: AttentionBackend, lora: LoRABatch | None) -> DecodeGraph:
-        attention.plan(AttentionBatch([1] * size, [1] * size, [[self._trash]] * size))
+    def _capture(self, key: DecodeKey, attention: AttentionBackend, lora: LoRABatch | None) -> DecodeGraph:
+        size, num_seqs = key.num_rows, key.num_seqs
+        attention.plan(AttentionBatch([1] * num_seqs, [1] * num_seqs, [[self._trash]] * num_seqs))
         self._inputs.fill_with_padding(size)
         inputs = self._inputs.tensors(size)
         states = None if self._states is None else self._states.of_padding([1] * size)
@@ -194,7 +213,7 @@ class DecodeCapture:
                     hidden_BD, logits_BW = forward()
                 finally:
                     graph.capture_end()
-        return DecodeGraph(size, graph, attention, lora, states, borrowed(hidden_BD), borrowed(logits_BW))
+        return DecodeGraph(key, graph, attention, lora, states, borrowed(hidden_BD), borrowed(logits_BW))
 
     @contextmanager
     def _without_adapters(self, size: int) -> Iterator[None]:

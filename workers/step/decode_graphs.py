@@ -1,10 +1,11 @@
 """Decides which CUDA graphs for decode steps are captured and when, and which one a step uses: one launch instead of
-hundreds, for batches in which every sequence computes one token.
+hundreds, for batches in which every sequence computes one token, or a token and the drafts behind it.
 
 There are graphs for each of a dense set of batch sizes: one without adapters, so that base steps pay nothing for them,
 others for few and for many tiles of adapters' tokens, and one that also launches what hardly any adapter has: Kronecker
 products, and angles by slot. A mixture of experts has graphs for steps with adapters on experts too, so that the other
-steps launch nothing for experts. A step uses the smallest graph that fits.
+steps launch nothing for experts. Steps with drafts have graphs of their own (drafted_sizes.py). A step uses the
+smallest graph that fits.
 
 A graph takes some 0.1 s to capture. So a start captures the graphs of a few sizes only. A later step that would use
 another one runs meanwhile by a slightly larger graph, or without one, and the graph is captured between two steps: at
@@ -25,6 +26,7 @@ from torch import Tensor
 from lorafleet.kernels.lora.lora_batch import BASE_SLOT, count_tiles
 from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.step.decode_capture import DecodeGraph, DecodeKey
+from lorafleet.workers.step.drafted_sizes import DraftedSizes, DraftShape
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ class Capturer(Protocol):
 
     def fill(self, decode: DecodeGraph, plan: StepPlan) -> None: ...
 
-    def replay(self, decode: DecodeGraph, num_seqs: int) -> tuple[Tensor, Tensor]: ...
+    def replay(self, decode: DecodeGraph, num_rows: int) -> tuple[Tensor, Tensor]: ...
 
 
 class AdapterSlotsOfSteps(Protocol):
@@ -69,6 +71,7 @@ class DecodeGraphs:
         first_sizes: Those whose graphs the constructor captures, besides the largest.
         max_context: Number of tokens that the graphs have room for in each sequence.
         has_mixtures: Whether the model has mixtures of experts.
+        drafted: Sizes of the graphs with drafts. None if there are none.
     """
 
     def __init__(
@@ -80,20 +83,23 @@ class DecodeGraphs:
         max_context: int,
         has_mixtures: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        drafted: DraftedSizes | None = None,
     ) -> None:
         self._capturer = capturer
         self._loras = loras
         self._max_context = max_context
         self._has_mixtures = has_mixtures
         self._clock = clock
-        self._sizes = sorted(sizes, reverse=True)
-        self._tiles = {size: [] if loras is None else loras.tile_counts(size) for size in sizes}
+        self._sizes = sorted(sizes)
+        self._drafted = drafted
+        of_drafted = () if drafted is None else drafted.counts
+        self._tiles = {size: [] if loras is None else loras.tile_counts(size) for size in (*sizes, *of_drafted)}
         self._graphs: dict[DecodeKey, DecodeGraph] = {}
         self._wanted: dict[DecodeKey, None] = {}  # keys that steps would have used, the latest last
-        self._missing = [key for size in self._sizes for key in self._keys(size)]
+        self._missing = self._all_keys()
         self._is_usable = True  # whether the attention has graphs
         self._captured_s = float("-inf")
-        self._first_sizes = {self._sizes[0], *first_sizes}
+        self._first_sizes = {self._sizes[-1], *first_sizes}
         self.capture_first()
 
     def __len__(self) -> int:
@@ -112,9 +118,9 @@ class DecodeGraphs:
     def capture_first(self) -> None:
         """Captures the graphs of the first sizes. Raises what capturing raises."""
         started = self._clock()
-        for key in [key for key in self._missing if key.num_rows in self._first_sizes]:
-            if not self._capture(key):
-                break
+        for key in self._missing[:]:
+            if self._is_usable and self._is_first(key):
+                self._capture(key)
         seconds = self._clock() - started
         log.info("captured %d of %d CUDA graphs for decode steps in %.1f s", len(self), self.most, seconds)
 
@@ -122,7 +128,7 @@ class DecodeGraphs:
         """Drops all graphs, after the attention or the addresses have changed, and allows captures again."""
         self._graphs, self._wanted = {}, {}
         self._capturer.forget()
-        self._missing = [key for size in self._sizes for key in self._keys(size)]
+        self._missing = self._all_keys()
         self._is_usable = True
 
     def capture_one(self, *, is_idle: bool) -> bool:
@@ -135,7 +141,7 @@ class DecodeGraphs:
         if not is_idle and self._clock() - self._captured_s < CAPTURE_PERIOD_S:
             return False
         key = self._missing[0]
-        if self._wanted and key.num_rows != self._sizes[0]:
+        if self._wanted and key.num_rows != max(self._tiles):
             key = next(reversed(self._wanted))
         try:
             return self._capture(key)
@@ -149,13 +155,18 @@ class DecodeGraphs:
         enough, or none that is captured is nearly as small.
 
         Args:
-            lora_slots: Each sequence's slot, or BASE_SLOT.
+            lora_slots: Each row's slot, or BASE_SLOT. There are more rows than sequences if any has drafts.
             context_lens: Each sequence's number of tokens. Only an adapter with a rope of its own may have more than
                 the graphs take.
         """
         if not self._is_usable:
             return None
-        fitting = [size for size in reversed(self._sizes) if size >= len(lora_slots)]
+        num_rows, num_seqs = len(lora_slots), len(context_lens)
+        has_drafts = num_rows > num_seqs
+        if not has_drafts:
+            fitting = [size for size in self._sizes if size >= num_rows]
+        else:
+            fitting = [] if self._drafted is None else self._drafted.fitting(num_rows, num_seqs)
         if not fitting:
             return None
         has_adapters = any(slot != BASE_SLOT for slot in lora_slots)
@@ -163,41 +174,63 @@ class DecodeGraphs:
         if takes_rare and max(context_lens) > self._max_context:
             return None
         best, *larger = [size for size in fitting if size <= max(LITTLE_PADDING, 2 * fitting[0])]
-        keys = self._fitting_keys(best, lora_slots, has_adapters, takes_rare)
+        keys = self._fitting_keys(best, self._shape(best, has_drafts), lora_slots, has_adapters, takes_rare)
         if keys[0] in self._graphs:
             return self._graphs[keys[0]]
         self._want(keys[0])
         for size in larger:
-            keys += self._fitting_keys(size, lora_slots, has_adapters, takes_rare)
+            keys += self._fitting_keys(size, self._shape(size, has_drafts), lora_slots, has_adapters, takes_rare)
         return next((self._graphs[key] for key in keys if key in self._graphs), None)
 
     def fill(self, decode: DecodeGraph, plan: StepPlan) -> None:
         """Does what DecodeCapture.fill does."""
         self._capturer.fill(decode, plan)
 
-    def replay(self, decode: DecodeGraph, num_seqs: int) -> tuple[Tensor, Tensor]:
+    def replay(self, decode: DecodeGraph, num_rows: int) -> tuple[Tensor, Tensor]:
         """Does what DecodeCapture.replay does."""
-        return self._capturer.replay(decode, num_seqs)
+        return self._capturer.replay(decode, num_rows)
 
-    def _keys(self, size: int) -> list[DecodeKey]:
-        keys = [DecodeKey(size, 0)]
+    def _shape(self, size: int, has_drafts: bool) -> DraftShape | None:
+        return self._drafted.shape(size) if has_drafts and self._drafted is not None else None
+
+    def _all_keys(self) -> list[DecodeKey]:
+        """Returns all graphs, the largest ones first."""
+        kinds = [(size, False) for size in self._sizes]
+        if self._drafted is not None:
+            kinds += [(size, True) for size in self._drafted.counts]
+        return [
+            key
+            for size, has_drafts in sorted(kinds, reverse=True)
+            for key in self._keys(size, self._shape(size, has_drafts))
+        ]
+
+    def _is_first(self, key: DecodeKey) -> bool:
+        """Returns whether a start captures the graph: the first sizes, and the largest of all."""
+        if key.drafts is None or self._drafted is None:
+            return key.num_rows in self._first_sizes
+        return key.num_rows in self._drafted.first or key.num_rows == max(self._tiles)
+
+    def _keys(self, size: int, drafts: DraftShape | None) -> list[DecodeKey]:
+        keys = [DecodeKey(size, 0, drafts=drafts)]
         tiles = self._tiles[size]
         for count in tiles:
-            keys.append(DecodeKey(size, count))
+            keys.append(DecodeKey(size, count, drafts=drafts))
             if self._has_mixtures:
-                keys.append(DecodeKey(size, count, takes_experts=True))
+                keys.append(DecodeKey(size, count, takes_experts=True, drafts=drafts))
         if tiles:
-            keys.append(DecodeKey(size, tiles[-1], takes_rare=True, takes_experts=self._has_mixtures))
+            keys.append(DecodeKey(size, tiles[-1], takes_rare=True, takes_experts=self._has_mixtures, drafts=drafts))
         return keys
 
-    def _fitting_keys(self, size: int, lora_slots: list[int], has_adapters: bool, takes_rare: bool) -> list[DecodeKey]:
+    def _fitting_keys(
+        self, size: int, drafts: DraftShape | None, lora_slots: list[int], has_adapters: bool, takes_rare: bool
+    ) -> list[DecodeKey]:
         """Returns the graphs of this size that a step may use, the best one first."""
         if not has_adapters or self._loras is None:
-            return [DecodeKey(size, 0)]
+            return [DecodeKey(size, 0, drafts=drafts)]
         if takes_rare:
-            return [DecodeKey(size, self._tiles[size][-1], takes_rare=True, takes_experts=self._has_mixtures)]
+            return [DecodeKey(size, self._tiles[size][-1], True, self._has_mixtures, drafts)]
         needed, takes_experts = count_tiles(lora_slots, size), self._loras.has_experts(lora_slots)
-        return [DecodeKey(size, count, False, takes_experts) for count in self._tiles[size] if count >= needed]
+        return [DecodeKey(size, count, False, takes_experts, drafts) for count in self._tiles[size] if count >= needed]
 
     def _want(self, key: DecodeKey) -> None:
         if key in self._missing:
@@ -208,9 +241,17 @@ class DecodeGraphs:
         graph = self._capturer.capture(key)
         self._captured_s = self._clock()
         if graph is None:
-            self._is_usable = False
+            if key.drafts is not None:
+                self._drop_drafted()
+            else:
+                self._is_usable = False
             return False
         self._graphs[key] = graph
         self._missing.remove(key)
         self._wanted.pop(key, None)
         return True
+
+    def _drop_drafted(self) -> None:
+        """Captures no graphs with drafts, since the attention has none."""
+        self._missing = [key for key in self._missing if key.drafts is None]
+        self._wanted = {key: None for key in self._wanted if key.drafts is None}

@@ -41,7 +41,8 @@ def plan_step(
         first_known: Index in the pool of tokens where those that the host knows begin, see StepInputs.
     """
     ends = list(accumulate(chunk.num_tokens for chunk in chunks))
-    sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+    samples = [chunk.samples for chunk in chunks]
+    sampling = [chunk.sequence for chunk, is_sampled in zip(chunks, samples, strict=True) if is_sampled]
     return StepPlan(
         fields_FT=_fields(chunks, row_by_request, first_known, block_size),
         attention=AttentionBatch(
@@ -51,7 +52,7 @@ def plan_step(
         ),
         slots=[_slot(chunk) for chunk in chunks],
         base_lens=[_num_base(chunk) for chunk in chunks],
-        sampling=_sampled_rows(chunks, ends),
+        sampling=_sampled_rows(chunks, samples, ends),
         is_greedy=all(
             seq.params.greedy
             and not seq.params.edits_logits
@@ -75,14 +76,15 @@ def plan_step(
     )
 
 
-def _sampled_rows(chunks: Sequence[Chunk], ends: list[int]) -> list[int]:
-    """Returns the rows of each chunk's last own token and of its drafts. `ends` are the rows behind the chunks."""
+def _sampled_rows(chunks: Sequence[Chunk], samples: list[bool], ends: list[int]) -> list[int]:
+    """Returns the rows of each chunk's last own token and of its drafts, if it samples. `ends` are the rows behind the
+    chunks."""
     rows: list[int] = []
-    for chunk, end in zip(chunks, ends, strict=True):
-        if not chunk.samples:
+    for chunk, is_sampled, end in zip(chunks, samples, ends, strict=True):
+        if not is_sampled:
             continue
         if chunk.drafts:
-            rows += range(end - chunk.num_sampled, end)
+            rows += range(end - 1 - len(chunk.drafts), end)
         else:
             rows.append(end - 1)
     return rows
@@ -130,13 +132,14 @@ def _fields(chunks: Sequence[Chunk], row_by_request: Mapping[str, int], first_kn
     token_T, source_T, position_T, rope_length_T, kv_slot_T = rows_FT
     source_T[:] = np.arange(first_known, first_known + num_tokens)
     singles: list[tuple[int, ...]] = []
+    drafted: list[tuple[int, Chunk]] = []
     first = 0  # the chunk's first column
     for chunk in chunks:
         seq = chunk.sequence
         assert seq.blocks is not None
         start, end, table = seq.num_computed, seq.num_computed + chunk.num_tokens, seq.blocks.table
         if chunk.drafts:
-            singles += _draft_columns(chunk, first, first_known + first, size)
+            drafted.append((first, chunk))
             first += chunk.num_tokens
             continue
         last = seq.tokens[end - 1]
@@ -156,24 +159,35 @@ def _fields(chunks: Sequence[Chunk], row_by_request: Mapping[str, int], first_kn
     if singles:
         columns, *fields = np.array(singles).T
         rows_FT[:, columns] = fields
+    if drafted:
+        _fill_drafted(rows_FT, drafted, size)
     return rows_FT
 
 
-def _draft_columns(chunk: Chunk, first: int, first_source: int, size: int) -> list[tuple[int, ...]]:
-    """Returns the columns of a sequence's last tokens and its drafts, all of which the host knows: number of the
-    column, then its fields. They are few, so numpy calls would take longer.
+def _fill_drafted(rows_FT: Rows, drafted: Sequence[tuple[int, Chunk]], size: int) -> None:
+    """Fills the columns of sequences with drafts but their sources. The host knows all of their tokens.
 
     Args:
-        first: Number of the first column.
-        first_source: Its source.
+        drafted: The first column of each chunk, and the chunk.
         size: Tokens of a KV block.
     """
-    columns: list[tuple[int, ...]] = []
-    seq = chunk.sequence
-    assert seq.blocks is not None
-    table, start, longest = seq.blocks.table, seq.num_computed, seq.num_rotated
-    for i, token in enumerate((*seq.tokens[start:], *chunk.drafts)):
-        place = start + i
-        kv_slot = table[place // size] * size + place % size
-        columns.append((first + i, token, first_source + i, place, max(longest, place + 1), kv_slot))
-    return columns
+    tokens: list[int] = []
+    blocks: list[int] = []  # All that any of the tokens are in.
+    spans: list[tuple[int, ...]] = []
+    for first, chunk in drafted:
+        seq = chunk.sequence
+        assert seq.blocks is not None
+        start, count = seq.num_computed, chunk.num_tokens
+        first_block = start // size
+        spans.append((first, start, count, seq.num_rotated, len(blocks) - first_block))
+        blocks += seq.blocks.table[first_block : (start + count - 1) // size + 1]
+        tokens += seq.tokens[start:]
+        tokens += chunk.drafts
+    counts = np.array([span[2] for span in spans])
+    first_T, start_T, _, longest_T, block_T = np.array(spans).repeat(counts, axis=0).T
+    place_T = np.arange(len(tokens)) - (counts.cumsum() - counts).repeat(counts)
+    position_T, column_T = start_T + place_T, first_T + place_T
+    rows_FT[0, column_T] = tokens
+    rows_FT[2, column_T] = position_T
+    rows_FT[3, column_T] = np.maximum(longest_T, position_T + 1)
+    rows_FT[4, column_T] = np.array(blocks)[block_T + position_T // size] * size + position_T % size

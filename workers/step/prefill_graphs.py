@@ -21,7 +21,13 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.lora.lora_batch import TILE_TOKENS, LoRABatch, prompt_tile_tokens
-from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch, AttentionSpec, KVCache
+from lorafleet.workers.attention.attention_backend import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    DraftRows,
+    KVCache,
+)
 from lorafleet.workers.device.step_inputs import StepInputs
 from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.slots.model_manager import LoRAModelManager
@@ -208,5 +214,5 @@ class _Cuts:
     def plan(self, batch: AttentionBatch) -> None:  # noqa: ARG002  a capture is of any batch
         raise AssertionError("only the real attention backend plans, when the graphs run")
 
-    def for_graph(self, num_seqs: int, max_context: int) -> None:  # noqa: ARG002  there is none
+    def for_graph(self, num_seqs: int, max_context: int, drafts: DraftRows | None = None) -> None:  # noqa: ARG002  there is none
         return None

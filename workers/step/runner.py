@@ -62,7 +62,8 @@ class LaunchedStep:
     chunks: list[Chunk]
     shape: StepShape
     sampling: list[Chunk]  # The chunks that sample.
-    rows: list[SamplingRow]  # One for each row of StepInputs.sampled_B: Chunk.num_sampled of each of these chunks.
+    num_rows: int  # Rows of StepInputs.sampled_B: Chunk.num_sampled of each of these chunks.
+    rows: list[SamplingRow]  # One for each of these; empty if the step is greedy.
     draws: list[DrawFields]  # The draw of each row; empty if the step is greedy.
     edited: list[EditedRow]  # Rows whose logits are changed.
     faults: list[tuple[Sequence, Exception]]  # Sequences that cannot go on after the step, and why.
@@ -199,7 +200,8 @@ class ModelRunner:
         if is_timed and self._clock is not None:
             self._clock.end(shape)
         sampling = [chunk for chunk in chunks if chunk.samples]
-        rows, row_by_request = _rows_of(sampling)
+        row_by_request = _first_rows(sampling)
+        rows = [] if logits.sampled_BV is None else _rows_of(sampling)
         pooled, faults = pool_prompts(chunks, logits.hidden_TD, self._classifier, download)
         edited, more_faults = self._prepare_edits(sampling, row_by_request)
         num_tokens = 0 if logits.sampled_BV is None else logits.sampled_BV.shape[1]
@@ -207,8 +209,9 @@ class ModelRunner:
             chunks=chunks,
             shape=shape,
             sampling=sampling,
+            num_rows=len(plan.sampling),
             rows=rows,
-            draws=[] if logits.sampled_BV is None else draw_fields(rows, edited, num_tokens),
+            draws=draw_fields(rows, edited, num_tokens),
             edited=edited,
             faults=faults + more_faults,
             row_by_request=row_by_request,
@@ -241,7 +244,7 @@ class ModelRunner:
 
         `late` are sequences that get no token. The tokens chosen in their rows are dropped and not counted.
         """
-        num_rows = len(step.rows)
+        num_rows = step.num_rows
         logprobs: list[RowLogprobs] = []
         if step.logits.sampled_BV is not None:
             late_rows = {step.row_by_request[sequence.request_id] for sequence in late}
@@ -340,18 +343,24 @@ class ModelRunner:
         return (params.logprobs_mode or self._logprobs_mode) == "processed_logprobs"
 
 
-def _rows_of(sampling: Many[Chunk]) -> tuple[list[SamplingRow], dict[str, int]]:
-    """Returns a row for each token that these chunks sample, and the first row of each sequence, by request ID.
-
-    Each token is drawn as if the drafts before it were the answer.
-    """
-    rows: list[SamplingRow] = []
+def _first_rows(sampling: Many[Chunk]) -> dict[str, int]:
+    """Returns the first row of each sequence, by request ID."""
     row_by_request: dict[str, int] = {}
+    row = 0
+    for chunk in sampling:
+        row_by_request[chunk.sequence.request_id] = row
+        row += 1 + len(chunk.drafts)
+    return row_by_request
+
+
+def _rows_of(sampling: Many[Chunk]) -> list[SamplingRow]:
+    """Returns a row for each token that these chunks sample. Each token is drawn as if the drafts before it were the
+    answer."""
+    rows: list[SamplingRow] = []
     for chunk in sampling:
         seq, end = chunk.sequence, len(chunk.sequence.tokens)
-        row_by_request[seq.request_id] = len(rows)
         rows.append(SamplingRow(seq.params, end, seq.seed, seq.vocab_size))
         if chunk.drafts:
             later = range(end + 1, end + chunk.num_sampled)
             rows += [SamplingRow(seq.params, num_tokens, seq.seed, seq.vocab_size) for num_tokens in later]
-    return rows, row_by_request
+    return rows

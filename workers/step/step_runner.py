@@ -108,7 +108,7 @@ class StepRunner:
     def _run(self, plan: StepPlan, score: Callable[[int, Tensor], None]) -> StepLogits:
         decoded = self._decode(plan)
         if decoded is not None:  # the graph has chosen the base's greedy tokens too
-            return StepLogits(self._sampled(*decoded, plan, plan.slots, chosen=True), decoded[0])
+            return StepLogits(self._sampled(*decoded, plan, plan.row_slots, chosen=True), decoded[0])
         hidden_TD = self._forward_tokens(plan) if self._by_token else self._forward(plan)
         heads = self._heads(plan.slots)
         slots_T = plan.lora_slots if heads is not None else [BASE_SLOT] * plan.num_tokens
@@ -134,9 +134,9 @@ class StepRunner:
         """Queues what a step of decodes reads besides the last step's tokens, if a captured graph fits. run() then only
         launches the graph. The tokens of the step before need not be chosen yet."""
         self._prepared = None
-        if self.decode_graphs is None or not plan.is_decode:
+        if self.decode_graphs is None or not plan.has_decodes_only:
             return
-        graph = self.decode_graphs.find(plan.slots, plan.attention.context_lens)
+        graph = self.decode_graphs.find(plan.row_slots, plan.attention.context_lens)
         if graph is not None:
             self.decode_graphs.fill(graph, plan)
             self._prepared = plan, graph
@@ -200,14 +200,14 @@ class StepRunner:
             torch.cuda.synchronize(self.device)
 
     def _decode(self, plan: StepPlan) -> tuple[Tensor, Tensor] | None:
-        """Runs a step of decodes alone by a captured graph. Returns hidden states and logits, or None if no graph
-        fits."""
+        """Runs a step of decodes and their drafts alone by a captured graph. Returns hidden states and logits, or None
+        if no graph fits."""
         if self._prepared is None or self._prepared[0] is not plan:
             self.prepare(plan)
         if self.decode_graphs is None or self._prepared is None:
             return None
         (_, graph), self._prepared = self._prepared, None
-        return self.decode_graphs.replay(graph, len(plan.slots))
+        return self.decode_graphs.replay(graph, plan.num_tokens)
 
     def _forward_tokens(self, plan: StepPlan) -> Tensor:
         return torch.cat([self._forward(token) for token in single_tokens(plan, self.inputs.first_known)])

@@ -14,6 +14,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 SHORT = [(1, 5), (1, 130), (1, 48), (1, 1)]
 LONG = [(1, 1300), (1, 512), (1, 20_000), (1, 3), (1, 16)]
 MANY = [(1, 1 + 37 * i % 700) for i in range(200)]
+# Sequences with drafts, some of which are all that there is.
+DRAFTED = [(5, 5), (1, 130), (3, 102), (4, 53), (2, 129), (1, 1), (5, 300)]
+LONG_DRAFTED = [(3, 1300), (1, 512), (5, 20_000), (2, 1025), (4, 16), (5, 6)]
 
 
 def attend(
@@ -25,25 +28,30 @@ def attend(
     chunk: int | None = None,
     sinks_H: Tensor | None = None,
     values_in_keys: bool = False,
+    most_rows: int = 1,
 ) -> Tensor:
     """Runs the kernels as TritonDecodes does. Partial results that are not written are NaN."""
     from lorafleet.kernels.decoder.decode_attention import DecodeBatch, DecodeShape, decode_attention
 
-    q_BHD, device = case.q_THD, case.q_THD.device
+    q_THD, device = case.q_THD, case.q_THD.device
     (_, _, kv_heads, head_dim), value_dim = case.k_NPGD.shape, case.v_NPGD.shape[3]
-    shape = DecodeShape(q_BHD.shape[1], kv_heads, head_dim, value_dim, values_in_keys, q_BHD.dtype)
+    shape = DecodeShape(q_THD.shape[1], kv_heads, head_dim, value_dim, values_in_keys, q_THD.dtype, most_rows)
     rule = shape.rule(window, chunk)
     counts = [-(-length // PAGE) for length in case.context_lens]
     first_block = np.cumsum([0, *counts], dtype=np.int32)[:-1]
-    parts = rule.divide(np.array(case.context_lens, dtype=np.int32), first_block)
+    lens, query_lens = np.array(case.context_lens, dtype=np.int32), np.array(case.query_lens, dtype=np.int32)
+    parts = rule.divide(lens, first_block, query_lens)
     spans, merges = (torch.from_numpy(part).to(device) for part in parts)
     blocks = torch.tensor([block for table in case.block_tables for block in table], dtype=torch.int32, device=device)
     workspace = torch.full((shape.workspace_numbers(rule),), torch.nan, device=device)
-    out_BHV = torch.full((*q_BHD.shape[:2], value_dim), torch.nan, dtype=q_BHD.dtype, device=device)
-    batch = DecodeBatch(spans, merges, blocks)
-    caches = case.k_NPGD, case.v_NPGD
-    decode_attention(q_BHD, *caches, batch, workspace, shape, out_BHV, scale, *kv_scales, softcap, sinks_H)
-    return out_BHV
+    out_THV = torch.full((*q_THD.shape[:2], value_dim), torch.nan, dtype=q_THD.dtype, device=device)
+    rows_B3 = None
+    if most_rows > 1:
+        rows_B3 = torch.from_numpy(np.stack((np.cumsum(query_lens) - query_lens, query_lens, lens), 1)).int().to(device)
+    batch = DecodeBatch(spans, merges, blocks, rows_B3)
+    caches, seen = (case.k_NPGD, case.v_NPGD), (window, chunk)
+    decode_attention(q_THD, *caches, batch, workspace, shape, out_THV, scale, *kv_scales, softcap, sinks_H, *seen)
+    return out_THV
 
 
 def in_keys(case: PagedCase, value_dim: int) -> PagedCase:
@@ -81,6 +89,38 @@ def test_interpreted_kernels_equal_naive_attention() -> None:
         case = in_keys(make_case(SHORT, (6, 1), 40, torch.float32), 32)
         case.write_new_tokens()
         out, want = attend(case, 0.2, None, values_in_keys=True), naive_attention(case, 0.2, None)
+        torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
+    """)
+
+
+def test_interpreted_kernels_compute_the_rows_of_drafts_in_one_pass() -> None:
+    run_interpreted("""
+        import torch
+        from lorafleet.kernels.decoder import key_spans
+        from tests.kernels.attention_cases import in_fp8, make_case, naive_attention
+        from tests.kernels.decoder.test_decode_attention import DRAFTED, attend, in_keys
+
+        key_spans.LEAST_KEYS = 32  # the last span of some sequences has no key that their first rows see
+        sinks = torch.linspace(-2, 3, 6)
+        for heads, head_dim, dtype, tolerance in (
+            ((6, 2), 32, torch.float32, 1e-5),
+            ((6, 1), 24, torch.float16, 3e-3),
+        ):
+            case = make_case(DRAFTED, heads, head_dim, dtype)
+            case.write_new_tokens()
+            for window, softcap, chunk, sinks_H in (
+                (None, None, None, None), (7, None, None, sinks), (None, 3.0, 50, None), (100, None, None, sinks)
+            ):
+                scale = 0.2 if softcap is None else 2.0
+                out = attend(case, scale, window, softcap=softcap, chunk=chunk, sinks_H=sinks_H, most_rows=5)
+                want = naive_attention(case, scale, window, softcap, chunk, sinks_H)
+                torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
+        case = in_fp8(case, 0.03, 0.01)
+        out, want = attend(case, 0.2, 40, (0.03, 0.01), most_rows=9), naive_attention(case, 0.2, 40)
+        torch.testing.assert_close(out.double(), want, atol=3e-3, rtol=3e-3)
+        case = in_keys(make_case(DRAFTED[:4], (6, 1), 40, torch.float32), 32)
+        case.write_new_tokens()
+        out, want = attend(case, 0.2, None, values_in_keys=True, most_rows=5), naive_attention(case, 0.2, None)
         torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
     """)
 
@@ -137,6 +177,22 @@ class TestOnGPU:
         check(make_case(SHORT, (32, 1), 64, torch.bfloat16, "cuda"), None)
         check(make_case(LONG, (71, 1), 64, torch.bfloat16, "cuda"), None)
 
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize("heads", [(32, 8), (8, 8), (16, 1), (71, 1)])
+    @pytest.mark.parametrize("most_rows", [5, 9])
+    def test_drafts(self, most_rows: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+        case = make_case(LONG_DRAFTED, heads, 128, dtype, "cuda")
+        check(case, None, most_rows=most_rows)
+        check(case, 600, most_rows=most_rows)
+        check(case, None, fp8=True, most_rows=most_rows)
+        check(case, None, chunk=512, sinks_H=torch.linspace(-2, 3, heads[0], device="cuda"), most_rows=most_rows)
+
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    def test_drafts_with_wide_heads(self, dtype: torch.dtype) -> None:
+        check(make_case(LONG_DRAFTED, (8, 2), 512, dtype, "cuda"), None, most_rows=5)
+        latent = in_keys(make_case(LONG_DRAFTED, (16, 1), 576, dtype, "cuda"), 512)
+        check(latent, None, values_in_keys=True, most_rows=5)
+
     def test_every_run_gives_the_same_bits(self) -> None:
         case = make_case(LONG, (4, 2), 64, torch.bfloat16, "cuda")
         case.write_new_tokens()
@@ -151,6 +207,7 @@ def check(
     chunk: int | None = None,
     sinks_H: Tensor | None = None,
     values_in_keys: bool = False,
+    most_rows: int = 1,
 ) -> None:
     """A cap is made to count by larger scores, which float32 holds less exactly."""
     scale = case.q_THD.shape[2] ** -0.5 * (1.0 if softcap is None else min(softcap, 4.0))
@@ -162,7 +219,7 @@ def check(
         if values_in_keys:
             case = in_keys(case, case.v_NPGD.shape[3])
     poison_free_memory()
-    out = attend(case, scale, window, kv_scales, softcap, chunk, sinks_H, values_in_keys)
+    out = attend(case, scale, window, kv_scales, softcap, chunk, sinks_H, values_in_keys, most_rows)
     want = naive_attention(case, scale, window, softcap, chunk, sinks_H)
     tolerance = TOLERANCE[case.q_THD.dtype] * (1 if softcap is None else 3)
     torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)

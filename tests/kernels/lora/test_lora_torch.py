@@ -119,6 +119,19 @@ def test_static_batch_keeps_its_memory_and_takes_any_mix() -> None:
     assert {slot for slot, _ in tiles(batch)} == {BASE_SLOT}
 
 
+def test_static_batch_copies_nothing_if_the_slots_stay() -> None:
+    batch = LoRABatch.static(6, static_tile_counts(6, 5)[-1], 24, tables(5))
+    slots = [3, 3, BASE_SLOT, 1]
+    batch.fill(slots, [8] * 5)
+    batch.plan.buffer.fill_(77)
+    batch.fill([*slots, BASE_SLOT], [8] * 5)
+    assert (batch.plan.buffer == 77).all()
+    batch.fill([3, 3, 1, BASE_SLOT], [8] * 5)
+    assert batch.plan.slot_T.tolist() == [3, 3, 1] + [BASE_SLOT] * 3
+    batch.fill(slots, [8] * 5)
+    assert batch.plan.slot_T.tolist() == [*slots, BASE_SLOT, BASE_SLOT]
+
+
 def test_static_batch_has_room_for_the_worst_mix() -> None:
     sizes = ((1, 4), (7, 3), (64, 8), (64, 64), (256, 64), (2048, 5))
     for (num_tokens, num_slots), tile_tokens in itertools.product(sizes, (TILE_TOKENS, PREFILL_TILE_TOKENS)):

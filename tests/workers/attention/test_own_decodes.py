@@ -11,7 +11,13 @@ pytest.importorskip("triton")
 
 from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.workers.attention import own_decodes, select
-from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache, LayerAttention
+from lorafleet.workers.attention.attention_backend import (
+    AttentionBatch,
+    AttentionSpec,
+    DraftRows,
+    KVCache,
+    LayerAttention,
+)
 from lorafleet.workers.attention.own_decodes import OwnDecodes, least_own_seqs, with_own_decodes
 from lorafleet.workers.attention.select import make_attention
 from lorafleet.workers.attention.torch_backend import TorchAttention
@@ -37,7 +43,8 @@ class FlashInfer:
     def plan(self, batch: AttentionBatch) -> None:
         self.planned.append(batch)
 
-    def for_graph(self, num_seqs: int, max_context: int) -> FlashInfer | None:
+    def for_graph(self, num_seqs: int, max_context: int, drafts: DraftRows | None = None) -> FlashInfer | None:
+        assert drafts is None, "FlashInfer has no graphs with drafts"
         return None if (num_seqs, max_context) == (1, 7) else self
 
     def attend(self, layer: int, q_THD: torch.Tensor, out_THD: torch.Tensor | None = None) -> torch.Tensor:
@@ -53,6 +60,7 @@ def test_only_captured_decodes_of_many_sequences_are_our_own(kv_heads: int, leas
     assert isinstance(backend.for_graph(least, 64), TritonDecodes)
     assert backend.for_graph(least - 1, 64) is inner
     assert backend.for_graph(1, 7) is None
+    assert isinstance(backend.for_graph(2, 64, DraftRows(5, 10)), TritonDecodes)
     batch = AttentionBatch([1], [1], [[0]])
     backend.plan(batch)
     assert inner.planned == [batch]
@@ -73,13 +81,15 @@ def test_only_captured_decodes_of_many_sequences_are_our_own(kv_heads: int, leas
         (replace(SPEC, layers=(replace(LAYER, num_heads=128),)), (9, 0), False),
     ],
 )
-def test_what_is_not_measured_stays_with_flashinfer(
+def test_what_is_not_measured_stays_with_flashinfer_unless_it_has_drafts(
     monkeypatch: pytest.MonkeyPatch, spec: AttentionSpec, capability: tuple[int, int], is_own: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     inner = FlashInfer()
     backend = with_own_decodes(inner, spec, caches(spec))
-    assert isinstance(backend, OwnDecodes) if is_own else backend is inner
+    assert isinstance(backend.for_graph(1000, 64), TritonDecodes) == is_own
+    assert (backend.for_graph(1000, 64) is inner) != is_own
+    assert isinstance(backend.for_graph(1, 64, DraftRows(5, 5)), TritonDecodes)
 
 
 @pytest.mark.parametrize("name", ["auto", "flashinfer"])

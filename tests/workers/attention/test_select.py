@@ -9,7 +9,13 @@ from torch import Tensor
 
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.workers.attention import select
-from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache, LayerAttention
+from lorafleet.workers.attention.attention_backend import (
+    AttentionBatch,
+    AttentionSpec,
+    DraftRows,
+    KVCache,
+    LayerAttention,
+)
 from lorafleet.workers.attention.mixed_attention import MixedAttention
 from lorafleet.workers.attention.select import make_attention, refusal
 from lorafleet.workers.attention.torch_backend import TorchAttention
@@ -65,7 +71,8 @@ class Recorded:
     def plan(self, batch: AttentionBatch) -> None:
         self._calls.append((self._name, "plan", len(batch.query_lens)))
 
-    def for_graph(self, num_seqs: int, max_context: int) -> Recorded | None:
+    def for_graph(self, num_seqs: int, max_context: int, drafts: DraftRows | None = None) -> Recorded | None:
+        assert drafts is None
         return Recorded(f"captured {num_seqs} x {max_context}", self._calls) if self._name == "flashinfer" else None
 
     def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:

@@ -10,7 +10,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache, LayerAttention
+from lorafleet.workers.attention.attention_backend import (
+    AttentionBatch,
+    AttentionSpec,
+    DraftRows,
+    KVCache,
+    LayerAttention,
+)
 from lorafleet.workers.attention.triton_backend import TritonAttention
 from lorafleet.workers.attention.triton_decodes import DecodeLayers, TritonDecodes
 from tests.kernels.attention_cases import PAGE, PagedCase, make_case, naive_attention
@@ -82,6 +88,21 @@ def test_graphs_of_all_sizes_share_memory_and_the_workspace() -> None:
     assert large._layers.workspace is small._layers.workspace
 
 
+def test_plans_of_drafts_say_which_rows_each_sequence_has() -> None:
+    spec = make_spec("cpu", torch.float32)
+    attention = TritonAttention(spec, empty_caches(spec, 1))
+    backend = attention.for_graph(6, LONGEST, DraftRows(4, 16))
+    contexts = [*CONTEXTS[1], 1]
+    for query_lens in ([1, 4, 1, 3, 2, 0], [2, 1, 1, 1, 1, 0]):  # the last one is padding
+        backend.plan(AttentionBatch(query_lens, contexts, tables_of(contexts)))
+        firsts = [sum(query_lens[:b]) for b in range(6)]
+        for batch in backend._batches:
+            assert batch.rows_B3 is not None
+            assert batch.rows_B3.tolist() == [list(rows) for rows in zip(firsts, query_lens, contexts, strict=True)]
+    assert attention.for_graph(3, LONGEST, DraftRows(4, 8))._layers is backend._layers
+    assert attention.for_graph(3, LONGEST)._layers is not backend._layers
+
+
 class TestOnGPU:
     pytestmark = needs_gpu
 
@@ -100,7 +121,7 @@ class TestOnGPU:
         with torch.cuda.graph(graph):
             outs = [backend.attend(layer, q_THD) for layer, q_THD in enumerate(queries)]
         for contexts in CONTEXTS:
-            cases = self.fill(spec, caches, contexts, queries)
+            cases = self.fill(spec, caches, [(1, c) for c in contexts], queries)
             batch = AttentionBatch([1] * count, contexts, cases[0].block_tables)
             backend.plan(batch)
             graph.replay()
@@ -109,6 +130,34 @@ class TestOnGPU:
                 want = naive_attention(case, own.scale, own.window, own.softcap, own.chunk, spec.sinks.get(layer))
                 torch.testing.assert_close(out.double(), want, atol=2e-2, rtol=2e-2)
                 assert torch.equal(out, attention.attend(layer, queries[layer]))
+
+    def test_graph_with_drafts_answers_for_each_new_batch(self) -> None:
+        spec = make_spec("cuda", torch.bfloat16)
+        caches = empty_caches(spec, max(sum(-(-c // PAGE) for c in lens) for lens in CONTEXTS) + 3)
+        total, rows = 16, [[1, 4, 3, 2, 4], [1, 4, 1, 3, 2], [1, 1, 1, 1, 1], [4, 1, 4, 4, 1]]
+        backend = TritonAttention(spec, caches).for_graph(6, LONGEST, DraftRows(4, total))
+        queries = [torch.zeros(total, own.num_heads, own.head_dim, dtype=spec.dtype, device="cuda") for own in LAYERS]
+        outs = [torch.zeros(total, own.num_heads, own.out_dim, dtype=spec.dtype, device="cuda") for own in LAYERS]
+        backend.plan(AttentionBatch([1] * 6, [1] * 6, [[0]] * 6))
+
+        def attend() -> None:
+            for layer, (q_THD, out_THD) in enumerate(zip(queries, outs, strict=True)):
+                out_THD.copy_(backend.attend(layer, q_THD))
+
+        attend()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            attend()
+        for query_lens, contexts in zip(rows, CONTEXTS, strict=True):
+            lens = list(zip(query_lens, contexts, strict=True))
+            cases = self.fill(spec, caches, lens, [q_THD[: sum(query_lens)] for q_THD in queries])
+            tables = [*cases[0].block_tables, [0]]
+            backend.plan(AttentionBatch([*query_lens, 0], [*contexts, 1], tables))
+            graph.replay()
+            for layer, (own, case, out) in enumerate(zip(LAYERS, cases, outs, strict=True)):
+                want = naive_attention(case, own.scale, own.window, own.softcap, own.chunk, spec.sinks.get(layer))
+                torch.testing.assert_close(out[: len(want)].double(), want, atol=2e-2, rtol=2e-2)
+                assert out.isfinite().all()
 
     def test_plan_of_a_captured_step_does_not_wait_for_the_device(self) -> None:
         spec = make_spec("cuda", torch.bfloat16)
@@ -124,13 +173,13 @@ class TestOnGPU:
 
     @staticmethod
     def fill(
-        spec: AttentionSpec, caches: list[KVCache], contexts: list[int], queries: list[torch.Tensor]
+        spec: AttentionSpec, caches: list[KVCache], lens: list[tuple[int, int]], queries: list[torch.Tensor]
     ) -> list[PagedCase]:
         """Fills the caches and queries with a random case for each layer."""
         cases: list[PagedCase] = []
         for own, cache, q_THD in zip(spec.layers, caches, queries, strict=True):
             heads = own.num_heads, own.num_kv_heads
-            case = make_case([(1, c) for c in contexts], heads, own.head_dim, spec.dtype, "cuda", own.value_dim)
+            case = make_case(lens, heads, own.head_dim, spec.dtype, "cuda", own.value_dim)
             if own.cache_layer is not None:
                 case = replace(cases[own.cache_layer], q_THD=case.q_THD)
             elif own.values_in_keys:

@@ -101,7 +101,7 @@ def test_a_late_capture_leaves_the_tokens_and_the_stream_of_the_steps(
     else:
         graph = capture.capture(DecodeKey(2, 0))
         assert graph is not None
-        assert graph.hidden_BD.shape[0] == graph.logits_BW.shape[0] == graph.num_rows == 2
+        assert graph.hidden_BD.shape[0] == graph.logits_BW.shape[0] == graph.key.num_rows == 2
     assert steps.inputs.sampled_B.tolist() == [3, 1, 4, 1]
     assert streams == ["the steps'"]
     assert order[-2:] == ["computed", "waited"]  # or the padding's tokens might be written after those in flight

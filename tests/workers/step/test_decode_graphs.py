@@ -10,6 +10,7 @@ from lorafleet.kernels.lora.lora_batch import BASE_SLOT
 from lorafleet.workers.step import decode_graphs
 from lorafleet.workers.step.decode_capture import DecodeKey
 from lorafleet.workers.step.decode_graphs import CAPTURE_PERIOD_S, DecodeGraphs
+from lorafleet.workers.step.drafted_sizes import DraftedSizes, DraftShape
 
 SIZES = [1, 2, 4, 8, 40, 64, 128]
 RARE_SLOT = 7
@@ -21,14 +22,14 @@ class Capturer:
 
     def __init__(self) -> None:
         self.captured: list[DecodeKey] = []
-        self.has_graphs = True
+        self.has_graphs = self.has_drafted = True
         self.num_forgotten = 0
         self.error: Exception | None = None
 
     def capture(self, key: DecodeKey) -> Any:
         if self.error is not None:
             raise self.error
-        if not self.has_graphs:
+        if not (self.has_graphs if key.drafts is None else self.has_drafted):
             return None
         self.captured.append(key)
         return key
@@ -39,8 +40,8 @@ class Capturer:
     def fill(self, decode: Any, plan: Any) -> None:
         raise AssertionError(f"nothing runs here: {decode}, {plan}")
 
-    def replay(self, decode: Any, num_seqs: int) -> Any:
-        raise AssertionError(f"nothing runs here: {decode}, {num_seqs}")
+    def replay(self, decode: Any, num_rows: int) -> Any:
+        raise AssertionError(f"nothing runs here: {decode}, {num_rows}")
 
 
 class Slots:
@@ -178,3 +179,53 @@ def test_a_late_capture_that_fails_is_the_last_one_and_ends_no_step(caplog: pyte
     assert find(graphs, BASE_SLOT) == DecodeKey(1, 0)
     with pytest.raises(RuntimeError, match="out of memory"):
         DecodeGraphs(capturer, SIZES, (1,), None, max_context=100)
+
+
+def test_graphs_with_drafts_grow_slowly_and_have_room_for_every_step() -> None:
+    sizes = DraftedSizes.of(5, 200, 384, (1, 4, 64))
+    assert sizes.counts[:5] == (8, 16, 32, 48, 64) and sizes.counts[-1] == 384
+    assert sizes.first == {8, 32, 320}
+    for num_seqs in (1, 7, 32, 64, 200):
+        for num_rows in range(num_seqs + 1, min(384, 5 * num_seqs) + 1):
+            smallest, *_ = sizes.fitting(num_rows, num_seqs)
+            assert sizes.shape(smallest).num_seqs >= num_seqs
+            assert smallest <= max(32, 1.4 * num_rows, 2 * num_seqs + 63)
+    assert sizes.fitting(385, 100) == []
+    assert DraftedSizes.of(5, 3, 15, (1, 64)) == DraftedSizes(5, 3, (8, 15), frozenset((8, 15)))
+    assert DraftedSizes.of(5, 8, 40, None).first == {8, 16, 32, 40}  # ranks capture together
+
+
+def test_a_step_with_drafts_has_graphs_of_its_own() -> None:
+    capturer = Capturer()
+    drafted = DraftedSizes.of(3, 24, 48, (1, 8))
+    graphs = DecodeGraphs(capturer, [1, 2, 8], (1,), Slots(), max_context=100, drafted=drafted)
+    largest = DraftShape(24, 3)
+    assert capturer.captured[:4] == [
+        DecodeKey(48, 0, drafts=largest),
+        DecodeKey(48, 2, drafts=largest),
+        DecodeKey(48, 48, drafts=largest),
+        DecodeKey(48, 48, takes_rare=True, drafts=largest),
+    ]
+    assert {key.num_rows for key in capturer.captured} == {1, 8, 32, 48}
+    assert find(graphs, BASE_SLOT) == DecodeKey(1, 0)
+    assert graphs.find([BASE_SLOT] * 4, [9, 9]) == DecodeKey(8, 0, drafts=DraftShape(8, 3))
+    assert graphs.find([4] * 3 + [5] * 3 + [BASE_SLOT], [9, 9, 9]) == DecodeKey(8, 8, drafts=DraftShape(8, 3))
+    assert graphs.find([4] * 3 + [RARE_SLOT] * 3, [9, 9]) == DecodeKey(8, 8, True, drafts=DraftShape(8, 3))
+    assert graphs.find([BASE_SLOT] * 12, [9] * 6) == DecodeKey(32, 0, drafts=DraftShape(24, 3))
+    assert graphs.capture_one(is_idle=True)
+    assert graphs.find([BASE_SLOT] * 12, [9] * 6) == capturer.captured[-1] == DecodeKey(16, 0, drafts=DraftShape(16, 3))
+    assert graphs.find([BASE_SLOT] * 49, [9] * 20) is None
+    assert DecodeGraphs(Capturer(), [8], [8], None, max_context=100).find([BASE_SLOT] * 4, [9, 9]) is None
+
+
+def test_an_attention_without_drafts_has_the_other_graphs() -> None:
+    capturer = Capturer()
+    capturer.has_drafted = False
+    drafted = DraftedSizes.of(3, 24, 48, (1, 8))
+    graphs = DecodeGraphs(capturer, [1, 2, 8], (1,), None, max_context=100, drafted=drafted)
+    assert graphs.find([BASE_SLOT] * 4, [9, 9]) is None
+    assert capturer.captured == [DecodeKey(8, 0), DecodeKey(1, 0)]
+    assert graphs.most == 3
+    capturer.has_drafted = True
+    graphs.restart()  # after another attention has taken over
+    assert graphs.most == 3 + len(drafted.counts)

@@ -37,7 +37,7 @@ class EagerGraphs:
         self._calls = calls
 
     def find(self, lora_slots: list[int], context_lens: Sequence[int]) -> EagerGraph:
-        assert len(lora_slots) == len(context_lens)
+        assert len(lora_slots) >= len(context_lens)
         return EagerGraph(len(lora_slots))
 
     def fill(self, decode: EagerGraph, plan: StepPlan) -> None:
@@ -46,13 +46,13 @@ class EagerGraphs:
         self._steps._attention.plan(plan.attention)
         decode.filled = plan
 
-    def replay(self, decode: EagerGraph, num_seqs: int) -> tuple[Tensor, Tensor]:
-        assert decode.filled is not None and num_seqs == decode.num_rows
+    def replay(self, decode: EagerGraph, num_rows: int) -> tuple[Tensor, Tensor]:
+        assert decode.filled is not None and num_rows == decode.num_rows
         self._calls.append("replay")
         steps = self._steps
-        hidden_BD = steps._run_model(steps.inputs.tensors(num_seqs), None, None)
+        hidden_BD = steps._run_model(steps.inputs.tensors(num_rows), None, None)
         logits_BW = steps.model.logits(hidden_BD)
-        steps.inputs.sampled_B[:num_seqs].copy_(greedy_of_ranks(logits_BW, steps.model.group))
+        steps.inputs.sampled_B[:num_rows].copy_(greedy_of_ranks(logits_BW, steps.model.group))
         return hidden_BD, logits_BW
 
 
