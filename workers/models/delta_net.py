@@ -35,7 +35,8 @@ from lorafleet.workers.tp.shard import Shard
 
 
 class DeltaNet(nn.Module):
-    """A recurrent layer. few_tokens is set while workers/step/few_token_kernels.py captures a step for delta_step()."""
+    """A layer with a gated delta rule. few_tokens is set while workers/step/few_token_kernels.py captures a step that
+    delta_step() computes."""
 
     def __init__(self, shard: Shard, layer: int, group: TPGroup, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
