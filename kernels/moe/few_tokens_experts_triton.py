@@ -48,7 +48,7 @@ class Blocks:
 
 
 # Gate and up, then down: for one token, and for more.
-ONE_TOKEN = Blocks(8, 512), Blocks(16, 512)
+ONE_TOKEN = Blocks(4, 1024), Blocks(8, 512)
 SOME_TOKENS = Blocks(32, 128), Blocks(64, 128)
 
 
@@ -223,9 +223,10 @@ def few_token_mixture_triton(x_TD: Tensor, mixture: FewTokenMixture, out_TK: Ten
     (num_tokens, size), inner, per_token = x_TD.shape, down_EDI.shape[2], mixture.router.rule.per_token
     assert is_gated(mixture.activation) and gate_up_EUD.shape[1:] == (2 * inner, size) and down_EDI.shape[1] == size
     assert gate_up_EUD.is_contiguous() and down_EDI.is_contiguous() and x_TD.dtype == gate_up_EUD.dtype
-    shared_inner = 0
+    # Without a shared expert its programs are compiled but not launched, so they need any weights.
+    shared_gate_up_UD, shared_down_DI, shared_inner = gate_up_EUD, down_EDI, 0
     if shared is not None:
-        shared_inner = shared.down_DI.shape[1]
+        shared_gate_up_UD, shared_down_DI, shared_inner = shared.gate_up_UD, shared.down_DI, shared.down_DI.shape[1]
         assert shared.gate_up_UD.shape == (2 * shared_inner, size) and shared.gate_up_UD.is_contiguous()
         assert shared.down_DI.shape == (size, shared_inner) and shared.down_DI.is_contiguous()
     expert_TK, weight_TJ = few_token_choice_triton(x_TD, mixture.router, shared, out_TK)
@@ -245,7 +246,7 @@ def few_token_mixture_triton(x_TD: Tensor, mixture: FewTokenMixture, out_TK: Ten
     pairs = num_tokens * per_token
     blocks = triton.cdiv(shared_inner, of_inner.outputs) + pairs * triton.cdiv(inner, of_inner.outputs)
     _inner_kernel[(blocks,)](
-        *(x_TD, gate_up_EUD, None if shared is None else shared.gate_up_UD, expert_TK, inner_NI, shared_TI, num_tokens),
+        *(x_TD, gate_up_EUD, shared_gate_up_UD, expert_TK, inner_NI, shared_TI, num_tokens),
         **sizes,
         **formula_of(mixture.activation),
         **_shape(of_inner, x_TD.dtype),
@@ -254,7 +255,7 @@ def few_token_mixture_triton(x_TD: Tensor, mixture: FewTokenMixture, out_TK: Ten
     part_JTD = torch.empty(mixture.num_summands, num_tokens, size, dtype=torch.float32, device=x_TD.device)
     blocks = (pairs + (shared is not None)) * triton.cdiv(size, of_outer.outputs)
     _outer_kernel[(blocks,)](
-        *(inner_NI, shared_TI, down_EDI, None if shared is None else shared.down_DI, expert_TK, weight_TJ, part_JTD),
+        *(inner_NI, shared_TI, down_EDI, shared_down_DI, expert_TK, weight_TJ, part_JTD),
         num_tokens,
         **sizes,
         has_shared=shared is not None,

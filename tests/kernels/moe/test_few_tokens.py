@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +19,8 @@ from lorafleet.kernels.moe.few_tokens import (
     few_token_mixture,
 )
 from lorafleet.kernels.moe.routing_rule import ExpertGroups, RoutingRule
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.harness import needs_gpu, needs_triton, poison_free_memory, run_interpreted
+from tests.kernels.machine_code import nvdisasm, reads_of_compiled
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 # The rule, the shared expert's intermediate size and whether it has a gate, and the experts' activation.
@@ -159,6 +162,23 @@ def test_interpreted_kernels() -> None:
                     experts.few_token_mixture_triton,
                 )
     """)
+
+
+@needs_triton
+def test_a_mixture_without_a_shared_expert_compiles(tmp_path: Path) -> None:
+    if nvdisasm() is None:
+        pytest.skip("Triton's package has no nvdisasm")
+    compiled = reads_of_compiled(
+        """
+        import torch
+        from lorafleet.kernels.moe.few_tokens_experts_triton import few_token_mixture_triton
+        from tests.kernels.moe.test_few_tokens import make_case
+
+        few_token_mixture_triton(*make_case("qwen3", 1, (64, 32, 4), torch.bfloat16, early=True), None)
+        """,
+        tmp_path,
+    )
+    assert [name for name, _ in compiled] == ["_logits_kernel", "_route_kernel", "_inner_kernel", "_outer_kernel"]
 
 
 class TestOnGPU:
