@@ -85,6 +85,7 @@ class LoRAModel:
     own_rope: OwnRope = BASE_ROPE
     classifier: ClassifierForm | None = None  # whole on every rank
     block: Tensor | None = None  # memory in which A and B may lie as pack() lays them out
+    draft: SealedContent | None = None  # its draft LoRA, not checked yet; None if it has none
 
     @property
     def digest(self) -> str:
@@ -156,7 +157,7 @@ class LoRAModel:
             if sharding is not None:
                 check_vocabulary(read.forms, sharding.shard.whole.vocab_size, config, name)
         own = cls.of(read.forms, read.content, dtype, name, sharding, started, read.read_s)
-        return replace(own, language=read.language, block=read.block)
+        return replace(own, language=read.language, block=read.block, draft=read.draft)
 
     @classmethod
     def of(

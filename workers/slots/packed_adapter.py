@@ -66,6 +66,7 @@ class PackedAdapter:
     times: LoadTimes
     extra: ExtraBlock | None = None  # None if the adapter has only A and B
     rope: RopeConfig | None = None  # of its tokens; None if it is the base's
+    draft: PackedAdapter | None = None  # its draft LoRA for the draft model; None if there is none
     # The offset in bytes of each matrix in the block, ascending, then the end of the block. All ranks have the same
     # matrices, though of different sizes.
     cuts: Sequence[int] = field(init=False, repr=False)
