@@ -2,14 +2,21 @@
 
     python benchmarks/fleet.py                                    # replicas on the CPU, small
     python benchmarks/fleet.py --device cuda --replicas 1 2 4     # one GPU for each replica, an 8B with random weights
+    python benchmarks/fleet.py --device cuda --replicas 4 --simulate     # what the simulation predicts of it
+    python benchmarks/fleet.py --then "python benchmarks/chaos.py --attach {server} --models says0,says1"
 
-Each rule gets a server of its own, and all rules get the same calls: S-LoRA's and Dynamo's workloads
-(placement_workloads.py), conversations of several turns (conversations.py), and `saturation`, a closed loop. The
-client is a process of its own.
+Each rule gets a server of its own, and all rules get the same calls: first some that are not counted, so that no rule
+is judged by empty caches, then S-LoRA's and Dynamo's workloads (placement_workloads.py), conversations of several turns
+(conversations.py), and `saturation`, a closed loop (with `saturation, base`, without adapters). A closed loop on
+several replicas is followed by one on one of them at its own port, while the others are idle, unless a server of one
+replica is measured as well. The client is a process of its own. Other programs may follow on the first server
+(`--then`). For them it also has the adapters says0 to says7, each of which answers every prompt with one token of its
+own (random_llama.py).
 
 Columns: TTFT from when a request was due; `worst` is the TTFT p50 of the adapter that is worse than 90 % of all;
 `hits` are prompt tokens from the prefix cache, beside those that one cache without bounds would have; `reads` and
-`slots` count adapters read and copied to slots; cores are those of all replicas' fronts, and of HAProxy.
+`slots` count adapters read and copied to slots; cores are those of all replicas' fronts, and of HAProxy; `busy` is the
+number of tokens that the busiest replica generated, relative to the mean.
 """
 
 from __future__ import annotations
@@ -17,12 +24,16 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import subprocess
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, get_args
 
 import numpy as np
@@ -31,20 +42,31 @@ import placement_workloads
 from benchmark_results import Case, write_results
 from conversations import Conversations, count_endless_hits
 from conversations import draw as draw_conversations
+from fleet_simulation import predict
 from http_load import Call, Job, run_apart
 from latency import Outcome, Percentiles, summarize
 from local_server import LocalServer, running
 from lorafleet.cluster.routing.rule_names import RoutingRule
 from placement_workloads import RANKS, WORKLOADS, Load
-from random_llama import write_alike_adapters, write_model
+from random_llama import write_alike_adapters, write_model, write_one_token_adapter
 from serving import CONFIG, DEMO
+from simulated_replica import RANK_BYTES
 
 RULES: tuple[RoutingRule, ...] = get_args(RoutingRule)
-CONVERSATIONS, SATURATION = "conversations", "saturation"
+SLORA, CONVERSATIONS, SATURATION, BASE = "S-LoRA, alpha .3", "conversations", "saturation", "saturation, base"
+LOOPS = (SATURATION, BASE)
 BLOCK_SIZE = 16
+NUM_ONE_TOKEN_ADAPTERS = 8
+# Relative to S-LoRA's: their load has peaks, and a replica should sustain them.
+RATE_SHARES = {"Dynamo, diurnal": 0.7, "Dynamo, flash": 0.7, "Dynamo, switching": 0.7}
+MORE_CALLS = 4  # A closed loop gets so many times the calls of a workload, so that it never runs out of them.
+LOOP_SHARE = 0.6  # The time of a closed loop, relative to that of the other workloads.
+RAMP = 0.2  # The part of a closed loop's time in which tokens are not counted, since its batches still grow.
+WARM_UP_SEED = 1000
+MAX_ERRORS, ERROR_CHARS = 3, 160  # Printed of each workload.
 UNITS = {
     **dict.fromkeys(("ttft_p50", "ttft_p99", "gap_p50", "gap_p99", "ttft_worst_adapters"), "s"),
-    **dict.fromkeys(("tokens_per_s", "front_cores", "haproxy_cores"), ""),
+    **dict.fromkeys(("tokens_per_s", "front_cores", "haproxy_cores", "busiest"), ""),
     **dict.fromkeys(("failed", "reads", "slots", "hit_tokens", "endless_hit_tokens"), ""),
 }
 
@@ -57,8 +79,10 @@ class Size:
     adapters: int
     max_loras: int
     max_cpu_loras: int
-    rate: float  # Requests per second and replica.
+    lora_memory_gib: float | None  # Memory for adapters on a GPU; None is the server's default.
+    rate: float  # Requests per second and replica; RATE_SHARES has the workloads with fewer.
     duration_s: float
+    warm_up_s: float  # Time of the calls that are not counted.
     longest: int  # Prompts and answers are cut to this many tokens.
     token_ids: tuple[int, int]
     streams: int  # Number of streams of the closed loop for each replica.
@@ -67,8 +91,9 @@ class Size:
 
 
 SIZES = {
-    "cpu": Size((2,), 24, 4, 8, 1.5, 20.0, 48, (10, 250), 4, 24, 0),
-    "cuda": Size((1, 2, 4), 512, 16, 128, 10.0, 120.0, 512, (10, 128_000), 64, 256, 0),
+    "cpu": Size((2,), 24, 4, 8, None, 1.5, 20.0, 4.0, 48, (10, 250), 4, 24, 0),
+    # The memory holds 34 adapters of mean rank, so there are four adapters for each place on four GPUs.
+    "cuda": Size((1, 2, 4), 512, 32, 128, 5.0, 18.0, 120.0, 20.0, 512, (10, 128_000), 128, 256, 0),
 }
 
 
@@ -82,6 +107,8 @@ def served(args: argparse.Namespace, size: Size, folder: Path, rule: str, replic
     command += ["--served-model-name", "base", "--lora-resolver-dir", str(folder / "adapters")]
     command += ["--max-lora-rank", str(max(RANKS)), "--max-loras", str(size.max_loras)]
     command += ["--max-cpu-loras", str(size.max_cpu_loras), "--block-size", str(BLOCK_SIZE)]
+    if size.lora_memory_gib is not None:
+        command += ["--lora-memory-gib", str(size.lora_memory_gib)]
     command += ["--num-replicas", str(replicas), "--routing", rule]
     with running(command, folder / f"{rule}-{replicas}.log") as server:
         server.settle()
@@ -89,7 +116,7 @@ def served(args: argparse.Namespace, size: Size, folder: Path, rule: str, replic
 
 
 def write_files(device: str, folder: Path, load: Load) -> None:
-    """Writes the model and the adapters a0, a1, …, of S-LoRA's ranks."""
+    """Writes the model, the adapters a0, a1, …, of S-LoRA's ranks, and says0, says1, …, of one token each."""
     config = CONFIG if device == "cuda" else json.loads((DEMO / "config.json").read_text())
     if device == "cuda":
         write_model(folder / "model", config)
@@ -100,6 +127,18 @@ def write_files(device: str, folder: Path, load: Load) -> None:
         alike = write_alike_adapters(folder / f"rank{rank}", config, len(numbers), rank) if numbers else []
         for number, path in zip(numbers, alike, strict=True):
             path.rename(folder / "adapters" / f"a{number}")
+    for number in range(NUM_ONE_TOKEN_ADAPTERS):
+        write_one_token_adapter(folder / "adapters" / f"says{number}", config, number)
+
+
+def load_of(workload: str, size: Size, replicas: int) -> Load:
+    """Returns the parameters of one of WORKLOADS."""
+    rate = RATE_SHARES.get(workload, 1.0) * size.rate * replicas
+    return Load(workload, rate, size.duration_s, size.adapters, size.seed)
+
+
+def warm_up_size(size: Size) -> Size:
+    return replace(size, duration_s=size.warm_up_s, seed=size.seed + WARM_UP_SEED)
 
 
 def draw_calls(workload: str, size: Size, replicas: int) -> list[Call]:
@@ -120,13 +159,16 @@ def draw_calls(workload: str, size: Size, replicas: int) -> list[Call]:
                 size.seed,
             )
         )
-    name = "S-LoRA, alpha .3" if workload == SATURATION else workload
-    arrivals = placement_workloads.draw(Load(name, rate, size.duration_s, size.adapters, size.seed))
+    if workload in LOOPS:
+        load = load_of(SLORA, replace(size, rate=MORE_CALLS * size.rate), replicas)
+    else:
+        load = load_of(workload, size, replicas)
+    arrivals = placement_workloads.draw(load)
     random = np.random.default_rng([size.seed, 13])
     return [
         Call(
             arrival.at_s,
-            "base" if arrival.adapter is None else names[arrival.adapter],
+            "base" if arrival.adapter is None or workload == BASE else names[arrival.adapter],
             random.integers(*size.token_ids, min(arrival.num_input, size.longest)).tolist(),
             min(arrival.num_output, size.longest),
         )
@@ -134,31 +176,47 @@ def draw_calls(workload: str, size: Size, replicas: int) -> list[Call]:
     ]
 
 
-def measure(server: LocalServer, workload: str, size: Size, replicas: int) -> dict[str, float | None]:
+def warm_up(server: LocalServer, size: Size, replicas: int) -> None:
+    """Sends calls that are like S-LoRA's, but drawn by another seed."""
+    if size.warm_up_s:
+        run_apart(Job(server.url, draw_calls(SLORA, warm_up_size(size), replicas)))
+
+
+def measure(server: LocalServer, url: str, workload: str, size: Size, replicas: int) -> dict[str, float | None]:
+    """Sends the workload of so many replicas to the URL."""
     calls = draw_calls(workload, size, replicas)
-    streams = size.streams * replicas if workload == SATURATION else 0
-    before, cpu_before = server.engine_counters(), server.cpu_s()
-    report = run_apart(Job(server.url, calls, streams))
-    after, cpu_after = server.engine_counters(), server.cpu_s()
+    is_closed, loop_s = workload in LOOPS, LOOP_SHARE * size.duration_s
+    # One client process reads the streams of one replica, so that it is not what saturates.
+    jobs = (
+        [Job(url, calls[i::replicas], size.streams, loop_s) for i in range(replicas)]
+        if is_closed
+        else [Job(url, calls)]
+    )
+    before, generated_before, cpu_before = server.engine_counters(), server.generated_tokens(), server.cpu_s()
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        reports = list(pool.map(run_apart, jobs))
+    after, generated, cpu_after = server.engine_counters(), server.generated_tokens(), server.cpu_s()
+    generated.subtract(generated_before)
 
     def counted(name: str) -> float:
         return after.get(name, 0.0) - before.get(name, 0.0)
 
     def cores(role: str) -> float:
-        return (cpu_after[role] - cpu_before[role]) / report.wall_s
+        return (cpu_after[role] - cpu_before[role]) / max(report.wall_s for report in reports)
 
-    summary = summarize(report.outcomes, [])
+    outcomes = [outcome for report in reports for outcome in report.outcomes]
+    summary = summarize(outcomes, [])
     first, gaps = summary.first_token_s, summary.inter_token_s
-    for error in summary.errors:
-        print(f"  failed: {error}")
+    for error in summary.errors[:MAX_ERRORS]:
+        print(f"  failed: {error[:ERROR_CHARS]}")
     return {
         "ttft_p50": first and first.p50,
         "ttft_p99": first and first.p99,
         "gap_p50": gaps and gaps.p50,
         "gap_p99": gaps and gaps.p99,
         # A closed loop sends the calls in their order, but which stream's outcome is whose is not recorded.
-        "ttft_worst_adapters": None if streams else worst_adapters_s(calls, report.outcomes),
-        "tokens_per_s": summary.tokens_per_s,
+        "ttft_worst_adapters": None if is_closed else worst_adapters_s(calls, outcomes),
+        "tokens_per_s": steady_tokens_per_s(outcomes, loop_s) if is_closed else summary.tokens_per_s,
         "failed": summary.failed,
         "reads": counted("lora_loads_total"),
         "slots": counted("lora_activations_total"),
@@ -166,7 +224,17 @@ def measure(server: LocalServer, workload: str, size: Size, replicas: int) -> di
         "endless_hit_tokens": count_endless_hits(calls, BLOCK_SIZE) if workload == CONVERSATIONS else None,
         "front_cores": cores("EngineReplica"),
         "haproxy_cores": cores("haproxy"),
+        "busiest": max(generated.values()) * len(generated) / total if (total := generated.total()) else None,
     }
+
+
+def steady_tokens_per_s(outcomes: Sequence[Outcome], end_s: float) -> float:
+    """Returns the tokens per second of a closed loop between its ramp and its end, when no calls begin anymore."""
+    begin_s = RAMP * end_s
+    done = [outcome for outcome in outcomes if outcome.error is None and outcome.chunks_s]
+    shares = [sum(begin_s <= at_s < end_s for at_s in outcome.chunks_s) / len(outcome.chunks_s) for outcome in done]
+    tokens = sum(outcome.num_tokens * share for outcome, share in zip(done, shares, strict=True))
+    return tokens / (end_s - begin_s)
 
 
 def worst_adapters_s(calls: Sequence[Call], outcomes: Sequence[Outcome]) -> float | None:
@@ -180,20 +248,35 @@ def worst_adapters_s(calls: Sequence[Call], outcomes: Sequence[Outcome]) -> floa
     return found and found.p90
 
 
+def num_places(size: Size) -> int:
+    """Returns how many adapters of mean rank the memory for adapters of a GPU holds."""
+    most_bytes = (
+        size.max_loras * max(RANKS) * RANK_BYTES if size.lora_memory_gib is None else size.lora_memory_gib * 2**30
+    )
+    return round(most_bytes / (fmean(RANKS) * RANK_BYTES))
+
+
+def predict_row(server_loads: Sequence[Load], rule: RoutingRule, replicas: int, size: Size) -> dict[str, float | None]:
+    """Returns the figures that the simulation has of the last load, after the others on the same server."""
+    result = predict(server_loads, rule, replicas, num_places(size), size.max_cpu_loras)
+    known = {"ttft_p50": result.p50_s, "ttft_p99": result.p99_s, "busiest": result.max_over_mean}
+    return dict.fromkeys(UNITS) | known
+
+
 def print_row(settings: dict[str, Any], figures: dict[str, float | None]) -> None:
     ms = "".join(
         f"{'-':>9}" if (value := figures[name]) is None else f"{1e3 * value:9.1f}"
         for name in ("ttft_p50", "ttft_p99", "ttft_worst_adapters", "gap_p50", "gap_p99")
     )
     counts = "".join(
-        f"{figures[name] or 0:8.0f}" for name in ("tokens_per_s", "failed", "reads", "slots", "hit_tokens")
+        f"{'-' if (value := figures[name]) is None else f'{value:.0f}':>8}"
+        for name in ("tokens_per_s", "failed", "reads", "slots", "hit_tokens", "endless_hit_tokens")
     )
-    endless = figures["endless_hit_tokens"]
-    hits = f"{'-' if endless is None else f'{endless:.0f}':>8}"
-    cores = f"{figures['front_cores']:6.2f}{figures['haproxy_cores']:6.2f}"
-    print(
-        f"{settings['workload']:24}{settings['rule']:>13}{settings['replicas']:>3}{ms}{counts}{hits}{cores}", flush=True
+    ratios = "".join(
+        f"{'-' if (value := figures[name]) is None else f'{value:.2f}':>6}"
+        for name in ("front_cores", "haproxy_cores", "busiest")
     )
+    print(f"{settings['workload']:24}{settings['rule']:>13}{settings['replicas']:>3}{ms}{counts}{ratios}", flush=True)
 
 
 def print_ratios(cases: Sequence[Case]) -> None:
@@ -204,9 +287,9 @@ def print_ratios(cases: Sequence[Case]) -> None:
         if rule != "affinity" and ours is not None and ours["ttft_p99"] is not None and p99:
             print(f"{workload}, {replicas} replicas: TTFT p99 of affinity is {ours['ttft_p99'] / p99:.2f} x {rule}'s")
         one = by.get((workload, rule, 1))
-        if workload == SATURATION and replicas != 1 and one is not None and one["tokens_per_s"]:
+        if workload in LOOPS and replicas != 1 and one is not None and one["tokens_per_s"]:
             times = (figures["tokens_per_s"] or 0.0) / one["tokens_per_s"]
-            print(f"{rule}: {replicas} replicas generate {times:.2f} x the tokens of one")
+            print(f"{workload}, {rule}: {replicas} replicas generate {times:.2f} x the tokens of one")
 
 
 def arguments() -> argparse.Namespace:
@@ -217,42 +300,130 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--workloads",
         nargs="+",
-        choices=[*WORKLOADS, CONVERSATIONS, SATURATION],
-        default=["S-LoRA, alpha .3", "Dynamo, flash", "Dynamo, diurnal", CONVERSATIONS, SATURATION],
+        choices=[*WORKLOADS, CONVERSATIONS, *LOOPS],
+        default=[SLORA, "Dynamo, flash", "Dynamo, diurnal", CONVERSATIONS, SATURATION],
     )
-    parser.add_argument("--rate", type=float, help="requests per second and replica; 70 %% of a replica's saturation")
+    parser.add_argument("--once", nargs="+", default=(), help="workloads that only the first rule gets")
+    parser.add_argument("--rate", type=float, help="requests per second and replica")
+    parser.add_argument(
+        "--load",
+        type=float,
+        metavar="SHARE",
+        help="after the first closed loop, set the rate to this share of the requests per second that it reached",
+    )
     parser.add_argument("--duration-s", type=float)
     parser.add_argument("--adapters", type=int)
     parser.add_argument("--max-loras", type=int)
     parser.add_argument("--max-cpu-loras", type=int)
+    parser.add_argument("--lora-memory-gib", type=float)
+    parser.add_argument("--warm-up-s", type=float, help="seconds of calls at the start that are not counted")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--simulate", action="store_true", help="predict the TTFT of WORKLOADS, without any server")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="after so many seconds no workload begins")
+    parser.add_argument(
+        "--then",
+        action="append",
+        default=[],
+        metavar="COMMAND",
+        help="run this on the first server after its workloads; {server} stands for URL,PID and {url} for its URL",
+    )
     parser.add_argument("--server-args", default="", help="additional options of `lorafleet serve`, as one string")
     parser.add_argument("--json", type=Path, help="file for the figures")
     return parser.parse_args()
+
+
+class Run:
+    """Measures all cases, and has the figures of those that are complete."""
+
+    def __init__(self, args: argparse.Namespace, size: Size) -> None:
+        self.cases: list[Case] = []
+        self._args = args
+        self._size = size
+        self._end_s = time.monotonic() + args.limit_s
+        self._commands: list[str] = args.then
+        self._load: float | None = args.load
+
+    def simulate(self) -> None:
+        for replicas in self._size.replicas:
+            for rule in self._args.rules:
+                loads = [load_of(SLORA, warm_up_size(self._size), replicas)] if self._size.warm_up_s else []
+                for workload in [name for name in self._workloads(rule) if name in WORKLOADS]:
+                    loads.append(load_of(workload, self._size, replicas))
+                    self._add(workload, rule, replicas, predict_row(loads, rule, replicas, self._size))
+
+    def measure(self, folder: Path) -> None:
+        for replicas in self._size.replicas:
+            for rule in self._args.rules:
+                if self._is_over():
+                    print(f"left out: {rule}, {replicas} replicas")
+                    continue
+                with served(self._args, self._size, folder, rule, replicas) as server:
+                    warm_up(server, self._size, replicas)
+                    self._measure_server(server, rule, replicas)
+                    self._follow(server)
+
+    def _measure_server(self, server: LocalServer, rule: str, replicas: int) -> None:
+        for workload in self._workloads(rule):
+            self._measure_case(server, server.url, workload, rule, replicas)
+            if workload in LOOPS and 1 not in self._size.replicas:
+                self._measure_case(server, server.replica_url(), workload, rule, 1)
+
+    def _measure_case(self, server: LocalServer, url: str, workload: str, rule: str, replicas: int) -> None:
+        if self._is_over():
+            print(f"left out: {workload}, {rule}, {replicas} replicas")
+            return
+        figures = measure(server, url, workload, self._size, replicas)
+        self._add(workload, rule, replicas, figures)
+        if workload == SATURATION and self._load is not None:
+            tokens = fmean(call.max_tokens for call in draw_calls(SLORA, self._size, replicas))
+            rate = self._load * (figures["tokens_per_s"] or 0.0) / tokens / replicas
+            self._size, self._load = replace(self._size, rate=round(rate, 1)), None
+            print(f"rate: {self._size.rate} requests per second and replica")
+
+    def _workloads(self, rule: str) -> list[str]:
+        is_first = rule == self._args.rules[0]
+        return [workload for workload in self._args.workloads if is_first or workload not in self._args.once]
+
+    def _add(self, workload: str, rule: str, replicas: int, figures: dict[str, float | None]) -> None:
+        settings = {"workload": workload, "rule": rule, "replicas": replicas, "rate": self._size.rate}
+        self.cases.append(Case(settings, figures))
+        print_row(settings, figures)
+
+    def _follow(self, server: LocalServer) -> None:
+        commands, self._commands = self._commands, []
+        for command in commands:
+            words = [word.format(server=f"{server.url},{server.pid}", url=server.url) for word in shlex.split(command)]
+            status = subprocess.run(words, check=False).returncode
+            if status:
+                print(f"exit status {status}: {shlex.join(words)}")
+
+    def _is_over(self) -> bool:
+        return time.monotonic() > self._end_s
 
 
 def main() -> None:
     args = arguments()
     given = {name: value for name in Size.__slots__ if (value := getattr(args, name, None)) is not None}
     size = replace(SIZES[args.device], **given)
-    cases = []
     print(
         f"{'':24}{'':>13}{'':>3}{'TTFT p50':>9}{'p99':>9}{'worst':>9}{'gap p50':>9}{'p99':>9}{'tok/s':>8}{'failed':>8}"
-        f"{'reads':>8}{'slots':>8}{'hits':>8}{'of':>8}{'front':>6}{'proxy':>6}   (ms, cores)"
+        f"{'reads':>8}{'slots':>8}{'hits':>8}{'of':>8}{'front':>6}{'proxy':>6}{'busy':>6}   (ms, cores)",
+        flush=True,
     )
+    run = Run(args, size)
+    if args.simulate:
+        run.simulate()
+        print_ratios(run.cases)
+        write_results(args.json, UNITS, run.cases)
+        return
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_files(args.device, folder, Load("", 1.0, 1.0, size.adapters, size.seed))
-        for replicas in size.replicas:
-            for rule in args.rules:
-                with served(args, size, folder, rule, replicas) as server:
-                    for workload in args.workloads:
-                        settings = {"workload": workload, "rule": rule, "replicas": replicas}
-                        figures = measure(server, workload, size, replicas)
-                        cases.append(Case(settings, figures))
-                        print_row(settings, figures)
-    print_ratios(cases)
-    write_results(args.json, UNITS, cases)
+        try:
+            run.measure(folder)
+        finally:  # A run that is interrupted has the figures of the cases before.
+            print_ratios(run.cases)
+            write_results(args.json, UNITS, run.cases)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +20,7 @@ import psutil
 
 START_S = 300.0  # Kernels may have to be compiled first.
 STOP_S = 30.0
+PROBE_S = 2.0
 ROLES = ("EngineReplica", "WorkerActor", "AdapterRouter", "haproxy", "DirectoryActor", "ProxyActor")
 
 
@@ -30,15 +33,38 @@ class LocalServer(NamedTuple):
 
     def engine_counters(self) -> dict[str, float]:
         """Returns the engine's series of /metrics without their prefixes, summed over replicas and tiers."""
-        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
-            lines = answer.read().decode().splitlines()
         sums: Counter[str] = Counter()
-        for line in lines:
+        for line in self._metrics():
             if line.startswith(ENGINE_PREFIXES):
                 series, _, value = line.rpartition(" ")
                 name = series.partition("{")[0].removeprefix(ENGINE_PREFIXES[0]).removeprefix(ENGINE_PREFIXES[1])
                 sums[name] += float(value)
         return dict(sums)
+
+    def generated_tokens(self) -> Counter[str]:
+        """Returns the number of tokens that each replica has generated."""
+        tokens: Counter[str] = Counter()
+        for line in self._metrics():
+            if found := GENERATED.match(line):
+                tokens[found["replica"]] += round(float(found["value"]))
+        return tokens
+
+    def replica_url(self) -> str:
+        """Returns the URL of one replica's own HTTP server, which HAProxy sends its requests to."""
+        for process in psutil.Process(self.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if REPLICA_TITLE not in " ".join(process.cmdline()):
+                    continue
+                for connection in process.net_connections("tcp4"):
+                    url = f"http://127.0.0.1:{connection.laddr.port}"
+                    if connection.status == psutil.CONN_LISTEN and _serves_models(url):
+                        return url
+        sys.exit(f"no replica of the server {self.pid} answers HTTP at a port of its own")
+
+    def _metrics(self) -> list[str]:
+        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
+            lines: list[str] = answer.read().decode().splitlines()
+        return lines
 
     def settle(self) -> None:
         """Waits until no engine compiles a faster attention beside its steps."""
@@ -47,7 +73,17 @@ class LocalServer(NamedTuple):
             time.sleep(1.0)
 
 
+REPLICA_TITLE = "ray::ServeReplica:lorafleet:EngineReplica"
+GENERATED = re.compile(r'lorafleet_engine_generation_tokens_total\{.*?replica="(?P<replica>[^"]*)".*\} (?P<value>\S+)')
 ENGINE_PREFIXES = ("lorafleet_engine_", "vllm:")
+
+
+def _serves_models(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=PROBE_S) as answer:
+            return bool(answer.status == 200)
+    except (OSError, http.client.HTTPException):  # Another protocol may be spoken there.
+        return False
 
 
 def cpu_s(pid: int, roles: Sequence[str]) -> Counter[str]:

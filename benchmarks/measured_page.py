@@ -157,6 +157,29 @@ def side_by_side_table(files: Files) -> str:
     return table(f"{heads} | client's cores", rows)
 
 
+def fleet_table(files: Files) -> str:
+    simulated, rows = files["simulated_fleet"], []
+    for case in (case for name, run in files.items() if name.startswith("fleet") for case in run.cases):
+        settings, figures = case.settings, case.figures
+        same = {name: settings[name] for name in ("workload", "rule", "replicas")}
+        row = [str(setting) for setting in same.values()]
+        row += [f"{settings['rate']:g}", ms_pair(figures["ttft_p50"], figures["ttft_p99"], ".0f")]
+        predicted_s = simulated.figure("ttft_p99", **same)
+        row.append(number(predicted_s and 1e3 * predicted_s, ".0f"))
+        worst_s = figures["ttft_worst_adapters"]
+        row += [number(worst_s and 1e3 * worst_s, ".0f"), ms_pair(figures["gap_p50"], figures["gap_p99"], ".1f")]
+        row += [number(figures[name], ".0f") for name in ("tokens_per_s", "failed", "reads")]
+        hits, endless = figures["hit_tokens"], figures["endless_hit_tokens"]
+        row.append(f"{100 * (hits or 0.0) / endless:.0f} %" if endless else "")
+        row += [pair(figures["front_cores"], figures["haproxy_cores"], ".2f"), number(figures["busiest"], ".2f")]
+        rows.append(row)
+    heads = (
+        "workload | rule | replicas | requests/s and replica | TTFT p50 / p99, ms | predicted p99 | worst adapters' p50"
+    )
+    heads += " | gaps p50 / p99, ms | tokens/s | failed | adapters read | cached tokens | cores of fronts / HAProxy"
+    return table(f"{heads} | busiest / mean", rows)
+
+
 TABLES = {
     "engine": Table(("engine_e2e", "vllm_e2e"), engine_table),
     "engine_floor": Table(("engine_e2e",), engine_floor_table),
@@ -165,7 +188,9 @@ TABLES = {
     "saturation": Table(("saturation", "saturation_fp8"), saturation_table),
     "long_context": Table(("long_context",), long_context_table),
     "side_by_side": Table(("side_by_side",), side_by_side_table, prefix="side_by_side_"),
+    "fleet": Table(("fleet", "simulated_fleet"), fleet_table, prefix="fleet_"),
 }
+SIMULATED = "simulated_"  # How files begin that need no GPU.
 PEERS = {"vllm_e2e", "lora_peers"}  # Files of other programs, which no run writes.
 
 
@@ -180,6 +205,10 @@ def number(value: float | None, form: str) -> str:
 
 def pair(first: float | None, second: float | None, form: str) -> str:
     return "" if first is None or second is None else f"{first:{form}} / {second:{form}}"
+
+
+def ms_pair(first_s: float | None, second_s: float | None, form: str) -> str:
+    return "" if first_s is None or second_s is None else pair(1e3 * first_s, 1e3 * second_s, form)
 
 
 def table(heads: str, rows: Iterable[Iterable[str]]) -> str:
@@ -253,7 +282,7 @@ def adopt(folder: Path, target: Path = RECORDED) -> list[str]:
         if path.stem not in PEERS and any(shown.shows(path.stem) for shown in TABLES.values())
     ]
     for path in paths:
-        if not read_results(path).hardware.gpus:
+        if not read_results(path).hardware.gpus and not path.stem.startswith(SIMULATED):
             sys.exit(f"{path} was measured without a GPU: the page has figures of GPUs.")
     for path in paths:
         (target / path.name).write_bytes(path.read_bytes())

@@ -99,17 +99,28 @@ class Scene:
     storage: StorageKind = "local"
     cache_bytes: int = 64 << 30  # Size of each node's disk cache; the default of lora_cache_bytes.
     new_node_s: float | None = None  # The time at which a replica moves to a new node; only later requests count then.
+    num_replicas: int = NUM_REPLICAS
+    num_slots: int = NUM_SLOTS
+    cpu_adapters: int = CPU_ADAPTERS
+    warm_up_s: float = WARM_UP_S
 
 
 def simulate(load: Load, arm_name: str, scene: Scene = Scene()) -> Result:
-    arrivals, ranks = placement_workloads.draw(load), placement_workloads.ranks(load)
+    return simulate_arrivals(placement_workloads.draw(load), load, arm_name, scene)
+
+
+def simulate_arrivals(arrivals: Sequence[Arrival], load: Load, arm_name: str, scene: Scene) -> Result:
+    """Simulates these arrivals in place of those of the load, which has all other parameters."""
+    ranks = placement_workloads.ranks(load)
     sizes = [rank * RANK_BYTES for rank in ranks]
     clock = Clock()
     next_use = _next_use(load.num_adapters, arrivals) if arm_name == "clairvoyant" else None
-    names = [f"r{i}" for i in range(NUM_REPLICAS)]
+    names = [f"r{i}" for i in range(scene.num_replicas)]
     storage, replicas = Storage(scene.storage, names, sizes, scene.cache_bytes), list[Replica]()
     for name in names:
-        replicas.append(Replica(name, NUM_SLOTS, CPU_ADAPTERS, sizes, clock.plan, storage, replicas, next_use))
+        replicas.append(
+            Replica(name, scene.num_slots, scene.cpu_adapters, sizes, clock.plan, storage, replicas, next_use)
+        )
     by_name = {replica.name: replica for replica in replicas}
     arm = placement_arms.make(arm_name, replicas, load.seed, sizes, ranks)
     requests = [Request(arrival, arrival.adapter) for arrival in arrivals if arrival.adapter is not None]
@@ -126,8 +137,8 @@ def simulate(load: Load, arm_name: str, scene: Scene = Scene()) -> Result:
 
     clock.plan_every(REPORT_S, load.duration_s, report)
     clock.plan_every(1.0, load.duration_s, arm.each_second)
-    clock.plan(WARM_UP_S, lambda _: warm.extend(replica.counts.copy() for replica in replicas))
-    counted_s = WARM_UP_S
+    clock.plan(scene.warm_up_s, lambda _: warm.extend(replica.counts.copy() for replica in replicas))
+    counted_s = scene.warm_up_s
     if scene.new_node_s is not None:
         counted_s = scene.new_node_s
         clock.plan(counted_s, lambda _: replicas[0].lose_memory())

@@ -1,6 +1,7 @@
 """Measures how long an adapter takes from a trainer's memory until all replicas use it.
 
     python benchmarks/push_speed.py [--replicas 1 2] [--shape dense|moe|small] [--pushes 5]
+    python benchmarks/push_speed.py --attach URL --shape 8b --streams 16    # a server of benchmarks/fleet.py, with GPUs
 
 A server runs on CPUs, with a base of random weights that is made on the spot. Its layers are as many as those of an 8B
 Llama and narrow, and the rank is high, so that an adapter has as many tensors and bytes as one of rank 16 of that model
@@ -11,7 +12,8 @@ replicas have loaded the version, requests use it, and it is durable. `send` is 
 last.
 
 Streams of the base run all the time. Their gaps are compared with those of the time before the pushes; trainer, server
-and streams share the processors of one machine here. `--json FILE` writes the figures to a file.
+and streams share the processors of one machine here. `--json FILE` writes the figures to a file. A running server must
+have the admin key below and serve the base of the shape by the name `base`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ import struct
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +37,8 @@ import numpy as np
 from local_server import running
 from lorafleet.client.admin import AdminClient
 from random_llama import write_adapters, write_model
+from serving import CONFIG as LLAMA_8B
+from serving import DEMO
 
 NAME, KEY, LAYERS, HIDDEN = "policy", "key-of-the-trainer", 32, 512
 DENSE: dict[str, Any] = {
@@ -60,9 +66,12 @@ MOE: dict[str, Any] = DENSE | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-SHAPES = {"dense": (DENSE, 184), "moe": (MOE, 368), "small": (DENSE, 1)}  # With the rank of the adapter.
+# With the rank of the adapter.
+SHAPES = {"dense": (DENSE, 184), "moe": (MOE, 368), "small": (DENSE, 1), "8b": (LLAMA_8B, 16)} | {
+    "demo": (json.loads((DEMO / "config.json").read_text()), 8)
+}
 CONTEXT = 2048
-STREAM = {"model": "base", "prompt": "w1 w2 w3", "max_tokens": CONTEXT - 64, "ignore_eos": True, "stream": True}
+STREAM = {"model": "base", "prompt": "w1 w2 w3", "max_tokens": 400, "ignore_eos": True, "stream": True}
 QUIET_S = 5.0  # Seconds in which the streams run alone.
 PAUSE_S = 1.0  # Seconds between two pushes.
 
@@ -135,12 +144,22 @@ class Trainer:
             self._last_s = now_s
 
 
-def measure(folder: Path, shape: str, replicas: int, pushes: int, streams: int) -> dict[str, float]:
+def write_adapter(folder: Path, shape: str) -> Path:
+    """Writes the adapter whose weights are pushed, unless it is there."""
     config, rank = SHAPES[shape]
-    model, adapters = folder / f"model-{shape}", folder / f"adapters-{shape}"
+    adapters = folder / f"adapters-{shape}"
+    if not adapters.exists():
+        write_adapters(adapters, config, 1, rank)
+    return adapters / "a0"
+
+
+@contextmanager
+def served(folder: Path, shape: str, replicas: int) -> Iterator[str]:
+    """Starts a server on CPUs, and yields its URL."""
+    config, rank = SHAPES[shape]
+    model = folder / f"model-{shape}"
     if not model.exists():
         write_model(model, config)
-        write_adapters(adapters, config, 1, rank)
     options = {
         "--model": model,
         "--served-model-name": "base",
@@ -157,21 +176,24 @@ def measure(folder: Path, shape: str, replicas: int, pushes: int, streams: int) 
     }
     arguments = [str(part) for option in options.items() for part in option]
     with running([*arguments, "--admin-key", KEY], folder / "serve.log") as server:
-        running_streams = Streams(server.url, streams)
-        time.sleep(QUIET_S / 2)
-        quiet_s = time.monotonic()
-        time.sleep(QUIET_S)
-        quiet = running_streams.gaps(quiet_s, time.monotonic())
-        trainer = Trainer(server.url, adapters / "a0")
-        done: list[Push] = []
-        for _ in range(pushes):
-            done.append(trainer.push(running_streams))
-            time.sleep(PAUSE_S)
-        running_streams.stop()
+        yield server.url
+
+
+def measure(url: str, adapter: Path, pushes: int, streams: int) -> dict[str, float]:
+    running_streams = Streams(url, streams)
+    time.sleep(QUIET_S / 2)
+    quiet_s = time.monotonic()
+    time.sleep(QUIET_S)
+    quiet = running_streams.gaps(quiet_s, time.monotonic())
+    trainer = Trainer(url, adapter)
+    done: list[Push] = []
+    for _ in range(pushes):
+        done.append(trainer.push(running_streams))
+        time.sleep(PAUSE_S)
+    running_streams.stop()
     gaps = [gap for push in done for gap in push.gaps_s]
     steady = done[1:] or done  # The first push also opens the connection.
     return {
-        "replicas": replicas,
         "megabytes": round(trainer.num_bytes / 1e6),
         "send_ms": round(statistics.median(push.send_s for push in steady) * 1e3),
         "in_force_ms": round(statistics.median(push.in_force_s for push in steady) * 1e3),
@@ -188,14 +210,25 @@ def main() -> None:
     parser.add_argument("--shape", choices=tuple(SHAPES), default="dense")
     parser.add_argument("--pushes", type=int, default=5)
     parser.add_argument("--streams", type=int, default=2)
+    parser.add_argument("--attach", metavar="URL", help="use a server that runs already, instead of one on CPUs")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.shape == "8b" and arguments.attach is None:
+        parser.error("--shape 8b is too large for CPUs; give --attach as well")
     rows: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory(prefix="push-speed-") as folder:
-        for replicas in arguments.replicas:
-            row = measure(Path(folder), arguments.shape, replicas, arguments.pushes, arguments.streams)
+        adapter = write_adapter(Path(folder), arguments.shape)
+
+        def add_row(url: str, **settings: float) -> None:
+            row = settings | measure(url, adapter, arguments.pushes, arguments.streams)
             print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
             rows.append(row)
+
+        if arguments.attach is not None:
+            add_row(arguments.attach)
+        for replicas in arguments.replicas if arguments.attach is None else ():
+            with served(Path(folder), arguments.shape, replicas) as url:
+                add_row(url, replicas=replicas)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({"rows": rows}, indent=1))
 

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 EXPONENT = 120 << 7  # The exponent of a bfloat16 for values of 2^-7 to 2^-6, about as large as trained ones.
+ONE_TOKEN_RANK = 8
+ONE_TOKEN_SCALE = 512.0
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> None:
@@ -75,6 +78,38 @@ def write_alike_adapters(
         (path / "adapter_config.json").write_text(json.dumps(peft | {"lora_alpha": rank + i}))
         (path / "adapter_model.safetensors").hardlink_to(first / "adapter_model.safetensors")
     return paths
+
+
+def write_one_token_adapter(folder: Path, config: dict[str, Any], seed: int) -> None:
+    """Writes an adapter that answers every prompt with one token, repeated; which token follows from the seed.
+
+    So an answer shows which weights computed it, although rounding depends on the batch. The MLP of the last layer
+    adds m or -m to each entry of the hidden state, with signs that are drawn and an m that dwarfs the entry. For each
+    of 8 random directions, two units of the MLP have k and -k as gate and input, where k is the projection of the
+    hidden state. So one of the two is about k squared, whatever the sign of k is.
+    """
+    random, rank = np.random.default_rng(seed), ONE_TOKEN_RANK
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    assert inner >= 2 * rank
+    directions, units = random.standard_normal((rank, hidden)), np.zeros((inner, rank))
+    units[:rank], units[rank : 2 * rank] = np.eye(rank), -np.eye(rank)
+    total, signs = np.zeros((rank, inner)), np.zeros((hidden, rank))
+    total[0, : 2 * rank], signs[:, 0] = 1.0, random.choice([-1.0, 1.0], hidden)
+    pairs = {
+        "gate_proj": (directions, ONE_TOKEN_SCALE / hidden**0.5 * units),
+        "up_proj": (directions, ONE_TOKEN_SCALE / hidden**0.5 * units),
+        "down_proj": (total, signs),
+    }
+    last = config["num_hidden_layers"] - 1
+    tensors = {
+        f"base_model.model.model.layers.{last}.mlp.{name}.{leaf}.weight": weight.astype(np.float32)
+        for name, pair in pairs.items()
+        for leaf, weight in zip(("lora_A", "lora_B"), pair, strict=True)
+    }
+    peft = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(pairs)}
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(peft | {"layers_to_transform": [last]}))
 
 
 def _tensor_shapes(config: dict[str, Any], rank: int, experts: bool) -> dict[str, tuple[int, int]]:

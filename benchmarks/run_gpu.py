@@ -68,6 +68,13 @@ RUNS = (
     Run("step_watching", "step_watching.py --batches 1 64 --generated 256", 420),
     Run("rank_sum", "rank_sum.py", 240, num_gpus=2),
     Run("tensor_parallel_2", "tensor_parallel.py --sizes 1 2", 600, num_gpus=2),
+    Run(
+        "fleet",
+        "fleet.py --device cuda --replicas 4 --load 0.7 --duration-s 60 --workloads saturation 'S-LoRA, alpha .3' "
+        "'Dynamo, flash' 'Dynamo, diurnal' conversations --once saturation",
+        2400,
+        num_gpus=4,
+    ),
     Run("tensor_parallel", "tensor_parallel.py", 900, num_gpus=4),
 )
 

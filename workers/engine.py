@@ -114,8 +114,6 @@ class Engine:
             raise
         self._sequences[request.request_id] = sequence
         self._admission.queued(sequence, request.queue_timeout_s)
-        if self._speculation is not None:
-            self._speculation.add(sequence)
 
     def abort(self, request_id: str) -> None:
         """Frees what the sequence holds, before the next step. Unknown ids belong to finished sequences."""

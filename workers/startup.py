@@ -396,9 +396,9 @@ def build_engine(
         model_config.rope,
         config.max_num_seqs,
         budget,
-        StateSlots(config.max_num_seqs, snapshots) if is_recurrent else None,
+        None if steps.states is None else StateSlots(config.max_num_seqs, snapshots, steps.states.draft_slots),
         tiers,
-        start_speculation(config, model_config, budget, rank.drafter, is_recurrent=is_recurrent),
+        start_speculation(config, model_config, budget, rank.drafter),
     )
     start_events(config, scheduler)
     if steps.device.type == "cuda":
@@ -425,7 +425,7 @@ def build_engine(
     return Engine(
         runner,
         scheduler,
-        StructuredDecoding(config.max_num_seqs, wake),
+        StructuredDecoding(config.most_sampled, wake, finds_forced=config.speculative_config is not None),
         hello,
         config.on_lora_load_failure,
         config.seed,

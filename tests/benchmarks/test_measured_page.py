@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import fleet
 import measured_page
 from benchmark_results import Case, Hardware, Results
 
@@ -99,6 +100,22 @@ def test_results_of_every_new_table_are_rendered() -> None:
     ]
 
 
+def test_rows_of_a_fleet_stand_beside_what_was_predicted_of_them() -> None:
+    settings = {"workload": "Dynamo, flash", "rule": "sticky", "replicas": 4, "rate": 17.5}
+    figures = dict.fromkeys(fleet.UNITS, 0.25) | {"hit_tokens": 45.0, "endless_hit_tokens": 50.0, "failed": 0}
+    predicted = dict.fromkeys(fleet.UNITS) | {"ttft_p99": 0.4}
+    files = {
+        "fleet": msgspec.structs.replace(ENGINE, cases=[Case(settings, figures)]),
+        "fleet_more": msgspec.structs.replace(ENGINE, cases=[Case(settings | {"rule": "round-robin"}, figures)]),
+        "simulated_fleet": msgspec.structs.replace(ENGINE, cases=[Case(settings | {"rate": 18.0}, predicted)]),
+    }
+    shared = "250 | 250.0 / 250.0 | 0 | 0 | 0 | 90 % | 0.25 / 0.25 | 0.25 |"
+    assert measured_page.fleet_table(files).splitlines()[2:] == [
+        f"| Dynamo, flash | sticky | 4 | 17.5 | 250 / 250 | 400 | {shared}",
+        f"| Dynamo, flash | round-robin | 4 | 17.5 | 250 / 250 | | {shared}",
+    ]
+
+
 def test_only_results_of_gpus_that_the_page_shows_are_adopted(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
@@ -109,5 +126,6 @@ def test_only_results_of_gpus_that_the_page_shows_are_adopted(tmp_path: Path) ->
     assert measured_page.recorded(target)["engine_e2e"] == ENGINE
     cpu = msgspec.structs.replace(ENGINE, hardware=Hardware([], 2, {}))
     (source / "sampling.json").write_bytes(msgspec.json.encode(cpu))
-    with pytest.raises(SystemExit, match="without a GPU"):
+    (source / "simulated_fleet.json").write_bytes(msgspec.json.encode(cpu))
+    with pytest.raises(SystemExit, match=r"sampling\.json was measured without a GPU"):
         measured_page.adopt(source, target)

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lorafleet.api.text.detokenizer import make_detokenizer
 from lorafleet.api.text.tokenizer import Tokenizer
-from random_llama import write_adapters, write_alike_adapters, write_model
+from random_llama import write_adapters, write_alike_adapters, write_model, write_one_token_adapter
 
 CONFIG = {
     "vocab_size": 1000,
@@ -49,6 +51,19 @@ def test_every_token_of_the_model_has_a_text_so_that_each_streams(tmp_path: Path
     for token in (0, 255, 256, 999):
         detokenizer = make_detokenizer(tokenizer, [1], skip_special_tokens=True)
         assert detokenizer.push(token) + detokenizer.finish()
+
+
+def test_a_one_token_adapter_repeats_one_token_after_any_prompt_and_another_seed_another(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(LlamaConfig(**CONFIG)).bfloat16()
+    prompts = torch.randint(0, CONFIG["vocab_size"], (50, 12))
+    answers = []
+    for seed in (1, 2):
+        write_one_token_adapter(tmp_path / f"a{seed}", CONFIG, seed)
+        model = PeftModel.from_pretrained(base, tmp_path / f"a{seed}")
+        answers.append(set(model(prompts).logits.argmax(-1).flatten().tolist()))
+        base = model.unload()
+    assert [len(tokens) for tokens in answers] == [1, 1] and answers[0] != answers[1]
 
 
 @pytest.mark.parametrize("head_dim", [8, 24])

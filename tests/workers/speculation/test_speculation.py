@@ -8,13 +8,19 @@ from typing import Any
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.protocol.step_metrics import StepShape
-from lorafleet.protocol.structured_spec import StructuredOutputs
-from lorafleet.workers.schedule.routed_rows import RoutedRows
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.schedule.step_budget import StepBudget, StepLimits
 from lorafleet.workers.speculation.drafter import Wanted
-from lorafleet.workers.speculation.speculation import DRAFTED_STEPS, PLAIN_STEPS, PROBE_STEPS, PROBE_TOKENS, Speculation
+from lorafleet.workers.speculation.speculation import (
+    DRAFTED_STEPS,
+    FIRST_ACCEPTANCE,
+    PLAIN_STEPS,
+    PROBE_STEPS,
+    PROBE_TOKENS,
+    Speculation,
+)
 from lorafleet.workers.speculation.step_pace import StepPace
+from lorafleet.workers.structured.forced_tokens import ForcedTokens
 from tests.workers.speculation.drafting import DraftsPay
 
 TOKEN = 7
@@ -88,14 +94,42 @@ def test_a_step_chooses_no_more_tokens_than_it_has_rows_for() -> None:
     assert not made.choose(batch, num_sequences=12), "so many may start in the step"
 
 
-def test_sequences_that_cannot_have_drafts_are_counted_by_reason_and_get_none() -> None:
+class Forcing:
+    """A grammar that forces tokens behind those of decode()."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.forced = ForcedTokens()
+        self.forced.replace(3, [], [(0, [4, *tokens])])
+
+
+def test_forced_tokens_are_drafts_and_say_nothing_about_other_drafts() -> None:
     made = speculation()
-    bound = decode("bound", params=SamplingParams(structured_outputs=StructuredOutputs("json", "{}", "x")))
-    routed, free = decode("routed", routed=RoutedRows()), decode("free")
-    for one in (bound, routed, free):
-        made.add(one)
-    assert made.undrafted == {"structured_output": 1, "routed_experts": 1}
-    assert set(made.choose([bound, routed, free], 3)) == {free}
+    bound, free = decode("bound"), decode("free")
+    bound.grammar = Forcing(8, 9)  # type: ignore[assignment]  # as much of a grammar as is needed
+    assert made.choose([bound, free], 2) == {bound: [8, 9], free: [TOKEN] * 4}
+    for one in (bound, free):
+        made.verified(one, 2, 2)
+    assert made._acceptance(free).probability > made._acceptance(bound).probability == FIRST_ACCEPTANCE
+    bound.grammar = Forcing(*range(20))  # type: ignore[assignment]  # as above
+    assert made.choose([bound, free], 2)[bound] == [0, 1, 2, 3], "no more than may be drafted"
+    bound.grammar = Forcing()  # type: ignore[assignment]  # as above
+    assert made.choose([bound, free], 2)[bound] == [TOKEN] * 4
+
+
+def test_forced_tokens_are_drafted_however_wrong_other_drafts_were() -> None:
+    class Dear(DraftsPay):
+        def price(self, num_decodes: int, token_s: float) -> float:  # noqa: ARG002
+            return 0.5
+
+    made, one = speculation(Dear()), decode()
+    drafted(made, 1)
+    for _ in range(30):
+        made.verified(one, 4, 0)
+    assert not made.choose([one], 1)
+    one.grammar = Forcing(8, 9)  # type: ignore[assignment]  # as much of a grammar as is needed
+    assert made.choose([one], 1) == {one: [8, 9]}
+    one.tokens[-1] = UNKNOWN
+    assert made.needs_tokens([Chunk(one, 1)], [one], 1), "what follows the token in flight is known"
 
 
 def test_prompts_and_tokens_in_flight_get_no_drafts() -> None:

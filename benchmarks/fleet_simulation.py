@@ -1,0 +1,41 @@
+"""Predicts rows of benchmarks/fleet.py by the simulation of benchmarks/placement.py.
+
+The caches of a row hold what the rows before it left there, as on a real server. The simulation knows no prompts that
+are alike, no closed loops, and slots of one size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import placement
+import placement_arms
+import placement_workloads
+from lorafleet.cluster.routing.rule_names import RoutingRule
+from placement import Result, Scene
+from placement_workloads import Load
+from slora_workload import Arrival
+
+PAUSE_S = 5.0  # Time after the last arrival of a row until the next row.
+ARMS = {  # The arm of each rule.
+    rule: next(arm for arm, its_rule in placement_arms.RULES.items() if its_rule == rule)
+    for rule in placement_arms.RULES.values()
+}
+
+
+def predict(loads: Sequence[Load], rule: RoutingRule, replicas: int, num_slots: int, max_cpu_loras: int) -> Result:
+    """Returns the figures of the last load, after the others on the same server."""
+    arrivals: list[Arrival] = []
+    begin_s = 0.0
+    for load in loads:
+        begin_s = arrivals[-1].at_s + PAUSE_S if arrivals else 0.0
+        arrivals += [replace(arrival, at_s=arrival.at_s + begin_s) for arrival in placement_workloads.draw(load)]
+    scene = Scene(
+        num_replicas=replicas,
+        num_slots=num_slots,
+        cpu_adapters=max_cpu_loras,
+        warm_up_s=begin_s,
+    )
+    whole = replace(loads[-1], duration_s=begin_s + loads[-1].duration_s)
+    return placement.simulate_arrivals(arrivals, whole, ARMS[rule], scene)
