@@ -66,6 +66,9 @@ def train_draft(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the training and of sampled answers.")] = 0,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device of the base and the draft.")] = "auto",
     dtype: Annotated[FloatName | None, typer.Option(help="Dtype of the base; default: the checkpoint's.")] = None,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(min=0.05, max=0.95, help="Share of the GPU's memory for the base; the draft has the rest.")
+    ] = 0.7,
     as_json: JSONOption = False,
 ) -> None:
     """Trains a draft model for speculative decoding on a base's own answers, and a LoRA of it for each adapter. Reports
@@ -99,6 +102,7 @@ def train_draft(
             num_drafted=num_speculative_tokens,
             device=device,
             dtype=dtype or "auto",
+            gpu_memory_utilization=gpu_memory_utilization,
         )
         results = train(job, lambda line: typer.echo(line, err=True))
         typer.echo(json.dumps(_as_json(results), indent=2) if as_json else _as_text(job, results))

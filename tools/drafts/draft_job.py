@@ -49,6 +49,7 @@ class DraftJob:
     num_drafted: int = 4  # Draft tokens in a step, for the reported lengths.
     device: Device = "auto"
     dtype: DType = "auto"  # Of the target.
+    gpu_memory_utilization: float = 0.7  # Share for the target. Its memory may stay taken while the draft is trained.
 
     def __post_init__(self) -> None:
         if not self.trained:

@@ -39,6 +39,7 @@ def collect_lessons(job: DraftJob, vocab_size: int, report: Callable[[str], None
             job.adapters,
             max_lora_rank=_largest_rank(job),
             max_length=max_length,
+            gpu_memory_utilization=job.gpu_memory_utilization,
             device=job.device,
             dtype=job.dtype,
         )

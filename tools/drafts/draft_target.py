@@ -34,6 +34,7 @@ class DraftTarget:
         adapters: The adapters' folders by name.
         max_lora_rank: The largest rank that any of the adapters has.
         max_length: Largest number of tokens of a prompt and its answer together.
+        gpu_memory_utilization: As LLM's. The rest of the GPU's memory is for the training.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class DraftTarget:
         *,
         max_lora_rank: int,
         max_length: int,
+        gpu_memory_utilization: float,
         device: Device = "auto",
         dtype: DType = "auto",
     ) -> None:
@@ -51,7 +53,13 @@ class DraftTarget:
             "max_loras": len(adapters),
             "max_lora_rank": max_lora_rank,
         }
-        self._llm = LLM(str(model), device=device, dtype=dtype, **(for_adapters if adapters else {}))
+        self._llm = LLM(
+            str(model),
+            device=device,
+            dtype=dtype,
+            gpu_memory_utilization=gpu_memory_utilization,
+            **(for_adapters if adapters else {}),
+        )
         self._max_length = max_length
         self._adapters = {
             name: LoRARequest(name, number, str(folder)) for number, (name, folder) in enumerate(adapters.items(), 1)
