@@ -4,11 +4,12 @@ PYTHON ?= python3
 HOST ?= 127.0.0.1
 PORT ?= 8000
 JOBS ?= 2
+DRAFTS ?= build/demo-drafts
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test fuzz lint docs dist bench bench-gpu clean
+.PHONY: install demo demo-drafts test fuzz lint docs dist bench bench-gpu clean
 
 install: $(INSTALLED)
 
@@ -22,6 +23,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 # exec: Ctrl-C must reach the server itself, not a shell before it
 demo: install
 	@exec $(BIN)/lorafleet demo --host $(HOST) --port $(PORT)
+
+# a draft model for the demo and draft LoRAs in copies of its adapters, in the new folder DRAFTS; minutes on a CPU
+demo-drafts: install
+	$(BIN)/python demo/draft_prompts.py $(DRAFTS)
+	$(BIN)/lorafleet train-draft --model demo/model --out $(DRAFTS)/model --rank 8 \
+		--adapters $(foreach name,shout json pirate,$(name)=$(DRAFTS)/adapters/$(name)) \
+		--prompts $(DRAFTS)/prompts.jsonl --held-out $(DRAFTS)/held_out.jsonl
 
 # JOBS: processes; tests/README.md says how they share the tests
 test: install

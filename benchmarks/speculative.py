@@ -7,6 +7,9 @@ The first form has random weights in the shape of an 8B Llama. Its last norm is 
 again and again at the full cost of a step. `ngram` drafts from the repeated text, and all of its drafts are right. An
 arm of --right has drafts of which each token is right with this probability, as a drafter of that quality would make.
 
+With --draft-layers, a draft model of that many layers drafts in the arms of --right, so that they have its full cost.
+Its drafts would all be right. The arms replace some of their tokens by wrong ones.
+
 The second form drafts by n-grams from the answers of a real model to a repetitive prompt.
 
 Speculation decides by itself where it pays, so no ratio should be below 1. The arms run in turns, and their medians
@@ -16,6 +19,7 @@ are compared.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import tempfile
@@ -27,7 +31,7 @@ import torch
 
 from benchmark_results import Case, write_results
 from engine_driver import abort, good_outputs, settle
-from engine_setup import add_engine_arguments, make_engine
+from engine_setup import add_engine_arguments, llama_config, make_engine
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.protocol.engine_config import EngineConfig, SpeculativeConfig
 from lorafleet.protocol.lora_request import LoRARequest
@@ -37,6 +41,7 @@ from lorafleet.workers.engine import Engine
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.schedule.sequence import Sequence
 from lorafleet.workers.speculation.drafter import Drafter, Wanted
+from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from lorafleet.workers.speculation.ngram_drafter import NgramDrafter
 from lorafleet.workers.speculation.speculation import Speculation
 from lorafleet.workers.startup import build_engine
@@ -47,25 +52,37 @@ WRONG = 3  # A token that no answer has.
 
 
 class KnownDrafter:
-    """Drafts for answers that are token 0 again and again. Each draft token is right with a given probability."""
+    """Drafts for answers that are token 0 again and again. Each draft token is right with a given probability.
 
-    def __init__(self, right: float) -> None:
+    Args:
+        model: Drafts first, so that its cost is in the step. None if nothing does.
+    """
+
+    def __init__(self, right: float, model: ModelDrafter | None = None) -> None:
         self._right = right
+        self._model = model
         self._rng = random.Random(0)
 
     def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
-        return [[0 if self._rng.random() < self._right else WRONG for _ in range(entry.most)] for entry in wanted]
+        lengths = [entry.most for entry in wanted]
+        if self._model is not None:
+            lengths = [len(draft) for draft in self._model.propose(wanted)]
+        return [[0 if self._rng.random() < self._right else WRONG for _ in range(length)] for length in lengths]
 
     def release(self, sequence: Sequence) -> None:
-        """Does nothing, since nothing is remembered."""
+        if self._model is not None:
+            self._model.release(sequence)
 
 
-def arm(engine: Engine, name: str, config: SpeculativeConfig, most_sampled: int) -> Speculation | None:
+def arm(engine: Engine, name: str, most_drafts: int, model: ModelDrafter | None) -> Speculation | None:
     """Returns the speculation of one arm: "off", "ngram" or the quality of its drafts."""
     if name == "off":
         return None
-    drafter: Drafter = NgramDrafter(config) if name == "ngram" else KnownDrafter(float(name))
-    return Speculation(drafter, engine.scheduler.budget, config.num_speculative_tokens, most_sampled)
+    ngram = name == "ngram"
+    drafter: Drafter = NgramDrafter(SpeculativeConfig("ngram")) if ngram else KnownDrafter(float(name), model)
+    most_sampled = len(engine.runner.steps.inputs.sampled_B)
+    is_certain = model is not None and not ngram
+    return Speculation(drafter, engine.scheduler.budget, most_drafts, most_sampled, is_certain=is_certain)
 
 
 def decode(engine: Engine, prompts: list[list[int]], num_tokens: int, loras: list[LoRARequest]) -> tuple[float, float]:
@@ -93,15 +110,14 @@ def decode(engine: Engine, prompts: list[list[int]], num_tokens: int, loras: lis
 
 def compare(
     engine: Engine,
-    config: SpeculativeConfig,
+    model: ModelDrafter | None,
     arms: list[str],
     prompts: list[list[int]],
     args: argparse.Namespace,
     loras: list[LoRARequest],
 ) -> list[Case]:
     """Runs the arms in turns. Returns a case for each arm with drafts."""
-    most_sampled = len(engine.runner.steps.inputs.sampled_B)
-    speculations = {name: arm(engine, name, config, most_sampled) for name in ("off", *arms)}
+    speculations = {name: arm(engine, name, args.drafts, model) for name in ("off", *arms)}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in speculations}
     for turn in range(1 + args.repeats):
         for name, speculation in speculations.items():
@@ -124,12 +140,22 @@ def compare(
     return cases
 
 
+def draft_options(folder: Path, args: argparse.Namespace, max_length: int) -> SpeculativeConfig:
+    """Writes the configuration of a draft model with random weights."""
+    folder.mkdir()
+    shape = argparse.Namespace(**(vars(args) | {"layers": args.draft_layers, "hidden": args.draft_hidden}))
+    (folder / "config.json").write_text(json.dumps(llama_config(shape, max_length)))
+    return SpeculativeConfig("draft_model", num_speculative_tokens=args.drafts, model=str(folder))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--adapters", type=int, default=0)
     parser.add_argument("--right", type=float, nargs="*", default=[0.7])
     parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--draft-layers", type=int, default=0, help="layers of a draft model; 0: there is none")
+    parser.add_argument("--draft-hidden", type=int, default=2048)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
@@ -148,14 +174,20 @@ def main() -> None:
             text = Tokenizer.from_folder(Path(args.model)).encode(8 * PHRASE)
         else:
             length = args.prompt + args.tokens + 1
+            if args.draft_layers:
+                options = draft_options(Path(folder) / "draft", args, length)
             engine, loras = make_engine(Path(folder), args, max(args.batches), length, args.adapters, options)
             text = torch.randint(10, args.vocabulary - 256, (args.prompt,)).tolist()
-            model = engine.runner.steps.model
-            assert isinstance(model, DecoderModel)
-            with torch.inference_mode():
-                model.norm.weight.zero_()
+        assert engine.scheduler.speculation is not None
+        drafter = engine.scheduler.speculation.drafter
+        draft_model = drafter if isinstance(drafter, ModelDrafter) else None
+        if not args.model:
+            for steps in (engine.runner.steps, *(() if draft_model is None else (draft_model.steps,))):
+                assert isinstance(steps.model, DecoderModel)
+                with torch.inference_mode():
+                    steps.model.norm.weight.zero_()
         for batch in args.batches:
-            cases += compare(engine, options, arms, [text[i % 8 :] for i in range(batch)], args, loras)
+            cases += compare(engine, draft_model, arms, [text[i % 8 :] for i in range(batch)], args, loras)
         engine.close()
     write_results(args.json, UNITS, cases)
 

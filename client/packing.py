@@ -6,7 +6,7 @@ import tarfile
 from pathlib import Path
 from typing import IO
 
-from lorafleet.protocol.adapter_formats.adapter_files import BIN_NAME, CONFIG_NAME, LANGUAGE_NAMES, SAFETENSORS_NAME
+from lorafleet.protocol.adapter_formats.adapter_files import BIN_NAME, CONFIG_NAME, OPTIONAL_NAMES, SAFETENSORS_NAME
 
 
 def pack(folder: Path, packed: IO[bytes]) -> int:
@@ -16,9 +16,9 @@ def pack(folder: Path, packed: IO[bytes]) -> int:
         raise FileNotFoundError(
             f"{folder} is not an adapter: it needs {CONFIG_NAME} and {SAFETENSORS_NAME} (or {BIN_NAME})."
         )
-    language = [name for name in LANGUAGE_NAMES if (folder / name).exists()]
+    optional = [name for name in OPTIONAL_NAMES if (folder / name).exists()]
     with tarfile.open(fileobj=packed, mode="w:", format=tarfile.PAX_FORMAT) as tar:
-        for name in (CONFIG_NAME, weights, *language):
+        for name in (CONFIG_NAME, weights, *optional):
             tar.add((folder / name).resolve(), arcname=name)
     num_bytes = packed.tell()
     packed.seek(0)

@@ -7,7 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -17,10 +17,12 @@ from lorafleet.client.unpacking import ADAPTER_FILES, Unpacker
 from lorafleet.protocol.adapter_formats.adapter_files import (
     BIN_NAME,
     CONFIG_NAME,
-    LANGUAGE_NAMES,
+    DRAFT_FOLDER,
+    OPTIONAL_NAMES,
     SAFETENSORS_NAME,
     OpenFile,
     read_through,
+    stored_files,
 )
 from lorafleet.protocol.admin_answers import Downloaded
 from lorafleet.protocol.admin_verbs import DIGEST_HEADER, VERSION_HEADER
@@ -64,7 +66,8 @@ class DownloadTarget:
     def take(self, folder: Path) -> int:
         """Moves the files of the temporary folder to the target, in one step if the target does not exist. Returns
         their number of bytes. Raises OSError, as FileExistsError if the target was filled meanwhile."""
-        num_bytes = sum(file.stat().st_size for file in folder.iterdir())
+        files = stored_files(folder)
+        num_bytes = sum(file.stat().st_size for file in files.values())
         if not self._is_there:
             folder.rename(self.path)
             return num_bytes
@@ -73,8 +76,11 @@ class DownloadTarget:
         # adapter whose files are half replaced.
         for name in (CONFIG_NAME, *(name for name in ADAPTER_FILES if not (folder / name).exists())):
             (self.path / name).unlink(missing_ok=True)
-        for file in sorted(folder.iterdir(), key=lambda file: file.name == CONFIG_NAME):
-            file.replace(self.path / file.name)
+        with suppress(OSError):  # An empty folder would be taken for a draft LoRA without files.
+            (self.path / DRAFT_FOLDER).rmdir()
+        for name in sorted(files, key=lambda name: name == CONFIG_NAME):
+            (self.path / name).parent.mkdir(exist_ok=True)
+            files[name].replace(self.path / name)
         return num_bytes
 
     def _check_free(self, besides: Path | None = None) -> None:
@@ -144,7 +150,7 @@ def _digest(folder: Path) -> str:
     weights = next((name for name in (SAFETENSORS_NAME, BIN_NAME) if (folder / name).exists()), None)
     if weights is None or not (folder / CONFIG_NAME).exists():
         raise DownloadError(f"the server's tar has no {CONFIG_NAME} or no weights, so it is not an adapter.")
-    language = {name: (folder / name).read_bytes() for name in LANGUAGE_NAMES if (folder / name).exists()}
+    optional = {name: (folder / name).read_bytes() for name in OPTIONAL_NAMES if (folder / name).exists()}
     with (folder / weights).open("rb", buffering=0) as stream:
         file = OpenFile(weights, stream, os.fstat(stream.fileno()))
-        return read_through((folder / CONFIG_NAME).read_bytes(), language, file)
+        return read_through((folder / CONFIG_NAME).read_bytes(), optional, file)

@@ -12,10 +12,10 @@ from lorafleet.client.client_errors import DownloadError
 from lorafleet.protocol.adapter_formats.adapter_files import (
     BIN_NAME,
     CONFIG_NAME,
-    LANGUAGE_NAMES,
     MAX_BIN_BYTES,
     MAX_CONFIG_BYTES,
     MAX_WEIGHTS_BYTES,
+    OPTIONAL_NAMES,
     SAFETENSORS_NAME,
 )
 
@@ -24,7 +24,7 @@ ADAPTER_FILES: Mapping[str, int] = {
     CONFIG_NAME: MAX_CONFIG_BYTES,
     SAFETENSORS_NAME: MAX_WEIGHTS_BYTES,
     BIN_NAME: MAX_BIN_BYTES,
-    **LANGUAGE_NAMES,
+    **OPTIONAL_NAMES,
 }
 _SHOWN_CHARS = 80  # Length of a name from the tar that an error message quotes.
 
@@ -97,6 +97,7 @@ class Unpacker:
         if not 0 <= entry.size <= ADAPTER_FILES[entry.name]:
             raise DownloadError(f"{name} has {entry.size} bytes; it may have 0 to {ADAPTER_FILES[entry.name]}.")
         try:
+            (self._folder / entry.name).parent.mkdir(exist_ok=True)
             self._file = (self._folder / entry.name).open("xb")
         except FileExistsError:
             raise DownloadError(f"the server's tar contains {name} twice.") from None

@@ -209,6 +209,13 @@ class LLM:
     def list_loras(self) -> list[LoRARequest]:
         return list(self._adapters.values())
 
+    def has_own_language(self, lora_request: LoRARequest) -> bool:
+        """Returns whether the adapter has a tokenizer, a vocabulary or a chat template that is not the base's."""
+        language = self._languages.get(self._resolve(lora_request).digest)
+        if language is None:
+            return False
+        return not (language.tokenizer is self.tokenizer and language.vocabulary is None and language.template is None)
+
     def pin_lora(self, lora_int_id: int) -> None:
         """Pins a previously used adapter in a slot. Raises AdapterError if no slot would remain for others."""
         for (number, _), lora in self._adapters.items():

@@ -28,6 +28,8 @@ OnLoadFailure = Literal["error", "base"]
 
 LEAST_SAMPLED = 384  # Tokens that a step may choose with drafts, though max_num_seqs is smaller.
 
+LOOKUP_LENGTHS = 4, 2  # By default, the most and the fewest tokens of a sequence that "ngram" compares.
+
 _DRAFT_BOUNDS = {
     "num_speculative_tokens": Range(1, 8),
     "prompt_lookup_max": Range(1, 16),
@@ -68,17 +70,23 @@ class SpeculativeConfig:
 
     __pydantic_config__: ClassVar[Mapping[str, str]] = {"extra": "forbid"}
 
-    method: Literal["ngram"]  # ngram: drafts are copied from where the last tokens stood before.
+    # ngram: drafts are copied from where the last tokens stood before. draft_model: a small model computes them.
+    # eagle3: a head that was trained for the base computes them from its hidden states.
+    method: Literal["ngram", "draft_model", "eagle3"]
     num_speculative_tokens: int = 4  # Most draft tokens of one sequence in a step.
-    prompt_lookup_max: int = 4  # Last tokens of a sequence that are compared. Of two places, the longer match counts.
-    prompt_lookup_min: int = 2  # Fewest of them that must be equal.
+    # For ngram: last tokens of a sequence that are compared. Of two places, the longer match counts.
+    prompt_lookup_max: int = LOOKUP_LENGTHS[0]
+    prompt_lookup_min: int = LOOKUP_LENGTHS[1]  # For ngram: fewest of them that must be equal.
+    # For draft_model: the folder of a model with the base's tokenizer. For eagle3: that of the head.
+    model: str | None = None
 
     def __post_init__(self) -> None:
-        if self.method != "ngram":
+        if self.method not in ("ngram", "draft_model", "eagle3"):
             raise ConfigError(
-                f"speculative_config: method={self.method!r} is not served. The only method is 'ngram', which needs no "
-                "model."
+                f"speculative_config: method={self.method!r} is not served. The methods are 'ngram', which needs no "
+                "model, 'draft_model' and 'eagle3'."
             )
+        self._check_model()
         for name, bounds in _DRAFT_BOUNDS.items():
             value = getattr(self, name)
             if type(value) is not int or value not in bounds:
@@ -87,6 +95,26 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"speculative_config: prompt_lookup_min={self.prompt_lookup_min} exceeds "
                 f"prompt_lookup_max={self.prompt_lookup_max}. Lower the first or raise the second."
+            )
+
+    def _check_model(self) -> None:
+        """Raises ConfigError for a model that is missing or unused, and for fields that its method does not read."""
+        if self.method == "ngram":
+            if self.model is not None:
+                raise ConfigError(
+                    f"speculative_config: model={self.model!r} has no use with method='ngram'. Leave it out, or give "
+                    "method='draft_model'."
+                )
+            return
+        if type(self.model) is not str or not self.model:
+            raise ConfigError(
+                f"speculative_config: model={self.model!r} must be the folder of a draft model or head with "
+                f"method={self.method!r}. Give one, or method='ngram'."
+            )
+        if (self.prompt_lookup_max, self.prompt_lookup_min) != LOOKUP_LENGTHS:
+            raise ConfigError(
+                f"speculative_config: prompt_lookup_max and prompt_lookup_min have no use with "
+                f"method={self.method!r}. Leave them out."
             )
 
     @classmethod
@@ -206,7 +234,8 @@ class EngineOptions:
         Option(
             "Draft several tokens of an answer and check them in one step, where that is faster; the answers stay the "
             'same. JSON as in vLLM: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, '
-            '"prompt_lookup_min": 2}. Default: no drafts.'
+            '"prompt_lookup_min": 2}, or {"method": "draft_model", "model": FOLDER}, or the same with eagle3. Default: '
+            "no drafts."
         ),
     ] = None
     attention_backend: Annotated[AttentionName, Option("auto: the fastest one installed.")] = "auto"

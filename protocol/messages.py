@@ -271,7 +271,6 @@ class EngineStats(msgspec.Struct, frozen=True):
     kv_events: KVEventStats = KVEventStats()
     kv_tiers: KVTierStats = KVTierStats()
     preemptions_total: int = 0
-    undrafted_total: dict[str, int] = {}  # Sequences that got no drafts, by the reason, with speculative_config.
     refused_total: dict[str, int] = {}  # By the bound that was hit: requests, tokens, deadline.
     steps_total: int = 0
     steps: StepStats = StepStats()

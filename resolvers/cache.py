@@ -90,6 +90,7 @@ class AdapterCache:
             held = lock.enter_context(holding_folder(folder, shared=False))
             assert held, "nobody else knows this folder"
             for name, size in sizes.items():
+                (folder / name).parent.mkdir(exist_ok=True)
                 with (folder / name).open("xb") as file:
                     file.truncate(size)
         try:
@@ -107,7 +108,7 @@ class AdapterCache:
         digest = folder_digest(draft)
         if expected is not None and digest != expected:
             raise AdapterChanged(f"the files have the digest {digest[:12]} in place of {expected[:12]}.")
-        for file in draft.iterdir():
+        for file in draft.rglob("*"):
             sync(file)
         sync(draft)
         target = self._adapters / digest
@@ -203,12 +204,14 @@ def _folders(parent: Path) -> list[Path]:
         return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
-def _bytes_in(folder: Path) -> int:
+def _bytes_in(folder: str | Path) -> int:
     total = 0
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:  # another process may be removing it
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):
                 total += entry.stat(follow_symlinks=False).st_size
+                if entry.is_dir(follow_symlinks=False):
+                    total += _bytes_in(entry.path)
     return total
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from urllib.parse import unquote, urlsplit
 
-from lorafleet.protocol.adapter_formats.adapter_files import BIN_NAME, CONFIG_NAME, LANGUAGE_NAMES, SAFETENSORS_NAME
+from lorafleet.protocol.adapter_formats.adapter_files import BIN_NAME, CONFIG_NAME, OPTIONAL_NAMES, SAFETENSORS_NAME
 from lorafleet.protocol.errors import Forbidden
 from lorafleet.protocol.sources import HTTPConfig
 from lorafleet.resolvers.deadline import FetchDeadline
@@ -28,7 +28,7 @@ class HTTPSource:
                 f"{uri} is not under a URL that lora_resolver_http allows ({', '.join(self._allowed_prefixes)})."
             )
         found: dict[str, Described] = {}
-        for name in (CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME, *LANGUAGE_NAMES):
+        for name in (CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME, *OPTIONAL_NAMES):
             if name == BIN_NAME and SAFETENSORS_NAME in found:
                 continue
             described = self._reader.describe(folder + name, deadline)

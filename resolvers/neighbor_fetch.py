@@ -19,8 +19,8 @@ import msgspec
 from lorafleet.protocol.adapter_formats.adapter_files import (
     BIN_NAME,
     CONFIG_NAME,
-    LANGUAGE_NAMES,
     MAX_CONFIG_BYTES,
+    OPTIONAL_NAMES,
     SAFETENSORS_NAME,
     read_buffer,
 )
@@ -39,7 +39,7 @@ from lorafleet.resolvers.neighbor_wire import (
 )
 
 BUFFER_BYTES = 1 << 20
-_FILES = {CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME, *LANGUAGE_NAMES}
+_FILES = {CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME, *OPTIONAL_NAMES}
 
 FindNeighbors = Callable[[str], Sequence[NeighborAddress]]  # By digest; it may raise, and must not wait for long.
 

@@ -26,6 +26,7 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from lorafleet.protocol.adapter_formats.adapter_files import stored_files
 from lorafleet.protocol.framing import FrameTooLarge, receive, send
 from lorafleet.resolvers.neighbor_wire import MAX_REQUEST_BYTES, NeighborOffer, encoder, request_decoder
 from lorafleet.resolvers.source import wanted_names
@@ -142,7 +143,7 @@ class NeighborServer(Collector):
 
     def _send(self, connection: socket.socket, folder: Path) -> None:
         with ExitStack() as stack:
-            names = wanted_names(os.listdir(folder), str(folder))
+            names = wanted_names(list(stored_files(folder)), str(folder))
             files: dict[str, BinaryIO] = {name: stack.enter_context((folder / name).open("rb")) for name in names}
             sizes = {name: os.fstat(file.fileno()).st_size for name, file in files.items()}
             send(connection, encoder.encode(NeighborOffer(sizes)))

@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from lorafleet.protocol.adapter_formats.adapter_files import DRAFT_FOLDER
 from lorafleet.protocol.errors import AdapterChanged, AdapterUnavailable, InvalidRequest
 from lorafleet.protocol.sources import S3Config
 from lorafleet.resolvers import checksum
@@ -37,7 +38,11 @@ class S3Source:
 
     def find(self, uri: str, deadline: FetchDeadline) -> list[RemoteFile]:
         bucket, prefix = split(uri)
-        listed = {entry["name"].rpartition("/")[2]: entry for entry in self._list(uri, bucket, prefix, deadline)}
+        entries = self._list(uri, bucket, prefix, deadline)
+        folder = f"{bucket}/{prefix}/"
+        if any(entry["name"] == f"{folder}{DRAFT_FOLDER}" for entry in entries):
+            entries += self._list(uri, bucket, f"{prefix}/{DRAFT_FOLDER}", deadline)
+        listed = {entry["name"].removeprefix(folder): entry for entry in entries if entry["type"] == "file"}
         found = []
         for name in wanted_names(list(listed), uri):
             key, etag, size = f"{prefix}/{name}", listed[name]["ETag"].strip('"'), int(listed[name]["size"])
@@ -73,7 +78,7 @@ class S3Source:
                 if error_code(error.__cause__) == "NoSuchBucket":
                     raise AdapterUnavailable(f"there is no bucket {bucket!r}. Create it, or correct the URI.") from None
                 return []
-        return [entry for entry in listed if entry["type"] == "file"]
+        return list(listed)
 
     def _checksum(self, bucket: str, key: str, etag: str, size: int, deadline: FetchDeadline) -> Checksum | None:
         """Returns the best checksum that the server knows, or None if it has none.

@@ -9,7 +9,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lorafleet.protocol.adapter_formats.adapter_files import BIN_NAME, CONFIG_NAME, LANGUAGE_NAMES, SAFETENSORS_NAME
+from lorafleet.protocol.adapter_formats.adapter_files import BIN_NAME, CONFIG_NAME, OPTIONAL_NAMES, SAFETENSORS_NAME
 from lorafleet.protocol.errors import AdapterMissing
 from lorafleet.resolvers.checksum import Checksum
 from lorafleet.resolvers.deadline import FetchDeadline
@@ -64,7 +64,7 @@ class Source(Protocol):
 
 
 def wanted_names(names: Sequence[str], uri: str) -> list[str]:
-    """Selects from the names in a folder the config, the weights that the loader would choose, and LANGUAGE_NAMES.
+    """Selects from the names in a folder the config, the weights that the loader would choose, and OPTIONAL_NAMES.
 
     Returns [] if the folder is not an adapter's. Raises AdapterMissing if it has a config but no weights.
     """
@@ -72,5 +72,5 @@ def wanted_names(names: Sequence[str], uri: str) -> list[str]:
         return []
     for weights in (SAFETENSORS_NAME, BIN_NAME):
         if weights in names:
-            return [CONFIG_NAME, weights, *(name for name in LANGUAGE_NAMES if name in names)]
+            return [CONFIG_NAME, weights, *(name for name in OPTIONAL_NAMES if name in names)]
     raise AdapterMissing(f"{uri} has a {CONFIG_NAME}, but neither {SAFETENSORS_NAME} nor {BIN_NAME}.")

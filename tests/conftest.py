@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import random
 import re
@@ -64,6 +65,15 @@ EXPERT_ADAPTER_KINDS: dict[str, dict[str, object]] = {
     },
     "router": {"target_modules": [], "target_parameters": ["gate.weight", "gate_up_proj"], "use_rslora": True},
 }
+
+
+def pytest_collection_finish() -> None:
+    """Excludes the tests and modules from garbage collections, which otherwise walk millions of objects for a second.
+
+    Each LLM begins with one, and so do many tests.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import subprocess
 import sys
@@ -51,8 +52,13 @@ def code_files() -> Iterator[Path]:
         yield from sorted((ROOT / folder).rglob("*.py"))
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
         elif isinstance(node, ast.Import):
@@ -107,7 +113,7 @@ def test_classes_are_small():
     sizes = {
         f"{path.relative_to(ROOT)}: {node.name}": (node.end_lineno or 0) - node.lineno + 1
         for path in code_files()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.ClassDef)
     }
     assert {name: size for name, size in sizes.items() if size > MAX_CLASS_LINES} == {}
@@ -117,7 +123,7 @@ def test_no_two_public_classes_have_the_same_name() -> None:
     names = Counter(
         node.name
         for path in code_files()
-        for node in ast.parse(path.read_text()).body
+        for node in parsed(path).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert [name for name, number in names.items() if number > 1] == []
@@ -127,7 +133,7 @@ def test_classes_have_few_attributes():
     numbers = {
         f"{path.relative_to(ROOT)}: {node.name}": len(declared(node) | assigned(node))
         for path in code_files()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.ClassDef) and not is_record(node)
     }
     assert {name: number for name, number in numbers.items() if number > MAX_ATTRIBUTES} == {}

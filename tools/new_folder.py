@@ -12,12 +12,17 @@ from pathlib import Path
 from lorafleet.protocol.errors import ConfigError
 
 
+def check_new(path: Path) -> None:
+    """Raises ConfigError if `path` exists and is not an empty folder."""
+    if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
+        raise ConfigError(f"{path} already exists; name a folder that does not exist, or remove it.")
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Yields a draft folder next to `path`, and renames it to `path` if the block succeeds. Raises ConfigError if
     `path` exists and is not an empty folder, or cannot be created."""
-    if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
-        raise ConfigError(f"{path} already exists; name a folder that does not exist.")
+    check_new(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
@@ -26,6 +31,8 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise ConfigError(f"{path} cannot be created: {error.strerror}.") from error
     try:
         yield draft
+        for file in draft.iterdir():
+            file.chmod(0o644)  # safetensors writes files that only their owner can read
         draft.rename(path)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)

@@ -29,14 +29,14 @@ class AnswerProgress:
         self._scheduler.commit(sequence, end)
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs += sampled.prompt
-        if sequence.routed is not None and sampled.routed_TLK is not None:
-            sequence.routed.add(end, sampled.routed_TLK)
         if not sampled.tokens:
+            _add_routed(sequence, end, sampled, num_drafts, 0)
             return None
         assert sequence.tokens[end] == UNKNOWN
         tokens, finish_reason = _until_finished(sequence, sampled.tokens, end + 1 - sequence.num_prompt)
         sequence.tokens[end : end + 1] = tokens
-        if len(tokens) > 1:
+        _add_routed(sequence, end, sampled, num_drafts, len(tokens) - 1)
+        if num_drafts:
             self._accept(sequence, end, len(tokens) - 1)
         num_generated = end + 1 - sequence.num_prompt  # With the first of the sampled tokens.
         pools = sequence.pooling is not None  # it has sampled a token all the same, which is dropped
@@ -65,6 +65,7 @@ class AnswerProgress:
 
     def _accept(self, sequence: Sequence, end: int, num_accepted: int) -> None:
         """Records that the step has computed so many more tokens of the sequence, which were drafts."""
+        self._scheduler.memory.verified(sequence, num_accepted)
         sequence.num_computed += num_accepted
         self._scheduler.commit(sequence, end + num_accepted)
         for _ in range(num_accepted):
@@ -88,6 +89,13 @@ class AnswerProgress:
         adapter = self._loras.slots.slots[sequence.slot].adapter
         assert adapter is not None, "a sequence holds its slot until it ends"
         return adapter.info.rank
+
+
+def _add_routed(sequence: Sequence, end: int, sampled: Sampled, num_drafts: int, num_accepted: int) -> None:
+    """Adds the experts of the tokens before `end` that the step computed, and of the accepted drafts behind them."""
+    if sequence.routed is not None and sampled.routed_TLK is not None:
+        num_tokens = len(sampled.routed_TLK) - num_drafts + num_accepted
+        sequence.routed.add(end + num_accepted, sampled.routed_TLK[:num_tokens])
 
 
 def _until_finished(sequence: Sequence, tokens: list[int], num_generated: int) -> tuple[list[int], FinishReason | None]:

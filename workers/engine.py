@@ -114,8 +114,6 @@ class Engine:
             raise
         self._sequences[request.request_id] = sequence
         self._admission.queued(sequence, request.queue_timeout_s)
-        if self._speculation is not None:
-            self._speculation.add(sequence)
 
     def abort(self, request_id: str) -> None:
         """Frees what the sequence holds, before the next step. Unknown ids belong to finished sequences."""
@@ -210,9 +208,10 @@ class Engine:
             if not sequence.ended:
                 self.scheduler.set_aside(sequence)  # until its mask has arrived, see PendingGrammars.poll()
         seconds = self.statistics.steps.ended(step.shape, step.began_s)
-        self.scheduler.budget.observe(step.shape, seconds)
         if self._speculation is not None:
-            self._speculation.observe(step.shape, sum(len(chunk.drafts) for chunk in step.chunks), seconds)
+            num_drafts = sum(len(chunk.drafts) for chunk in step.chunks)
+            seconds = self._speculation.observe(step.shape, num_drafts, seconds)
+        self.scheduler.budget.observe(step.shape, seconds)
         return outputs
 
     def _drafts_need_tokens(self) -> bool:

@@ -99,7 +99,6 @@ class EngineStatistics:
             kv_events=KVEventStats() if scheduler.memory.events is None else scheduler.memory.events.publisher.stats(),
             kv_tiers=KVTierStats() if scheduler.memory.tiers is None else scheduler.memory.tiers.stats(),
             preemptions_total=scheduler.num_preemptions,
-            undrafted_total={} if scheduler.speculation is None else dict(scheduler.speculation.undrafted),
             refused_total=dict(self._admission.refused),
             steps_total=self.steps.num_steps,
             steps=self.steps.stats(self._runner.steps_on_gpu()),

@@ -30,6 +30,8 @@ CPU_CACHE_TOKENS = 65536
 CPU_CACHE_BYTES = 1 << 30
 LEAST_SNAPSHOTS = 16  # by default
 SEQS_PER_SNAPSHOT = 4  # by default
+# Sequences with slots for the states behind their drafts. Drafts pay where few sequences run, and states are large.
+DRAFTED_SEQS = 8
 
 
 def size_cache(
@@ -227,14 +229,16 @@ def allocate_states(
     shapes, num_snapshots = model.shard.local.states, snapshots_for(config, model.config)
     if not shapes:
         return None
+    num_drafts = draft_states_for(config, model.config)
     try:
-        states = StateCache(shapes, config.max_num_seqs, dtype, device, num_snapshots)
+        states = StateCache(shapes, config.max_num_seqs, dtype, device, num_snapshots, num_drafts)
     except torch.OutOfMemoryError as error:
-        num_slots = config.max_num_seqs + 1 + num_snapshots
+        num_slots = config.max_num_seqs + 1 + num_snapshots + num_drafts
         needed = num_slots * sum(shape.num_bytes(dtype.itemsize) for shape in shapes)
         raise ConfigError(
             f"the recurrent states of max_num_seqs={config.max_num_seqs} sequences and state_snapshots={num_snapshots} "
-            f"snapshots need {needed / 2**30:.2f} GiB, more than is free. Lower max_num_seqs or state_snapshots.",
+            f"snapshots, and of {num_drafts} draft tokens, need {needed / 2**30:.2f} GiB, more than is free. Lower "
+            "max_num_seqs or state_snapshots.",
             "max_num_seqs",
         ) from error
     log.info(
@@ -245,6 +249,13 @@ def allocate_states(
     )
     log.info("prefix cache: %d snapshots of recurrent states, %.2f GiB", num_snapshots, states.snapshot_bytes / 2**30)
     return states
+
+
+def draft_states_for(config: EngineConfig, model: ServedConfig) -> int:
+    """Returns the number of slots for the states behind draft tokens, which bounds the draft tokens of a step."""
+    if config.speculative_config is None or not model.states:
+        return 0
+    return min(config.max_num_seqs, DRAFTED_SEQS) * config.speculative_config.num_speculative_tokens
 
 
 def snapshots_for(config: EngineConfig, model: ServedConfig) -> int:

@@ -38,6 +38,7 @@ from lorafleet.workers.kv_cache_sizing import (
     cache_tokens,
     check_context,
     check_tiers,
+    draft_states_for,
     largest_step,
     longest_sequence,
     snapshots_for,
@@ -132,7 +133,8 @@ class MetaEngine:
         activations = _activation_bytes(config, model.shard.local, spec)
         others = unmeasured_bytes(config, model, dtype, activations)
         shapes = model.shard.local.states
-        states = StateCache(shapes, config.max_num_seqs, dtype, META, snapshots_for(config, model_config))
+        num_snapshots, num_drafts = snapshots_for(config, model_config), draft_states_for(config, model_config)
+        states = StateCache(shapes, config.max_num_seqs, dtype, META, num_snapshots, num_drafts)
         held, snapshots = states.num_bytes - states.snapshot_bytes, states.snapshot_bytes
         needs = Needs(weights, adapter, adapters, activations, others, bytes_per_token(spec), held, snapshots)
         return cls(config, model, dtype, spec, needs)

@@ -33,10 +33,9 @@ from lorafleet.workers.attention.switching_attention import SwitchingAttention
 from lorafleet.workers.attention_spec import attention_spec
 from lorafleet.workers.auto_options import base_dtype, choose_device, kv_dtype, lora_dtype
 from lorafleet.workers.bases.checkpoint import read_model_config
-from lorafleet.workers.bases.model_config import ModelConfig
 from lorafleet.workers.bases.module_names import ModuleNames
 from lorafleet.workers.bases.quantization import resolved
-from lorafleet.workers.bases.weights import Progress, fill_randomly, held_tensors, load_weights
+from lorafleet.workers.bases.weights import Progress, held_tensors
 from lorafleet.workers.device.routed_experts import RoutedExperts
 from lorafleet.workers.device.step_inputs import StepInputs
 from lorafleet.workers.engine import Engine
@@ -44,6 +43,7 @@ from lorafleet.workers.kv_cache_sizing import (
     allocate_caches,
     allocate_states,
     block_bytes,
+    bytes_per_token,
     check_tiers,
     longest_adapted,
     longest_captured,
@@ -55,9 +55,9 @@ from lorafleet.workers.kv_tiers.kv_tiers import KVTiers
 from lorafleet.workers.kv_tiers.rank_tiers import RankTiers
 from lorafleet.workers.kv_tiers.state_tiers import StateTiers
 from lorafleet.workers.kv_tiers.tier_orders import TierOrders
-from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.model_loading import fill_model, load_model
 from lorafleet.workers.models.engine_model import EngineModel
-from lorafleet.workers.models.fixed_order import check_adapter, check_fixed_order, fix_order
+from lorafleet.workers.models.fixed_order import check_adapter, check_fixed_order
 from lorafleet.workers.models.generic.architecture import with_implementation
 from lorafleet.workers.models.generic.generic_loading import find_shard, load_generic
 from lorafleet.workers.pool.build_pool import build_pool
@@ -76,6 +76,8 @@ from lorafleet.workers.slots.extra_memory import ExtraMemory
 from lorafleet.workers.slots.loader import AdapterLoader
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
+from lorafleet.workers.speculation.draft_model import DraftModel, load_drafting_model
+from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from lorafleet.workers.speculation.start_speculation import start_speculation
 from lorafleet.workers.step.decode_capture import DecodeCapture
 from lorafleet.workers.step.decode_graphs import FIRST_SIZES, DecodeGraphs, graph_sizes
@@ -110,6 +112,7 @@ class Rank:
     num_blocks: int  # KV blocks, the same on all ranks
     max_model_len: int
     pool: PoolStart | None  # None if adapters and KV blocks have fixed shares of memory
+    drafter: ModelDrafter | None = None  # On rank 0, if a model drafts.
 
     @property
     def least_blocks(self) -> int:
@@ -137,18 +140,23 @@ def build_rank(
         torch.set_num_threads(config.cpu_threads)
     base = _build_model(config, rank, addresses, progress, check)
     spec = _attention_spec(config, base)
+    draft = load_drafting_model(config, base.model, base.device) if rank == 0 else None
     pool = start_pool(config.lora, base.model.group.size, base.device, block_bytes(spec))
     slots, loader = None, None  # They come before the KV cache, which gets the memory that is left.
     if config.lora is not None:
-        slots, loader = _build_adapters(config, config.lora, base, pool, find_neighbors)
-    steps, num_blocks, max_model_len = _build_steps(config, base, spec, slots, pool)
+        drafts = None if draft is None else draft.loader
+        slots, loader = _build_adapters(config, config.lora, base, pool, find_neighbors, drafts)
+    steps, num_blocks, max_model_len = _build_steps(config, base, spec, slots, pool, draft)
+    drafter = None
+    if draft is not None:
+        drafter = draft.drafter(num_blocks, max_model_len, base.model.config.vocab_size)
     tiers = allocate_tiers(config, steps.caches, steps.states, base.model.group, base.device)
     if slots is not None:
         _bound_extra_memory(slots.extra_memory, base.model.group, base.device)
     name = Path(config.model).name
     log.info("rank %d is ready: %s on %s in %s, context %d", rank, name, base.device, base.dtype, max_model_len)
     memory = RankMemory(steps, slots, list(tiers.values()), base.gate, base.reload, pool)
-    return Rank(steps, slots, loader, tiers, memory, num_blocks, max_model_len, pool)
+    return Rank(steps, slots, loader, tiers, memory, num_blocks, max_model_len, pool, drafter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +197,8 @@ def _build_model(
     model_config = replace(model_config, quantization=resolved(model_config.quantization, config.quantization))
     dtype = base_dtype(config, model_config, folder)
     Shard.of(model_config, rank, config.tensor_parallel_size)  # raises before the other ranks are waited for
-    model = _load_model(config, model_config, join(), dtype, device, progress)
-    reload = partial(_fill_model, config, model)
+    model = load_model(config, model_config, join(), dtype, device, progress)
+    reload = partial(fill_model, config, model)
     return _LoadedModel(model, BaseLayout.of(model_config), held_tensors(model), reload, dtype, device)
 
 
@@ -206,6 +214,7 @@ def _build_adapters(
     base: _LoadedModel,
     pool: PoolStart | None,
     find_neighbors: FindNeighbors | None,
+    drafts: AdapterLoader | None,
 ) -> tuple[LoRAModelManager, AdapterLoader]:
     """Allocates the slots, and starts the loader that reads adapters for them."""
     dtype = lora_dtype(lora, base.dtype, base.device)
@@ -214,7 +223,7 @@ def _build_adapters(
     described = Base(base.layout, _base_weights(config, base), Path(config.model).name)
     check = check_adapter if config.batch_invariant else None
     store = AdapterStore(config.sources, find_neighbors)
-    return slots, AdapterLoader(described, lora, slots, dtype, base.device, store, check=check)
+    return slots, AdapterLoader(described, lora, slots, dtype, base.device, store, check=check, drafts=drafts)
 
 
 def _build_steps(
@@ -223,6 +232,7 @@ def _build_steps(
     spec: AttentionSpec,
     slots: LoRAModelManager | None,
     pool: PoolStart | None,
+    draft: DraftModel | None,
 ) -> tuple[StepRunner, int, int]:
     """Allocates the KV cache and captures the graphs. Returns the runner, the number of KV blocks and the longest
     sequence served."""
@@ -234,7 +244,8 @@ def _build_steps(
 
     def late_bytes(most_tokens: int) -> int:
         of_attention = _late_bytes(config, model, spec, most_tokens) if modules else 0
-        return of_attention + (0 if pool is None else pool.late_bytes)
+        of_drafts = 0 if draft is None else draft.late_bytes(most_tokens, bytes_per_token(spec))
+        return of_attention + of_drafts + (0 if pool is None else pool.late_bytes)
 
     num_blocks, max_model_len = size_cache(starting, model, spec, states, late_bytes)
     memory = None
@@ -251,6 +262,8 @@ def _build_steps(
     switching = None
     if modules:
         attention = switching = SwitchingAttention(attention, lambda: make_attention(spec, caches))
+    if draft is not None:
+        draft.attach(model, num_blocks + 1)  # before the graphs, which write features
     routed = None  # comes before the graphs, which write into it
     if config.enable_return_routed_experts:
         most_tokens = max(config.max_num_batched_tokens, *graph_sizes(config.max_num_seqs))
@@ -375,16 +388,17 @@ def build_engine(
     loras = None
     if config.lora is not None and rank.slots is not None and rank.loader is not None:
         sharing = None if rank.pool is None else build_pool(rank.pool, kv, rank.slots.policy, budget, tiers)
-        loras = WorkerLoRAManager(config.lora, rank.slots, rank.loader, others, wake, sharing)
+        drafts = None if rank.drafter is None else rank.drafter.slots
+        loras = WorkerLoRAManager(config.lora, rank.slots, rank.loader, others, wake, sharing, drafts)
     scheduler = Scheduler(
         kv,
         loras,
         model_config.rope,
         config.max_num_seqs,
         budget,
-        StateSlots(config.max_num_seqs, snapshots) if is_recurrent else None,
+        None if steps.states is None else StateSlots(config.max_num_seqs, snapshots, steps.states.draft_slots),
         tiers,
-        start_speculation(config, model_config, budget, is_recurrent=is_recurrent),
+        start_speculation(config, model_config, budget, rank.drafter),
     )
     start_events(config, scheduler)
     if steps.device.type == "cuda":
@@ -411,7 +425,7 @@ def build_engine(
     return Engine(
         runner,
         scheduler,
-        StructuredDecoding(config.max_num_seqs, wake),
+        StructuredDecoding(config.most_sampled, wake, finds_forced=config.speculative_config is not None),
         hello,
         config.on_lora_load_failure,
         config.seed,
@@ -459,37 +473,6 @@ def _bound_extra_memory(extra: ExtraMemory, group: TPGroup, device: torch.device
             extra.limit / 2**30,
         )
     extra.limit = limit
-
-
-def _load_model(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    group: TPGroup,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress | None,
-) -> DecoderModel:
-    started = time.monotonic()
-    model = DecoderModel(model_config, group, dtype, device)
-    if config.batch_invariant and device.type == "cuda":
-        fix_order(model)
-    _fill_model(config, model, progress)
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    quantization = (
-        ""
-        if model_config.quantization is None
-        else f", linear layers in {' and '.join(model_config.quantization.names)}"
-    )
-    log.info("loaded %.2f GiB of weights in %.1f s%s", size / 2**30, time.monotonic() - started, quantization)
-    return model
-
-
-@torch.inference_mode()
-def _fill_model(config: EngineConfig, model: DecoderModel, progress: Progress | None = None) -> None:
-    if config.load_format == "dummy":
-        fill_randomly(model)
-    else:
-        load_weights(model, Path(config.model), progress)
 
 
 def _base_weights(config: EngineConfig, base: _LoadedModel) -> BaseWeights | None:

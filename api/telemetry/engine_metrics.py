@@ -113,14 +113,6 @@ def collect_engine(stats: EngineStats, replica: str) -> Iterator[Metric]:
         replica,
     )
     yield _counted(
-        "lorafleet_engine_undrafted_sequences",
-        "Sequences for which no tokens are drafted, by reason: structured_output, routed_experts.",
-        "reason",
-        stats.undrafted_total,
-        stats.undrafted_total,
-        replica,
-    )
-    yield _counted(
         "lorafleet_engine_lora_neighbor_fetches",
         "Adapters that the worker requested from other nodes, by outcome. Unless fetched, the source was asked.",
         "outcome",

@@ -26,6 +26,7 @@ from lorafleet.protocol.errors import (
     StoreError,
 )
 from lorafleet.protocol.lru_cache import LRUCache
+from lorafleet.protocol.messages import DraftCounts
 from lorafleet.protocol.names import MAX_NAME_CHARS
 
 WINDOW_S = 300.0
@@ -34,6 +35,7 @@ MAX_NAMES = 2000  # Names counted separately in each bucket; the totals include 
 MAX_FAILURES = 100  # When there are more, the oldest is dropped.
 MAX_MESSAGE_CHARS = 600
 GROWTH = 1.1  # Ratio of neighboring latency bins; values read from them are at most 5 % off.
+NO_DRAFTS = DraftCounts()
 _LEAST_S = 1e-4
 _OF_SERVING = (AdapterError, Overloaded, StoreError, LogUnwritable, EngineDead)
 _OF_SENDERS = (AdapterExists, InvalidAdapterName)
@@ -46,6 +48,7 @@ class Traffic(msgspec.Struct):
     failed: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    drafts: DraftCounts = NO_DRAFTS
     first_token: dict[int, int] = {}  # Number of sequences per latency bin; see bin_of().
 
     def count_sequence(self, prompt_tokens: int, *, failed: bool) -> None:
@@ -61,6 +64,7 @@ class Traffic(msgspec.Struct):
         self.failed += other.failed
         self.prompt_tokens += other.prompt_tokens
         self.generated_tokens += other.generated_tokens
+        self.drafts += other.drafts
         for number, count in other.first_token.items():
             self.first_token[number] = self.first_token.get(number, 0) + count
 
@@ -127,11 +131,13 @@ class RecentTraffic:
         first_token_s: float | None,
         *,
         failed: bool,
+        drafts: DraftCounts = NO_DRAFTS,
     ) -> None:
         """Counts a sequence that has ended."""
         for traffic in self._now().of(tenant, name):
             traffic.count_sequence(prompt_tokens, failed=failed)
             traffic.generated_tokens += generated_tokens
+            traffic.drafts += drafts
             if first_token_s is not None:
                 traffic.count_first_token(bin_of(first_token_s))
 

@@ -87,7 +87,9 @@ class SequenceObserver:
         self._telemetry.metrics.count_sequence(self._label, num_prompt, num_tokens, record.watch, reason)
         self._telemetry.metrics.count_drafts(self._label, record.drafts)
         failed = reason == "error"
-        self._telemetry.recent.count(caller.tenant, self._adapter, num_prompt, num_tokens, first_s, failed=failed)
+        self._telemetry.recent.count(
+            caller.tenant, self._adapter, num_prompt, num_tokens, first_s, failed=failed, drafts=record.drafts
+        )
         duration_s = record.watch.last - record.watch.started
         self._telemetry.history.count(
             caller.tenant, self._adapter, num_prompt, num_tokens, first_s, duration_s, failed=failed

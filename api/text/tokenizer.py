@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import decoders
 
 from lorafleet.api.text.token_table import TokenFacts, TokenTable, bytes_of, cutting_rules, most_characters
-from lorafleet.api.text.tokenizer_conversion import convert_folder, processor_template
+from lorafleet.api.text.tokenizer_conversion import convert_folder, has_general_class, processor_template
 from lorafleet.protocol.errors import ConfigError, InvalidRequest, UnsupportedModel
 
 # Longer texts are encoded without offsets, which are not used: they would hold the GIL for one second per megabyte.
@@ -67,7 +67,7 @@ class Tokenizer(TokenTable):
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
         """Reads a local model folder. It runs none of the folder's code and uses no network."""
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+        from transformers import PreTrainedTokenizerFast
 
         if not Path(folder).is_dir():
             raise ConfigError(f"{folder} is not a folder; give a local Hugging Face model folder.")
@@ -75,7 +75,11 @@ class Tokenizer(TokenTable):
             with tempfile.TemporaryDirectory(prefix="lorafleet-tokenizer-") as made:
                 if convert_folder(Path(folder), Path(made)):
                     hf = PreTrainedTokenizerFast.from_pretrained(made, local_files_only=True)
+                elif has_general_class(Path(folder)):
+                    hf = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
                 else:
+                    from transformers import AutoTokenizer  # It imports torch.
+
                     # Without mistral_format=False, an installed mistral-common takes the place of tokenizer.json.
                     hf = AutoTokenizer.from_pretrained(
                         str(folder), local_files_only=True, trust_remote_code=False, mistral_format=False

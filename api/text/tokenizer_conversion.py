@@ -28,6 +28,7 @@ PROCESSOR_TEMPLATE_NAME = "chat_template.json"
 _READABLE = ("tokenizer.json", "vocab.json", "vocab.txt")
 # Settings that only the class which read the original file understands.
 _OF_ORIGINAL = ("auto_map", "vocab_file", "tokenizer_file", "sp_model_kwargs", "legacy", "add_prefix_space", "backend")
+_GENERAL_CLASS = "TokenizersBackend"  # transformers 5 has written it.
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -48,6 +49,16 @@ class _Original:
     @property
     def names(self) -> dict[int, str]:
         return {i: token.content for i, token in self.added.items()}
+
+
+def has_general_class(folder: Path) -> bool:
+    """Returns whether transformers reads the folder's tokenizer with its class for all models.
+
+    AutoTokenizer reads the configuration of the model as well, which imports torch: that takes seconds of CPU time.
+    """
+    config = _json(folder / TOKENIZER_CONFIG_NAME)
+    named = config.get("tokenizer_class") == _GENERAL_CLASS and "auto_map" not in config
+    return named and (folder / "tokenizer.json").exists()
 
 
 def convert_folder(folder: Path, target: Path) -> bool:

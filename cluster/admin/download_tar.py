@@ -15,8 +15,8 @@ from pathlib import Path
 
 from lorafleet.protocol.adapter_formats.adapter_files import (
     CONFIG_NAME,
-    LANGUAGE_NAMES,
     MAX_CONFIG_BYTES,
+    OPTIONAL_NAMES,
     AdapterFolder,
     OpenFile,
     open_weights,
@@ -97,18 +97,18 @@ def changed_files(digest: str, found: str) -> AdapterChanged:
 
 
 def _open_files(folder: AdapterFolder) -> Iterator[OpenFile]:
-    """Yields the config, the language files and, last, the weights."""
+    """Yields the config, the optional files and, last, the weights."""
     yield folder.open(CONFIG_NAME, MAX_CONFIG_BYTES)
-    for name, max_bytes in LANGUAGE_NAMES.items():
+    for name, max_bytes in OPTIONAL_NAMES.items():
         if folder.has(name):
             yield folder.open(name, max_bytes)
     yield open_weights(folder)
 
 
 def _digest(files: Sequence[OpenFile]) -> str:
-    config, *language, weights = files
-    texts = {file.name: file.stream.read(file.size) for file in language}
-    return read_through(config.stream.read(config.size), texts, weights)
+    config, *optional, weights = files
+    contents = {file.name: file.stream.read(file.size) for file in optional}
+    return read_through(config.stream.read(config.size), contents, weights)
 
 
 def _header(file: OpenFile) -> bytes:

@@ -18,17 +18,17 @@ from lorafleet.cluster.admin.pushing import AdapterAdmin, as_store_error
 from lorafleet.protocol.adapter_formats.adapter_files import (
     BIN_NAME,
     CONFIG_NAME,
-    LANGUAGE_NAMES,
     MAX_CONFIG_BYTES,
     MAX_WEIGHTS_BYTES,
+    OPTIONAL_NAMES,
     SAFETENSORS_NAME,
 )
 from lorafleet.protocol.errors import AdapterMalformed, BodyTooLarge
 from lorafleet.protocol.limits import cut
 from lorafleet.protocol.strict_json import shown
 
-MAX_UPLOAD_BYTES = MAX_CONFIG_BYTES + MAX_WEIGHTS_BYTES + sum(LANGUAGE_NAMES.values())
-UPLOADED_NAMES = frozenset((CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME, *LANGUAGE_NAMES))
+MAX_UPLOAD_BYTES = MAX_CONFIG_BYTES + MAX_WEIGHTS_BYTES + sum(OPTIONAL_NAMES.values())
+UPLOADED_NAMES = frozenset((CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME, *OPTIONAL_NAMES))
 
 MAX_DESCRIPTION_BYTES = 64 << 10  # Largest pax header of a file in an uploaded tar: its times and owner.
 MAX_TAR_HEADERS = 4 * len(UPLOADED_NAMES)  # A file may have several pax headers, and each of them counts.
@@ -77,11 +77,12 @@ def unpack(packed: IO[bytes], folder: Path) -> None:
                 if content is None or member.name not in UPLOADED_NAMES:
                     raise AdapterMalformed(
                         f"the upload contains {shown(member.name)}; it must be an uncompressed tar of {CONFIG_NAME} "
-                        f"and {SAFETENSORS_NAME} (or {BIN_NAME}), optionally with {', '.join(LANGUAGE_NAMES)}, and "
-                        "without folders."
+                        f"and {SAFETENSORS_NAME} (or {BIN_NAME}), optionally with {', '.join(OPTIONAL_NAMES)}, and "
+                        "without other folders."
                     )
                 if (folder / member.name).exists():
                     raise AdapterMalformed(f"the upload contains {member.name} twice.")
+                (folder / member.name).parent.mkdir(exist_ok=True)
                 with (folder / member.name).open("xb") as file:
                     shutil.copyfileobj(content, file)
     except (tarfile.TarError, ValueError) as error:  # ValueError: a malformed number in a pax header.

@@ -11,20 +11,24 @@ from lorafleet.protocol.adapter_formats.adapter_files import (
     check_same_config,
     open_weights,
     read_config,
+    read_draft,
     read_language,
     read_through,
 )
 
 
 def stage(path: str | os.PathLike[str], target: Path) -> str:
-    """Copies config, weights and tokenizer files, and nothing else, into an existing folder. Returns their digest.
-    Raises AdapterError."""
+    """Copies config, weights, tokenizer files and a draft LoRA, and nothing else, into an existing folder.
+
+    Returns their digest. Raises AdapterError.
+    """
     folder = AdapterFolder.at(path)
-    config, language = read_config(folder), read_language(folder)
+    config, optional = read_config(folder), read_language(folder) | read_draft(folder)
     with open_weights(folder) as weights, (target / weights.name).open("wb") as copy:
-        digest = read_through(config, language, weights, copy)
+        digest = read_through(config, optional, weights, copy)
         weights.check_unchanged()
     check_same_config(folder, config)
-    for name, content in {CONFIG_NAME: config, **language}.items():
+    for name, content in {CONFIG_NAME: config, **optional}.items():
+        (target / name).parent.mkdir(exist_ok=True)
         (target / name).write_bytes(content)
     return digest

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from lorafleet.protocol.adapter_formats.adapter_files import stored_files
 from lorafleet.protocol.errors import AdapterMissing, ConfigError, StoreError, StoreRefused
 from lorafleet.resolvers.durable import begin_to_sync, sync
 
@@ -103,8 +104,8 @@ class FolderStore:
             return
         draft = self.draft()
         try:
-            for source in sorted(folder.iterdir()):
-                draft.copy(source)
+            for name, source in stored_files(folder).items():
+                draft.copy(name, source)
             draft.publish(digest)
         finally:
             draft.discard()
@@ -169,11 +170,14 @@ class FolderDraft:
                 rest = rest[file.write(rest) :]
             begin_to_sync(file.fileno())
 
-    def copy(self, source: Path) -> None:
-        """Copies a file of that name."""
+    def copy(self, name: str, source: Path) -> None:
+        """Copies a file, whose name may begin with a folder."""
+        target = self._aside / name
         with self._errors():
-            shutil.copyfile(source, self._aside / source.name)
-            sync(self._aside / source.name)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(source, target)
+            sync(target)
+            sync(target.parent)
 
     def publish(self, digest: str) -> None:
         with self._errors():

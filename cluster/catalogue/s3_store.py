@@ -17,7 +17,7 @@ from boto3.exceptions import Boto3Error
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
 
-from lorafleet.protocol.adapter_formats.adapter_files import CONFIG_NAME
+from lorafleet.protocol.adapter_formats.adapter_files import CONFIG_NAME, stored_files
 from lorafleet.protocol.errors import AdapterMissing, ConfigError, StoreError, StoreRefused
 from lorafleet.resolvers.s3_client import RenewedClient, boto_client, error_code, rejects_credentials
 
@@ -78,7 +78,7 @@ class S3Store:
             self._client.delete_object(Bucket=self._bucket, Key=self._key(key))
 
     def put_files(self, digest: str, folder: Path) -> None:
-        paths = {path.name: path for path in folder.iterdir()}
+        paths = stored_files(folder)
         self._put(digest, paths, lambda name, place: self._client.upload_file(str(paths[name]), **place))
 
     def draft(self) -> S3Draft:
@@ -107,7 +107,8 @@ class S3Store:
     def has_files(self, digest: str) -> bool:
         with self._errors(f"the files of adapter {digest[:12]} cannot be read"):
             names = self._names(digest)
-        return names is not None and names <= {key.rpartition("/")[2] for key in self.keys(f"adapters/{digest}/")}
+        prefix = f"adapters/{digest}/"
+        return names is not None and names <= {key.removeprefix(prefix) for key in self.keys(prefix)}
 
     def stored_digests(self) -> list[str]:
         prefix = self._key("adapters/")
@@ -119,17 +120,20 @@ class S3Store:
         return [folder.removeprefix(prefix).rstrip("/") for folder in folders]
 
     def fetch_files(self, digest: str, folder: Path) -> None:
-        names = self.keys(f"adapters/{digest}/")
-        if f"adapters/{digest}/{CONFIG_NAME}" not in names:
+        prefix = f"adapters/{digest}/"
+        names = self.keys(prefix)
+        if f"{prefix}{CONFIG_NAME}" not in names:
             raise AdapterMissing(f"the catalogue {self.uri} has no files of adapter {digest[:12]}.")
         with self._errors(f"the files of adapter {digest[:12]} cannot be read"):
             for key in names:
-                self._client.download_file(self._bucket, self._key(key), str(folder / key.rpartition("/")[2]))
+                target = folder / key.removeprefix(prefix)
+                target.parent.mkdir(exist_ok=True)
+                self._client.download_file(self._bucket, self._key(key), str(target))
 
     def delete_files(self, digest: str) -> None:
         """Deletes an adapter's files. The config goes first, since without it there is no adapter."""
         names = self.keys(f"adapters/{digest}/")
-        for key in sorted(names, key=lambda key: not key.endswith(f"/{CONFIG_NAME}")):
+        for key in sorted(names, key=lambda key: key != f"adapters/{digest}/{CONFIG_NAME}"):
             self.delete(key)
 
     @property

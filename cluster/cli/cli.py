@@ -28,6 +28,7 @@ from lorafleet.cluster.cli.cli_merge import merge
 from lorafleet.cluster.cli.cli_metrics import metrics
 from lorafleet.cluster.cli.cli_quality import quality
 from lorafleet.cluster.cli.cli_tools import ending_in_words
+from lorafleet.cluster.cli.cli_train_draft import train_draft
 from lorafleet.cluster.cli.cli_usage import usage
 from lorafleet.cluster.config import ALIASES, AppArgs, keys_from, parse_args
 from lorafleet.cluster.proxy.tls import TLSFiles, tls_files
@@ -203,6 +204,7 @@ app.command("inspect")(inspect_adapter)
 app.command("convert")(convert)
 app.command("merge")(merge)
 app.command("compare")(compare)
+app.command("train-draft")(train_draft)
 app.command("usage")(usage)
 
 

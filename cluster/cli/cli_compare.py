@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from lorafleet.cluster.cli.cli_tools import FloatName, JSONOption, ending_in_words
+from lorafleet.cluster.cli.cli_tools import FloatName, JSONOption, ending_in_words, named_adapters
 from lorafleet.protocol.errors import InvalidRequest
-from lorafleet.protocol.names import check_adapter_name
 from lorafleet.tools.comparison_runner import BASE
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def compare(
         from lorafleet.tools.comparison_report import text_table, to_html
         from lorafleet.tools.examples import DEMO_PROMPTS, DEMO_RETENTION, read_examples
 
-        named = _named(adapters)
+        named = named_adapters(adapters)
         if baseline != BASE and baseline not in named:
             raise InvalidRequest(f"--baseline is {baseline!r}; it must be one of base, {', '.join(named)}.")
         if url is not None and (device != "auto" or dtype is not None):
@@ -74,19 +73,6 @@ def compare(
         if out is not None:
             out.write_text(to_html(done, f"{Path(model).name}: {', '.join(named)}"), encoding="utf-8")
         typer.echo(json.dumps(done.to_json(), indent=2) if as_json else text_table(done))
-
-
-def _named(adapters: list[str]) -> dict[str, str]:
-    named: dict[str, str] = {}
-    for text in adapters:
-        name, equals, path = text.partition("=")
-        if not equals or not path:
-            raise InvalidRequest(f"--adapters: {text!r} is not NAME=PATH.")
-        check_adapter_name(name, (BASE,))
-        if name in named:
-            raise InvalidRequest(f"--adapters names {name!r} twice.")
-        named[name] = path
-    return named
 
 
 def _folders(stack: ExitStack, named: Mapping[str, str]) -> dict[str, Path]:

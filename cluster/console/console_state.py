@@ -138,12 +138,13 @@ def _load(views: Sequence[ReplicaView]) -> dict[str, Any]:
 
 
 def _traffic(traffic: Traffic) -> dict[str, Any]:
-    first_token_s = traffic.first_token_s(0.95)
+    first_token_s, drafts = traffic.first_token_s(0.95), traffic.drafts
     return {
         "requests": traffic.requests,
         "failed": traffic.failed,
         "tokens": traffic.generated_tokens,
         "p95_first_token_s": None if first_token_s is None else round(first_token_s, 5),
+        "accepted_drafts": round(drafts.num_accepted / drafts.num_tokens, 3) if drafts.num_tokens else None,
     }
 
 

@@ -48,6 +48,15 @@ async def choose(handle: Any, route: Route) -> str:
         return str(chosen._replica.replica_id.to_full_id_str())
 
 
+def application_status(name: str) -> tuple[str, str]:
+    """Returns the status of an application and its message. serve.status() has them too, but pickles the routers'
+    classes at each call, which takes half of the CPU time of a start."""
+    client = _get_global_client()
+    assert client is not None
+    status = client.get_serve_status(name).app_status
+    return status.status, status.message
+
+
 def watch_haproxy() -> None:
     """Makes Serve's controller start our manager of HAProxy in place of its own. Serve calls this when its
     controller starts."""

@@ -180,24 +180,23 @@ def start_ray(num_cpus: int) -> None:
 def _wait_for_replicas(directory: str) -> None:
     """Prints the replicas' progress until the application runs. Raises ConfigError with a replica's own message if
     it fails."""
-    from ray import serve
-
     from lorafleet.cluster.directory.directory_actor import read_progress
+    from lorafleet.cluster.proxy.ingress import application_status
 
     num_read = 0
     with StartProgress(console) as progress:
         while True:
-            application = serve.status().applications.get(APP_NAME)
+            status, message = application_status(APP_NAME)
             steps = read_progress(directory, num_read)
             num_read += len(steps)
             for step in steps:
                 if step.failed:
                     raise ConfigError(step.text)
                 progress.line(step.replica_id, step.text)
-            if application is not None and application.status == "RUNNING":
+            if status == "RUNNING":
                 return
-            if application is not None and application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                raise ConfigError(application.message.strip().splitlines()[-1])
+            if status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                raise ConfigError(message.strip().splitlines()[-1])
             time.sleep(POLL_S)
 
 

@@ -16,9 +16,10 @@ from lorafleet.kernels.decoder.rms_norm import NormWeight, rms_norm
 from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.kernels.quant.fp8 import FP8, FP8_MAX
 
-# The heads in a row. "qk": a head's value is its key, as it is before the norm and the rotation. "q": the layer reads
-# another layer's cache, and nothing is stored.
-RowHeads = Literal["qkv", "qk", "q"]
+# The heads in a row. "qgkv": behind each query lies a gate (head_gate.py), which is not read here. "qk": a head's value
+# is its key, as it is before the norm and the rotation. "q": the layer reads another layer's cache, and nothing is
+# stored.
+RowHeads = Literal["qkv", "qgkv", "qk", "q"]
 
 
 def rotate_and_store(
@@ -56,8 +57,7 @@ def rotate_and_store(
     num_tokens, width = qkv_TE.shape
     num_kv_heads, head_dim = k_NPGD.shape[2:]
     num_stored = num_stored_heads(row_heads, num_kv_heads)
-    num_heads = width // head_dim - num_stored
-    assert num_heads > 0 and width == (num_heads + num_stored) * head_dim
+    num_heads = num_query_heads(row_heads, width, num_kv_heads, head_dim)
     assert slot_mapping_T.shape == (num_tokens,)
     assert k_NPGD.shape == v_NPGD.shape
     if k_NPGD.dtype != FP8:
@@ -84,8 +84,9 @@ def rotate_and_store(
         )
     qkv_TE = qkv.added().to(qkv_TE.dtype)
     q, *stored = qkv_TE.view(num_tokens, -1, head_dim).split(
-        (num_heads, *([num_kv_heads] * (num_stored // num_kv_heads))), dim=1
+        (width // head_dim - num_stored, *([num_kv_heads] * (num_stored // num_kv_heads))), dim=1
     )
+    q = q[:, :: q.shape[1] // num_heads]  # without the gates
 
     def turned(x_THD: Tensor, norm: NormWeight | None) -> Tensor:
         if norms_rotated:
@@ -105,7 +106,18 @@ def rotate_and_store(
 
 def num_stored_heads(row_heads: RowHeads, num_kv_heads: int) -> int:
     """Returns the number of heads behind the queries in a row."""
-    return {"qkv": 2, "qk": 1, "q": 0}[row_heads] * num_kv_heads
+    return {"qkv": 2, "qgkv": 2, "qk": 1, "q": 0}[row_heads] * num_kv_heads
+
+
+def num_query_heads(row_heads: RowHeads, width: int, num_kv_heads: int, head_dim: int) -> int:
+    """Returns the number of queries in a row of `width` numbers."""
+    heads, rest = divmod(width, head_dim)
+    heads -= num_stored_heads(row_heads, num_kv_heads)
+    assert heads > 0 and rest == 0
+    if row_heads != "qgkv":
+        return heads
+    assert heads % 2 == 0
+    return heads // 2
 
 
 def store(x_TGD: Tensor, cache_NPGD: Tensor, slot_mapping_T: Tensor, scale: float) -> None:

@@ -12,9 +12,10 @@ nowhere but to the output.
 The pairs are (i, i + F) or neighbors. If only the head's first numbers are rotated, the rest are held as pairs too,
 behind the others, and rotated by no angle.
 
-Memory: qkv and the adapters' delta are [T, E], where a row is H query heads, G keys, G values, or fewer of these. qkv
-may be in sums [K, T, E]. cos and sin are [T, F]. out is [T, H, D]. The caches are [N, P, G, D], where a token's row is
-its slot_mapping. A head size that is not a power of two (80, 96) is padded in registers.
+Memory: qkv and the adapters' delta are [T, E], where a row is H query heads, G keys, G values, or fewer of these. A
+gate may follow each query. qkv may be in sums [K, T, E]. cos and sin are [T, F]. out is [T, H, D]. The caches are [N,
+P, G, D], where a token's row is its slot_mapping. A head size that is not a power of two (80, 96) is padded in
+registers.
 """
 
 # T tokens · E all heads of q, k and v in one row · H query heads · G KV heads · D head size · F rotated pairs
@@ -30,7 +31,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from lorafleet.kernels.decoder.rms_norm import NormWeight
 from lorafleet.kernels.decoder.rms_norm_triton import norm_weight
-from lorafleet.kernels.decoder.rope_store import RowHeads, num_stored_heads
+from lorafleet.kernels.decoder.rope_store import RowHeads, num_query_heads, num_stored_heads
 from lorafleet.kernels.extras.affine_triton import scaled_and_shifted
 from lorafleet.kernels.jit import jit
 from lorafleet.kernels.linear.split_sums_triton import early_launch, total
@@ -61,6 +62,7 @@ def _rotate_and_store_kernel(
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
     stored_heads: tl.constexpr,
+    heads_a_query: tl.constexpr,  # 2 if a gate follows each query, else 1
     head_dim: tl.constexpr,
     pairs: tl.constexpr,
     has_delta: tl.constexpr,
@@ -76,7 +78,8 @@ def _rotate_and_store_kernel(
     block_f: tl.constexpr,
 ) -> None:
     half: tl.constexpr = head_dim // 2
-    width: tl.constexpr = (heads + stored_heads) * head_dim
+    row_heads: tl.constexpr = heads_a_query * heads + stored_heads
+    width: tl.constexpr = row_heads * head_dim
     # It does not launch its dependents early: that is attention, whose kernels may be a library's.
     if early:
         gdc_wait()
@@ -98,7 +101,9 @@ def _rotate_and_store_kernel(
     source = head
     if stored_heads == kv_heads:  # values are read from the keys' heads
         source = tl.where(is_v, head - kv_heads, head)
-    offset = (token * (heads + stored_heads) + source) * head_dim
+    if heads_a_query > 1:
+        source = tl.where(is_q, heads_a_query * source, source + (heads_a_query - 1) * heads)
+    offset = (token * row_heads + source) * head_dim
     first = total(qkv_ptr, offset + low, inside, width, num_sums)
     second = total(qkv_ptr, offset + high, inside, width, num_sums)
     if has_delta:
@@ -178,7 +183,7 @@ def rotate_and_store_triton(
     qkv.check(reads_sums=True)
     kv_heads, head_dim = k_NPGD.shape[2:]
     stored_heads = num_stored_heads(row_heads, kv_heads)
-    heads = qkv_TE.shape[1] // head_dim - stored_heads
+    heads = num_query_heads(row_heads, qkv_TE.shape[1], kv_heads, head_dim)
     if row_heads == "q":
         kv_heads, k_norm = 0, q_norm
     for tensor in (cos_T1F, sin_T1F, k_NPGD, v_NPGD, slot_mapping_T):
@@ -212,6 +217,7 @@ def rotate_and_store_triton(
         heads=heads,
         kv_heads=kv_heads,
         stored_heads=stored_heads,
+        heads_a_query=2 if row_heads == "qgkv" else 1,
         head_dim=head_dim,
         pairs=pairs,
         has_delta=delta_TE is not None,

@@ -87,6 +87,11 @@ class LinearShape:
         return inputs // self.block_d - (self.splits - 1) * self.steps(inputs)
 
 
+def may_start_early(device: torch.device) -> bool:
+    """Returns whether kernels may start before the kernel ahead has ended (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= EARLY_CAPABILITY
+
+
 LinearShapes = dict[str, dict[int, LinearShape]]  # by name_of a linear, then by one of ROW_BOUNDS
 
 
@@ -107,7 +112,7 @@ def linear_shape(
     gpu = torch.cuda.get_device_name(device)
     shape = choose_shape(_of_gpu(gpu), outputs, inputs, num_rows)
     needs_hopper = shape is not None and (shape.early or shape.is_wide)
-    if needs_hopper and torch.cuda.get_device_capability(device) < EARLY_CAPABILITY:
+    if needs_hopper and not may_start_early(device):
         raise ValueError(
             f"{measured_shapes_path(gpu)}: {gpu} can neither start kernels early nor load tiles by descriptors. "
             f"Use early=false, and no data for more than {MOST_SPLIT_ROWS} rows, or measure it again."

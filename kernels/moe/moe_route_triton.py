@@ -13,8 +13,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lorafleet.kernels.jit import jit
+from lorafleet.kernels.linear.split_sums_triton import early_launch
 from lorafleet.kernels.moe.moe_torch import SMALLEST_SUM
 from lorafleet.kernels.moe.routing_rule import RoutingRule
 
@@ -64,10 +66,15 @@ def _route_kernel(
     groups_per_token: tl.constexpr,
     by_top_two: tl.constexpr,
     smallest_sum: tl.constexpr,
+    weights_a_row: tl.constexpr,
+    early: tl.constexpr,
     block_g: tl.constexpr,
     block_x: tl.constexpr,
     block_k: tl.constexpr,
 ) -> None:
+    if early:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     group_size: tl.constexpr = num_experts // groups
     place = tl.arange(0, block_g * block_x)
@@ -116,9 +123,8 @@ def _route_kernel(
         weights *= scaling
     if has_scale:
         weights *= tl.load(scale_ptr + chosen, mask=k < per_token, other=0.0)
-    offsets = token * per_token + k
-    tl.store(expert_ptr + offsets, chosen, mask=k < per_token)
-    tl.store(weight_ptr + offsets, weights, mask=k < per_token)
+    tl.store(expert_ptr + token * per_token + k, chosen, mask=k < per_token)
+    tl.store(weight_ptr + token * weights_a_row + k, weights, mask=k < per_token)
 
 
 def route_triton(
@@ -127,7 +133,15 @@ def route_triton(
     correction_E: Tensor | None = None,
     scale_E: Tensor | None = None,
     out_TK: Tensor | None = None,
+    out_weight_TJ: Tensor | None = None,
+    early: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    """Returns each token's experts, int32 [T, K], and their weights, float32 [T, K].
+
+    Args:
+        out_weight_TJ: Memory whose first columns receive the weights, and which is returned. None makes new memory.
+        early: Whether the launch starts before the kernel ahead has ended (programmatic dependent launch).
+    """
     assert logits_TE.is_contiguous()
     num_tokens, num_experts = logits_TE.shape
     for vector in (correction_E, scale_E):
@@ -137,13 +151,16 @@ def route_triton(
     if expert_TK is None:
         expert_TK = torch.empty(num_tokens, rule.per_token, dtype=torch.int32, device=logits_TE.device)
     assert expert_TK.shape == (num_tokens, rule.per_token) and expert_TK.is_contiguous()
-    weight_TK = torch.empty(num_tokens, rule.per_token, dtype=torch.float32, device=logits_TE.device)
+    weight_TJ = out_weight_TJ
+    if weight_TJ is None:
+        weight_TJ = torch.empty(num_tokens, rule.per_token, dtype=torch.float32, device=logits_TE.device)
+    assert weight_TJ.is_contiguous() and weight_TJ.shape[1] >= rule.per_token
     _route_kernel[(num_tokens,)](
         logits_TE,
         correction_E,
         scale_E,
         expert_TK,
-        weight_TK,
+        weight_TJ,
         num_experts=num_experts,
         per_token=rule.per_token,
         sums_to_one=rule.sums_to_one,
@@ -157,9 +174,12 @@ def route_triton(
         groups_per_token=1 if rule.groups is None else rule.groups.per_token,
         by_top_two=rule.groups is not None and rule.groups.ranked_by == "top_two",
         smallest_sum=SMALLEST_SUM,
+        weights_a_row=weight_TJ.shape[1],
+        early=early,
         block_g=triton.next_power_of_2(groups),
         block_x=triton.next_power_of_2(num_experts // groups),
         block_k=triton.next_power_of_2(rule.per_token),
         num_warps=1,
+        **early_launch(early),
     )
-    return expert_TK, weight_TK
+    return expert_TK, weight_TJ

@@ -23,7 +23,7 @@ def causal_conv(
     activates: bool = True,
 ) -> Tensor:
     """Returns silu(bias + sum over k of weight[:, k] * x[t - J + k]) [T, C] in x's dtype, and advances the states in
-    place. Without `activates`, there is no silu.
+    place. Without `activates`, there is no silu. The states behind tokens of batch.kept_T are written too.
 
     x_TC may have any row stride.
     """
@@ -53,10 +53,15 @@ def causal_conv_torch(
         seen_NCK = torch.cat((batch.read(state_SCJ, b_N), x_TC[rows_N].unsqueeze(2)), dim=2)
         out_TC[rows_N] = finished((seen_NCK.float() * weight_CK.float()).sum(dim=2))
         batch.write(state_SCJ, seen_NCK[:, :, 1:], b_N)
+        batch.keep(state_SCJ, rows_N.tolist(), seen_NCK[:, :, 1:])
     for b, span in batch.spans():
         own = slice(b, b + 1)
         seen_CL = torch.cat((batch.read(state_SCJ, own)[0], x_TC[span].T), dim=1)
         windows_CTK = seen_CL.unfold(1, weight_CK.shape[1], 1)
         out_TC[span] = finished(torch.einsum("ctk,ck->tc", windows_CTK.float(), weight_CK.float()))
         batch.write(state_SCJ, seen_CL[None, :, -state_SCJ.shape[2] :], own)
+        if batch.keeps(span):
+            batch.keep(
+                state_SCJ, range(span.start, span.stop), seen_CL[:, 1:].unfold(1, state_SCJ.shape[2], 1).transpose(0, 1)
+            )
     return out_TC

@@ -4,7 +4,8 @@ kernels/recurrent/causal_conv.py has its twin.
 Idea: a program of the first kernel computes BLOCK_C channels of one token. It reads the tokens before it from x, and
 from the sequence's state where they were in earlier steps. A program of the second kernel then shifts BLOCK_C channels
 of one sequence's state. The launches are two, because tokens of one sequence are in many programs, which all read the
-old state. Where each sequence has one token, its only program of these channels shifts the state as it reads it.
+old state. Where each sequence has one token, its only program of these channels shifts the state as it reads it. A
+state that is kept behind a token is what the token's program has read, in a slot that nobody reads.
 
 Memory: x is [T, C] with any row stride, weight is [C, K], bias is [C], and the states are [S, C, J].
 """
@@ -24,7 +25,7 @@ from lorafleet.kernels.recurrent.recurrent_batch import RecurrentBatch
 BLOCK_C = 256
 
 
-@jit(do_not_specialize=["slot_ptr", "new_ptr", "start_ptr", "sequence_ptr"])
+@jit(do_not_specialize=["slot_ptr", "new_ptr", "start_ptr", "sequence_ptr", "kept_ptr"])
 def _conv_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -34,6 +35,7 @@ def _conv_kernel(
     new_ptr: tl.tensor,
     start_ptr: tl.tensor,
     sequence_ptr: tl.tensor,
+    kept_ptr: tl.tensor,  # None if no states are kept
     out_ptr: tl.tensor,
     x_stride: tl.tensor,
     channels: tl.constexpr,
@@ -51,6 +53,8 @@ def _conv_kernel(
     has_state = tl.load(new_ptr + sequence) == 0
     place = token - tl.load(start_ptr + sequence)  # of the token among those of its sequence in the step
     sums = tl.zeros((block_c,), tl.float32)
+    if kept_ptr is not None:
+        kept = tl.load(kept_ptr + token).to(tl.int64)
     for tap in tl.static_range(taps):
         read = place - before + tap
         x = tl.load(x_ptr + (token - before + tap) * x_stride + c, mask=inside & (read >= 0), other=0.0)
@@ -58,6 +62,9 @@ def _conv_kernel(
         held = tl.load(earlier, mask=inside & (read < 0) & has_state, other=0.0)
         if shifts and tap > 0:  # read is tap - before
             tl.store(earlier - 1, tl.where(read >= 0, x, held), mask=inside)
+        if kept_ptr is not None and tap > 0:
+            behind = state_ptr + (kept * channels + c) * before + (tap - 1)
+            tl.store(behind, tl.where(read >= 0, x, held), mask=inside & (kept >= 0))
         weight = tl.load(weight_ptr + c * taps + tap, mask=inside, other=0.0).to(tl.float32)
         sums += weight * (x.to(tl.float32) + held.to(tl.float32))  # one of the two is zero
     if bias_ptr is not None:
@@ -116,7 +123,7 @@ def causal_conv_triton(
     sizes = {"x_stride": x_TC.stride(0), "channels": channels, "block_c": BLOCK_C, "num_warps": 4}
     is_decode = all(count == 1 for count in batch.query_lens)
     _conv_kernel[num_tokens, blocks](
-        *(x_TC, weight_CK, bias_C, state_SCJ, *where, batch.sequence_T, out_TC),
+        *(x_TC, weight_CK, bias_C, state_SCJ, *where, batch.sequence_T, batch.kept_T, out_TC),
         taps=taps,
         activates=activates,
         shifts=is_decode,

@@ -45,7 +45,8 @@ class HeadGates(NamedTuple):
 def gated_delta_rule(
     qkv_TC: Tensor, gates: HeadGates, memory_SHKV: Tensor, num_k_heads: int, batch: RecurrentBatch
 ) -> Tensor:
-    """Returns [T, H, V] in qkv's dtype, and advances the memories in place.
+    """Returns [T, H, V] in qkv's dtype, and advances the memories in place. Those behind tokens of batch.kept_T are
+    written too.
 
     Rows of qkv are contiguous: all queries, then all keys, then all values. memory is float32.
     """

@@ -70,7 +70,7 @@ def _advance(
     return memory
 
 
-@jit(do_not_specialize=["slot_ptr", "new_ptr", "start_ptr"])
+@jit(do_not_specialize=["slot_ptr", "new_ptr", "start_ptr", "kept_ptr"])
 def _delta_rule_kernel(
     qkv_ptr: tl.tensor,
     b_ptr: tl.tensor,
@@ -81,6 +81,7 @@ def _delta_rule_kernel(
     slot_ptr: tl.tensor,
     new_ptr: tl.tensor,
     start_ptr: tl.tensor,
+    kept_ptr: tl.tensor,  # None if no states are kept
     out_ptr: tl.tensor,
     b_stride: tl.tensor,
     a_stride: tl.tensor,
@@ -112,6 +113,10 @@ def _delta_rule_kernel(
                 memory, token, head, k, v, forgetting, dt_bias, qkv_ptr, b_ptr, a_ptr, out_ptr, b_stride, a_stride,
                 heads, key_heads, k_dim, v_dim, beta_scale, eps,
             )  # fmt: skip
+            if kept_ptr is not None:
+                kept = tl.load(kept_ptr + token).to(tl.int64)
+                behind = memory_ptr + ((kept * heads + head) * k_dim + k[:, None]) * v_dim + v[None, :]
+                tl.store(behind, memory, mask=in_memory & (kept >= 0))
     else:  # A loop of one token would take more registers.
         memory = _advance(
             memory, start, head, k, v, forgetting, dt_bias, qkv_ptr, b_ptr, a_ptr, out_ptr, b_stride, a_stride,
@@ -138,6 +143,7 @@ def delta_rule_triton(
         batch.slot_B,
         batch.is_new_B,
         batch.start_B,
+        batch.kept_T,
         out_THV,
         gates.b_TH.stride(0),
         gates.a_TH.stride(0),

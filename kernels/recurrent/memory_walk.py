@@ -33,12 +33,16 @@ def walk_memories(
         memory_NHKV = batch.read(memory_SHKV, b_N)
         out_THV[rows_N] = one_token(rows_N, memory_NHKV).to(out_THV.dtype)
         batch.write(memory_SHKV, memory_NHKV, b_N)
+        batch.keep(memory_SHKV, rows_N.tolist(), memory_NHKV)
     for b, span in batch.spans():
         own = slice(b, b + 1)
         memory_HKV = batch.read(memory_SHKV, own)[0]
-        for start in range(span.start, span.stop, CHUNK):
-            rows = slice(start, min(start + CHUNK, span.stop))
+        size = 1 if batch.keeps(span) else CHUNK  # A chunk has no states but the last.
+        for start in range(span.start, span.stop, size):
+            rows = slice(start, min(start + size, span.stop))
             out_NHV, memory_HKV = one_chunk(rows, memory_HKV)
             out_THV[rows] = out_NHV.to(out_THV.dtype)
+            if size == 1:
+                batch.keep(memory_SHKV, [start], memory_HKV[None])
         batch.write(memory_SHKV, memory_HKV[None], own)
     return out_THV

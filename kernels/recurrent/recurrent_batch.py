@@ -7,7 +7,7 @@ A state slot is an index into the states of every recurrent layer. A sequence ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from torch import Tensor
 
 CHUNK = 64  # Tokens that are computed together.
 FEW_TOKENS = 16  # Up to this many tokens of a sequence are computed one after another.
+NOT_KEPT = -1
 
 
 class LongSequences(NamedTuple):
@@ -38,25 +39,36 @@ class RecurrentBatch:
     start_B: Tensor  # Index of each sequence's first token. It has B + 1 elements, of which the last is T.
     sequence_T: Tensor  # Sequence of each token.
     long: LongSequences | None  # None without any.
+    # Slot to which the state behind each token is written too, or NOT_KEPT; None if none is. No sequence of the batch
+    # has such a slot, and sequences with one have at most FEW_TOKENS tokens.
+    kept_T: Tensor | None = None
+    kept: Sequence[int] = ()  # The same on the host.
 
     @classmethod
     def build(
-        cls, query_lens: Sequence[int], slots: Sequence[int], is_new: Sequence[bool], device: torch.device
+        cls,
+        query_lens: Sequence[int],
+        slots: Sequence[int],
+        is_new: Sequence[bool],
+        device: torch.device,
+        kept: Sequence[int] = (),
     ) -> RecurrentBatch:
-        """Builds the batch with one copy, which does not wait for the device."""
+        """Builds the batch with one copy, which does not wait for the device. `kept` has an element for each token, or
+        none."""
         num_seqs = len(query_lens)
         assert num_seqs == len(slots) == len(is_new)
+        assert len(kept) in (0, sum(query_lens))
         starts = [0, *accumulate(query_lens)]
         sequences = [b for b, count in enumerate(query_lens) for _ in range(count)]
         chunks = _chunks(query_lens, starts)
         is_cuda = device.type == "cuda"
-        values = [*slots, *map(int, is_new), *starts, *sequences, *(value for part in chunks for value in part)]
+        values = [*slots, *map(int, is_new), *starts, *sequences, *kept, *(value for part in chunks for value in part)]
         host = torch.tensor(values, dtype=torch.int32, pin_memory=is_cuda)
         memory = host.to(device, non_blocking=True)
-        sizes = [num_seqs, num_seqs, num_seqs + 1, starts[-1], *map(len, chunks)]
-        slot_B, is_new_B, start_B, sequence_T, *parts = memory.split(sizes)
+        sizes = [num_seqs, num_seqs, num_seqs + 1, starts[-1], len(kept), *map(len, chunks)]
+        slot_B, is_new_B, start_B, sequence_T, kept_T, *parts = memory.split(sizes)
         long = LongSequences(*parts) if chunks[0] else None
-        return cls(list(query_lens), slot_B, is_new_B, start_B, sequence_T, long)
+        return cls(list(query_lens), slot_B, is_new_B, start_B, sequence_T, long, kept_T if kept else None, kept)
 
     def refill(self, slots: Sequence[int], is_new: Sequence[bool], padding_slot: int) -> None:
         """Replaces the states of a batch of one token for each sequence, in place. Rows without a sequence get
@@ -76,6 +88,17 @@ class RecurrentBatch:
 
     def write(self, state_S: Tensor, values_B: Tensor, sequences: slice | Tensor = slice(None)) -> None:
         state_S[self.slot_B[sequences].long()] = values_B.to(state_S.dtype)
+
+    def keeps(self, span: slice) -> bool:
+        """Returns whether the state behind a token of these rows is written to a slot of kept_T."""
+        return any(slot != NOT_KEPT for slot in self.kept[span])
+
+    def keep(self, state_S: Tensor, rows: Iterable[int], values_N: Tensor) -> None:
+        """Writes the states behind the tokens of these rows to their slots in kept_T."""
+        if self.kept:
+            for row, value in zip(rows, values_N, strict=True):
+                if self.kept[row] != NOT_KEPT:
+                    state_S[self.kept[row]] = value.to(state_S.dtype)
 
     def singles(self) -> list[int]:
         """Returns the sequences that compute one token."""

@@ -38,7 +38,8 @@ class HeadSteps(NamedTuple):
 def state_space(
     xkq_TC: Tensor, steps: HeadSteps, memory_SHKV: Tensor, num_groups: int, batch: RecurrentBatch
 ) -> Tensor:
-    """Returns [T, H, V] in xkq's dtype, and advances the memories in place.
+    """Returns [T, H, V] in xkq's dtype, and advances the memories in place. Those behind tokens of batch.kept_T are
+    written too.
 
     Rows of xkq are contiguous: x of all heads, then k of all groups, then q of all groups. memory is float32.
     """

@@ -5,7 +5,8 @@ Idea: a program has BLOCK_V columns of one head's memory for one sequence in reg
 other. For a sequence with one token, it decays them, adds the token, and writes them back. For a sequence with more, it
 takes CHUNK tokens after another: their results are two matrix products, one with each other and one with the memory
 before them, and a third product advances the memory. Each kernel leaves the other's sequences alone. In float32, which
-tensor cores do not have, the kernel for one token walks through all tokens.
+tensor cores do not have, the kernel for one token walks through all tokens. Where states behind tokens are kept, it
+walks through the few tokens of a sequence, and writes the memory behind each.
 
 Memory: rows of xkq are x of all heads, then k and then q of all groups. The memories are float32 [S, H, K, V].
 Neighboring programs have the other columns of the same rows, so that memory is read in the order in which it lies.
@@ -22,11 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from lorafleet.kernels.jit import jit
-from lorafleet.kernels.recurrent.recurrent_batch import CHUNK, RecurrentBatch
+from lorafleet.kernels.recurrent.recurrent_batch import CHUNK, FEW_TOKENS, RecurrentBatch
 from lorafleet.kernels.recurrent.state_space import HeadSteps
 from lorafleet.kernels.softplus_triton import softplus
 
 BLOCK_V = 64
+ANY_NUMBER = 1 << 30  # More tokens than any sequence has in a step.
 LARGE_K = 128  # Keys with more numbers get half the columns, since registers hold both dimensions.
 
 
@@ -66,7 +68,7 @@ def _advance(
     return memory
 
 
-@jit(do_not_specialize=["slot_ptr", "new_ptr", "start_ptr"])
+@jit(do_not_specialize=["slot_ptr", "new_ptr", "start_ptr", "kept_ptr"])
 def _step_kernel(
     xkq_ptr: tl.tensor,
     dt_ptr: tl.tensor,
@@ -77,6 +79,7 @@ def _step_kernel(
     slot_ptr: tl.tensor,
     new_ptr: tl.tensor,
     start_ptr: tl.tensor,
+    kept_ptr: tl.tensor,  # None if no states are kept
     out_ptr: tl.tensor,
     dt_stride: tl.tensor,
     heads: tl.constexpr,
@@ -87,11 +90,11 @@ def _step_kernel(
     dt_max: tl.constexpr,
     block_k: tl.constexpr,
     block_v: tl.constexpr,
-    any_length: tl.constexpr,
+    most_tokens: tl.constexpr,
 ) -> None:
     head, sequence = tl.program_id(1), tl.program_id(2)
     start, end = tl.load(start_ptr + sequence).to(tl.int64), tl.load(start_ptr + sequence + 1).to(tl.int64)
-    if end - start != 1 and (not any_length or end == start):
+    if end - start > most_tokens or end == start:
         return
     k, v = tl.arange(0, block_k), tl.program_id(0) * block_v + tl.arange(0, block_v)
     in_k, in_v = k < k_dim, v < v_dim
@@ -102,7 +105,7 @@ def _step_kernel(
     memory = tl.load(place, mask=in_memory & has_state, other=0.0)
     forgetting = tl.exp(tl.load(a_log_ptr + head))
     dt_bias, passed = tl.load(dt_bias_ptr + head), tl.load(d_ptr + head)
-    if any_length:
+    if most_tokens > 1:
         for token in range(start, end):
             memory = _advance(
                 memory,
@@ -124,6 +127,10 @@ def _step_kernel(
                 dt_min,
                 dt_max,
             )
+            if kept_ptr is not None:
+                kept = tl.load(kept_ptr + token).to(tl.int64)
+                behind = memory_ptr + ((kept * heads + head) * k_dim + k[:, None]) * v_dim + v[None, :]
+                tl.store(behind, memory, mask=in_memory & (kept >= 0))
     else:  # A loop of one token would take a quarter more registers.
         memory = _advance(
             memory,
@@ -170,12 +177,13 @@ def _chunk_kernel(
     block_k: tl.constexpr,
     block_v: tl.constexpr,
     chunk: tl.constexpr,
+    least_tokens: tl.constexpr,
 ) -> None:
     channels: tl.constexpr = heads * v_dim + 2 * groups * k_dim
     operand = xkq_ptr.dtype.element_ty  # of the products, whose sums are float32
     head, sequence = tl.program_id(1), tl.program_id(2)
     start, end = tl.load(start_ptr + sequence).to(tl.int64), tl.load(start_ptr + sequence + 1).to(tl.int64)
-    if end - start < 2:
+    if end - start < least_tokens:
         return
     k, v, n = tl.arange(0, block_k), tl.program_id(0) * block_v + tl.arange(0, block_v), tl.arange(0, chunk)
     in_k, in_v = k < k_dim, v < v_dim
@@ -225,7 +233,7 @@ def state_space_triton(
     block_k, widest = max(16, triton.next_power_of_2(k_dim)), BLOCK_V if k_dim <= LARGE_K else BLOCK_V // 2
     block_v = min(widest, max(16, triton.next_power_of_2(v_dim)))
     grid = triton.cdiv(v_dim, block_v), heads, len(batch.slot_B)
-    tensors = xkq_TC, *steps[:-1], memory_SHKV, batch.slot_B, batch.is_new_B, batch.start_B, out_THV
+    tensors = xkq_TC, *steps[:-1], memory_SHKV, batch.slot_B, batch.is_new_B, batch.start_B
     dt_min, dt_max = steps.dt_limits
     sizes: dict[str, int | float] = {
         "heads": heads,
@@ -236,9 +244,14 @@ def state_space_triton(
     }
     sizes |= {"dt_min": dt_min, "dt_max": dt_max, "block_v": block_v}
     # A walk is as exact as the twin, but slow for long prompts. float32 serves comparisons rather than users.
-    walks = xkq_TC.dtype is torch.float32
-    if walks or 1 in batch.query_lens:
-        _step_kernel[grid](*tensors, steps.dt_TH.stride(0), **sizes, any_length=walks, num_warps=4)
-    if not walks and any(count > 1 for count in batch.query_lens):
-        _chunk_kernel[grid](*tensors, steps.dt_TH.stride(0), **sizes, chunk=CHUNK, num_warps=8, num_stages=1)
+    # A chunk has no states to keep but the last.
+    most_tokens = 1 if batch.kept_T is None else FEW_TOKENS
+    if xkq_TC.dtype is torch.float32:
+        most_tokens = ANY_NUMBER
+    stride = steps.dt_TH.stride(0)
+    if any(count <= most_tokens for count in batch.query_lens):
+        _step_kernel[grid](*tensors, batch.kept_T, out_THV, stride, **sizes, most_tokens=most_tokens, num_warps=4)
+    if any(count > most_tokens for count in batch.query_lens):
+        sizes |= {"chunk": CHUNK, "least_tokens": most_tokens + 1}
+        _chunk_kernel[grid](*tensors, out_THV, stride, **sizes, num_warps=8, num_stages=1)
     return out_THV

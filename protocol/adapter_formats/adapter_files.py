@@ -33,9 +33,17 @@ LANGUAGE_NAMES = {
     "tokenizer_config.json": 4 << 20,
 }
 
+# Optional files of a draft LoRA, which is for the draft model of a server (workers/speculation/draft_slots.py).
+DRAFT_FOLDER = "draft"
+DRAFT_CONFIG_NAME = f"{DRAFT_FOLDER}/{CONFIG_NAME}"
+DRAFT_WEIGHTS_NAME = f"{DRAFT_FOLDER}/{SAFETENSORS_NAME}"
+
 MAX_CONFIG_BYTES = 1 << 20
 MAX_WEIGHTS_BYTES = 16 << 30  # Rank 64 on every projection of a 405B model takes 7.1 GB in float32.
 MAX_BIN_BYTES = 2 << 30  # The whole file is read before its shapes are known.
+MAX_DRAFT_BYTES = 512 << 20  # Rank 64 on every projection of a 3B model takes 390 MB in float32.
+DRAFT_NAMES = {DRAFT_CONFIG_NAME: MAX_CONFIG_BYTES, DRAFT_WEIGHTS_NAME: MAX_DRAFT_BYTES}
+OPTIONAL_NAMES = LANGUAGE_NAMES | DRAFT_NAMES  # With their size limits.
 MAX_TARGETS = 1024  # of one read; the kernel's IOV_MAX
 CHUNK_BYTES = 4 << 20  # Each chunk is hashed while it is still in the CPU's cache.
 TICK_S = 0.02  # Two writes within one tick of the kernel's clock get the same time; a tick is 10 ms at most.
@@ -235,6 +243,15 @@ def read_language(folder: AdapterFolder) -> dict[str, bytes]:
     return {name: _read_small(folder, name, most) for name, most in LANGUAGE_NAMES.items() if folder.has(name)}
 
 
+def read_draft(folder: AdapterFolder) -> dict[str, bytes]:
+    """Reads the files of DRAFT_NAMES, by name; most adapters have none. Raises AdapterMalformed if one is missing."""
+    draft = {name: _read_small(folder, name, most) for name, most in DRAFT_NAMES.items() if folder.has(name)}
+    if folder.has(DRAFT_FOLDER) and len(draft) < len(DRAFT_NAMES):
+        missing = ", ".join(name for name in DRAFT_NAMES if name not in draft)
+        raise AdapterMalformed(f"its folder {DRAFT_FOLDER} is not a draft LoRA, since {missing} is missing.")
+    return draft
+
+
 def language_digest(language: Mapping[str, bytes]) -> str:
     """Returns the digest of the files that read_language() found, or "" if there are none."""
     digest = hashlib.sha256()
@@ -249,6 +266,11 @@ def _read_small(folder: AdapterFolder, name: str, max_bytes: int) -> bytes:
         file.read_into(memoryview(data), hashlib.sha256())
         file.check_unchanged()
         return bytes(data)
+
+
+def stored_files(folder: Path) -> dict[str, Path]:
+    """Returns the files in a folder of our own and in its sub-folders, by their names relative to the folder."""
+    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def check_same_config(folder: AdapterFolder, config: bytes) -> None:
@@ -273,23 +295,24 @@ def open_weights(folder: AdapterFolder) -> OpenFile:
     raise AdapterMissing(f"the adapter's folder has neither {SAFETENSORS_NAME} nor {BIN_NAME}.")
 
 
-def new_digest(config: bytes, weights_name: str, weights_size: int, language: Mapping[str, bytes]) -> hashlib._Hash:
-    """Returns a sha256 of the config and of the files of read_language(); the caller adds the weights.
+def new_digest(config: bytes, weights_name: str, weights_size: int, optional: Mapping[str, bytes]) -> hashlib._Hash:
+    """Returns a sha256 of the config and of the files of read_language() and read_draft(); the caller adds the weights.
 
-    Lengths separate the parts. An adapter with another tokenizer or chat template has another digest. Without such
-    files, the digest is that of config and weights alone.
+    Lengths separate the parts. An adapter with another tokenizer, chat template or draft LoRA has another digest.
+    Without such files, the digest is that of config and weights alone.
     """
     digest = hashlib.sha256(b"lorafleet adapter 1\0")
     digest.update(len(config).to_bytes(8, "little") + config)
-    for name, content in sorted(language.items()):
-        digest.update(name.encode() + b"\0" + len(content).to_bytes(8, "little") + content)
+    for name, content in sorted(optional.items()):
+        digest.update(name.encode() + b"\0" + len(content).to_bytes(8, "little"))
+        digest.update(content)
     digest.update(weights_name.encode() + b"\0" + weights_size.to_bytes(8, "little"))
     return digest
 
 
-def read_through(config: bytes, language: Mapping[str, bytes], weights: OpenFile, copy: BinaryIO | None = None) -> str:
+def read_through(config: bytes, optional: Mapping[str, bytes], weights: OpenFile, copy: BinaryIO | None = None) -> str:
     """Returns the digest of weights that are not needed in memory. What is read is also written to `copy`, if given."""
-    digest = new_digest(config, weights.name, weights.size, language)
+    digest = new_digest(config, weights.name, weights.size, optional)
     buffer = memoryview(read_buffer(CHUNK_BYTES))
     for start in range(0, weights.size, CHUNK_BYTES):
         chunk = buffer[: weights.size - start]
@@ -311,6 +334,6 @@ def read_buffer(num_bytes: int) -> mmap.mmap:
 def folder_digest(path: Path) -> str:
     """Returns the digest that loading the adapter computes (lora_model.py). Raises AdapterError."""
     folder = AdapterFolder.at(path)
-    config, language = read_config(folder), read_language(folder)
+    config, optional = read_config(folder), read_language(folder) | read_draft(folder)
     with open_weights(folder) as weights:
-        return read_through(config, language, weights)
+        return read_through(config, optional, weights)

@@ -122,3 +122,11 @@ def test_speculative_compares_drafts_of_each_kind_with_none(monkeypatch: pytest.
         assert case.figures.keys() == speculative.UNITS.keys()
         assert case.figures["ratio"] == pytest.approx(case.figures["tokens_per_s"] / case.figures["plain_tokens_per_s"])
     assert results.figure("accepted", batch=1, drafts="ngram") == 1, "the answer is one token again and again"
+
+
+def test_speculative_has_the_cost_of_a_draft_model_in_the_arms_of_known_quality(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = ("--batches", "2", "--right", "1", "--prompt", "16", "--tokens", "24", "--draft-layers", "1")
+    results = run(monkeypatch, tmp_path, speculative, *words, "--draft-hidden", "128", "--repeats", "1", *ONE_THREAD)
+    assert results.figure("accepted", batch=2, drafts="1.0") == 1

@@ -1,6 +1,6 @@
 """A program that runs snippets under Triton's interpreter, each in a process of its own.
 
-It has imported torch and triton already, which takes longer than most snippets, and forks for each. It reads from its
+It has imported already what snippets need, which takes longer than most of them, and forks for each. It reads from its
 input lines of JSON, [snippet, file for what it prints], and answers each with the snippet's exit status. It ends with
 its input.
 """
@@ -13,10 +13,13 @@ import sys
 import traceback
 
 import numpy as np
+import pytest  # noqa: F401  # Snippets import test modules, which import it.
 import torch
 import triton
 import triton.language as tl
 from triton.runtime import interpreter
+
+from tests.kernels.quick_interpreter import make_quick
 
 _convert_float = interpreter._convert_float
 
@@ -68,6 +71,8 @@ def run(snippet: str, printed: str) -> int:
 
 def main() -> None:
     interpreter._convert_float = convert_float
+    make_quick()
+    torch.testing.assert_close(torch.zeros(1), torch.zeros(1))  # The first call imports five hundred modules.
     assert triton.knobs.runtime.interpret and len(os.listdir("/proc/self/task")) == 1, "a fork copies one thread only"
     for line in sys.stdin:
         print(run(*json.loads(line)), flush=True)

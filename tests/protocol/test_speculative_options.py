@@ -19,9 +19,13 @@ def test_it_is_vllms_dict_or_an_object_or_nothing() -> None:
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        ({"method": "ngram", "model": "draft"}, "'model' is not known. Known: method, num_speculative_tokens"),
+        ({"method": "ngram", "draft": "x"}, "'draft' is not known. Known: method, num_speculative_tokens"),
+        ({"method": "ngram", "model": "x"}, "model='x' has no use with method='ngram'"),
+        ({"method": "draft_model"}, "model=None must be the folder of a draft model"),
+        ({"method": "draft_model", "model": "x", "prompt_lookup_max": 3}, "have no use with method='draft_model'"),
         ({"num_speculative_tokens": 4}, "method is missing. Give method='ngram'"),
-        ({"method": "eagle3"}, "method='eagle3' is not served. The only method is 'ngram'"),
+        ({"method": "medusa", "model": "x"}, "method='medusa' is not served. The methods are 'ngram'"),
+        ({"method": "eagle3"}, "model=None must be the folder of a draft model or head with method='eagle3'"),
         ({"method": "ngram", "num_speculative_tokens": 9}, r"num_speculative_tokens=9 must be an integer in \[1, 8\]"),
         ({"method": "ngram", "num_speculative_tokens": 0}, r"num_speculative_tokens=0 must be an integer in \[1, 8\]"),
         ({"method": "ngram", "num_speculative_tokens": 2.0}, "num_speculative_tokens=2.0 must be an integer"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lorafleet.protocol.adapter_formats.adapter_files import stored_files
 from stores import stop_all
 
 Files = dict[str, bytes]
@@ -30,7 +31,7 @@ def make_files() -> Callable[..., Files]:
 @pytest.fixture(scope="session")
 def read_files() -> Callable[[Path], Files]:
     def read(folder: Path) -> Files:
-        return {file.name: file.read_bytes() for file in folder.iterdir()}
+        return {name: file.read_bytes() for name, file in stored_files(folder).items()}
 
     return read
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from file_server import FileServer
-from lorafleet.protocol.adapter_formats.adapter_files import LANGUAGE_NAMES
+from lorafleet.protocol.adapter_formats.adapter_files import OPTIONAL_NAMES
 from lorafleet.protocol.errors import (
     AdapterChanged,
     AdapterMalformed,
@@ -62,7 +62,7 @@ def test_an_adapter_is_fetched_from_any_server(
     uri = server.put("/a", make_files(1, LARGE))
     with make_store(tmp_path, f"{server.url}/").open(uri) as found:
         assert read_files(found) == make_files(1, LARGE)
-    assert len(server.requests) == requests + len(LANGUAGE_NAMES)
+    assert len(server.requests) == requests + len(OPTIONAL_NAMES)
 
 
 def test_the_tokenizer_and_chat_template_come_along_and_count(
@@ -75,6 +75,21 @@ def test_the_tokenizer_and_chat_template_come_along_and_count(
     with store.open(uri, first) as found:
         assert read_files(found) == make_files() | language
     server.put("/a", make_files() | language | {"chat_template.jinja": b"b"})
+    assert store.fetch(uri) != first
+
+
+def test_a_draft_lora_comes_along_and_counts(
+    server: FileServer, make_files: Make, read_files: Read, tmp_path: Path
+) -> None:
+    draft = {f"draft/{name}": content for name, content in make_files(7).items()}
+    uri = server.put("/a", make_files() | draft)
+    store = make_store(tmp_path, f"{server.url}/")
+    first = store.fetch(uri)
+    with store.open(uri, first) as found:
+        assert read_files(found) == make_files() | draft
+    assert store.cache.counts().num_bytes >= sum(map(len, (make_files() | draft).values()))
+    assert store.fetch(server.put("/b", make_files())) != first
+    server.put("/a", {"draft/adapter_model.safetensors": b"other"})
     assert store.fetch(uri) != first
 
 
@@ -201,7 +216,7 @@ def test_a_redirect_to_what_is_no_url_is_an_error_of_the_server(
 ) -> None:
     server.redirects["/public/a/adapter_config.json"] = location.encode().decode("latin-1")
     with pytest.raises(AdapterUnavailable):
-        make_store(tmp_path, f"{server.url}/public/", timeout_s=5.0).fetch(f"{server.url}/public/a")
+        make_store(tmp_path, f"{server.url}/public/", timeout_s=1.0).fetch(f"{server.url}/public/a")
 
 
 def test_without_a_configuration_no_url_is_asked_for(server: FileServer, tmp_path: Path) -> None:

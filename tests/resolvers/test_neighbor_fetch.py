@@ -133,6 +133,7 @@ def test_an_adapter_comes_from_the_neighbor_though_its_source_is_gone(
     source: FileServer, node: Callable[..., Node], make_files: Make, read_files: Read
 ) -> None:
     files = make_files(1, LARGE) | {"tokenizer_config.json": b"{}"}
+    files |= {f"draft/{name}": content for name, content in make_files(7).items()}
     uri, first = source.put("/a", files), node()
     digest = first.store.fetch(uri)
     num_asked = len(source.requests)

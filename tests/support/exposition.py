@@ -78,7 +78,6 @@ def _metrics(folder: Path) -> Metrics:
     stats = EngineStats(
         steps=StepStats(on_gpu=[GPUSteps("decode", True, 8, 1, 0.005)]),
         memory_bytes={"weights": 1, "kv_cache": 1},
-        undrafted_total={"structured_output": 1},
         kv_events=KVEventStats(5557, 2, 1),
     )
     metrics = Metrics(lambda: stats, "base", "r1")

@@ -364,7 +364,7 @@ ADAPTERS = [
     Limit("`adapter_config.json`", size(adapter_files.MAX_CONFIG_BYTES), "", MALFORMED),
     Limit("`adapter_model.safetensors`", size(adapter_files.MAX_WEIGHTS_BYTES), "", MALFORMED),
     Limit("`adapter_model.bin`", size(adapter_files.MAX_BIN_BYTES), "", MALFORMED),
-    *(Limit(f"`{name}`", size(most), "", MALFORMED) for name, most in adapter_files.LANGUAGE_NAMES.items()),
+    *(Limit(f"`{name}`", size(most), "", MALFORMED) for name, most in adapter_files.OPTIONAL_NAMES.items()),
     Limit("upload", f"{MAX_UPLOAD_BYTES:,} bytes", "", "413 `body_too_large`"),
     Limit("push of tensors", size(tensor_push.MAX_PUSH_BYTES), "", "413 `body_too_large`"),
     Limit("time to receive a push of tensors", seconds(upload_tensors.MAX_READ_S), "", "408 `body_timeout`"),

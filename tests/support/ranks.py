@@ -11,8 +11,10 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -20,7 +22,13 @@ from lorafleet.offline.llm import LLM
 from lorafleet.workers.tp.group import TPGroup
 
 TIMEOUT_S = 120
-PRELOADED = ["lorafleet.offline.llm", "peft", "torch.distributed", "transformers.models.auto.modeling_auto"]
+PRELOADED = [
+    "lorafleet.offline.llm",
+    "lorafleet.workers.follower",
+    "peft",
+    "torch.distributed",
+    "transformers.models.auto.modeling_auto",
+]
 
 
 def on_ranks(size: int, function: Callable[..., Any], *arguments: Any, device: str = "cpu") -> list[Any]:
@@ -67,8 +75,8 @@ def _processes(device: str) -> multiprocessing.context.SpawnContext | multiproce
     On "cuda" a rank must see its own GPU before it imports anything.
     """
     if device == "cuda":
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
+        return get_context("spawn")
+    context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
 
@@ -116,15 +124,19 @@ def _load(source: str, name: str) -> Callable[..., Any]:
 
 
 def start_llm(folder: str, size: int, **options: Any) -> LLM:
-    """Starts an engine over `size` ranks with one thread each; prompts over 64 tokens take more than one step."""
-    return LLM(
-        folder,
-        device="cpu",
-        dtype="float32",
-        kv_cache_tokens=2048,
-        max_num_batched_tokens=64,
-        max_num_seqs=16,
-        tensor_parallel_size=size,
-        cpu_threads=1,
-        **{"enable_lora": False, **options},
-    )
+    """Starts an engine over `size` ranks with one thread each; prompts over 64 tokens take more than one step.
+
+    The ranks are forked, as those of on_ranks() are. test_failures.py starts them as applications do.
+    """
+    with patch.object(multiprocessing, "get_context", lambda _: _processes("cpu")):
+        return LLM(
+            folder,
+            device="cpu",
+            dtype="float32",
+            kv_cache_tokens=2048,
+            max_num_batched_tokens=64,
+            max_num_seqs=16,
+            tensor_parallel_size=size,
+            cpu_threads=1,
+            **{"enable_lora": False, **options},
+        )

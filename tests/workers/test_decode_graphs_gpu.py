@@ -27,6 +27,7 @@ FAMILIES = (
     "cohere2",
     "qwen3_5",
     "qwen3_next",
+    "qwen3_5_moe",
 )
 LENGTHS = (3, 45, 17, 150, 1)
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)

@@ -21,12 +21,16 @@ from torch import Tensor
 from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.protocol.adapter_formats.adapter_classifier import read_classifier
 from lorafleet.protocol.adapter_formats.adapter_files import (
+    DRAFT_CONFIG_NAME,
+    DRAFT_NAMES,
+    DRAFT_WEIGHTS_NAME,
     AdapterFolder,
     check_same_config,
     language_digest,
     new_digest,
     open_weights,
     read_config,
+    read_draft,
     read_language,
 )
 from lorafleet.protocol.adapter_formats.adapter_rope import DEFAULTS_NAME, read_adapter_rope
@@ -64,6 +68,7 @@ class ReadAdapter:
     read_s: float  # seconds spent reading the values
     language: str = ""  # language_digest of its tokenizer and chat template files
     block: Tensor | None = None  # ReadTargets.block, in which values may lie
+    draft: SealedContent | None = None  # its draft LoRA, not checked yet; None if it has none
 
     @property
     def digest(self) -> str:
@@ -97,11 +102,11 @@ def read_adapter(
         reader: threads that read the values and compute their digest.
         place: called once the tensors' names and shapes are checked.
     """
-    with _about(name), _opened(source, expected_digest, reader) as (helper, language, weights):
+    with _about(name), _opened(source, expected_digest, reader) as (helper, optional, weights):
         parts = AdapterParts.of(helper, weights.infos, base, max_rank)
         _check_rank_limit(parts, name, max_rank)
-        stated = read_adapter_rope(helper.fields, language.get(DEFAULTS_NAME))
-        read_classifier(helper.fields, language.get(DEFAULTS_NAME), weights.infos)  # rejects wrong labels
+        stated = read_adapter_rope(helper.fields, optional.get(DEFAULTS_NAME))
+        read_classifier(helper.fields, optional.get(DEFAULTS_NAME), weights.infos)  # rejects wrong labels
         rope = own_rope(stated, base, bool(parts.invocation_tokens))
         reading = time.perf_counter()
         loaded, block = _load(weights, parts, place)
@@ -113,14 +118,15 @@ def read_adapter(
         _check_values(loaded, dtype)
         forms = parts.forms(loaded.by_name, rope)
         _check_forms(forms, loaded, dtype)
-    return ReadAdapter(forms, content, read_s, language_digest(language), block)
+    language = {name: content for name, content in optional.items() if name not in DRAFT_NAMES}
+    return ReadAdapter(forms, content, read_s, language_digest(language), block, _draft(optional))
 
 
 @contextmanager
 def _opened(
     source: str | os.PathLike[str] | SealedContent, expected_digest: str, reader: ParallelReader | None
 ) -> Iterator[tuple[PEFTHelper, dict[str, bytes], WeightsFile]]:
-    """Yields the config, the language files and the weights, which must be loaded within the block."""
+    """Yields the config, the optional files and the weights, which must be loaded within the block."""
     if isinstance(source, SealedContent):
         yield PEFTHelper.from_bytes(source.config), {}, MemoryFile(source.weights, expected_digest, reader)
         return
@@ -128,10 +134,16 @@ def _opened(
     config = read_config(folder)
     helper = PEFTHelper.from_bytes(config)
     with open_weights(folder) as file:
-        language = read_language(folder)
-        digest = new_digest(config, file.name, file.size, language)
-        yield helper, language, read_weights(file, digest, reader, expected_digest)
+        optional = read_language(folder) | read_draft(folder)
+        digest = new_digest(config, file.name, file.size, optional)
+        yield helper, optional, read_weights(file, digest, reader, expected_digest)
     check_same_config(folder, config)
+
+
+def _draft(optional: Mapping[str, bytes]) -> SealedContent | None:
+    if DRAFT_WEIGHTS_NAME not in optional:
+        return None
+    return SealedContent(optional[DRAFT_CONFIG_NAME], memoryview(bytearray(optional[DRAFT_WEIGHTS_NAME])))
 
 
 def _load(weights: WeightsFile, parts: AdapterParts, place: Place | None) -> tuple[LoadedTensors, Tensor | None]:

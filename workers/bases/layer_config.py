@@ -63,14 +63,17 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         is_special = self.is_fused or self.qk_norm == "row"
-        assert not is_special or (self.row_heads == "qkv" and not self.has_output_gate)
+        assert not is_special or self.row_heads == "qkv"
+        assert not self.has_output_gate or self.row_heads == "qgkv"
 
     @property
     def row_heads(self) -> RowHeads:
         """The parts of q, k and v that the layer's first linear computes."""
         if self.cache_layer is not None:
             return "q"
-        return "qk" if self.k_is_v else "qkv"
+        if self.k_is_v:
+            return "qk"
+        return "qgkv" if self.has_output_gate else "qkv"
 
     @property
     def absent(self) -> tuple[str, ...]:
@@ -97,7 +100,7 @@ class AttentionConfig:
             outputs = heads, kv_heads, kv_heads
             return (Projection("self_attn.qkv_proj", hidden, outputs, self.qkv_bias),), (o,)
         queries = Units(self.num_heads, self.head_dim * (2 if self.has_output_gate else 1))
-        parts = {part: queries if part == "q" else kv_heads for part in self.row_heads}
+        parts = {part: queries if part == "q" else kv_heads for part in self.row_heads if part != "g"}
         qkv = (Projection(f"self_attn.{part}_proj", hidden, (units,), self.qkv_bias) for part, units in parts.items())
         return tuple(qkv), (o,)
 

@@ -1,5 +1,8 @@
-"""Holds the states of recurrent layers: one slot for each running sequence, one for the padding of captured steps, and
-one for each snapshot from which the prefix cache lets other sequences resume.
+"""Holds the states of recurrent layers: one slot for each running sequence, one for the padding of captured steps, one
+for each snapshot from which the prefix cache lets other sequences resume, and one for each draft token of a step.
+
+A step with drafts writes the state behind each of a sequence's tokens to a slot of its own. The sequence goes on with
+the one behind its last accepted draft, so nothing is copied or computed again when a draft is wrong.
 
 Rank 0's scheduler assigns the slots (workers/schedule/state_slots.py, state_snapshots.py). A slot is never cleared: a
 sequence's first step takes its state to be zero, whatever the slot holds, unless it begins with a snapshot's copy.
@@ -47,12 +50,14 @@ class StateCache:
         dtype: torch.dtype,
         device: torch.device,
         num_snapshots: int = 0,
+        num_drafts: int = 0,
     ) -> None:
-        """`shapes` are this rank's, as in Shard.local."""
+        """`shapes` are this rank's, as in Shard.local. `num_drafts` is the largest number of draft tokens in a step."""
         self.padding_slot = max_num_seqs  # No sequence has it.
         self._device = device
-        num_slots = max_num_seqs + 1 + num_snapshots
-        self.snapshot_slots = range(max_num_seqs + 1, num_slots)
+        self.snapshot_slots = range(max_num_seqs + 1, max_num_seqs + 1 + num_snapshots)
+        self.draft_slots = range(self.snapshot_slots.stop, self.snapshot_slots.stop + num_drafts)
+        num_slots = self.draft_slots.stop
         self.layers = [
             LayerStates(
                 torch.zeros(num_slots, *shape.conv, dtype=dtype, device=device),
@@ -76,7 +81,7 @@ class StateCache:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot."""
-        return self.num_bytes // self.snapshot_slots.stop
+        return self.num_bytes // self.draft_slots.stop
 
     @property
     def num_bytes(self) -> int:
@@ -96,9 +101,11 @@ class StateCache:
 
     def of_step(self, plan: StepPlan) -> StepStates:
         lens = plan.attention.query_lens
-        return StepStates(self.layers, RecurrentBatch.build(lens, plan.state_slots, plan.begins, self._device))
+        batch = RecurrentBatch.build(lens, plan.state_slots, plan.begins, self._device, plan.kept_states)
+        return StepStates(self.layers, batch)
 
-    def of_padding(self, query_lens: Sequence[int]) -> StepStates:
+    def of_padding(self, query_lens: Sequence[int], *, has_drafts: bool = False) -> StepStates:
         """Returns the states of a step that no sequence has, such as one that warms up or is captured."""
         slots, is_new = [self.padding_slot] * len(query_lens), [True] * len(query_lens)
-        return StepStates(self.layers, RecurrentBatch.build(query_lens, slots, is_new, self._device))
+        kept = [self.draft_slots[0]] * sum(query_lens) if has_drafts else []
+        return StepStates(self.layers, RecurrentBatch.build(query_lens, slots, is_new, self._device, kept))

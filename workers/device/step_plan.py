@@ -38,6 +38,8 @@ class StepPlan:
     # (from, to) of states that are copied before the step, out of snapshots, and after it, into snapshots.
     resumed_states: list[tuple[int, int]] = field(default_factory=list)
     state_snapshots: list[tuple[int, int]] = field(default_factory=list)
+    # Slot to which the state behind each token is written too, or NOT_KEPT. Empty if no sequence has drafts.
+    kept_states: list[int] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

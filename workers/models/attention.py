@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lorafleet.kernels.decoder.head_gate import head_gate
 from lorafleet.kernels.decoder.rms_norm import NormWeight
 from lorafleet.kernels.decoder.rope_store import rotate_and_store
-from lorafleet.kernels.extras.affine import apply_affine
 from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.kernels.lora.lora_batch import LoRABatch
 from lorafleet.workers.attention.attention_backend import AttentionBackend, KVCache
@@ -72,9 +72,7 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, step: StepContext) -> LinearOutput:
         cache = step.caches[self.index]
-        qkv, gate_THP = self.qkv_proj(x_TD, step.lora), None
-        if self.config.has_output_gate:
-            qkv, gate_THP = self._without_gate(qkv)
+        qkv = self.qkv_proj(x_TD, step.lora)
         if self.row_norm is not None:
             qkv = self.row_norm(qkv, step.lora)
         q_norm, k_norm = self._head_norms(step.lora)
@@ -97,17 +95,10 @@ class Attention(nn.Module):
         if self.config.temperature is not None:
             q_THP = q_THP * temperature(self.config.temperature, step.position_T).to(q_THP.dtype)[:, None, None]
         attended = step.attention.attend(self.index, q_THP)
-        if gate_THP is not None:
-            attended = attended * gate_THP.sigmoid()
+        if self.config.has_output_gate:
+            attended = head_gate(attended.contiguous(), qkv)
         out: LinearOutput = self.o_proj(attended.reshape(x_TD.shape[0], -1), step.lora)
         return out
-
-    def _without_gate(self, qkv: LinearOutput) -> tuple[LinearOutput, Tensor]:
-        """Returns q, k and v, and the gates of the heads' results [T, H, P]."""
-        config, summed_TE = self.config, apply_affine(qkv)
-        queries_TE, rest_TE = summed_TE.tensor_split((2 * config.q_size,), dim=1)
-        q_THP, gate_THP = queries_TE.unflatten(1, (config.num_heads, -1)).chunk(2, dim=2)
-        return LinearOutput(torch.cat((q_THP.flatten(1), rest_TE), dim=1)), gate_THP
 
     def norms(self) -> dict[str, Norm]:
         """Returns the norms by their module paths below the layer."""

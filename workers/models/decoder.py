@@ -25,6 +25,7 @@ from lorafleet.workers.models.alternating_updates import Streams
 from lorafleet.workers.models.attention import Attention, StepContext
 from lorafleet.workers.models.decoder_layer import DecoderLayer
 from lorafleet.workers.models.delta_net import DeltaNet
+from lorafleet.workers.models.feature_taps import FeatureTaps
 from lorafleet.workers.models.layers import Norm, PackedLinear, ResidualSum
 from lorafleet.workers.models.linear_weights import LinearWeights
 from lorafleet.workers.models.mamba2 import Mamba2, ParallelMixer
@@ -67,6 +68,7 @@ class DecoderModel(nn.Module):
         self.per_layer: PerLayerEmbedding | None = None
         if config.per_layer is not None:
             self.per_layer = PerLayerEmbedding(config, config.per_layer, group, dtype, device)
+        self.taps: FeatureTaps | None = None  # Set while an EAGLE-3 head drafts from the hidden states.
         self.streams = None if config.altup is None else Streams(config, config.altup, dtype, device)
         weights = LinearWeights(dtype, device)
         for names, linear in self.packed_linears():
@@ -112,7 +114,11 @@ class DecoderModel(nn.Module):
                 stream_NTD = layer.alternate(stream_NTD, step)
             return self._last.read(self.streams.merge(stream_NTD, lora), lora)
         for layer, next_sum in zip(self.decoder_layers(), later, strict=True):
+            if self.taps is not None:
+                self.taps.take(layer.index, residual_TD)
             x_TD = layer(x_TD, residual_TD, step, next_sum)
+        if self.taps is not None:
+            self.taps.store(slot_mapping_T)
         return x_TD
 
     def logits(self, x_TD: Tensor) -> Tensor:

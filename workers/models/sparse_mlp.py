@@ -22,7 +22,14 @@ from lorafleet.kernels.lora.lora_batch import LoRABatch
 from lorafleet.kernels.moe.expert_activation import ExpertActivation, activate_experts
 from lorafleet.kernels.moe.expert_codes import ExpertCodes, ExpertMatrix
 from lorafleet.kernels.moe.expert_lora import ExpertLoRA
-from lorafleet.kernels.moe.moe import ExpertMatrices, experts_mlp, route
+from lorafleet.kernels.moe.few_tokens import (
+    FewTokenMixture,
+    FewTokenRouter,
+    SharedWeights,
+    few_token_choice,
+    few_token_mixture,
+)
+from lorafleet.kernels.moe.moe import ExpertMatrices, Routing, experts_mlp, route
 from lorafleet.kernels.moe.moe_torch import SharedOutput
 from lorafleet.kernels.quant.base_weight import PlainWeight
 from lorafleet.workers.bases.experts_config import ExpertsConfig
@@ -53,6 +60,12 @@ class SharedExpert(nn.Module):
         y_TD = apply_affine(self.down_proj(inner_TI, batch))
         return SharedOutput(y_TD, None if self.weight_gate is None else apply_affine(self.weight_gate(x_TD, batch)))
 
+    @property
+    def weights(self) -> SharedWeights:
+        """The weights, which are plain."""
+        gate_1D = None if self.weight_gate is None else self.weight_gate.weight.dequantized()
+        return SharedWeights(self.gate_up_proj.weight.dequantized(), self.down_proj.weight.dequantized(), gate_1D)
+
     def packed_linears(self) -> list[PackedLinear]:
         return [linear for linear in (self.gate_up_proj, self.down_proj, self.weight_gate) if linear is not None]
 
@@ -63,7 +76,8 @@ class SparseMLP(nn.Module):
     gate_up_EUD has, for each expert, the rows of its gate_proj and then of its up_proj. It and down_EDI are set by
     hold(), since they may be quantized. lora is for gate_up and for down. It is None until adapters are enabled.
     adds_bias is True on the one rank that adds the biases of down. recorded_TK receives the router's choices, if they
-    are recorded (workers/device/routed_experts.py).
+    are recorded (workers/device/routed_experts.py). few_tokens is set while workers/step/few_token_kernels.py captures
+    a step in which the kernels for few tokens compute the mixture, or its router alone.
     """
 
     gate_up_EUD: ExpertMatrix
@@ -88,7 +102,6 @@ class SparseMLP(nn.Module):
         if experts.latent_size is not None:
             into, out, *of_shared = of_shared
             self.latent = nn.ModuleList(PackedLinear.of(linear, dtype, device) for linear in (into, out))
-        width = experts.latent_size or hidden_size
         self.gate_up_bias_EU: nn.Parameter | None = None
         self.down_bias_ED: nn.Parameter | None = None
         if experts.biases:
@@ -97,16 +110,20 @@ class SparseMLP(nn.Module):
         self.correction_E = self._vector(experts.correction_name, device)
         self.scale_E = self._vector(experts.expert_scale_name, device)
         self.shared = SharedExpert(of_shared, experts.activation, dtype, device) if of_shared else None
-        self.down_shape = count, width, inner
         self._adds_bias = adds_bias
         self._matrices: ExpertMatrices | None = None
         self.lora: tuple[ExpertLoRA, ExpertLoRA] | None = None
         self.recorded_TK: Tensor | None = None
+        self.few_tokens: FewTokenMixture | FewTokenRouter | None = None
 
     @property
     def gate_up_shape(self) -> tuple[int, int, int]:
         count, width, inner = self.down_shape
         return count, 2 * inner if self.experts.is_gated else inner, width
+
+    @property
+    def down_shape(self) -> tuple[int, int, int]:
+        return self.experts.count, self.experts.latent_size or self.gate.in_features, self.experts.intermediate_size
 
     def hold(self, gate_up_EUD: ExpertMatrix, down_EDI: ExpertMatrix) -> None:
         """Sets the experts' weights, which are filled later."""
@@ -123,12 +140,10 @@ class SparseMLP(nn.Module):
     def forward(self, x_TD: Tensor, batch: LoRABatch | None, router_x_TD: Tensor | None = None) -> LinearOutput:
         """Returns the mixture's output on this rank. router_x is the router's input, if that is not x."""
         assert self._matrices is not None
-        router_x_TD = x_TD if router_x_TD is None else router_x_TD
-        if self.experts.router_float32:
-            router_x_TD = router_x_TD.float()
-        logits_TE = apply_affine(self.gate(router_x_TD, batch))
-        recorded_TK = None if self.recorded_TK is None else self.recorded_TK[: len(logits_TE)]
-        routing = route(logits_TE, self.experts.rule, self.correction_E, self.scale_E, recorded_TK)
+        recorded_TK = None if self.recorded_TK is None else self.recorded_TK[: len(x_TD)]
+        if isinstance(self.few_tokens, FewTokenMixture):
+            return few_token_mixture(x_TD, self.few_tokens, recorded_TK)
+        routing = self._routing(x_TD if router_x_TD is None else router_x_TD, batch, recorded_TK)
         adapters = None
         if batch is not None and batch.has_experts and self.lora is not None:
             adapters = self.lora[0].in_step(batch), self.lora[1].in_step(batch)
@@ -145,6 +160,31 @@ class SparseMLP(nn.Module):
         """Whether the experts have codes of four bits that the CUDA kernels read."""
         assert self._matrices is not None
         return self._matrices.are_tiled
+
+    def _routing(self, x_TD: Tensor, batch: LoRABatch | None, out_TK: Tensor | None) -> Routing:
+        """Returns the router's choice, which is written to out_TK if there is that memory."""
+        if isinstance(self.few_tokens, FewTokenRouter):
+            return Routing(*few_token_choice(x_TD, self.few_tokens, out_TK))
+        logits_TE = apply_affine(self.gate(x_TD.float() if self.experts.router_float32 else x_TD, batch))
+        return route(logits_TE, self.experts.rule, self.correction_E, self.scale_E, out_TK)
+
+    def for_few_tokens(self, early: bool) -> FewTokenMixture | FewTokenRouter | None:
+        """Returns what the kernels for few tokens read: those of the whole mixture, or of its router, or None."""
+        experts, gate_up_EUD, down_EDI = self.experts, self.gate_up_EUD, self.down_EDI
+        # A FixedWeight's bits must not change.
+        if experts.router_bias or type(self.gate.weight) is not PlainWeight:
+            return None
+        weight_ED = self.gate.weight.dequantized()
+        router = FewTokenRouter(weight_ED, experts.rule, self.correction_E, self.scale_E, early)
+        is_other = experts.biases or experts.scales_input or not experts.is_gated or self.latent is not None
+        if is_other or experts.beside is not None:
+            return router
+        if isinstance(gate_up_EUD, ExpertCodes) or isinstance(down_EDI, ExpertCodes):
+            return router
+        if any(type(linear.weight) is not PlainWeight for linear in self.packed_linears()):
+            return router
+        shared = None if self.shared is None else self.shared.weights
+        return FewTokenMixture(router, gate_up_EUD.data, down_EDI.data, experts.activation, shared)
 
     def weight_kinds(self) -> list[type[object]]:
         """Returns the classes of the weights of gate_up and down: PlainWeight, or that of the quantized weight."""

@@ -95,6 +95,8 @@ class Sequence:
     slot: int | None = None  # The adapter's slot while the sequence holds it.
     blocks: SequenceBlocks | None = None  # None while the sequence waits.
     state_slot: int | None = None  # Slot of its recurrent state while it runs, if the model has such layers.
+    # Slots for the states behind its own tokens of a step with drafts and behind each draft but the last.
+    draft_slots: list[int] = field(default_factory=list)
     snapshots: SequenceSnapshots | None = None  # None while it waits, or if there are no snapshots.
     arrival: Arrival | None = None  # Set while its KV blocks come back from a tier; it is in no step then.
     avoids_tiers: bool = False  # A state did not come back for it, so it is computed without the tiers.

@@ -120,7 +120,8 @@ class SequenceMemory:
             sequence.slot = None
         if sequence.state_slot is not None and self._states is not None:
             self._states.give_back(sequence.state_slot)
-            sequence.state_slot = None
+            self._states.give_back_drafts(sequence.draft_slots)
+            sequence.state_slot, sequence.draft_slots = None, []
         if self.snapshots is not None:
             self.snapshots.end(sequence)
 
@@ -175,11 +176,16 @@ class SequenceMemory:
         than leave num_spare."""
         blocks, start = chunk.sequence.blocks, chunk.sequence.num_computed + chunk.num_tokens
         assert blocks is not None
+        if self.snapshots is not None:
+            drafts = drafts[: self.snapshots.drafts_until_stop(chunk.sequence, start)]
         num_missing = self._kv.num_missing(blocks, start + len(drafts))
         if num_missing > 0:
             if num_missing + num_spare <= self._kv.num_free:
                 self._kv.grow(blocks, start + len(drafts))
             drafts = drafts[: len(blocks.table) * self._kv.block_size - start]
+        if self._states is not None:
+            chunk.sequence.draft_slots = self._states.take_for_drafts(len(drafts))
+            drafts = drafts[: len(chunk.sequence.draft_slots)]
         num_tokens = chunk.num_tokens + len(drafts)
         return Chunk(chunk.sequence, num_tokens, chunk.resumes_from, chunk.snapshot, drafts)
 
@@ -205,6 +211,14 @@ class SequenceMemory:
         """Records that the step of the chunk is in flight, and that its sequence goes on behind it."""
         if self.snapshots is not None:
             self.snapshots.launched(chunk)
+
+    def verified(self, sequence: Sequence, num_accepted: int) -> None:
+        """Records how many drafts of a step were accepted. The sequence goes on with the state behind them."""
+        if sequence.draft_slots and self._states is not None:
+            slots = [*sequence.draft_slots, sequence.state_slot]
+            sequence.state_slot = slots.pop(num_accepted)
+            self._states.give_back_drafts([slot for slot in slots if slot is not None])
+            sequence.draft_slots = []
 
     def must_restart(self, sequence: Sequence) -> bool:
         """Returns whether a sequence is now so long that all of its keys must be rotated differently."""

@@ -87,7 +87,23 @@ class SnapshotPolicy:
             return end == held.stops[0]
         if end <= sequence.num_prompt or end % self._block_size or end - held.last < SPACING:
             return False
+        return self._takes_in_answers
+
+    @property
+    def _takes_in_answers(self) -> bool:
+        """Whether sequences take snapshots while they decode."""
         return 2 * self._num_sequences <= self.pool.num_slots
+
+    def drafts_until_stop(self, sequence: Sequence, end: int) -> int:
+        """Returns how many drafts a sequence may have behind its first `end` tokens. If they were all accepted, its
+        next token would be the last before a snapshot is taken."""
+        held = sequence.snapshots
+        assert held is not None
+        if not self._takes_in_answers:
+            return sequence.num_remaining
+        size = self._block_size
+        stop = -(-max(held.last + SPACING, end + 1) // size) * size
+        return stop - end - 1
 
     def launched(self, chunk: Chunk) -> None:
         """Records that the step of the chunk is in flight, and that its sequence goes on behind it. Later steps may

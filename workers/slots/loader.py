@@ -17,9 +17,9 @@ from typing import TypeVar
 
 import torch
 
-from lorafleet.protocol.adapter_formats.adapter_files import AdapterFolder
+from lorafleet.protocol.adapter_formats.adapter_files import DRAFT_FOLDER, AdapterFolder
 from lorafleet.protocol.adapter_formats.sealed_memory import SealedContent, map_sealed
-from lorafleet.protocol.errors import AdapterMissing, LorafleetError
+from lorafleet.protocol.errors import AdapterError, AdapterMissing, LorafleetError
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.lora_request import LoRARequest, SealedAdapter
 from lorafleet.resolvers.fetch_metrics import FetchTotals
@@ -65,10 +65,13 @@ class AdapterLoader:
         store: AdapterStore,
         reader: ParallelReader | None = None,
         check: Callable[[LoRAModel], None] | None = None,
+        drafts: AdapterLoader | None = None,
     ) -> None:
-        """`check` raises an AdapterError for an adapter that this server does not serve."""
+        """`check` raises an AdapterError for an adapter that this server does not serve. `drafts` packs draft LoRAs for
+        the draft model, and ends with this loader; None if there is no such model."""
         self._store = store
         self._check = check
+        self._drafts = drafts
         self._base = base
         self._config = config
         self._parts = slots.base_parts
@@ -105,11 +108,14 @@ class AdapterLoader:
         self._store.stop()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._reader.stop()
+        if self._drafts is not None:
+            self._drafts._reader.stop()
 
     def free(self) -> None:
         """Frees the pinned memory. Call it after stop(), once no copy reads a packed adapter."""
-        if self._pinned is not None:
-            self._pinned.close()
+        for loader in (self, self._drafts):
+            if loader is not None and loader._pinned is not None:
+                loader._pinned.close()
 
     def _load(self, lora: LoRARequest) -> PackedAdapter:
         """Loads one adapter; runs in a pool thread."""
@@ -157,7 +163,20 @@ class AdapterLoader:
             reader=self._reader,
             place=self._place if self._sharding.group.size == 1 else None,
         )
-        return self._pack(model)  # It waits for the digest, which a damaged folder must not have.
+        packed = self._pack(model)  # It waits for the digest, which a damaged folder must not have.
+        if self._drafts is None or model.draft is None:
+            return packed
+        return replace(packed, draft=self._drafts._pack_draft(lora, packed.info.digest, model.draft))
+
+    def _pack_draft(self, lora: LoRARequest, digest: str, content: SealedContent) -> PackedAdapter | None:
+        """Packs an adapter's draft LoRA for the draft model. Returns None if it does not fit this one, since the
+        adapter's answers are the same without it."""
+        draft = LoRARequest(f"{lora.lora_name}/{DRAFT_FOLDER}", lora.lora_int_id, "", digest)
+        try:
+            return self._read(draft, content)
+        except AdapterError as error:
+            log.warning("adapter %s is served without its draft LoRA: %s", digest[:12], error.message)
+            return None
 
     def _mix(self, lora: LoRARequest, waited: _Waited) -> LoRAModel:
         started = time.perf_counter()

@@ -19,6 +19,7 @@ from lorafleet.workers.slots.cpu_tier import CPUTier
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.packed_adapter import PackedAdapter
 from lorafleet.workers.slots.slot_policy import Slot
+from lorafleet.workers.speculation.draft_slots import DraftSlots
 from lorafleet.workers.tp.rank_messages import EmptySlot, FillSlot, Order
 from lorafleet.workers.weak_method import weak
 
@@ -37,6 +38,7 @@ class SlotFiller:
         send: Sends an order to the other ranks, which fill theirs likewise.
         sharing: The pool from which adapters may borrow memory, and the requests by which it knows their worth. None if
             their memory is fixed.
+        drafts: The slots of the draft model, which hold the same adapters' draft LoRAs. None if there are none.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class SlotFiller:
         lives: AdapterLives,
         send: Callable[[Order], None],
         sharing: Sharing | None = None,
+        drafts: DraftSlots | None = None,
     ) -> None:
         self.pins: dict[str, LoRARequest] = {}  # By digest.
         self._manager = manager
@@ -53,6 +56,7 @@ class SlotFiller:
         self._cpu = cpu
         self._lives = lives
         self._send = send
+        self._drafts = drafts
         self.pool: PoolRoom | None = None  # The memory shared with KV blocks; None if the adapters' memory is fixed.
         if sharing is not None:
             self.pool = PoolRoom(*sharing, self._slots, self._room, weak(self.evict_everywhere))
@@ -148,6 +152,8 @@ class SlotFiller:
     def empty(self, slot: Slot) -> None:
         """Empties a slot for another reason than lack of room, such as that its adapter is dropped."""
         self._manager.deactivate(slot)
+        if self._drafts is not None:
+            self._drafts.empty(slot.index)
         self._send(EmptySlot(slot.index))
 
     def evict_everywhere(self, slot: Slot) -> None:
@@ -166,6 +172,8 @@ class SlotFiller:
     def close(self) -> None:
         if self.pool is not None:
             self.pool.close()
+        if self._drafts is not None:
+            self._drafts.wait_for_copies()
 
     def _waits_for_memory(
         self, adapter: PackedAdapter, slot: Slot, tenant: str, wanted: Sequence[str] = (), keep: Collection[str] = ()
@@ -185,11 +193,15 @@ class SlotFiller:
         self._lives.enter(lora.digest, AdapterState.COPYING, lora.lora_name)
         self._evict(slot)
         self._manager.activate(adapter, slot, tenant)
+        if self._drafts is not None:
+            self._drafts.fill(slot.index, adapter.draft)
         self._send(FillSlot(lora.digest, slot.index, slot.generation, list(slot.extents)))
 
     def _evict(self, slot: Slot) -> None:
         digest = slot.digest
         self._manager.evict(slot)
+        if self._drafts is not None:
+            self._drafts.empty(slot.index)
         if digest is not None:
             self._left(digest)
 

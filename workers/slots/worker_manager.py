@@ -28,6 +28,7 @@ from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.packed_adapter import PackedAdapter
 from lorafleet.workers.slots.slot_filler import Sharing, SlotFiller, owner
 from lorafleet.workers.slots.slot_policy import Slot
+from lorafleet.workers.speculation.draft_slots import DraftSlots
 from lorafleet.workers.tp.link import OtherRanks
 from lorafleet.workers.tp.rank_messages import ForgetShard, Order
 from lorafleet.workers.weak_method import weak
@@ -53,7 +54,7 @@ class WorkerLoRAManager:
         others: The replica's other ranks, which hold their parts of the same adapters in the same slots. An adapter is
             resident only once all ranks have it.
         wake: Called from a pool thread when a load has ended, to end the engine loop's sleep.
-        sharing: As in SlotFiller.
+        sharing: As in SlotFiller, and so is drafts.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class WorkerLoRAManager:
         others: OtherRanks | None,
         wake: Callable[[], None] = lambda: None,
         sharing: Sharing | None = None,
+        drafts: DraftSlots | None = None,
     ) -> None:
         self.model_manager = model_manager
         self.slots = model_manager.policy
@@ -74,7 +76,7 @@ class WorkerLoRAManager:
         self._cpu = CPUTier(config.cpu_loras, self.slots.demand)
         self._moves: deque[AdapterMove] = deque(maxlen=MAX_UNTAKEN)
         self._lives = AdapterLives(self._moves.append)
-        self.filler = SlotFiller(model_manager, self._cpu, self._lives, weak(self._send), sharing)
+        self.filler = SlotFiller(model_manager, self._cpu, self._lives, weak(self._send), sharing, drafts)
         self._wanted: frozenset[str] = frozenset()
         self._rejected: list[tuple[str, LorafleetError]] = []  # Digests and errors for the next poll().
 

@@ -4,11 +4,13 @@ A step with drafts takes longer. It computes more tokens, and steps do not overl
 tokens are drafted only if the step should give more tokens per second than one without drafts. What is needed for that
 is measured: how often drafts are accepted (acceptance.py), and how long steps take (step_pace.py). Now and then a step
 has no drafts, or drafts that should not pay, to learn whether that has changed.
+
+Where a grammar forces the next tokens, these are the drafts. They are always right, so they say nothing about others.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 
@@ -34,33 +36,41 @@ class Speculation:
     Args:
         most_tokens: Largest number of draft tokens of one sequence.
         most_sampled: Largest number of tokens that one step may choose.
+        most_drafts: Largest number of draft tokens in one step, or None if nothing else bounds it.
+        is_certain: Whether the drafter nearly always proposes as many tokens as are wanted, and takes its time for
+            that. Then it is asked only if so many pay, and once for a step.
     """
 
     def __init__(
-        self, drafter: Drafter, budget: StepBudget, most_tokens: int, most_sampled: int, pace: StepPace | None = None
+        self,
+        drafter: Drafter,
+        budget: StepBudget,
+        most_tokens: int,
+        most_sampled: int,
+        pace: StepPace | None = None,
+        *,
+        most_drafts: int | None = None,
+        is_certain: bool = False,
     ) -> None:
-        self.undrafted: Counter[str] = Counter()  # Sequences that got no drafts, by refusal().
-        self._drafter = drafter
+        self.drafter = drafter
         self._budget = budget
         self._most_tokens = most_tokens
         self._most_sampled = most_sampled
+        self._most_drafts = most_sampled if most_drafts is None else most_drafts
         self._pace = pace or StepPace()
+        self._is_certain = is_certain
         self._acceptances: dict[Sequence, Acceptance] = {}
         self._of_adapters: LRUCache[str, Acceptance] = LRUCache(MOST_ADAPTERS)  # By digest; "" for the base.
+        self._forced: dict[Sequence, list[int]] = {}  # Drafts that a grammar forces, of the last choose().
         self._num_drafted = 0  # Steps with drafts in a row.
         self._num_plain = PROBE_STEPS  # Steps without drafts since the last one with drafts. The first is a probe.
         self._num_due = PLAIN_STEPS  # Steps that must have no drafts.
-
-    def add(self, sequence: Sequence) -> None:
-        """Counts a new sequence that gets no drafts."""
-        reason = refusal(sequence)
-        if reason:
-            self.undrafted[reason] += 1
+        self._drafting_s = 0.0  # Seconds that a drafter which takes its time took since the last step ended.
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
         self._acceptances.pop(sequence, None)
-        self._drafter.release(sequence)
+        self.drafter.release(sequence)
 
     def needs_tokens(self, in_flight: Many[Chunk], running: Many[Sequence], num_sequences: int) -> bool:
         """Returns whether the next step cannot be planned, or should not be, before the tokens in flight are known.
@@ -74,6 +84,9 @@ class Speculation:
         if any(chunk.drafts for chunk in in_flight):
             return True
         decodes = [s for s in running if s.num_uncomputed == 1 and s.tokens[-1] == UNKNOWN]
+        if self._is_certain:
+            wanted = self._wanted(decodes, decodes, num_sequences, num_unknown=0)
+            return self._pay(decodes, self._counts(wanted))
         return bool(self._propose(decodes, decodes, num_sequences, num_unknown=1))
 
     def choose(self, unfinished: Iterable[Sequence], num_sequences: int) -> dict[Sequence, list[int]]:
@@ -89,11 +102,15 @@ class Speculation:
 
     def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Takes in how many of a sequence's draft tokens were accepted."""
+        if sequence in self._forced:
+            return
         for acceptance in (self._acceptance(sequence), self._of_adapter(sequence.digest)):
             acceptance.add(num_drafted, num_accepted)
 
-    def observe(self, shape: StepShape, num_drafts: int, seconds: float) -> None:
-        """Takes in the duration of a step with this many draft tokens."""
+    def observe(self, shape: StepShape, num_drafts: int, seconds: float) -> float:
+        """Takes in the duration of a step with this many draft tokens. Returns the seconds that it took without the
+        drafter's part."""
+        undrafted_s, self._drafting_s = max(0.0, seconds - self._drafting_s), 0.0
         self._num_drafted = self._num_drafted + 1 if num_drafts else 0
         self._num_plain = 0 if num_drafts else self._num_plain + 1
         if num_drafts and self._num_drafted >= DRAFTED_STEPS:
@@ -101,7 +118,10 @@ class Speculation:
         elif not num_drafts:
             self._num_due = max(0, self._num_due - 1)
         if shape.kind == "decode" and self._num_plain != 1:
-            self._pace.observe(shape.num_tokens - num_drafts, num_drafts, seconds, self._budget.token_s)
+            # A drafter may take its time and have nothing, as while a model catches up with a long prompt.
+            paced_s = seconds if num_drafts else undrafted_s
+            self._pace.observe(shape.num_tokens - num_drafts, num_drafts, paced_s, self._budget.token_s)
+        return undrafted_s
 
     def _propose(
         self, drafting: Many[Sequence], decodes: Many[Sequence], num_sequences: int, num_unknown: int
@@ -112,28 +132,68 @@ class Speculation:
             drafting: The sequences that may get drafts. The last num_unknown tokens of each are in flight.
             decodes: The step's decodes.
         """
-        if self._num_due > 0 or not drafting:
+        wanted = self._wanted(drafting, decodes, num_sequences, num_unknown)
+        if self._is_certain and not self._pay(decodes, self._counts(wanted)):
+            self._forced = {}
             return {}
-        token_s, is_probe = self._budget.token_s, self._num_plain >= PROBE_STEPS
-        price = self._pace.price(len(decodes), token_s)
+        began_s = time.perf_counter()
+        proposed = zip(wanted, self.drafter.propose(wanted), strict=True)
+        if self._is_certain:
+            self._drafting_s += time.perf_counter() - began_s
+        drafts = {entry.sequence: found[num_unknown:] for entry, found in proposed if len(found) > num_unknown}
+        drafts |= self._forced
+        # Where a drafter's time is spent, all that has come of it is of use.
+        if self._is_certain or self._pay(decodes, [(sequence, len(found)) for sequence, found in drafts.items()]):
+            return drafts
+        self._forced = {}
+        return {}
+
+    def _wanted(
+        self, drafting: Many[Sequence], decodes: Many[Sequence], num_sequences: int, num_unknown: int
+    ) -> list[Wanted]:
+        """Returns the sequences for which each draft token should be worth its time. The arguments are as above."""
+        self._forced = {}
+        if self._num_due > 0 or not drafting:
+            return []
+        price = self._pace.price(len(decodes), self._budget.token_s)
         room = min(self._most_sampled, self._budget.limits.max_tokens) - num_sequences
+        room = min(room, self._most_drafts)
         wanted: list[Wanted] = []
         for sequence in drafting:
             most = min(self._most_tokens, sequence.num_remaining - 1, room)
-            if most <= 0 or refusal(sequence):
+            if most <= 0:
                 continue
+            forced = _forced(sequence)[:most]
             count = self._acceptance(sequence).worthwhile(most, price)
-            count = max(count, min(most, PROBE_TOKENS)) if is_probe else count
-            if count > 0:
+            count = max(count, min(most, PROBE_TOKENS)) if self._is_probe else count
+            if forced and price < 1.0:
+                self._forced[sequence] = forced
+                room -= len(forced)
+            elif count > 0:
                 wanted.append(Wanted(sequence, len(sequence.tokens) - num_unknown, count + num_unknown))
                 room -= count
-        proposed = zip(wanted, self._drafter.propose(wanted), strict=True)
-        drafts = {entry.sequence: found[num_unknown:] for entry, found in proposed if len(found) > num_unknown}
-        num_drafts = sum(map(len, drafts.values()))
-        expected = sum(self._acceptance(sequence).expected(len(found)) for sequence, found in drafts.items())
-        if is_probe or (drafts and self._pace.is_faster(len(decodes), num_drafts, expected, token_s)):
-            return drafts
-        return {}
+        return wanted
+
+    def _counts(self, wanted: Many[Wanted]) -> list[tuple[Sequence, int]]:
+        """Returns the draft tokens of each sequence, if as many come as are wanted, and the forced ones."""
+        forced = [(sequence, len(found)) for sequence, found in self._forced.items()]
+        return forced + [(entry.sequence, entry.most) for entry in wanted]
+
+    def _pay(self, decodes: Many[Sequence], counts: Many[tuple[Sequence, int]]) -> bool:
+        """Returns whether a step of these decodes with so many draft tokens should be faster, or is a probe."""
+        if self._is_probe or not counts:
+            return bool(counts)
+        expected = sum(
+            count if sequence in self._forced else self._acceptance(sequence).expected(count)
+            for sequence, count in counts
+        )
+        num_drafts = sum(count for _, count in counts)
+        return self._pace.is_faster(len(decodes), num_drafts, expected, self._budget.token_s)
+
+    @property
+    def _is_probe(self) -> bool:
+        """Whether drafts are verified though that should not pay."""
+        return self._num_plain >= PROBE_STEPS
 
     def _acceptance(self, sequence: Sequence) -> Acceptance:
         acceptance = self._acceptances.get(sequence)
@@ -150,8 +210,9 @@ class Speculation:
         return acceptance
 
 
-def refusal(sequence: Sequence) -> str:
-    """Returns why a sequence gets no drafts, or "" if it may get some."""
-    if sequence.params.structured_outputs is not None:
-        return "structured_output"
-    return "routed_experts" if sequence.routed is not None else ""
+def _forced(sequence: Sequence) -> list[int]:
+    """Returns the tokens that the sequence's grammar forces behind its last one, which may be in flight."""
+    if sequence.grammar is None:
+        return []
+    num_unknown = int(sequence.tokens[-1] == UNKNOWN)
+    return sequence.grammar.forced.after(sequence.tokens, len(sequence.tokens) - num_unknown)[num_unknown:]

@@ -5,25 +5,39 @@ from __future__ import annotations
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.workers.bases.served_config import ServedConfig
+from lorafleet.workers.kv_cache_sizing import draft_states_for
 from lorafleet.workers.schedule.step_budget import StepBudget
+from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from lorafleet.workers.speculation.ngram_drafter import NgramDrafter
 from lorafleet.workers.speculation.speculation import Speculation
 
 
 def start_speculation(
-    config: EngineConfig, model: ServedConfig, budget: StepBudget, *, is_recurrent: bool
+    config: EngineConfig,
+    model: ServedConfig,
+    budget: StepBudget,
+    drafter: ModelDrafter | None = None,
 ) -> Speculation | None:
-    """Returns None if nothing is drafted. Raises ConfigError if the model cannot go back behind wrong drafts."""
+    """Returns None if nothing is drafted. Raises ConfigError if the model cannot go back behind wrong drafts.
+
+    Args:
+        drafter: The drafter with a model, if a model drafts.
+    """
     options = config.speculative_config
     if options is None:
         return None
-    reason = None
-    if is_recurrent:
-        reason = "has recurrent layers, whose states cannot go back behind drafts that are wrong"
-    elif model.rope.depends_on_length:
-        reason = "rotates all keys anew when a sequence gets longer than a limit, which drafts could exceed"
-    if reason is not None:
+    if model.rope.depends_on_length:
         raise ConfigError(
-            f"speculative_config: {model.architecture} {reason}. Leave out speculative_config.", "speculative_config"
+            f"speculative_config: {model.architecture} rotates all keys anew when a sequence gets longer than a limit, "
+            "which drafts could exceed. Leave out speculative_config.",
+            "speculative_config",
         )
-    return Speculation(NgramDrafter(options), budget, options.num_speculative_tokens, config.most_sampled)
+    most_drafts = draft_states_for(config, model) if model.states else None
+    return Speculation(
+        drafter or NgramDrafter(options),
+        budget,
+        options.num_speculative_tokens,
+        config.most_sampled,
+        most_drafts=most_drafts,
+        is_certain=drafter is not None,
+    )

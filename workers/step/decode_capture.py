@@ -3,7 +3,8 @@
 Attention plans and adapter tables are refilled in place before a replay. A graph begins by reading the last step's
 tokens. It ends by writing its own, chosen greedily, where the next one reads them. Rows without a sequence write to
 block `trash` and are ignored. Graphs with adapters may leave some of the GPU's SMs to the LoRA kernels
-(kernels/lora/sm_split.py). Those without may compute the linears by kernels of our own (workers/step/own_linears.py).
+(kernels/lora/sm_split.py). Those without may compute the linears, mixtures and delta nets by kernels of their own
+(workers/step/own_linears.py, few_token_kernels.py).
 All graphs share one memory pool, since only one runs at a time.
 """
 
@@ -11,7 +12,8 @@ All graphs share one memory pool, since only one runs at a time.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +32,7 @@ from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.step.borrowed_memory import borrowed
 from lorafleet.workers.step.drafted_sizes import DraftShape
+from lorafleet.workers.step.few_token_kernels import few_token_kernels
 from lorafleet.workers.step.own_linears import own_linears
 
 
@@ -197,7 +200,7 @@ class DecodeCapture:
 
         torch.cuda.synchronize(self._device)
         stream = self._main[0 if lora is None else lora.split.gemm_priority]
-        with own_linears(self._model, size) if lora is None else nullcontext():
+        with self._without_adapters(size) if lora is None else nullcontext():
             with torch.cuda.stream(stream):
                 forward()  # compiles kernels and creates library handles, which a capture must not do
             graph = torch.cuda.CUDAGraph()
@@ -211,6 +214,12 @@ class DecodeCapture:
                 finally:
                     graph.capture_end()
         return DecodeGraph(key, graph, attention, lora, states, borrowed(hidden_BD), borrowed(logits_BW))
+
+    @contextmanager
+    def _without_adapters(self, size: int) -> Iterator[None]:
+        """Lets the model compute a step without adapters by its own kernels in the block."""
+        with few_token_kernels(self._model, size), own_linears(self._model, size):
+            yield
 
 
 def may_split(model: EngineModel) -> bool:

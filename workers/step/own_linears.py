@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from lorafleet.kernels.linear.linear_tuning import LinearShape, linear_shape
+from lorafleet.kernels.moe.few_tokens import FewTokenMixture
 from lorafleet.kernels.quant.base_weight import PlainWeight
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.models.engine_model import EngineModel
@@ -25,11 +26,13 @@ ShapeOf = Callable[[torch.device, torch.dtype, int, int, int], LinearShape | Non
 def own_linears(model: EngineModel, num_rows: int, shape_of: ShapeOf = linear_shape) -> Iterator[int]:
     """Sets the shapes of the model's linears in the block, and yields how many have one.
 
-    Quantized linears have kernels of their own. A tensor-parallel rank's linears and a mixture of experts are left to
-    cuBLAS too: other kernels read their outputs, which would add the sums in a launch more.
+    Quantized linears have kernels of their own. A tensor-parallel rank's linears are left to cuBLAS too, and those of a
+    model with mixtures of experts unless few_token_mixture() computes the mixtures: other kernels read their outputs,
+    which would add the sums in a launch more.
     """
     chosen = []
-    if isinstance(model, DecoderModel) and model.shard.size == 1 and not model.mixtures():
+    suits = all(isinstance(mixture.few_tokens, FewTokenMixture) for _, mixture in model.mixtures())
+    if isinstance(model, DecoderModel) and model.shard.size == 1 and suits:
         for _, linear in model.packed_linears():
             if type(linear.weight) is PlainWeight:  # and not a FixedWeight, whose bits must not change
                 w_OD = linear.weight.dequantized()

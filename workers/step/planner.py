@@ -4,16 +4,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 
 from lorafleet.kernels.lora.lora_batch import BASE_SLOT
+from lorafleet.kernels.recurrent.recurrent_batch import NOT_KEPT
 from lorafleet.workers.attention.attention_backend import AttentionBatch
 from lorafleet.workers.device.step_plan import FIELDS, Rows, StepPlan
-from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk
+from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 
 SCORED_ROWS = 128  # rows of logits that are computed at once for prompt logprobs; kv_cache_sizing.py reserves memory
 
@@ -28,7 +30,7 @@ class ScoredSpan:
 
 
 def plan_step(
-    chunks: Sequence[Chunk],
+    chunks: Many[Chunk],
     row_by_request: Mapping[str, int],
     first_known: int,
     block_size: int,
@@ -69,14 +71,32 @@ def plan_step(
             if chunk.resumes_from is not None and chunk.sequence.state_slot is not None
         ],
         state_snapshots=[
-            (chunk.sequence.state_slot, chunk.snapshot)
-            for chunk in chunks
-            if chunk.snapshot is not None and chunk.sequence.state_slot is not None
+            (_slot_behind_own(chunk.sequence), chunk.snapshot) for chunk in chunks if chunk.snapshot is not None
         ],
+        kept_states=_kept_states(chunks),
     )
 
 
-def _sampled_rows(chunks: Sequence[Chunk], samples: list[bool], ends: list[int]) -> list[int]:
+def _slot_behind_own(sequence: Sequence) -> int:
+    """Returns the slot of the state behind the sequence's own tokens in the step. Drafts may follow these."""
+    assert sequence.state_slot is not None
+    return sequence.draft_slots[0] if sequence.draft_slots else sequence.state_slot
+
+
+def _kept_states(chunks: Many[Chunk]) -> list[int]:
+    """Returns the slot of each token for StepPlan.kept_states. The state behind a sequence's last draft is in the
+    sequence's own slot."""
+    if not any(chunk.sequence.draft_slots for chunk in chunks):
+        return []
+    kept: list[int] = []
+    for chunk in chunks:
+        slots = chunk.sequence.draft_slots
+        assert len(slots) == len(chunk.drafts)
+        kept += [NOT_KEPT] * (chunk.num_tokens - 1 - len(slots)) + slots + [NOT_KEPT]
+    return kept
+
+
+def _sampled_rows(chunks: Many[Chunk], samples: list[bool], ends: list[int]) -> list[int]:
     """Returns the rows of each chunk's last own token and of its drafts, if it samples. `ends` are the rows behind the
     chunks."""
     rows: list[int] = []
@@ -101,7 +121,7 @@ def _num_base(chunk: Chunk) -> int:
     return min(max(sequence.first_adapted - sequence.num_computed, 0), chunk.num_tokens)
 
 
-def scored_spans(chunks: Sequence[Chunk]) -> list[ScoredSpan]:
+def scored_spans(chunks: Many[Chunk]) -> list[ScoredSpan]:
     """Returns the prompt tokens whose logprobs are requested, in spans whose logits fit into memory beside everything
     else."""
     spans: list[ScoredSpan] = []
@@ -126,7 +146,7 @@ def _predicted_tokens(chunk: Chunk) -> list[int]:
     return after[: seq.num_prompt - seq.num_computed - 1]
 
 
-def _fields(chunks: Sequence[Chunk], row_by_request: Mapping[str, int], first_known: int, size: int) -> Rows:
+def _fields(chunks: Many[Chunk], row_by_request: Mapping[str, int], first_known: int, size: int) -> Rows:
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
     rows_FT: Rows = np.empty((FIELDS, num_tokens), np.int64)
     token_T, source_T, position_T, rope_length_T, kv_slot_T = rows_FT
@@ -164,7 +184,7 @@ def _fields(chunks: Sequence[Chunk], row_by_request: Mapping[str, int], first_kn
     return rows_FT
 
 
-def _fill_drafted(rows_FT: Rows, drafted: Sequence[tuple[int, Chunk]], size: int) -> None:
+def _fill_drafted(rows_FT: Rows, drafted: Many[tuple[int, Chunk]], size: int) -> None:
     """Fills the columns of sequences with drafts but their sources. The host knows all of their tokens.
 
     Args:

@@ -8,6 +8,7 @@ may prepare the next step; step_pipeline.py knows in which order.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from itertools import accumulate
@@ -108,6 +109,7 @@ class ChosenStep:
     token_B: Tensor  # On the host; valid once the download is done.
     logprobs: list[RowLogprobs]
     late: Many[Sequence]  # Sequences of the step that get no token from it.
+    num_masked: Mapping[Sequence, int]  # As in TokenMasks.
 
     def collect(self) -> list[Sampled]:
         """Waits for the step, and returns one Sampled for each chunk, in order. Nothing else waits for the device."""
@@ -135,7 +137,8 @@ class ChosenStep:
                 embedding = b"".join(part.numpy().tobytes() for part in launched.pooled.get(i, ()))
                 end = row + 1
                 if chunk.drafts:
-                    end += num_accepted(chunk.drafts, tokens[row : row + len(chunk.drafts)])
+                    drafts = chunk.drafts[: self.num_masked.get(chunk.sequence, len(chunk.drafts))]
+                    end += num_accepted(drafts, tokens[row : row + len(drafts)])
                 found = [logprobs[j] for j in range(row, end) if j in logprobs] if logprobs else []
                 results.append(Sampled(tokens[row:end], found, prompt, embedding, routed.get(i)))
         return results
@@ -256,7 +259,7 @@ class ModelRunner:
             self.steps.share(num_rows)
         token_B = step.download.add(self._inputs.sampled_B[:num_rows])
         step.download.close()
-        return ChosenStep(step, token_B, logprobs, late)
+        return ChosenStep(step, token_B, logprobs, late, {} if masks is None else masks.num_masked)
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
@@ -323,8 +326,7 @@ class ModelRunner:
         raw_PV = logits_BV[to_device(of_model, torch.int64, self._device)] if of_model else None
         sampled_B = self._inputs.sampled_B[: len(rows)]
         if masks is not None:
-            masked = [step.row_by_request[step.sampling[i].sequence.request_id] for i in masks.rows]
-            row_N = to_device(masked, torch.int64, self._device)
+            row_N = to_device(masks.rows, torch.int64, self._device)
             mask_tokens(logits_BV, row_N, self._upload_masks(masks.bits_NW))
         logits_BV = self._editor.apply(logits_BV, edited)
         drawn = draw_tokens(logits_BV, step.draws, self._editor.counts_SV, of_draw)

@@ -40,5 +40,6 @@ def single_tokens(plan: StepPlan, first_known: int) -> Iterator[StepPlan]:
                 state_slots=plan.state_slots[i : i + 1],
                 resumed_states=[],
                 state_snapshots=[],
+                kept_states=plan.kept_states[column : column + 1],
             )
             column += 1

@@ -108,7 +108,7 @@ class StepPipeline:
         planned = self._without_ended(planned)
         runs_ahead = self._in_flight is not None
         if not runs_ahead:
-            self._structured.start([chunk.sequence for chunk in planned.chunks if chunk.samples])
+            self._start_masks([chunk for chunk in planned.chunks if chunk.samples])
         if planned.plan is None:
             return []
         launched = self._runner.launch(planned.chunks, planned.plan)
@@ -138,8 +138,12 @@ class StepPipeline:
         step = self._in_flight
         if step is not None and not step.masks_are_requested:
             assert self._next is None
-            self._structured.start([chunk.sequence for chunk in step.launched.sampling])
+            self._start_masks(step.launched.sampling)
             step.masks_are_requested = True
+
+    def _start_masks(self, sampling: Many[Chunk]) -> None:
+        drafts = {chunk.sequence: chunk.drafts for chunk in sampling if chunk.drafts}
+        self._structured.start([chunk.sequence for chunk in sampling], drafts)
 
     def _without_ended(self, planned: PlannedStep) -> PlannedStep:
         """Returns the step without the sequences that cannot go on now, planned again if there are any."""

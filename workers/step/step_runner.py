@@ -256,22 +256,28 @@ class StepRunner:
         """Compiles the LoRA kernels that steps without a graph may need, for every class of ranks, so that no request
         waits for a compiler. The tokens are padding, and the adapters are empty slots."""
         assert self._slots is not None
-        block_size = self.caches[0].k_NPGD.shape[1]
         steps = WARM_UP_WITHOUT_GRAPHS if self._prefill_graphs is None else WARM_UP_BEYOND_GRAPHS
         for count, usual_tokens in (*steps, *self._warm_up_of_mixtures()):
             if count > most_tokens:
                 continue
             tile_tokens = TILE_TOKENS if self._has_fixed_tiles else usual_tokens
-            self.inputs.fill_with_padding(count)
-            self._attention.plan(AttentionBatch([count], [count], [[0] * -(-count // block_size)]))
-            self.inputs.mark_copied()
-            inputs = self.inputs.tensors(count)
+            inputs = self._padding(count)
             states = None if self.states is None else self.states.of_padding([count])
             for max_rank in sorted({_rank_class(rank) for rank in range(1, max_lora_rank + 1)}):
                 lora = LoRABatch.build([0] * count, self._slots.tables, max_rank, tile_tokens, any_slots=True)
                 self._run_model(inputs, lora, states)
+        if self.states is not None and self.states.draft_slots:  # the kernels that keep states behind drafts
+            self._run_model(self._padding(2), None, self.states.of_padding([2], has_drafts=True))
         self._warm_up_kronecker()
         torch.cuda.synchronize(self.device)
+
+    def _padding(self, count: int) -> InputTensors:
+        """Plans a step of so many tokens that no sequence has, and returns its inputs."""
+        block_size = self.caches[0].k_NPGD.shape[1]
+        self.inputs.fill_with_padding(count)
+        self._attention.plan(AttentionBatch([count], [count], [[0] * -(-count // block_size)]))
+        self.inputs.mark_copied()
+        return self.inputs.tensors(count)
 
     def _warm_up_of_mixtures(self) -> list[tuple[int, int]]:
         """Returns a step for each variant of a mixture's kernels that no graph has compiled."""

@@ -24,7 +24,9 @@ from lorafleet.protocol.structured_spec import StructuredOutputs
 from lorafleet.sandbox.outbox import Outbox
 from lorafleet.sandbox.process import command_of, start_program
 from lorafleet.workers.structured.answer_clock import AnswerClock
+from lorafleet.workers.structured.filled_masks import FilledMasks, FollowedDrafts
 from lorafleet.workers.structured.grammar_program import STACK_BYTES, Settings
+from lorafleet.workers.structured.mask_filler import MaskRequest
 
 PROGRAM = "lorafleet.workers.structured.grammar_program"
 MAX_THREADS = 8
@@ -73,6 +75,7 @@ class GrammarProcess:
     Args:
         rows: Number of rows of the largest step.
         wake: Called in another thread when opened() or finish() has something new.
+        finds_forced: Whether finish() returns forced tokens.
     """
 
     def __init__(
@@ -82,11 +85,12 @@ class GrammarProcess:
         rows: int,
         wake: Callable[[], None],
         limits: GrammarLimits | None = None,
+        finds_forced: bool = False,
     ) -> None:
         limits = limits or GrammarLimits()
         self._wake = wake
         self._opened: deque[Opened] = deque()
-        self._filled: queue.SimpleQueue[list[tuple[int, str]] | None] = queue.SimpleQueue()
+        self._filled: queue.SimpleQueue[FilledMasks | None] = queue.SimpleQueue()
         self.dead = False
         self.failure = ""  # why it could not begin
         self.clock = AnswerClock(limits.mask_s, limits.ping_s)
@@ -109,6 +113,7 @@ class GrammarProcess:
                 memory_bytes=limits.memory_bytes,
                 max_trials=MAX_TRIALS,
                 max_waiting=MAX_GRAMMARS_WAITING,
+                finds_forced=finds_forced,
             )
             self.program = start_program(
                 command_of(PROGRAM),
@@ -150,29 +155,28 @@ class GrammarProcess:
         """Returns the answers since the last call."""
         return [self._opened.popleft() for _ in range(len(self._opened))]
 
-    def start(self, rows: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """Requests the masks of a step. Each row has (number, row of mask_BW, tokens answered since the last time)."""
+    def start(self, rows: Sequence[MaskRequest]) -> None:
+        """Requests the masks of a step."""
         assert not self.is_busy, "mask_BW belongs to the process until finish() has given its answer"
         self.clock.start_masks()
         self._send("fill", rows)
 
-    def finish(self, wait_s: float) -> list[tuple[int, str]] | None:
-        """Returns the numbers that cannot go on, and why, once mask_BW has what start() requested. Returns None if it
-        has not after wait_s.
+    def finish(self, wait_s: float) -> FilledMasks | None:
+        """Returns what mask_BW has once it has what start() requested. Returns None if it has not after wait_s.
 
         A process that was late the last time is waited for only a fraction of that time. Raises ProcessEnded.
         """
         try:
-            faults = self._filled.get(timeout=self.clock.patience_s(wait_s))
+            filled = self._filled.get(timeout=self.clock.patience_s(wait_s))
         except queue.Empty:
             if self.dead:
                 raise ProcessEnded from None
             self.clock.miss_masks()
             return None
-        if faults is None:
+        if filled is None:
             raise ProcessEnded
         self.clock.take_masks()
-        return faults
+        return filled
 
     def close(self, number: int) -> None:
         self._compiling.discard(number)
@@ -209,7 +213,8 @@ class GrammarProcess:
                     self._compiling.discard(opened.number)
                     self._opened.append(opened)
                 elif said[0] == "filled":
-                    self._filled.put(said[1])
+                    faults, followed = said[1]
+                    self._filled.put(FilledMasks(faults, [FollowedDrafts(*found) for found in followed]))
                 else:
                     self.failure = said[1]
                 self._wake()

@@ -6,11 +6,11 @@ and memory. If it survives that, it is compiled once more, beside the masks of o
 process, which has read the vocabulary and never has threads: a fork inherits the locks that other threads hold, and
 would wait for them forever.
 
-In: ["open", number, spec, group] · ["fill", [[number, row, tokens], …]] · ["close", [number, …]] · ["ping"]
+In: ["open", number, spec, group] · ["fill", [[number, row, tokens, drafts], …]] · ["close", [number, …]] · ["ping"]
 
 Out:
 - ["opened", number, error, whether it may be tried again]
-- ["filled", [[number, error], …]]
+- ["filled", FilledMasks]
 - ["alive"], once the process that forks has answered too
 - ["failed", why], before it ends because it cannot begin
 
@@ -72,6 +72,7 @@ class Settings:
     memory_bytes: int  # for all grammars
     max_trials: int  # trials at a time
     max_waiting: int  # grammars of one group that may wait for a trial
+    finds_forced: bool  # whether forced tokens are told with the masks
 
 
 def main() -> None:
@@ -258,7 +259,7 @@ class Server:
 
     def __post_init__(self) -> None:
         given = self.settings
-        self.masks = MaskFiller(given.mask_fd, given.rows, given.vocab_size, given.num_threads)
+        self.masks = MaskFiller(given.mask_fd, given.rows, given.vocab_size, given.num_threads, given.finds_forced)
         self.wake_receiver, self.wake_sender = os.pipe()
 
     def run(self) -> None:

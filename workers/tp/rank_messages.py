@@ -41,6 +41,7 @@ class RunStep(msgspec.Struct, tag=True):
     state_slots: list[int]
     resumed_states: list[tuple[int, int]]
     state_snapshots: list[tuple[int, int]]
+    kept_states: list[int]
     # (slot, generation) of each slot that the step uses, so that all ranks compute with the same adapters
     generations: list[tuple[int, int]]
 
@@ -64,6 +65,7 @@ class RunStep(msgspec.Struct, tag=True):
             plan.state_slots,
             plan.resumed_states,
             plan.state_snapshots,
+            plan.kept_states,
             generations,
         )
 
@@ -86,6 +88,7 @@ class RunStep(msgspec.Struct, tag=True):
             state_slots=self.state_slots,
             resumed_states=self.resumed_states,
             state_snapshots=self.state_snapshots,
+            kept_states=self.kept_states,
         )
 
 

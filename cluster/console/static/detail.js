@@ -4,7 +4,7 @@ import { actionsOf } from "./actions.js";
 import { fitsPath, inPath } from "./addresses.js";
 import { get } from "./api.js";
 import { byId, h, hueOf, setText } from "./dom.js";
-import { bytes, day, plural, rate, seconds, shortReplica, split, whole } from "./format.js";
+import { bytes, day, percent, plural, rate, seconds, shortReplica, split, whole } from "./format.js";
 
 const WORDS = { gpu: "in a slot", coming: "loading", cpu: "in host memory" };
 
@@ -152,7 +152,8 @@ function where(version) {
   );
 }
 
-function traffic({ requests, failed, tokens, p95_first_token_s }) {
+function traffic({ requests, failed, tokens, p95_first_token_s, accepted_drafts }) {
   const fact = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
-  return h("section", {}, h("h3", {}, "Last five minutes"), h("dl", { class: "tiles" }, fact("Requests", whole(requests)), fact("Failed", whole(failed)), fact("Tokens/s", rate(tokens / 300)), fact("p95 TTFT", seconds(p95_first_token_s))));
+  const drafts = accepted_drafts === null ? [] : [fact("Accepted drafts", percent(accepted_drafts))];
+  return h("section", {}, h("h3", {}, "Last five minutes"), h("dl", { class: "tiles" }, fact("Requests", whole(requests)), fact("Failed", whole(failed)), fact("Tokens/s", rate(tokens / 300)), fact("p95 TTFT", seconds(p95_first_token_s)), ...drafts));
 }

@@ -28,6 +28,7 @@ function tiles({ total, load, num_replicas, num_adapters, window_s }) {
     [`Requests, ${over}`, whole(total.requests)],
     ["Tokens/s", rate(total.tokens / window_s)],
     ["p95 TTFT", seconds(total.p95_first_token_s)],
+    ...(total.accepted_drafts === null ? [] : [["Accepted drafts", percent(total.accepted_drafts)]]),
     ...(load === null
       ? []
       : [

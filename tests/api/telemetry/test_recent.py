@@ -9,6 +9,7 @@ import pytest
 from lorafleet.api.telemetry import recent
 from lorafleet.api.telemetry.recent import BUCKET_S, WINDOW_S, RecentFailures, RecentTraffic, Traffic, bin_of
 from lorafleet.protocol.errors import AdapterMissing, InvalidAdapterName, InvalidRequest, ModelNotFound, QueueFull
+from lorafleet.protocol.messages import DraftCounts
 
 
 class Clock:
@@ -42,6 +43,15 @@ def test_a_quantile_is_within_five_per_cent_of_the_exact_one() -> None:
         exact = latencies[int(quantile * len(latencies))]
         assert seen.first_token_s(quantile) == pytest.approx(exact, rel=0.06)
     assert Traffic().first_token_s(0.95) is None
+
+
+def test_draft_tokens_are_counted_by_name_and_in_total(traffic: RecentTraffic) -> None:
+    for name, drafts in (("sql", DraftCounts(2, 8, 5)), ("sql", DraftCounts(1, 4, 0)), ("", DraftCounts(1, 2, 2))):
+        traffic.count(None, name, 10, 5, 0.1, failed=False, drafts=drafts)
+    count(traffic, "law")
+    assert traffic.of_names(["sql"], None, of_all=True)["sql"].drafts == DraftCounts(3, 12, 5)
+    assert traffic.of_names(["law"], None, of_all=True)["law"].drafts == DraftCounts()
+    assert traffic.total(None, of_all=True).drafts == DraftCounts(4, 14, 7)
 
 
 def test_what_left_the_window_is_not_counted(traffic: RecentTraffic, clock: Clock) -> None:

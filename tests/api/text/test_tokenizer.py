@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,3 +90,11 @@ def test_fewest_tokens_is_a_lower_bound_that_costs_nothing(tokenizer: Tokenizer)
     for text in ("", "x", "hello world " * 50, "日本語🎉" * 40, "the stop is near " * 30):
         assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text))
     assert tokenizer.fewest_tokens("x" * 10_000_000) > 100_000
+
+
+def test_a_tokenizer_of_transformers_general_class_is_read_without_torch(byte_tokenizer_folder: Path) -> None:
+    program = (
+        "import sys; from lorafleet.api.text.tokenizer import Tokenizer; Tokenizer.from_folder(sys.argv[1]); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program, byte_tokenizer_folder], check=True)

@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from lorafleet.client.packing import pack
+from lorafleet.client.unpacking import Unpacker
+from lorafleet.cluster.admin.download_tar import open_packed
 from lorafleet.cluster.admin.upload_tar import unpack
+from lorafleet.cluster.catalogue.catalogue_files import stage
+from lorafleet.cluster.catalogue.folder_store import FolderStore
+from lorafleet.protocol.adapter_formats.adapter_files import folder_digest, stored_files
 from lorafleet.protocol.errors import AdapterMalformed
 
 
@@ -45,6 +51,46 @@ def sparse_tar() -> bytes:
     header[148:156] = b" " * 8
     header[148:156] = b"%06o\0 " % sum(header)
     return bytes(header) + bytes(1024)
+
+
+def test_a_draft_lora_goes_the_whole_way_and_is_part_of_the_digest(tmp_path: Path) -> None:
+    """From a user's folder by an upload to the store, and by a download to another folder."""
+    own, received, staged, target = (tmp_path / name for name in ("own", "received", "staged", "target"))
+    for folder in (own, received, staged, target):
+        folder.mkdir()
+    plain = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights"}
+    for name, content in plain.items():
+        (own / name).write_bytes(content)
+    without = folder_digest(own)
+    (own / "draft").mkdir()
+    for name, content in plain.items():
+        (own / "draft" / name).write_bytes(content + b" of the draft")
+    digest = folder_digest(own)
+    assert digest != without
+
+    packed = io.BytesIO()
+    pack(own, packed)
+    unpack(packed, received)
+    assert stage(received, staged) == digest
+    store = FolderStore(tmp_path / "store", "catalog_uri")
+    store.put_files(digest, staged)
+    unpacker = Unpacker(target)
+    tar = open_packed(Path(store.files_uri(digest)), digest)
+    while part := tar.read():
+        unpacker.write(part)
+    unpacker.finish()
+    tar.close()
+    assert folder_digest(target) == digest
+    assert stored_files(target).keys() == stored_files(own).keys()
+
+
+def test_half_a_draft_lora_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "adapter_config.json").write_bytes(b"{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    (tmp_path / "draft" / "adapter_config.json").write_bytes(b"{}")
+    with pytest.raises(AdapterMalformed, match=r"draft is not a draft LoRA, since draft/adapter_model\.safetensors is"):
+        folder_digest(tmp_path)
 
 
 HOSTILE: dict[str, Callable[[], bytes]] = {
@@ -115,9 +161,9 @@ def test_the_two_files_of_an_adapter_are_unpacked(tmp_path: Path, form: int) -> 
 
 def test_a_tar_is_read_no_further_than_its_entries_may_go(tmp_path: Path) -> None:
     packed = io.BytesIO(HOSTILE["a million entries"]())
-    with pytest.raises(AdapterMalformed, match="more than 36 entries"):
+    with pytest.raises(AdapterMalformed, match="more than 44 entries"):
         unpack(packed, tmp_path)
-    assert packed.tell() < 40 * tarfile.BLOCKSIZE
+    assert packed.tell() < 48 * tarfile.BLOCKSIZE
 
 
 def test_the_files_of_an_adapters_language_come_along(tmp_path: Path) -> None:

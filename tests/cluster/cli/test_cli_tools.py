@@ -33,7 +33,7 @@ def run(capsys, monkeypatch):
     return call
 
 
-@pytest.mark.parametrize("command", ["inspect", "convert", "merge", "compare", "quality"])
+@pytest.mark.parametrize("command", ["inspect", "convert", "merge", "compare", "quality", "train-draft"])
 def test_help_needs_no_torch(command):
     code = f"""
 import sys

@@ -327,7 +327,7 @@ def hostile(page: Any) -> None:
             json={"name": HOSTILE, "tenant": HOSTILE, "pinned_replicas": 0, "removing": False, "found": False}
             | {"versions": [version], "aliases": {HOSTILE: {"1": 1}}}
             | {"history": {HOSTILE: [{"at_s": 1.0, "split": {"1": 1}}]}}
-            | {"traffic": {"requests": 0, "failed": 0, "tokens": 0, "p95_first_token_s": None}}
+            | {"traffic": {"requests": 0, "failed": 0, "tokens": 0, "p95_first_token_s": None, "accepted_drafts": None}}
         )
 
     page.route("**/v1/console/state*", answer)

@@ -29,7 +29,7 @@ from lorafleet.cluster.directory.residency import Report
 from lorafleet.cluster.routing.routing import ReplicaLoad
 from lorafleet.protocol.errors import AdapterMissing, to_wire
 from lorafleet.protocol.lora_request import LoRARequest
-from lorafleet.protocol.messages import EngineStats
+from lorafleet.protocol.messages import DraftCounts, EngineStats
 from lorafleet.protocol.names import tenant_of
 from state_fronts import ADMIN_KEY, bare_front
 
@@ -150,6 +150,20 @@ async def test_pages_of_names_have_every_adapter_once(open_cluster: Cluster) -> 
             break
     assert seen == [f"a{number:03d}" for number in range(57)]
     assert page["num_adapters"] == 57
+
+
+async def test_the_share_of_accepted_drafts_is_shown_by_adapter_and_in_total(open_cluster: Cluster) -> None:
+    await open_cluster.put(adapter("drafted"), adapter("plain"))
+    recent = open_cluster.front.telemetry.recent
+    recent.count(None, "drafted", 10, 20, 0.1, failed=False, drafts=DraftCounts(2, 8, 6))
+    recent.count(None, "plain", 10, 20, 0.1, failed=False)
+    state = await open_cluster.state()
+    assert {one["name"]: one["traffic"]["accepted_drafts"] for one in state["adapters"]} == {
+        "drafted": 0.75,
+        "plain": None,
+    }
+    assert state["total"]["accepted_drafts"] == 0.75
+    assert state["base"]["accepted_drafts"] is None
 
 
 async def test_search_finds_names_and_aliases_whatever_their_case(open_cluster: Cluster) -> None:

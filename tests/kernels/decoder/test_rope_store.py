@@ -68,7 +68,15 @@ class Case:
         delta = None if self.delta is None else self.delta[:, :width].contiguous()
         norms = (self.norms[0], None) if row_heads == "q" and self.norms[0] is not None else self.norms
         qkv = self.qkv[:, :width].contiguous()
+        if row_heads == "qgkv":
+            qkv, delta = self._with_gates(qkv), None if delta is None else self._with_gates(delta)
         return replace(self, qkv=qkv, delta=delta, norms=norms, row_heads=row_heads, norms_values=True)
+
+    def _with_gates(self, rows: Tensor) -> Tensor:
+        """The same rows with numbers of no effect behind each query."""
+        stored = num_stored_heads("qkv", self.k.shape[2])
+        q, kv = rows.view(len(rows), -1, self.k.shape[3]).tensor_split((-stored,), dim=1)
+        return torch.cat((torch.stack((q, 9 - q), dim=2).flatten(1), kv.flatten(1)), dim=1)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -119,6 +127,7 @@ def check(case: Case, q: Tensor) -> None:
         qkv = case.affine.of(case.qkv, case.delta)
     heads = qkv.view(len(case.qkv), -1, head_dim)
     want_q, want_stored = heads.split((num_heads, num_stored), dim=1)
+    want_q = want_q[:, ::2] if case.row_heads == "qgkv" else want_q
     assert q.dtype == case.qkv.dtype
     tolerance = TOLERANCE[q.dtype]
     stored = case.slots >= 0
@@ -172,7 +181,7 @@ def test_the_end_of_a_head_may_stay_as_it_is(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("row_heads", ["qkv", "qk", "q"])
+@pytest.mark.parametrize("row_heads", ["qkv", "qgkv", "qk", "q"])
 def test_values_may_be_normed_keys_and_queries_may_stand_alone(row_heads: RowHeads, norm: bool) -> None:
     for dtype in TOLERANCE:
         case = make_case(9, HEADS["gqa"], 24, norm, dtype, delta=True).with_rows_of(row_heads)
@@ -236,7 +245,7 @@ def test_interpreted_kernel() -> None:
         for head_dim, pairs in ((16, 6), (24, 1), (10, 4)):
             case = make_case(3, (4, 2), head_dim, True, torch.float32, delta=True, pairs=pairs)
             check(case, rotate_and_store_triton(*case.arguments()))
-        for row_heads in ("qkv", "qk", "q"):
+        for row_heads in ("qkv", "qgkv", "qk", "q"):
             for norm in (False, True):
                 case = make_case(3, (9, 3), 10, norm, torch.float32, delta=True).with_rows_of(row_heads)
                 case = case if row_heads == "q" else case.with_own_vectors()
@@ -287,7 +296,7 @@ class TestOnGPU:
             check(case, rotate_and_store(*case.arguments()))
 
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-    @pytest.mark.parametrize("row_heads", ["qkv", "qk", "q"])
+    @pytest.mark.parametrize("row_heads", ["qkv", "qgkv", "qk", "q"])
     @pytest.mark.parametrize("head_dim", [128, 512])
     def test_values_may_be_normed_keys_and_queries_may_stand_alone(
         self, head_dim: int, row_heads: RowHeads, dtype: torch.dtype

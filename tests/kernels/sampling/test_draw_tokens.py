@@ -170,7 +170,7 @@ def test_interpreted_kernel() -> None:
 
         import triton.language as tl
 
-        draw_tokens_triton.BLOCK_V, draw_tokens_triton.NUM_WARPS = 32, 2
+        draw_tokens_triton.BLOCK_V, draw_tokens_triton.NUM_WARPS = 64, 2
         draw_tokens_triton.MAX_NEAR = tl.constexpr(16)
         for sizes in CASES:
             case = make_case(**sizes)

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Many
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
 from lorafleet.workers.speculation.drafter import Drafter, Wanted
+from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from lorafleet.workers.speculation.speculation import Speculation
 from lorafleet.workers.speculation.step_pace import StepPace
 
@@ -47,8 +48,8 @@ class Guesses:
 
 def speculate(engine: Engine, drafter: Drafter, most_tokens: int = 4) -> Speculation:
     """Has the engine verify the drafts of this drafter wherever there are some. Call it before the first request."""
-    made = Speculation(
-        drafter, engine.scheduler.budget, most_tokens, len(engine.runner.steps.inputs.sampled_B), DraftsPay()
-    )
+    rows = len(engine.runner.steps.inputs.sampled_B)
+    is_certain = isinstance(drafter, ModelDrafter)
+    made = Speculation(drafter, engine.scheduler.budget, most_tokens, rows, DraftsPay(), is_certain=is_certain)
     engine.scheduler.speculation = made
     return made

@@ -8,13 +8,19 @@ from typing import Any
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.protocol.step_metrics import StepShape
-from lorafleet.protocol.structured_spec import StructuredOutputs
-from lorafleet.workers.schedule.routed_rows import RoutedRows
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.schedule.step_budget import StepBudget, StepLimits
 from lorafleet.workers.speculation.drafter import Wanted
-from lorafleet.workers.speculation.speculation import DRAFTED_STEPS, PLAIN_STEPS, PROBE_STEPS, PROBE_TOKENS, Speculation
+from lorafleet.workers.speculation.speculation import (
+    DRAFTED_STEPS,
+    FIRST_ACCEPTANCE,
+    PLAIN_STEPS,
+    PROBE_STEPS,
+    PROBE_TOKENS,
+    Speculation,
+)
 from lorafleet.workers.speculation.step_pace import StepPace
+from lorafleet.workers.structured.forced_tokens import ForcedTokens
 from tests.workers.speculation.drafting import DraftsPay
 
 TOKEN = 7
@@ -88,14 +94,42 @@ def test_a_step_chooses_no_more_tokens_than_it_has_rows_for() -> None:
     assert not made.choose(batch, num_sequences=12), "so many may start in the step"
 
 
-def test_sequences_that_cannot_have_drafts_are_counted_by_reason_and_get_none() -> None:
+class Forcing:
+    """A grammar that forces tokens behind those of decode()."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.forced = ForcedTokens()
+        self.forced.replace(3, [], [(0, [4, *tokens])])
+
+
+def test_forced_tokens_are_drafts_and_say_nothing_about_other_drafts() -> None:
     made = speculation()
-    bound = decode("bound", params=SamplingParams(structured_outputs=StructuredOutputs("json", "{}", "x")))
-    routed, free = decode("routed", routed=RoutedRows()), decode("free")
-    for one in (bound, routed, free):
-        made.add(one)
-    assert made.undrafted == {"structured_output": 1, "routed_experts": 1}
-    assert set(made.choose([bound, routed, free], 3)) == {free}
+    bound, free = decode("bound"), decode("free")
+    bound.grammar = Forcing(8, 9)  # type: ignore[assignment]  # as much of a grammar as is needed
+    assert made.choose([bound, free], 2) == {bound: [8, 9], free: [TOKEN] * 4}
+    for one in (bound, free):
+        made.verified(one, 2, 2)
+    assert made._acceptance(free).probability > made._acceptance(bound).probability == FIRST_ACCEPTANCE
+    bound.grammar = Forcing(*range(20))  # type: ignore[assignment]  # as above
+    assert made.choose([bound, free], 2)[bound] == [0, 1, 2, 3], "no more than may be drafted"
+    bound.grammar = Forcing()  # type: ignore[assignment]  # as above
+    assert made.choose([bound, free], 2)[bound] == [TOKEN] * 4
+
+
+def test_forced_tokens_are_drafted_however_wrong_other_drafts_were() -> None:
+    class Dear(DraftsPay):
+        def price(self, num_decodes: int, token_s: float) -> float:  # noqa: ARG002
+            return 0.5
+
+    made, one = speculation(Dear()), decode()
+    drafted(made, 1)
+    for _ in range(30):
+        made.verified(one, 4, 0)
+    assert not made.choose([one], 1)
+    one.grammar = Forcing(8, 9)  # type: ignore[assignment]  # as much of a grammar as is needed
+    assert made.choose([one], 1) == {one: [8, 9]}
+    one.tokens[-1] = UNKNOWN
+    assert made.needs_tokens([Chunk(one, 1)], [one], 1), "what follows the token in flight is known"
 
 
 def test_prompts_and_tokens_in_flight_get_no_drafts() -> None:
@@ -111,7 +145,7 @@ def test_steps_overlap_unless_drafts_are_in_flight_or_would_follow_a_token_in_fl
     one.tokens[-1] = UNKNOWN
     assert made.needs_tokens([Chunk(one, 3, drafts=[5, 6])], [], 1)
     assert made.needs_tokens([Chunk(one, 1)], [one], 1)
-    drafter: Any = made._drafter
+    drafter: Any = made.drafter
     [wanted] = drafter.wanted
     assert (wanted.num_known, wanted.most) == (3, 5), "the first one is the token in flight"
     drafter.propose = lambda wanted: [[TOKEN] for _ in wanted]
@@ -154,3 +188,47 @@ def test_drafts_that_do_not_pay_are_tried_again_after_many_steps() -> None:
         drafted(made, 1)
         made.verified(one, 4, 4)
     assert len(made.choose([one], 1)[one]) == 4, "they have become cheap"
+
+
+def test_a_certain_drafter_is_asked_only_where_its_drafts_pay_and_what_it_has_is_verified() -> None:
+    """The drafter has fewer tokens than were expected of it, since a model has not caught up."""
+
+    class Halves(Sevens):
+        def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
+            return [draft[:1] for draft in super().propose(wanted)]
+
+    class FourPay(DraftsPay):
+        def is_faster(self, num_decodes: int, num_drafts: int, num_accepted: float, token_s: float) -> bool:  # noqa: ARG002
+            return num_drafts >= 4
+
+    for most, expected in ((4, 1), (3, 0)):
+        drafter, one = Halves(), decode()
+        made = Speculation(drafter, StepBudget(StepLimits(64)), most, 64, FourPay(), is_certain=True)
+        plain(made, PLAIN_STEPS)
+        drafted(made, 1)
+        one.tokens.append(UNKNOWN)
+        one.num_computed += 1
+        assert made.needs_tokens([], [one], 1) == bool(expected)
+        assert not drafter.wanted, "it is not asked before the token is known"
+        one.tokens[-1] = 5
+        assert len(made.choose([one], 1).get(one, [])) == expected
+        assert bool(drafter.wanted) == bool(expected)
+
+
+def test_a_step_without_drafts_does_not_count_the_time_of_a_drafter_that_had_none(monkeypatch) -> None:
+    """A model that catches up with a long prompt takes its time and has no drafts yet."""
+
+    class Nothing(Sevens):
+        def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
+            clock[0] += 20e-3
+            return [[] for _ in wanted]
+
+    clock = [0.0]
+    monkeypatch.setattr("lorafleet.workers.speculation.speculation.time.perf_counter", lambda: clock[0])
+    pace = StepPace()
+    made = Speculation(Nothing(), StepBudget(StepLimits(64)), 4, 64, pace, is_certain=True)
+    plain(made, PLAIN_STEPS)
+    assert made.choose([decode()], 1) == {}
+    undrafted_s = made.observe(StepShape("decode", 1, 1, 0), 0, 25e-3)
+    assert 4.9e-3 < undrafted_s < 5.1e-3
+    assert pace._plain.at(1, 0.0) < 6e-3

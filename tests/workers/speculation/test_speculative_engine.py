@@ -146,8 +146,8 @@ def test_llm_takes_vllms_dict_and_answers_as_without_it(fleet, prompt) -> None:
         answers.append([output.outputs[0].token_ids for output in llm.generate([job, job], params, [None, lora])])
         llm.close()
     assert answers[0] == answers[1]
-    with pytest.raises(ConfigError, match="method='eagle3' is not served"):
-        LLM(str(made.base), speculative_config={"method": "eagle3"})
+    with pytest.raises(ConfigError, match="method='medusa' is not served"):
+        LLM(str(made.base), speculative_config={"method": "medusa"})
 
 
 def test_a_text_that_repeats_is_drafted_from_itself(fleet, prompt) -> None:
@@ -160,7 +160,7 @@ def test_a_text_that_repeats_is_drafted_from_itself(fleet, prompt) -> None:
         num_steps += 1
     assert stepped.tokens["a"] == [9] * 60
     assert num_steps < 30
-    assert not speculation._acceptances and not speculation._drafter._indexes
+    assert not speculation._acceptances and not speculation.drafter._indexes
 
 
 def test_what_was_wrong_is_drafted_less(fleet, prompt, plain) -> None:

@@ -1,5 +1,5 @@
-"""A step of decodes is prepared while the masks of the step before are awaited. Stand-ins for CUDA graphs run on a
-CPU."""
+"""A step of decodes is prepared while the masks of the step before are awaited. One with drafts runs as a graph too.
+Stand-ins for CUDA graphs run on a CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.api.text.tokenizer_files import TokenizerFiles
 from lorafleet.protocol import structured_spec
-from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.engine_config import EngineConfig, SpeculativeConfig
 from lorafleet.protocol.messages import EngineRequest, TokenizerFile
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.device.sampler import greedy_of_ranks
@@ -21,6 +21,7 @@ from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.startup import build_engine
 from lorafleet.workers.step.step_runner import StepRunner
+from tests.workers.speculation.drafting import Guesses, speculate
 
 
 @dataclass
@@ -35,9 +36,10 @@ class EagerGraphs:
     def __init__(self, steps: StepRunner, calls: list[str]) -> None:
         self._steps = steps
         self._calls = calls
+        self.found: list[tuple[int, int]] = []  # The rows and the sequences of each step.
 
     def find(self, lora_slots: list[int], context_lens: Sequence[int]) -> EagerGraph:
-        assert len(lora_slots) >= len(context_lens)
+        self.found.append((len(lora_slots), len(context_lens)))
         return EagerGraph(len(lora_slots))
 
     def fill(self, decode: EagerGraph, plan: StepPlan) -> None:
@@ -120,3 +122,32 @@ def test_a_step_that_loses_a_sequence_after_it_was_prepared_is_filled_again(
     assert {name: tokens[name] for name in ("bound", "free")} == {name: expected[name] for name in ("bound", "free")}
     assert len(tokens["also bound"]) < len(expected["also bound"])
     assert calls.count("fill") == calls.count("replay") + 1
+
+
+def test_a_step_with_drafts_runs_as_a_graph_of_so_many_rows(fleet, prompt) -> None:
+    config = EngineConfig(
+        str(fleet("llama3").base),
+        kv_cache_tokens=1024,
+        max_num_seqs=4,
+        speculative_config=SpeculativeConfig("ngram", num_speculative_tokens=3),
+    )
+    engine = build_engine(config)
+    steps, params = engine.runner.steps, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+    def all_answers() -> dict[str, list[int]]:
+        tokens: dict[str, list[int]] = {"a": [], "b": []}
+        for i, name in enumerate(tokens):
+            engine.add(EngineRequest(request_id=name, prompt_token_ids=prompt(7 + i), params=params))
+        while engine.num_unfinished:
+            for output in engine.step():
+                tokens[output.request_id] += output.token_ids
+        return tokens
+
+    expected = all_answers()
+    graphs = EagerGraphs(steps, [])
+    steps.decode_graphs = graphs  # type: ignore[assignment]  # a stand-in
+    speculate(engine, Guesses(expected), most_tokens=3)
+    assert all_answers() == expected
+    assert (8, 2) in graphs.found
+    assert len(graphs.found) < 12
+    engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -77,6 +78,28 @@ def test_drafts_are_verified_on_all_ranks_and_answers_are_those_of_one_rank_with
     assert tokens(shared.generate(jobs, params, lora_request=[None, None, lora, lora])) == expected
     shared.close()
     assert 20 < counts[1] < counts[0]
+
+
+def test_the_draft_model_of_rank_0_drafts_for_all_ranks(fleet, prompt, tmp_path):
+    """The draft model is the base, and the adapter is its own draft LoRA, so nearly all drafts are right."""
+    made = fleet("qwen3")
+    for folder in (tmp_path / "all", tmp_path / "all" / "draft"):
+        shutil.copytree(made.adapters["all"], folder)
+    lora = LoRARequest("all", 1, str(tmp_path / "all"))
+    jobs = [{"prompt_token_ids": prompt(n)} for n in (5, 40, 17)]
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    config = {"method": "draft_model", "model": str(made.base)}
+    found = []
+    for size, given in ((1, None), (2, config)):
+        llm = start_llm(str(made.base), size, enable_lora=True, lora_config=LORA, speculative_config=given)
+        if given is not None:
+            drafter = llm._engine.scheduler.speculation.drafter
+            speculation = speculate(llm._engine, drafter)
+        found.append(tokens(llm.generate(jobs, params, lora_request=[lora, lora, None])))
+        llm.close()
+    assert found[0] == found[1]
+    accepted = [acceptance.probability for _, acceptance in speculation._of_adapters.items()]
+    assert len(accepted) == 2 and min(accepted) > 0.9
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -52,4 +51,4 @@ def test_two_ranks_answer_as_one_does(tmp_path: Path) -> None:
     alone = all_logits(TPGroup(), folders)
     for of_rank in on_ranks(2, all_logits, folders):
         for name, expected in alone.items():
-            assert of_rank[name] == pytest.approx(expected, abs=1e-4), name
+            torch.testing.assert_close(of_rank[name], expected, atol=1e-4, rtol=0, msg=name)

@@ -71,7 +71,7 @@ def test_ranks_answer_as_one_does(folders, size) -> None:
     alone = all_logits(TPGroup(), chosen)
     for of_rank in on_ranks(size, all_logits, chosen):
         for name, expected in alone.items():
-            assert of_rank[name] == pytest.approx(expected, abs=1e-4), name
+            torch.testing.assert_close(of_rank[name], expected, atol=1e-4, rtol=0, msg=name)
 
 
 def test_an_engine_of_two_ranks_answers_as_transformers_and_peft_do(tmp_path: Path) -> None:

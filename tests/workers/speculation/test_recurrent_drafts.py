@@ -1,0 +1,140 @@
+"""Drafts of models with recurrent layers: a sequence goes on with the state behind its last accepted draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from family_cases import CASES, make_case, make_case_adapter
+from lorafleet.offline.llm import SamplingParams
+from lorafleet.protocol.engine_config import SpeculativeConfig
+from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.workers.schedule.state_slots import StateSlots
+from ranks import start_llm
+from stepped_engine import SteppedEngine
+from tests.workers.speculation.drafting import Guesses, speculate
+
+Prompt = Callable[[int], list[int]]
+# Gated delta nets, Mamba-2 with attention beside it and in other layers, and short convolutions.
+FAMILIES = ["qwen3_5", "falcon_h1", "nemotron_h", "lfm2"]
+NUM_TOKENS = 90  # Enough for a snapshot within the answer.
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 1.0, "seed": 3, "frequency_penalty": 0.5},
+    {"temperature": 1.2, "seed": 4, "top_p": 0.9},
+]
+
+
+class Engines:
+    """Two engines of a tiny model: one without drafts, and one whose drafts are the first one's answers, with
+    mistakes."""
+
+    def __init__(self, folder: Path, family: str, *, has_adapter: bool = True, **options: Any) -> None:
+        base = make_case(folder / "base", CASES[family])
+        options = {"max_num_seqs": 4, "speculative_config": SpeculativeConfig("ngram")} | options
+        self.plain, self.drafted = SteppedEngine(base, **options), SteppedEngine(base, **options)
+        self.plain.engine.scheduler.speculation = None
+        speculate(self.drafted.engine, Guesses(self.plain.tokens))
+        self._loras: dict[int, LoRARequest] = {}
+        if has_adapter:
+            adapter = make_case_adapter(folder / "adapter", base, CASES[family])
+            self._loras = {id(stepped): stepped.load("a", adapter) for stepped in (self.plain, self.drafted)}
+
+    def answers(self, stepped: SteppedEngine, jobs: dict[str, tuple[list[int], dict[str, Any]]]) -> list[list[int]]:
+        for number, (name, (ids, params)) in enumerate(jobs.items()):
+            given = {"max_tokens": NUM_TOKENS} | params
+            stepped.add(name, ids, params=given, lora=self._loras.get(id(stepped)) if number % 2 else None)
+        stepped.until(lambda: jobs.keys() <= stepped.ended.keys())
+        return [stepped.tokens[name] for name in jobs]
+
+
+def free_slots(stepped: SteppedEngine) -> list[int]:
+    states = stepped.engine.scheduler.memory._states
+    assert isinstance(states, StateSlots)
+    return sorted(states._free)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_those_without_drafts(tmp_path: Path, prompt: Prompt, family: str) -> None:
+    """Sequences are preempted, and take snapshots within their answers, from which other requests resume."""
+    engines = Engines(tmp_path, family, kv_cache_tokens=384, state_snapshots=8, max_num_batched_tokens=48)
+    jobs = {f"{i}": (prompt(length), KINDS[i % len(KINDS)]) for i, length in enumerate((20, 1, 33, 16, 40))}
+    expected = engines.answers(engines.plain, jobs)
+    assert engines.answers(engines.drafted, jobs) == expected
+    steps = [stepped.engine.stats().steps_total for stepped in (engines.drafted, engines.plain)]
+    assert steps[0] < 0.7 * steps[1]
+    longer = {f"next {i}": ([*prompt(20), *expected[0]], KINDS[0]) for i in range(0, 3, 2)}
+    assert engines.answers(engines.drafted, longer) == engines.answers(engines.plain, longer)
+    drafted = engines.drafted.engine
+    assert drafted.stats().prefix_cache_hits_total > 0
+    assert drafted.stats().preemptions_total > 0
+    assert free_slots(engines.drafted) == [*range(4), *drafted.runner.steps.states.draft_slots]
+
+
+def test_an_answer_with_drafts_takes_the_snapshot_that_it_takes_without(tmp_path: Path, prompt: Prompt) -> None:
+    engines = Engines(tmp_path, "lfm2", state_snapshots=16)
+    job = {"a": (prompt(20), KINDS[0])}
+    [expected] = engines.answers(engines.plain, job)
+    assert engines.answers(engines.drafted, job) == [expected]
+    hits = []
+    for stepped in (engines.plain, engines.drafted):
+        before = stepped.engine.stats().prefix_cache_hits_total
+        engines.answers(stepped, {"b": ([*prompt(20), *expected], KINDS[0])})
+        hits.append(stepped.engine.stats().prefix_cache_hits_total - before)
+    assert hits[0] == hits[1] > 20
+
+
+def test_an_abort_while_drafts_are_in_flight_gives_all_slots_back(tmp_path: Path, prompt: Prompt) -> None:
+    engines = Engines(tmp_path, "lfm2", async_scheduling=True)
+    engines.answers(engines.plain, {"a": (prompt(20), KINDS[0])})
+    stepped = engines.drafted
+    stepped.add("a", prompt(20), params={"max_tokens": NUM_TOKENS})
+    [states] = [stepped.engine.scheduler.memory._states]
+    stepped.until(lambda: any(sequence.draft_slots for sequence in stepped.engine.scheduler.running))
+    stepped.engine.abort("a")
+    stepped.until(lambda: not stepped.engine.has_work)
+    assert len(free_slots(stepped)) == 4 + 16
+    assert states is not None and states.take_for_drafts(99) and len(free_slots(stepped)) == 4
+
+
+def test_two_ranks_keep_the_same_states(tmp_path: Path, prompt: Prompt) -> None:
+    base = make_case(tmp_path / "base", CASES["qwen3_5"])
+    llm = start_llm(str(base), 2, speculative_config={"method": "ngram"})
+    params = [SamplingParams(**kind, max_tokens=24, ignore_eos=True) for kind in KINDS]
+    jobs = [{"prompt_token_ids": prompt(length)} for length in (20, 1, 40)]
+
+    def answers() -> list[list[int]]:
+        return [output.outputs[0].token_ids for output in llm.generate(jobs, params)]
+
+    llm._engine.scheduler.speculation = None
+    expected, num_steps = answers(), llm._engine.stats().steps_total
+    speculate(llm._engine, Guesses({f"{3 + i}-0": tokens for i, tokens in enumerate(expected)}))
+    assert answers() == expected
+    assert llm._engine.stats().steps_total - num_steps < 0.8 * num_steps
+    llm.close()
+
+
+def test_with_batch_invariance_logprobs_have_the_same_bits_with_drafts_and_without(
+    tmp_path: Path, prompt: Prompt
+) -> None:
+    engines = Engines(tmp_path, "qwen3_5", batch_invariant=True)
+    job = {"a": (prompt(20), {"temperature": 1.0, "seed": 5, "logprobs": 0, "max_tokens": 24})}
+    assert engines.answers(engines.plain, job) == engines.answers(engines.drafted, job)
+    found = [[entry.logprob for entry in stepped.logprobs["a"]] for stepped in (engines.plain, engines.drafted)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_a_gpu_answers_in_float32_are_those_without_drafts(tmp_path: Path, prompt: Prompt, family: str) -> None:
+    options = {"device": "cuda", "dtype": "float32", "attention_backend": "triton"}
+    engines = Engines(tmp_path, family, has_adapter=False, max_num_batched_tokens=48, **options)
+    jobs = {f"{i}": (prompt(length), KINDS[i % len(KINDS)]) for i, length in enumerate((20, 1, 33, 16, 40))}
+    assert engines.answers(engines.plain, jobs) == engines.answers(engines.drafted, jobs)
+    steps = [stepped.engine.stats().steps_total for stepped in (engines.drafted, engines.plain)]
+    assert steps[0] < 0.7 * steps[1]

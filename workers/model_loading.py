@@ -1,0 +1,51 @@
+"""Builds a decoder and fills it from a checkpoint: the base model, or a draft model beside it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import torch
+
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.workers.bases.model_config import ModelConfig
+from lorafleet.workers.bases.weights import Progress, fill_randomly, load_weights
+from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.models.fixed_order import fix_order
+from lorafleet.workers.tp.group import TPGroup
+
+log = logging.getLogger(__name__)
+
+
+def load_model(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    group: TPGroup,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None,
+) -> DecoderModel:
+    """Returns this rank's part of the model in the folder `config.model`."""
+    started = time.monotonic()
+    model = DecoderModel(model_config, group, dtype, device)
+    if config.batch_invariant and device.type == "cuda":
+        fix_order(model)
+    fill_model(config, model, progress)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    quantization = (
+        ""
+        if model_config.quantization is None
+        else f", linear layers in {' and '.join(model_config.quantization.names)}"
+    )
+    log.info("loaded %.2f GiB of weights in %.1f s%s", size / 2**30, time.monotonic() - started, quantization)
+    return model
+
+
+@torch.inference_mode()
+def fill_model(config: EngineConfig, model: DecoderModel, progress: Progress | None = None) -> None:
+    """Fills the model with the checkpoint's weights, or with random ones for `load_format="dummy"`."""
+    if config.load_format == "dummy":
+        fill_randomly(model)
+    else:
+        load_weights(model, Path(config.model), progress)

@@ -1,0 +1,120 @@
+"""Reads the checkpoint of an EAGLE-3 head, and rejects by name what the engine does not support."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lorafleet.protocol.config_json import integer, read_json
+from lorafleet.protocol.errors import ConfigError
+from lorafleet.workers.bases.families.architectures import FAMILIES
+from lorafleet.workers.bases.families.config_fields import ConfigFields
+from lorafleet.workers.bases.model_config import ModelConfig
+from lorafleet.workers.bases.stored_tensors import StoredTensors
+from lorafleet.workers.speculation.eagle_head import EagleHead, tapped_layers
+
+LAYER = "midlayer."
+
+
+@dataclass(frozen=True, slots=True)
+class EagleConfig:
+    """The settings of a head."""
+
+    layer: ModelConfig  # Its vocabulary is what the head drafts.
+    norms_residual: bool  # As in EagleHead.
+
+
+def read_eagle_config(folder: Path, target: ModelConfig) -> EagleConfig:
+    """Raises ConfigError if the folder has no head of this target that can be served."""
+    raw = read_json(folder / "config.json")
+    if "draft_vocab_size" not in raw:
+        raise _refusal(folder, "has no draft_vocab_size in its config.json, so it is not an EAGLE-3 head")
+    family = FAMILIES["LlamaForCausalLM"]
+    fields = ConfigFields(raw, family.defaults)
+    config = family.describe(fields)
+    drafted = integer(raw, "draft_vocab_size", config.vocab_size)
+    listed = raw.get("eagle_config") or {}
+    tapped = raw.get("eagle_aux_hidden_state_layer_ids") or listed.get("eagle_aux_hidden_state_layer_ids")
+    reason = None
+    if config.num_layers != 1:
+        reason = f"has {config.num_layers} layers; only heads of one layer are served"
+    elif config.hidden_size != target.hidden_size or config.vocab_size != target.vocab_size:
+        reason = (
+            f"is for a target of hidden size {config.hidden_size} and {config.vocab_size} tokens; this one has "
+            f"{target.hidden_size} and {target.vocab_size}"
+        )
+    elif drafted > config.vocab_size:
+        reason = f"drafts {drafted} tokens, more than the {config.vocab_size} of its target"
+    elif target.num_layers < 6:
+        reason = f"needs a target of 6 layers or more; this one has {target.num_layers}"
+    elif tapped is not None and tuple(tapped) != tapped_layers(target.num_layers):
+        reason = f"reads the layers {tapped}; only {list(tapped_layers(target.num_layers))} are served"
+    elif target.altup is not None or target.embed_scale != 1.0:
+        reason = "is for a target with one residual stream, whose embedding is not scaled"
+    elif config.rope.depends_on_length:
+        reason = "rotates all keys anew when a sequence gets longer than a limit"
+    if reason is not None:
+        raise _refusal(folder, reason)
+    layer = replace(config, vocab_size=drafted, tie_word_embeddings=False, eos_token_ids=())
+    return EagleConfig(layer, fields.flag("norm_before_residual"))
+
+
+@torch.inference_mode()
+def load_eagle_weights(head: EagleHead, folder: Path) -> None:
+    """Fills the head from its checkpoint. Raises ConfigError naming a missing, unknown or misshapen tensor."""
+    parts = _parts(head)
+    offsets_W = torch.zeros(head.config.vocab_size, dtype=torch.int64)  # "d2t": what is added to a drafted token.
+    with StoredTensors(folder) as tensors:
+        names = set(tensors.names())
+        missing = sorted(parts.keys() - names)
+        if head.config.vocab_size < head.embed_tokens.vocab_size and "d2t" not in names:
+            missing.append("d2t")
+        unknown = sorted(names - parts.keys() - {"d2t", "t2d"})
+        if missing or unknown:
+            what = f"lacks {', '.join(missing[:5])}" if missing else f"has {', '.join(unknown[:5])}"
+            raise _refusal(folder, f"{what}, which no EAGLE-3 head that is served does")
+        for name, target in parts.items():
+            _fill(target, tensors.tensor(name), name, folder)
+        if "d2t" in names:
+            _fill(offsets_W, tensors.tensor("d2t"), "d2t", folder)
+    target_id_W = torch.arange(len(offsets_W)) + offsets_W
+    if not 0 <= int(target_id_W.min()) <= int(target_id_W.max()) < head.embed_tokens.vocab_size:
+        raise _refusal(folder, "has a d2t that leads to tokens which the target does not have")
+    head.drafts.target_id_W.copy_(target_id_W)
+
+
+def _parts(head: EagleHead) -> dict[str, Tensor]:
+    """Returns where each tensor of the checkpoint goes, by its name."""
+    layer = head.layer
+    found: dict[str, Tensor] = {}
+    for projections, linear in zip(head.config.packed_projections(0), layer.packed_linears(), strict=True):
+        names = [projection.name for projection in projections]
+        rows = linear.weight.dequantized().split(linear.out_features)
+        found |= {f"{LAYER}{name}.weight": part for name, part in zip(names, rows, strict=True)}
+        if linear.bias is not None:
+            biases = linear.bias.split(linear.out_features)
+            found |= {f"{LAYER}{name}.bias": part for name, part in zip(names, biases, strict=True)}
+    norms = {
+        f"{LAYER}input_layernorm": layer.attention_in.norm,
+        f"{LAYER}hidden_norm": head.feature_norm.norm,
+        f"{LAYER}post_attention_layernorm": layer.mlp_in.norm,
+        "norm": head.last.norm,
+    }
+    found |= {f"{name}.weight": norm.weight for name, norm in norms.items() if norm is not None}
+    lm_head = head.lm_head.weight[: head.config.vocab_size]
+    return found | {"fc.weight": head.fused, "lm_head.weight": lm_head}
+
+
+def _fill(target: Tensor, values: Tensor, name: str, folder: Path) -> None:
+    if values.shape != target.shape:
+        raise _refusal(folder, f"has {name} of shape {list(values.shape)} in place of {list(target.shape)}")
+    target.copy_(values)
+
+
+def _refusal(folder: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"speculative_config: the model {str(folder)!r} {reason}. Give another one.", "speculative_config"
+    )

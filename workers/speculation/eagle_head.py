@@ -1,0 +1,193 @@
+"""Defines the EAGLE-3 head, one decoder layer that drafts from the target's hidden states.
+
+Its input for a place is the embedding of the next token and the feature of the place, which the target has computed
+(workers/models/feature_taps.py). For tokens that it drafts itself, its own hidden states are the features. It runs as
+any model of the engine does.
+
+Source: EAGLE-3 (arXiv 2503.01840). The names of tensors are those of its checkpoints.
+"""
+
+# T tokens · B rows that sample · D hidden size · N rows of features · W the head's vocabulary
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lorafleet.kernels.lora.lora_batch import LoRABatch
+from lorafleet.workers.attention.attention_backend import AttentionBackend, KVCache
+from lorafleet.workers.bases.model_config import ModelConfig
+from lorafleet.workers.device.host_copy import to_device
+from lorafleet.workers.device.state_cache import StepStates
+from lorafleet.workers.models.attention import Attention, StepContext
+from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.models.decoder_layer import DecoderLayer
+from lorafleet.workers.models.feature_taps import FeatureTaps
+from lorafleet.workers.models.layers import Norm, PackedLinear, ResidualSum, parameter
+from lorafleet.workers.models.linear_weights import LinearWeights
+from lorafleet.workers.models.rope import Rotations
+from lorafleet.workers.models.sparse_mlp import SparseMLP
+from lorafleet.workers.models.vocab_table import VocabTable
+from lorafleet.workers.tp.group import TPGroup
+from lorafleet.workers.tp.row_parallel_sum import RankSum
+from lorafleet.workers.tp.shard import Shard
+
+NUM_TAPS = 3  # Hidden states of the target that make a feature.
+
+
+def tapped_layers(num_layers: int) -> tuple[int, ...]:
+    """Returns the layers of the target whose inputs make a feature: an early one, one in the middle and a late one."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+class EagleHead(nn.Module):
+    """The head of one target, on one GPU. It has no places for adapters.
+
+    Args:
+        config: The head's layer, with the vocabulary that it drafts.
+        target: Provides the embedding.
+        norms_residual: Whether the feature's norm is added to the layer's outputs, rather than the feature.
+        most_tokens: Largest number of tokens of a step.
+        most_rows: Largest number of tokens that a step chooses.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        target: DecoderModel,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        norms_residual: bool,
+        most_tokens: int,
+        most_rows: int,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.group = TPGroup()
+        self.shard = Shard.of(config, 0, 1)
+        ranks = RankSum(self.group, device)
+        self._embedding = (target.embed_tokens,)  # A tuple, so that it does not count as a part of the head.
+        self.layer = DecoderLayer(self.shard, 0, self.group, ranks, dtype, device)
+        self._hold_linears(dtype, device)
+
+        def residual_sum() -> ResidualSum:
+            norm = Norm(config.hidden_size, config.norm, config.norm_dtype(dtype), device)
+            return ResidualSum(norm, 1.0, config.norm.eps, ranks)
+
+        self.feature_norm, self.last = residual_sum(), residual_sum()
+        self.lm_head = VocabTable(self.shard, self.group, dtype, device)
+        self.fused = parameter(config.hidden_size, NUM_TAPS * target.config.hidden_size, dtype=dtype, device=device)
+        self.rotations = Rotations([attention.rope for attention in config.attentions], device)
+        self._norms_residual = norms_residual
+        self.drafts = EagleRows(config, dtype, device, most_tokens, most_rows)
+
+    @property
+    def embed_tokens(self) -> VocabTable:
+        return self._embedding[0]
+
+    def forward(
+        self,
+        token_T: Tensor,
+        position_T: Tensor,
+        rope_length_T: Tensor,
+        slot_mapping_T: Tensor,
+        caches: list[KVCache],
+        attention: AttentionBackend,
+        lora: LoRABatch | None,
+        states: StepStates | None = None,
+    ) -> Tensor:
+        """Returns the last norm's output, [T, D]. The arguments are DecoderModel.forward's."""
+        assert lora is None and states is None
+        embedded_TD, feature_TD = self.embed_tokens.embed(token_T, None), self.drafts.features_of(len(token_T))
+        rotations = self.rotations.of_step(position_T, rope_length_T, embedded_TD.dtype, None)
+        step = StepContext(rotations, position_T, slot_mapping_T, caches, attention, None)
+        normed_TD = self.feature_norm.read(feature_TD, None)
+        residual_TD = normed_TD.clone() if self._norms_residual else feature_TD
+        x_TD = torch.cat([self.layer.attention_in.read(embedded_TD, None), normed_TD], dim=1)
+        assert self.layer.mixer is not None and self.layer.mlp is not None
+        attended = self.layer.mixer(x_TD, step)
+        out = self.layer.mlp(self.layer.mlp_in.add(attended, residual_TD, None), None)
+        last_TD = self.last.add(out, residual_TD, None)
+        self.drafts.hidden_TD[: len(token_T)].copy_(residual_TD)
+        return last_TD
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """Returns [T, W], over the tokens that the head drafts."""
+        return self.lm_head.logits(x_TD)
+
+    def gather_logits(self, logits_TW: Tensor) -> Tensor:
+        return self.lm_head.gather(logits_TW)
+
+    def packed_linears(self) -> list[tuple[tuple[str, ...], PackedLinear]]:
+        """Returns none, since adapters do not change the head."""
+        return []
+
+    def mixtures(self) -> list[tuple[str, SparseMLP]]:
+        return []
+
+    def sinks(self) -> dict[int, Tensor]:
+        return {}
+
+    def norms(self) -> list[tuple[str, Norm]]:
+        return []
+
+    def _hold_linears(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Gives the linears their weights. q, k and v read the embedding and the feature side by side."""
+        mixer, weights = self.layer.mixer, LinearWeights(dtype, device)
+        assert isinstance(mixer, Attention)
+        narrow = mixer.qkv_proj
+        mixer.qkv_proj = PackedLinear(
+            2 * narrow.in_features, narrow.out_features, narrow.bias is not None, dtype, device
+        )
+        for linear in self.layer.packed_linears():
+            linear.weight = weights.empty(None, sum(linear.out_features), linear.in_features, linear.dtype)
+
+
+class EagleRows:
+    """The features, and what else a step of the head reads and writes beside StepInputs. Nothing of it ever moves, so
+    that captured graphs can read it."""
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, most_tokens: int, most_rows: int
+    ) -> None:
+        self.most_rows = most_rows
+        self.target_id_W = torch.arange(config.vocab_size, device=device)  # The target's number of each drafted token.
+        self.hidden_TD = torch.zeros(most_tokens, config.hidden_size, dtype=dtype, device=device)
+        # One for each token that the last step has chosen, then one for each KV slot of the target.
+        self.features_ND = torch.zeros(most_rows, config.hidden_size, dtype=dtype, device=device)
+        self._source_T = torch.zeros(most_tokens, dtype=torch.int64, device=device)
+        self._in_order_B = torch.arange(most_rows, device=device)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's feature."""
+        return self.features_ND.shape[1] * self.features_ND.itemsize
+
+    def allocate(self, num_slots: int) -> None:
+        """Allocates the features of as many KV slots as the target has."""
+        rows = self.most_rows + num_slots
+        self.features_ND = self.features_ND.new_zeros(rows, self.features_ND.shape[1])
+
+    def taps(self, num_layers: int, fused: Tensor) -> FeatureTaps:
+        """Returns the taps of a target with this many layers."""
+        return FeatureTaps(tapped_layers(num_layers), fused, self.features_ND, self.most_rows)
+
+    def features_of(self, num_tokens: int) -> Tensor:
+        """Returns the features of the step's tokens, in memory of its own."""
+        return self.features_ND[self._source_T[:num_tokens]]
+
+    def begin(self, sources: list[int]) -> None:
+        """Queues the row of features_ND that each token of the next step reads."""
+        count = len(sources)
+        if count <= self.most_rows and sources == list(range(count)):
+            self._source_T[:count].copy_(self._in_order_B[:count])
+        else:
+            self._source_T[:count].copy_(to_device(sources, torch.int64, self._source_T.device), non_blocking=True)
+
+    def end(self, sampling: list[int], sampled_B: Tensor) -> None:
+        """Takes over the hidden states of the rows that have sampled, and replaces the tokens by the target's."""
+        count = len(sampling)
+        rows_B = to_device(sampling, torch.int64, sampled_B.device)
+        self.features_ND[:count].copy_(self.hidden_TD[rows_B])
+        sampled_B[:count].copy_(self.target_id_W[sampled_B[:count]])

@@ -1,0 +1,75 @@
+"""Follows one sequence of the target with a draft model: the same tokens, with keys and values of its own."""
+
+from __future__ import annotations
+
+from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.workers.schedule.kv_cache import KVCacheManager
+from lorafleet.workers.schedule.sequence import Sequence
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class FollowedSequence:
+    """The draft model's sequence beside one of the target.
+
+    Its tokens are those of the target that are known, and behind them the last drafts. A head (eagle_head.py) reads the
+    token behind each place. So its sequence lacks the target's first token.
+    """
+
+    def __init__(self, target: Sequence, num_known: int, digest: str, kv: KVCacheManager, *, is_of_head: bool) -> None:
+        """Takes over the keys and values of an earlier sequence of the same tenant that began alike.
+
+        Args:
+            num_known: The target's tokens that the host knows.
+            digest: That of the adapter, if the keys and values depend on it; otherwise "".
+        """
+        self.digest = digest
+        self._first = int(is_of_head)  # The target's token that is the first one here.
+        self.num_known = num_known - self._first  # First tokens that are the target's. The others are drafts.
+        self.largest_token = max(target.tokens[:num_known])
+        tokens = target.tokens[self._first : num_known]
+        self.own = Sequence(target.request_id, tokens, self.num_known, GREEDY, seed=0, max_tokens=0)
+        self.own.blocks = kv.open((target.tenant, target.cache_salt, digest, *target.tokens[: self._first]))
+        self.own.num_computed = kv.reuse_prefix(self.own.blocks, tokens)
+        self._kv = kv
+
+    @property
+    def drafts(self) -> list[int]:
+        """The tokens behind the known ones."""
+        return self.own.tokens[self.num_known :]
+
+    @property
+    def num_missing(self) -> int:
+        """Known tokens whose keys and values are not computed yet."""
+        return self.num_known - self.own.num_computed
+
+    def advance(self, target: Sequence, num_known: int) -> None:
+        """Takes in the target's first num_known tokens. Drafts from the first wrong one on are dropped.
+
+        A head computes accepted drafts again, since the target's features are better than its own.
+        """
+        own, same, before = self.own, self.num_known, self.num_known
+        new = target.tokens[self._first + before : num_known]
+        self.largest_token = max(self.largest_token, *new, 0)
+        self.num_known = before + len(new)
+        while same < self.num_known and same < len(own.tokens) and own.tokens[same] == new[same - before]:
+            same += 1
+        if same < self.num_known:
+            own.tokens[same:] = new[same - before :]
+        if new:
+            own.num_computed = min(own.num_computed, before if self._first else same)
+        assert own.blocks is not None
+        self._kv.commit(own.blocks, own.tokens, min(own.num_computed, self.num_known))
+
+    def feature_slots(self, target: Sequence, block_size: int) -> list[int]:
+        """Returns the KV slots in which the target has the features of the known tokens that are not computed yet."""
+        assert target.blocks is not None
+        table = target.blocks.table
+        return [
+            table[i // block_size] * block_size + i % block_size for i in range(self.own.num_computed, self.num_known)
+        ]
+
+    def close(self) -> None:
+        """Gives the blocks back. What is known of them may be found again."""
+        assert self.own.blocks is not None
+        self._kv.release(self.own.blocks)
