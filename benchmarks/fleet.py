@@ -303,7 +303,7 @@ def arguments() -> argparse.Namespace:
         choices=[*WORKLOADS, CONVERSATIONS, *LOOPS],
         default=[SLORA, "Dynamo, flash", "Dynamo, diurnal", CONVERSATIONS, SATURATION],
     )
-    parser.add_argument("--once", nargs="+", default=(), help="workloads that only the first rule gets")
+    parser.add_argument("--once", nargs="+", default=(), help="workloads that only the first rule gets; the last ones")
     parser.add_argument("--rate", type=float, help="requests per second and replica")
     parser.add_argument(
         "--load",
@@ -329,7 +329,12 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--server-args", default="", help="additional options of `lorafleet serve`, as one string")
     parser.add_argument("--json", type=Path, help="file for the figures")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if any(name in args.once for name in args.workloads[: len(args.workloads) - len(args.once)]):
+        parser.error(
+            "--once must have the last workloads: others after them would find warmer caches with the first rule"
+        )
+    return args
 
 
 class Run:

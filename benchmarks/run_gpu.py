@@ -71,7 +71,7 @@ RUNS = (
     Run(
         "fleet",
         "fleet.py --device cuda --replicas 4 --load 0.7 --duration-s 60 --workloads saturation 'S-LoRA, alpha .3' "
-        "'Dynamo, flash' 'Dynamo, diurnal' conversations --once saturation",
+        "'Dynamo, flash' 'Dynamo, diurnal' conversations",
         2400,
         num_gpus=4,
     ),

@@ -122,6 +122,14 @@ def test_a_workload_can_be_for_the_first_rule_alone(jobs: list[Job], monkeypatch
     assert len(jobs) == 3 and jobs[0] == jobs[2]
 
 
+def test_a_workload_for_the_first_rule_alone_may_not_warm_its_caches_for_the_others(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "--workloads", "saturation", "Dynamo, flash", "--once", "saturation")
+    assert "--once must have the last workloads" in capsys.readouterr().err and not jobs
+
+
 def test_a_closed_loop_of_the_base_has_the_calls_of_the_other_one_without_adapters(
     jobs: list[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
