@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.protocol.errors import ConfigError
-from lorafleet.workers.slots.extra_block import as_words
+from lorafleet.workers.adapters.casting import as_words
 
 DTYPES = {
     "F64": torch.float64,

@@ -39,6 +39,7 @@ NO_EFFECT: dict[str, int] = {
     "prompt_cache_key": MAX_LABEL_CHARS,
     "prompt_cache_retention": MAX_LABEL_CHARS,
     "prompt_cache_options": MAX_LABEL_CHARS,
+    "client_metadata": MAX_JSON_TEXT_CHARS,  # Codex names its session and turn there.
     "prediction": MAX_TEXT_CHARS,  # Speeds up an answer without changing it.
     "max_tool_calls": MAX_LABEL_CHARS,  # Counts built-in tools, which this server does not have.
     "log_metrics": MAX_LABEL_CHARS,  # SGLang's; this server counts all requests.

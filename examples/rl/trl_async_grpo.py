@@ -1,27 +1,25 @@
-"""Trains an adapter for the demo model with the parts of TRL's AsyncGRPOTrainer, which sample from a running server.
+"""Trains an adapter for the demo model with TRL's AsyncGRPOTrainer, which samples from a running server.
 
-The reward is the share of capitals among an answer's letters. TRL's rollout worker samples and scores, TRL's queue
-drops stale samples, and TRL's weight sync publishes each step's adapter. Only the loss and the optimizer are here,
-because the trainer's own constructor and attention need CUDA. README.md says how to install TRL and start the server.
+The reward is the share of capitals among an answer's letters.
 
-    python examples/rl/trl_async_grpo.py out
+TRL takes its attention kernel, FlashAttention 3, from the Hugging Face Hub, and asks CUDA for the GPU's name. With
+--torch-attention, torch computes the attention. With --cpu, there also need not be a GPU. README.md says how to install
+TRL and start the server.
+
+    python examples/rl/trl_async_grpo.py out [--torch-attention | --cpu]
 """
 
 import argparse
-import itertools
 import os
-from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
-from accelerate import Accelerator
 from datasets import Dataset
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
-from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset, select_adapter_sync
-from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
-from trl.experimental.async_grpo.vllm_client import VLLMClient
+from peft import LoraConfig
+from transformers import AutoTokenizer, TrainerCallback
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"
 THINGS = ("lime", "lemon", "tomato", "plum", "carrot", "banana", "cherry", "pumpkin")
@@ -41,39 +39,36 @@ def share_of_capitals(completions: list[list[dict[str, str]]], **_: object) -> l
     return [sum(map(str.isupper, chars)) / max(len(chars), 1) for chars in letters]
 
 
-class AdapterSync(AsyncGRPOTrainer):
-    """Has the trainer's weight sync, and what that reads of the trainer."""
+class PrintReward(TrainerCallback):
+    """Prints the mean reward of each step's answers."""
 
-    def __init__(
-        self, model: PeftModel, args: AsyncGRPOConfig, client: VLLMClient, worker: AsyncRolloutWorker, lora_name: str
-    ) -> None:
-        self.model, self.args, self.vllm_client, self.rollout_worker = model, args, client, worker
-        self.accelerator = Accelerator(cpu=True)
-        self.model_version = 0
-        self._lora_sync = True
-        self._lora_name = lora_name
-        self._lora_dir = str(Path(args.output_dir, ".vllm_lora").resolve())
-        self._adapter_name = model.active_adapters[0]
-        self._metrics = {"train": defaultdict(list)}
-
-    def publish(self) -> None:
-        self._sync_weight()
+    def on_log(self, _args: object, state: object, _control: object, logs: dict, **_: object) -> None:
+        if "reward" in logs:
+            print(f"step {state.global_step}: reward {logs['reward']:.3f}", flush=True)
 
 
-def policy_loss(model: PeftModel, samples: list[dict], pad: int, epsilon: float) -> torch.Tensor:
-    """Returns GRPO's clipped loss, a mean over all generated tokens (arXiv 2402.03300)."""
-
-    def padded(name: str, fill: float) -> torch.Tensor:
-        rows = [torch.as_tensor(sample[name]) for sample in samples]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
-
-    ids, generated = padded("input_ids", pad), padded("completion_mask", 0)[:, 1:].bool()
-    logits = model(input_ids=ids).logits[:, :-1]  # Padding is on the right, where causal attention does not see it.
-    logprobs = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0]
-    ratio = (logprobs - padded("old_log_probs", 0.0)[:, 1:]).exp()
-    advantage = torch.tensor([sample["advantage"] for sample in samples])[:, None]
-    gain = torch.min(ratio * advantage, ratio.clamp(1 - epsilon, 1 + epsilon) * advantage)
-    return -gain[generated].mean()
+def torch_varlen_attention(
+    q_THD: torch.Tensor,
+    k_KHD: torch.Tensor,
+    v_KHD: torch.Tensor,
+    q_ends: torch.Tensor,
+    k_ends: torch.Tensor,
+    *_: int,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+) -> torch.Tensor:
+    """Computes what FlashAttention's function of this name does. A segment's last query sees all of its keys."""
+    assert causal and window_size == (-1, -1)
+    parts = []
+    for (q_start, q_end), (k_start, k_end) in zip(pairwise(q_ends.tolist()), pairwise(k_ends.tolist()), strict=True):
+        q, k, v = q_THD[q_start:q_end], k_KHD[k_start:k_end], v_KHD[k_start:k_end]
+        seen_TK = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            *(part.transpose(0, 1) for part in (q, k, v)), attn_mask=seen_TK, scale=softmax_scale, enable_gqa=True
+        )
+        parts.append(attended.transpose(0, 1))
+    return torch.cat(parts)
 
 
 def main() -> None:
@@ -81,73 +76,46 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--url", default=os.environ.get("LORAFLEET_URL", "http://127.0.0.1:8000"))
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--torch-attention", action="store_true")
+    parser.add_argument("--cpu", action="store_true")
     given = parser.parse_args()
-    torch.set_num_threads(1)  # The other core is the server's.
+    if given.torch_attention or given.cpu:
+        packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=torch_varlen_attention)
+    if given.cpu:
+        torch.set_num_threads(1)  # The other core is the server's.
+        torch.cuda.get_device_name = lambda _device: "no GPU"
 
-    args = AsyncGRPOConfig(
-        output_dir=str(given.folder),
-        vllm_server_base_url=given.url,
-        max_staleness=2,
-        num_generations=8,
-        per_device_train_batch_size=32,
-        max_completion_length=24,
-        learning_rate=1e-3,
-        seed=0,
-        use_cpu=True,
-        bf16=False,
-    )
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokenizer.response_template = CHATML
-    torch.manual_seed(args.seed)
-    lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32), lora)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
-
-    client = VLLMClient(given.url)
-    client.wait_for_server_ready()
-    if not select_adapter_sync(client.get_server_info(), model, args):
-        raise SystemExit("The server does not take adapters.")
-    lora_name = "trl-policy"
     system = {"role": "system", "content": SYSTEM}
     prompts = [[system, {"role": "user", "content": f"What colour is a {thing}?"}] for thing in THINGS]
-    worker = AsyncRolloutWorker(
-        model_name=str(MODEL),
-        lora_name=lora_name,
-        dataset=Dataset.from_dict({"prompt": prompts}),
-        reward_funcs=[share_of_capitals],
+    trainer = AsyncGRPOTrainer(
+        model=str(MODEL),
+        reward_funcs=share_of_capitals,
+        args=AsyncGRPOConfig(
+            output_dir=str(given.folder),
+            vllm_server_base_url=given.url,
+            max_steps=given.steps,
+            max_staleness=2,
+            num_generations=8,
+            per_device_train_batch_size=32,
+            token_budget=0,  # 32 answers a step, rather than as many as fit into the server's context
+            max_completion_length=24,
+            learning_rate=1e-3,
+            seed=0,
+            use_cpu=given.cpu,
+            bf16=False,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+        ),
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer,
-        eos_token_ids=[tokenizer.eos_token_id],
-        num_generations=args.num_generations,
-        max_inflight_tasks=args.max_staleness * args.per_device_train_batch_size,
-        queue_maxsize=args.queue_maxsize,
-        vllm_server_url=args.vllm_server_base_url,
-        max_tokens=args.max_completion_length,
-        request_timeout=args.request_timeout,
+        callbacks=[PrintReward()],
+        peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
-    sync = AdapterSync(model, args, client, worker, lora_name)
-    sync.publish()
-    worker.start()
-    try:
-        rollouts = RolloutQueueDataset(
-            worker.rollout_buffer,
-            lambda: sync.model_version,
-            worker.check_health,
-            args.heartbeat_stale_after_s,
-            defaultdict(list),
-            args.max_staleness,
-        )
-        queue = iter(rollouts)
-        for step in range(1, given.steps + 1):
-            samples = list(itertools.islice(queue, args.per_device_train_batch_size))
-            policy_loss(model, samples, tokenizer.pad_token_id, args.epsilon).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            sync.publish()
-            reward = sum(sample["metrics"]["reward"] for sample in samples) / len(samples)
-            print(f"step {step}: reward {reward:.3f}", flush=True)
-    finally:
-        worker.stop()
-    print(f"served as {lora_name}-v{sync.model_version}")
+    trainer.train()
+    print(f"served as trl-policy-v{trainer.model_version}")
 
 
 if __name__ == "__main__":

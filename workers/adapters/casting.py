@@ -7,6 +7,7 @@ each other, and a load would take ten times as long. numpy's reductions use one 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ _INTEGERS = {
     4: (np.uint32, np.int32, 0x7FFFFFFF),
     8: (np.uint64, np.int64, 2**63 - 1),
 }
-_CARRIERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # numpy has neither bfloat16 nor FP8
 CHUNK = 32_768  # elements; torch's own threshold for using its pool
 ROWS_AT_ONCE = 64  # reduced together, since numpy starts anew for every row of a few columns
 
@@ -47,10 +48,20 @@ def max_of_columns(matrix: Tensor) -> Tensor:
 def _magnitudes(tensor: Tensor, axis: int | None) -> Tensor:
     size = tensor.dtype.itemsize
     unsigned, signed, magnitude_bits = _INTEGERS[size]
-    bits = tensor.view(_CARRIERS[size]).numpy()
+    bits = as_words(tensor)
     of_negative = bits.view(unsigned).max(axis) & magnitude_bits
     largest = np.maximum(bits.view(signed).max(axis), of_negative.astype(signed))
     return torch.from_numpy(np.asarray(largest)).view(tensor.dtype)
+
+
+def as_words(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """Returns a numpy view of the tensor's own memory, as integers of its elements' width.
+
+    Any strides are accepted. Even contiguous() keeps the strides of dimensions with one element, and torch then
+    refuses to view floats as bytes.
+    """
+    words: np.ndarray[Any, Any] = tensor.view(_WORDS[tensor.dtype.itemsize]).numpy()
+    return words
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,8 +16,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 import torch
 
@@ -26,6 +27,7 @@ from lorafleet.protocol.errors import AdapterMalformed, AdapterUnsupported
 from lorafleet.protocol.strict_json import shown
 from lorafleet.protocol.yield_gil import yielding_gil
 from lorafleet.workers.adapters.base_layout import BATCHED_NAMES, BaseLayout, ExpertsLayout
+from lorafleet.workers.adapters.expert_factors import ExpertFactors, FactorPiece
 from lorafleet.workers.adapters.forms import ExpertsForm, StackedLowRank
 from lorafleet.workers.adapters.kinds import mutated_base
 from lorafleet.workers.adapters.kinds.kind import Base, Target
@@ -58,7 +60,10 @@ class ExpertTargets:
     def form(self) -> ExpertsForm:
         if self.single:
             return ExpertsForm(*(_joined(self.single, leaves) for leaves in self.layout.parameters.values()))
-        return ExpertsForm(*(_unstacked(self.stacked.get(name), self.layout) for name in self.layout.parameters))
+        parameters = self.layout.parameters.items()
+        return ExpertsForm(
+            *(_unstacked(self.stacked.get(name), self.layout, len(leaves)) for name, leaves in parameters)
+        )
 
 
 def take_experts(
@@ -237,7 +242,7 @@ def _check_stacked(target: Target) -> None:
     target.expect(B, outputs, rank * count)
 
 
-def _unstacked(target: Target | None, layout: ExpertsLayout) -> StackedLowRank | None:
+def _unstacked(target: Target | None, layout: ExpertsLayout, projections: int) -> StackedLowRank | None:
     if target is None:
         return None
     count, rank, (inputs, outputs) = layout.count, target.rank, target.shape
@@ -246,15 +251,19 @@ def _unstacked(target: Target | None, layout: ExpertsLayout) -> StackedLowRank |
     b_EOR = target.value(B).view(outputs, rank, count).permute(2, 0, 1)
     if layout.swapped:
         a_ERD, b_EOR = b_EOR.transpose(1, 2), a_ERD.transpose(1, 2)
-    if layout.interleaved and not target.peft_name.endswith(".down_proj"):
-        b_EOR = torch.cat([b_EOR[:, half :: len(layout.first)] for half in range(len(layout.first))], dim=1)
-    return StackedLowRank(a_ERD.unsqueeze(1), b_EOR, torch.full((count, 1), scaling))
+    if layout.interleaved:
+        b_EPOR = b_EOR.unflatten(1, (-1, projections)).transpose(1, 2)
+    else:
+        b_EPOR = b_EOR.unflatten(1, (projections, -1))
+    return StackedLowRank(
+        ExpertFactors.of(a_ERD.unsqueeze(1)), ExpertFactors.of(b_EPOR), torch.full((count, 1), scaling)
+    )
 
 
 def _joined(single: Mapping[str, list[Target]], leaves: tuple[str, ...]) -> StackedLowRank | None:
     """Returns the experts' pairs as one stack, with one group per projection.
 
-    Zeros fill up experts that are not targeted and ranks that are smaller than others.
+    Experts that are not targeted have zeros, and so have ranks that are smaller than others.
     """
     groups = [(g, target) for g, leaf in enumerate(leaves) for target in single.get(leaf, ())]
     if not groups:
@@ -262,15 +271,22 @@ def _joined(single: Mapping[str, list[Target]], leaves: tuple[str, ...]) -> Stac
     layout = groups[0][1].base.layout.experts
     assert layout is not None
     rank, (inputs, outputs) = max(target.rank for _, target in groups), layout.shapes[leaves[0]]
-    dtype = groups[0][1].value(A).dtype
-    for _, target in groups:
-        dtype = torch.promote_types(dtype, torch.promote_types(target.value(A).dtype, target.value(B).dtype))
-    a_EGRD = torch.zeros(layout.count, len(leaves), rank, inputs, dtype=dtype)
-    b_EGOR = torch.zeros(layout.count, len(leaves), outputs, rank, dtype=dtype)
+    a: list[FactorPiece] = []
+    b: list[FactorPiece] = []
     scaling_EG = torch.zeros(layout.count, len(leaves))
     for g, target in yielding_gil(groups):
-        expert = slice(None) if _is_batched(target) else int(target.module.split(".")[-2])
-        a_EGRD[expert, g, : target.rank] = target.value(A)
-        b_EGOR[expert, g, :, : target.rank] = target.value(B)
-        scaling_EG[expert, g] = target.helper.scaling_of(target.peft_name, target.rank)
-    return StackedLowRank(a_EGRD, b_EGOR.flatten(1, 2), scaling_EG)
+        first, count = (0, layout.count) if _is_batched(target) else (int(target.module.split(".")[-2]), 1)
+        for pieces, leaf in ((a, A), (b, B)):
+            pieces.append(FactorPiece(first, g, target.value(leaf).expand(count, -1, -1).unsqueeze(1)))
+        scaling_EG[first : first + count, g] = target.helper.scaling_of(target.peft_name, target.rank)
+    dtype = _promoted([*a, *b])
+    return StackedLowRank(
+        ExpertFactors((layout.count, len(leaves), rank, inputs), dtype, a),
+        ExpertFactors((layout.count, len(leaves), outputs, rank), dtype, b),
+        scaling_EG,
+    )
+
+
+def _promoted(pieces: Iterable[FactorPiece]) -> torch.dtype:
+    """Returns the dtype that holds the values of all pieces."""
+    return reduce(torch.promote_types, {piece.values_EGXY.dtype for piece in pieces})

@@ -5,7 +5,8 @@ values are whole (not one tensor-parallel rank's part), on the CPU, and as exact
 dtype in which they were stored, or float32 if they were computed. lora_model.py casts them and takes a rank's part.
 """
 
-# R LoRA rank · D in features · O out features · V vocabulary · N rows · E experts · G groups of outputs · L labels
+# R LoRA rank · D in features · O out features · V vocabulary · N rows · E experts · G groups of projections
+# P projections · L labels
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lorafleet.protocol.messages import HeadTask
+from lorafleet.workers.adapters.expert_factors import ExpertFactors
 from lorafleet.workers.bases.rope_config import RopeConfig
 
 
@@ -58,18 +60,23 @@ class LinearForm:
 
 @dataclass(frozen=True, slots=True)
 class StackedLowRank:
-    """The low-rank changes of all experts of a layer. Their outputs are G equal groups, each with an A of its own.
+    """The low-rank changes of all experts of a layer. Their outputs are those of P projections, one after another.
 
-    Expert e adds scaling_EG[e, g] * (g-th part of b_EOR[e]) a_EGRD[e, g] to group g.
+    Each projection may have an A of its own (G = P), or all share one (G = 1). Expert e adds
+    scaling_EG[e, g] * b_EPOR[e, p] a_EGRD[e, g] to projection p.
     """
 
-    a_EGRD: Tensor
-    b_EOR: Tensor
+    a_EGRD: ExpertFactors
+    b_EPOR: ExpertFactors
     scaling_EG: Tensor  # float32
 
     @property
     def rank(self) -> int:
-        return self.b_EOR.shape[2]
+        return self.b_EPOR.shape[3]
+
+    @property
+    def num_values(self) -> int:
+        return self.a_EGRD.num_values + self.b_EPOR.num_values
 
 
 @dataclass(frozen=True, slots=True)

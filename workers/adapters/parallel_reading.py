@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,20 @@ MIN_THREADS_FOR_PIECES = 4
 MIN_PIECES = 3  # contents of fewer are read on the calling thread
 
 T = TypeVar("T")
+
+
+class ForEach(Protocol):
+    """Calls a function for each item, in any order, and raises the first error once all calls have ended."""
+
+    def __call__(self, function: Callable[[T], object], items: Iterable[T], /) -> None: ...
+
+
+def in_turn(function: Callable[[T], object], items: Iterable[T]) -> None:
+    """Calls the function for each item on the calling thread."""
+    for item in items:
+        function(item)
+
+
 PieceHash = tuple[int, bytes]  # number of bytes, sha256
 
 

@@ -13,31 +13,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lorafleet.protocol.yield_gil import yielding_gil
+from lorafleet.workers.adapters.casting import as_words
+from lorafleet.workers.adapters.expert_factors import ExpertFactors
+from lorafleet.workers.adapters.parallel_reading import ForEach, in_turn
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # numpy has neither bfloat16 nor FP8
+# By names. The matrices of experts are copied only when they are written into the block.
+Extras = Mapping[str, Tensor | ExpertFactors]
+
 ALIGNMENT = 256  # bytes; the GPU's allocator aligns in the same way, so that kernels may load 16 bytes at a time
 
 
 def aligned(offset: int) -> int:
     """Returns the next offset at which a tensor of a block may begin."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
-
-
-def as_words(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """Returns a numpy view of the tensor's own memory, as integers of its elements' width.
-
-    Any strides are accepted. Even contiguous() keeps the strides of dimensions with one element, and torch then
-    refuses to view floats as bytes.
-    """
-    words: np.ndarray[Any, Any] = tensor.view(_WORDS[tensor.dtype.itemsize]).numpy()
-    return words
 
 
 def copy_into(block: Tensor, start: int, tensor: Tensor) -> int:
@@ -70,26 +63,32 @@ class ExtraBlock:
     places: Mapping[str, Place]  # place of each tensor in the block
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], allocate: Callable[[int], Tensor]) -> ExtraBlock:
-        """Copies the tensors into a new block.
+    def of(cls, extras: Extras, allocate: Callable[[int], Tensor], for_each: ForEach = in_turn) -> ExtraBlock:
+        """Copies the extras into a new block.
 
         Args:
-            tensors: Tensors that copy_into accepts.
-            allocate: Returns a uint8 tensor of the given number of bytes, which is size_of(tensors).
+            extras: Tensors that copy_into accepts, and experts' matrices.
+            allocate: Returns a uint8 tensor of the given number of bytes, which is size_of(extras).
+            for_each: Calls a function for each of the experts' matrices, perhaps in threads.
         """
-        places, size = _lay_out(tensors)
+        places, size = _lay_out(extras)
         made = cls(allocate(size), places)
-        for name, tensor in yielding_gil(tensors.items()):
-            copy_into(made.block, places[name].offset, tensor)
+        large: list[tuple[ExpertFactors, Tensor]] = []
+        for name, values in yielding_gil(extras.items()):
+            if isinstance(values, Tensor):
+                copy_into(made.block, places[name].offset, values)
+            else:
+                large.append((values, made._view(places[name])))
+        for_each(lambda pair: pair[0].write(pair[1]), large)
         return made
 
     @staticmethod
-    def size_of(tensors: Mapping[str, Tensor]) -> int:
+    def size_of(tensors: Extras) -> int:
         """Returns the size in bytes of a block of these tensors."""
         return _lay_out(tensors)[1]
 
     @staticmethod
-    def offsets(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    def offsets(tensors: Extras) -> dict[str, int]:
         """Returns each tensor's offset in bytes from the first of them, if they are adjacent tensors of a block."""
         return {name: place.offset for name, place in _lay_out(tensors)[0].items()}
 
@@ -100,10 +99,7 @@ class ExtraBlock:
     def get(self, name: str) -> Tensor | None:
         """Returns a view of the block, or None if the adapter has no such tensor."""
         place = self.places.get(name)
-        if place is None:
-            return None
-        own = self.block[place.offset : place.offset + place.num_bytes]
-        return own.view(place.dtype).view(place.shape)
+        return None if place is None else self._view(place)
 
     def address(self, name: str) -> int:
         """Returns the tensor's address on the block's device, or 0 if the adapter has no such tensor."""
@@ -115,8 +111,12 @@ class ExtraBlock:
         assert block.shape == self.block.shape
         return replace(self, block=block)
 
+    def _view(self, place: Place) -> Tensor:
+        own = self.block[place.offset : place.offset + place.num_bytes]
+        return own.view(place.dtype).view(place.shape)
 
-def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Place], int]:
+
+def _lay_out(tensors: Extras) -> tuple[dict[str, Place], int]:
     places, end = {}, 0
     for name, tensor in tensors.items():
         places[name] = place = Place(end, tuple(tensor.shape), tensor.dtype)

@@ -21,13 +21,13 @@ from lorafleet.kernels.extras.linear_extras import LinearExtras
 from lorafleet.protocol.yield_gil import yielding_gil
 from lorafleet.workers.slots.base_parts import BasePart, BaseParts
 from lorafleet.workers.slots.expert_extras import expert_tensors, write_addresses
-from lorafleet.workers.slots.extra_block import ExtraBlock
+from lorafleet.workers.slots.extra_block import ExtraBlock, Extras
 from lorafleet.workers.slots.layer_weights import AffineWeights
 from lorafleet.workers.slots.lora_model import LoRAModel
 from lorafleet.workers.slots.vocab_extras import record_address
 
 
-def extra_tensors(model: LoRAModel, base: BaseParts) -> dict[str, Tensor]:
+def extra_tensors(model: LoRAModel, base: BaseParts) -> Extras:
     """Returns all tensors that the adapter has for linears, norms and experts besides A and B."""
     tensors: dict[str, Tensor] = {}
     for i, part in yielding_gil(enumerate(base.linears)):
@@ -35,7 +35,7 @@ def extra_tensors(model: LoRAModel, base: BaseParts) -> dict[str, Tensor]:
         tensors |= _kroneckers(i, [model.kroneckers.get(name) for name in part.names])
     norms = {_norm(i): model.norms[name] for i, name in enumerate(base.norms) if name in model.norms}
     tensors |= {name: weight_D + base.norm_added for name, weight_D in norms.items()}
-    return tensors | expert_tensors(model, base)
+    return {**tensors, **expert_tensors(model, base)}
 
 
 def address_rows(extra: ExtraBlock, base: BaseParts, tables: ExtraTables) -> Int64s:

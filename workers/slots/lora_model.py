@@ -15,11 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lorafleet.kernels.extras.kronecker import KroneckerPart
-from lorafleet.kernels.moe.expert_lora import ExpertWeights, padded_rank
+from lorafleet.kernels.moe.expert_lora import padded_rank
 from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.protocol.adapter_formats.sealed_memory import SealedContent
 from lorafleet.protocol.lora_config import LoRAConfig
@@ -54,8 +53,8 @@ from lorafleet.workers.slots.vocab_weights import (
 )
 from lorafleet.workers.tp.adapter_sharding import AdapterSharding
 
-# The weights on a mixture's gate_up, and on its down.
-ExpertParts = tuple[ExpertWeights | None, ExpertWeights | None]
+# The weights on a mixture's gate_up, and on its down, as they are packed.
+ExpertParts = tuple[StackedLowRank | None, StackedLowRank | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,29 +257,26 @@ def expert_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _experts(form: ExpertsForm, dtype: torch.dtype, sharding: AdapterSharding | None) -> ExpertParts:
     """Returns this rank's part, divided as the experts are: gate_up by output, down by input."""
-    gate_up = down = None
-    if form.gate_up is not None:
-        b_EOR = form.gate_up.b_EOR
-        if sharding is not None:
-            # B has the outputs of gate and up, or of up alone.
-            b_EPOR = b_EOR.unflatten(1, (-1, sharding.shard.whole_of_expert))
-            b_EOR = b_EPOR[:, :, sharding.shard.of_expert].flatten(1, 2)
-        gate_up = _stacked(form.gate_up, form.gate_up.a_EGRD, b_EOR, dtype)
-    if form.down is not None:
-        own = slice(None) if sharding is None else sharding.shard.of_expert
-        down = _stacked(form.down, form.down.a_EGRD[..., own], form.down.b_EOR, dtype)
-    return gate_up, down
+    gate_up, down = form.gate_up, form.down
+    if sharding is not None:
+        own = sharding.shard.of_expert
+        gate_up = None if gate_up is None else replace(gate_up, b_EPOR=gate_up.b_EPOR.part(rows=own))
+        down = None if down is None else replace(down, a_EGRD=down.a_EGRD.part(columns=own))
+    return _served(gate_up, expert_dtype(dtype)), _served(down, expert_dtype(dtype))
 
 
-def _stacked(form: StackedLowRank, a_EGRD: Tensor, b_EOR: Tensor, dtype: torch.dtype) -> ExpertWeights:
-    dtype, missing = expert_dtype(dtype), padded_rank(form.rank) - form.rank
-    a_ECD = F.pad(a_EGRD.to(dtype), (0, 0, 0, missing)).flatten(1, 2)
-    return ExpertWeights(a_ECD.contiguous(), F.pad(b_EOR.to(dtype), (0, missing)).contiguous(), form.scaling_EG)
+def _served(stack: StackedLowRank | None, dtype: torch.dtype) -> StackedLowRank | None:
+    """Returns the stack in this dtype and with the kernels' rank. Zeros fill the ranks that it does not have."""
+    if stack is None:
+        return None
+    rank = padded_rank(stack.rank)
+    a_EGRD, b_EPOR = stack.a_EGRD.filled_up(dtype, rows=rank), stack.b_EPOR.filled_up(dtype, columns=rank)
+    return StackedLowRank(a_EGRD, b_EPOR, stack.scaling_EG)
 
 
 def _expert_bytes(forms: AdapterForms, dtype: torch.dtype) -> int:
     stacks = [stack for form in forms.experts.values() for stack in form.stacks]
-    return sum((stack.a_EGRD.numel() + stack.b_EOR.numel()) * expert_dtype(dtype).itemsize for stack in stacks)
+    return sum(stack.num_values * expert_dtype(dtype).itemsize for stack in stacks)
 
 
 def _num_bytes(form: LinearForm, dtype: torch.dtype) -> int:

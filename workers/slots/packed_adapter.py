@@ -10,7 +10,7 @@ lie in host memory, pinned if there is a GPU, as the CPU tier's entry. On a CPU 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,11 +27,12 @@ from lorafleet.kernels.lora.packed_lora import (
 )
 from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.protocol.lora_request import AdapterInfo
+from lorafleet.workers.adapters.parallel_reading import ForEach, in_turn
 from lorafleet.workers.bases.rope_config import RopeConfig
 from lorafleet.workers.slots.base_parts import BaseParts
 from lorafleet.workers.slots.block_layout import is_in_place, lay_out
 from lorafleet.workers.slots.classifier_extras import classifier_tensors
-from lorafleet.workers.slots.extra_block import ExtraBlock, aligned, copy_into
+from lorafleet.workers.slots.extra_block import ExtraBlock, Extras, aligned, copy_into
 from lorafleet.workers.slots.layer_weights import LoRALayerWeights
 from lorafleet.workers.slots.linear_extra_parts import extra_tensors
 from lorafleet.workers.slots.lora_model import LoRAModel
@@ -41,12 +42,6 @@ LINEARS_AT_ONCE = 16  # copied by one thread in turn, some megabytes
 
 Slices = list[LoRALayerWeights | None]
 LinearsWithOffsets = Sequence[tuple[list[int], Slices]]
-ForEach = Callable[[Callable[[LinearsWithOffsets], None], Iterable[LinearsWithOffsets]], None]
-
-
-def in_turn(function: Callable[[LinearsWithOffsets], None], parts: Iterable[LinearsWithOffsets]) -> None:
-    for part in parts:
-        function(part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +128,15 @@ def pack(
     """
     started = time.perf_counter()
     linears = [[model.modules.get(name) for name in part.names] for part in base.linears]
-    tensors = extra_tensors(model, base) | vocab_tensors(model.embedding, model.head)
-    tensors |= classifier_tensors(model.classifier)
+    extras: Extras = {
+        **extra_tensors(model, base),
+        **vocab_tensors(model.embedding, model.head),
+        **classifier_tensors(model.classifier),
+    }
     table, size = lay_out([[None if s is None else s.sizes for s in slices] for slices in linears], dtype)
     if check_size is not None:
         with model.content.confirmed_first():
-            check_size(size, ExtraBlock.size_of(tensors))
+            check_size(size, ExtraBlock.size_of(extras))
     if model.block is not None and is_in_place(model.block, table, size, linears):
         block = model.block
     else:
@@ -146,7 +144,7 @@ def pack(
         work = list(zip(table.offset_LA.tolist(), linears, strict=True))
         parts = [work[start : start + LINEARS_AT_ONCE] for start in range(0, len(work), LINEARS_AT_ONCE)]
         for_each(lambda part: _fill(block, part), parts)
-    extra = ExtraBlock.of(tensors, allocate) if tensors else None
+    extra = ExtraBlock.of(extras, allocate, for_each) if extras else None
     packed = time.perf_counter()
     info = AdapterInfo(
         model.digest,

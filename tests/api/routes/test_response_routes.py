@@ -322,6 +322,7 @@ async def test_what_codex_sends_is_served(http: httpx.AsyncClient, engine: Any, 
         "stream": True,
         "include": ["reasoning.encrypted_content"],
         "prompt_cache_key": "0199-session",
+        "client_metadata": {"session_id": "0199-session", "x-codex-turn-metadata": '{"request_kind":"turn"}'},
     }
     engine.answer = lambda _: '<tool_call>\n{"name": "shell", "arguments": {"command": ["cat"]}}\n</tool_call>'
     response = await http.post("/v1/responses", json=body)

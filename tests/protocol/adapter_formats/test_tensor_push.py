@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save
 
 from lorafleet.cluster.admin.tensor_memory import copy_tensors
+from lorafleet.protocol.adapter_formats.safetensors_header import TensorInfo, parse_header
+from lorafleet.protocol.adapter_formats.safetensors_layout import write_header
 from lorafleet.protocol.adapter_formats.sealed_memory import map_sealed
 from lorafleet.protocol.adapter_formats.tensor_push import TensorSums
 from lorafleet.protocol.errors import AdapterMalformed, InvalidRequest
@@ -51,3 +53,18 @@ def test_tensors_are_laid_out_as_the_library_does() -> None:
 def test_a_dtype_that_no_adapter_has_is_refused_by_name() -> None:
     with pytest.raises(InvalidRequest, match=r"'c' is of torch.complex64"):
         copy_tensors({"c": torch.from_numpy(np.zeros(1, np.complex64))}, b"{}")
+
+
+def test_the_header_of_an_adapter_on_all_experts_of_a_large_mixture_is_read() -> None:
+    """48 layers of 128 experts have three projections each, beside four of attention."""
+    names = [
+        f"base_model.model.model.layers.{layer}.{module}.lora_{side}.weight"
+        for layer in range(48)
+        for module in (
+            *(f"mlp.experts.{expert}.{leaf}_proj" for expert in range(128) for leaf in ("gate", "up", "down")),
+            *(f"self_attn.{leaf}_proj" for leaf in "qkvo"),
+        )
+        for side in "AB"
+    ]
+    header = write_header({name: TensorInfo((1,), "U8", i, i + 1) for i, name in enumerate(names)})
+    assert len(parse_header(header[8:], len(names), "the body")) == len(names) == 37_248

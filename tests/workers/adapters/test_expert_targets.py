@@ -59,8 +59,9 @@ def with_tensors(adapter: Path, change: Callable[[str, Tensor], tuple[str, Tenso
 
 def delta(stack: StackedLowRank | None, expert: int) -> Tensor:
     assert stack is not None
-    groups = stack.a_EGRD.shape[1]
-    parts = zip(stack.b_EOR[expert].chunk(groups), stack.a_EGRD[expert], stack.scaling_EG[expert], strict=True)
+    a_GRD = stack.a_EGRD.of_expert(expert)
+    b_GOR = stack.b_EPOR.of_expert(expert).flatten(0, 1).chunk(len(a_GRD))
+    parts = zip(b_GOR, a_GRD, stack.scaling_EG[expert], strict=True)
     return torch.cat([scaling * b_OR @ a_RD for b_OR, a_RD, scaling in parts])
 
 
@@ -88,6 +89,14 @@ def test_a_parameter_targeted_alone_has_the_outer_tensors(model: Path, tmp_path:
     options = PARAMETERS | {"target_parameters": ["experts.gate_up_proj"]}
     forms = read(make_adapter(tmp_path / "a", model, **options), model)
     assert all(form.down is None and form.gate_up is not None for form in forms.experts.values())
+
+
+def test_forms_hold_the_values_that_were_read_and_no_copy_of_them(stacked: Path, layered: Path, model: Path) -> None:
+    """The values of a push are in memory that all replicas share, and are copied once, to where they are served."""
+    for adapter in (stacked, layered):
+        stacks = [stack for form in read(adapter, model).experts.values() for stack in form.stacks]
+        pieces = [piece for stack in stacks for piece in (*stack.a_EGRD.pieces, *stack.b_EPOR.pieces)]
+        assert len({piece.values_EGXY.untyped_storage().data_ptr() for piece in pieces}) == 1
 
 
 def test_all_linear_need_not_mean_experts_and_routers(model: Path, layered: Path) -> None:
