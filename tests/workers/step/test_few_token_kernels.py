@@ -65,7 +65,7 @@ def decoded(model: DecoderModel, tokens: int, uses_kernels: bool) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next", "minimax_m2", "llama4", "gemma4_experts"])
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next", "llama4"])
 def test_a_models_answers_stay(tmp_path: Path, family: str) -> None:
     model = make(tmp_path, family)
     torch.testing.assert_close(decoded(model, 3, True), decoded(model, 3, False), atol=1e-5, rtol=1e-5)
@@ -81,6 +81,7 @@ def test_a_models_answers_stay(tmp_path: Path, family: str) -> None:
         ("qwen3_5", 1, None, 1, 2),
         ("qwen2_moe", 1, "fp8", 1, 1),
         ("gpt_oss", 1, None, 1, 0),
+        ("minimax_m2", 1, None, 1, 0),
     ],
 )
 def test_only_layers_that_the_kernels_compute_have_them(
