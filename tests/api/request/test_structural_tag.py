@@ -38,7 +38,7 @@ def library(tokenizer: Tokenizer) -> Any:
     files = TokenizerFiles()
     file = files.of(tokenizer)
     settings = grammar_program.Settings(
-        file.path, file.vocab_size, [tokenizer.eos_token_id or 0], 1, 0, 1, 1, 1, 1, 1, 1, 1
+        file.path, file.vocab_size, [tokenizer.eos_token_id or 0], 1, 0, 1, 1, 1, 1, 1, 1, 1, False
     )
     yield grammar_program.read_tokenizer(settings)
     files.close()

@@ -85,7 +85,7 @@ class Vocabulary:
         self.end = self.tokenizer.eos_token_id or 0
         self.markers = set(made.convert_tokens_to_ids(list(harmony.MARKERS)))
         file = files.of(self.tokenizer)
-        settings = grammar_program.Settings(file.path, file.vocab_size, [self.end], 1, 0, 1, 1, 1, 1, 1, 1, 1)
+        settings = grammar_program.Settings(file.path, file.vocab_size, [self.end], 1, 0, 1, 1, 1, 1, 1, 1, 1, False)
         self.library = grammar_program.read_tokenizer(settings)
         ids = range(self.tokenizer.vocab_size)
         bytes_of = {self.tokenizer.token_bytes(i): i for i in ids if i != self.end}

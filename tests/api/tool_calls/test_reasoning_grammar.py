@@ -33,7 +33,7 @@ class Vocabulary:
         self.tokenizer = Tokenizer(made)
         self.end = self.tokenizer.eos_token_id or 0
         file = files.of(self.tokenizer)
-        settings = grammar_program.Settings(file.path, file.vocab_size, [self.end], 1, 0, 1, 1, 1, 1, 1, 1, 1)
+        settings = grammar_program.Settings(file.path, file.vocab_size, [self.end], 1, 0, 1, 1, 1, 1, 1, 1, 1, False)
         self.library = grammar_program.read_tokenizer(settings)
 
     def matcher(self, *args: Any) -> Any:
