@@ -117,8 +117,7 @@ def _first_layers(config: Any, num_layers: int, target: Path) -> Any:
 
 def _check_served(first: Any, target: Path) -> None:
     """Raises ConfigError if the server cannot draft with a model of the target's first layers."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(first))
+    model = _without_weights(copy.deepcopy(first))
     model.config.architectures = [type(model).__name__]
     with tempfile.TemporaryDirectory(prefix="lorafleet-draft-") as folder:
         model.config.save_pretrained(folder)
@@ -153,15 +152,23 @@ def _llama_config(config: Any, shape: DraftModelShape) -> LlamaConfig:
 
 def _checked(config: Any) -> Any:
     """Returns the config if a model of it is small enough to be made here. It allocates no weights."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    num_bytes = 4 * sum(weight.numel() for weight in model.parameters())
+    num_bytes = 4 * sum(weight.numel() for weight in _without_weights(config).parameters())
     if num_bytes > MAX_NEW_BYTES:
         raise ConfigError(
             f"the draft has {num_bytes:,} bytes in float32; at most {MAX_NEW_BYTES:,} are trained. Lower --layers or "
             "--hidden-size."
         )
     return config
+
+
+def _without_weights(config: Any) -> PreTrainedModel:
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = str(error).partition("\n")[0]
+        raise ConfigError(f"transformers cannot make a causal language model of {config.model_type!r}: {why}") from None
+    return model
 
 
 def _read(folder: Path, config: Any) -> PreTrainedModel:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, T5Config
 
 from lorafleet.protocol.errors import ConfigError, InvalidRequest
 from lorafleet.tools.comparison_runner import BASE
@@ -189,6 +189,9 @@ def test_drafts_that_do_not_fit_are_refused(base: Path, tmp_path: Path):
         DraftModelShape(1, "random", 100)
     with pytest.raises(ConfigError, match="at most"):
         new_draft(base, DraftModelShape(64, "random", 8192))
+    T5Config(vocab_size=320, num_layers=2).save_pretrained(tmp_path / "t5")
+    with pytest.raises(ConfigError, match="cannot make a causal language model of 't5'"):
+        new_draft(tmp_path / "t5", DraftModelShape())
     with pytest.raises(ConfigError, match="nothing to train"):
         job(base, tmp_path, {}, is_new=False)
     with pytest.raises(ConfigError, match="--temperature over 0"):
