@@ -1,4 +1,4 @@
-"""What a bucket may contain that the store did not put there, without a server."""
+"""The store in S3 without a server: keys that others wrote into the bucket are left alone."""
 
 from __future__ import annotations
 
