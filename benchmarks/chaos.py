@@ -90,6 +90,8 @@ class Clients:
         for job in {job for job, answer in zip(jobs, answers, strict=True) if answer != self.expected[job]}:
             print(f"left out, since its answer varies: {job[0]}, {job[1]!r}")
             del self.expected[job]
+        if not self.expected:
+            sys.exit(f"no request to {', '.join(self.models)} has the same answer each time; give other --models")
 
     async def _answer(self, http: httpx.AsyncClient, model: str, prompt: str) -> str:
         answer = await http.post("/v1/completions", json=_request(model, prompt, stream=False))

@@ -13,9 +13,12 @@ from lorafleet.protocol.errors import ConfigError
 
 
 def check_new(path: Path) -> None:
-    """Raises ConfigError if `path` exists and is not an empty folder."""
+    """Raises ConfigError if `path` exists and is not an empty folder, or could not be created."""
     if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
         raise ConfigError(f"{path} already exists; name a folder that does not exist, or remove it.")
+    parent = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"{path} cannot be created: {parent} is not a folder that can be written to. Name another.")
 
 
 @contextmanager

@@ -29,6 +29,17 @@ _READABLE = ("tokenizer.json", "vocab.json", "vocab.txt")
 # Settings that only the class which read the original file understands.
 _OF_ORIGINAL = ("auto_map", "vocab_file", "tokenizer_file", "sp_model_kwargs", "legacy", "add_prefix_space", "backend")
 _GENERAL_CLASS = "TokenizersBackend"  # transformers 5 has written it.
+# Types of models for which AutoTokenizer takes its own class, which splits texts in its own way, whatever the folder
+# names (MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS). To read that table would import torch.
+_WITH_OWN_CLASS = {
+    "hyperclovax_vision_v2",
+    "qwen2",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen4_exp",
+    "siglip2",
+}
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -58,7 +69,9 @@ def has_general_class(folder: Path) -> bool:
     """
     config = _json(folder / TOKENIZER_CONFIG_NAME)
     named = config.get("tokenizer_class") == _GENERAL_CLASS and "auto_map" not in config
-    return named and (folder / "tokenizer.json").exists()
+    if not named or not (folder / "tokenizer.json").exists():
+        return False
+    return _json(folder / "config.json").get("model_type") not in _WITH_OWN_CLASS
 
 
 def convert_folder(folder: Path, target: Path) -> bool:

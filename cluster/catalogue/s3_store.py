@@ -20,6 +20,7 @@ from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, 
 from lorafleet.protocol.adapter_formats.adapter_files import CONFIG_NAME, stored_files
 from lorafleet.protocol.errors import AdapterMissing, ConfigError, StoreError, StoreRefused
 from lorafleet.resolvers.s3_client import RenewedClient, boto_client, error_code, rejects_credentials
+from lorafleet.resolvers.source import wanted_names
 
 TAKEN = {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
 ABSENT = {"NoSuchKey", "404", "NotFound"}
@@ -121,14 +122,15 @@ class S3Store:
 
     def fetch_files(self, digest: str, folder: Path) -> None:
         prefix = f"adapters/{digest}/"
-        names = self.keys(prefix)
-        if f"{prefix}{CONFIG_NAME}" not in names:
+        # Keys of the bucket may have any text, such as "..", so only names of an adapter's files become paths.
+        names = wanted_names([key.removeprefix(prefix) for key in self.keys(prefix)], self.files_uri(digest))
+        if not names:
             raise AdapterMissing(f"the catalogue {self.uri} has no files of adapter {digest[:12]}.")
         with self._errors(f"the files of adapter {digest[:12]} cannot be read"):
-            for key in names:
-                target = folder / key.removeprefix(prefix)
+            for name in names:
+                target = folder / name
                 target.parent.mkdir(exist_ok=True)
-                self._client.download_file(self._bucket, self._key(key), str(target))
+                self._client.download_file(self._bucket, self._key(prefix + name), str(target))
 
     def delete_files(self, digest: str) -> None:
         """Deletes an adapter's files. The config goes first, since without it there is no adapter."""

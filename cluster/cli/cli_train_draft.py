@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 LEARNING_RATES = {"target": 3e-4, "random": 3e-3}  # By the start of a new draft.
 LORA_LEARNING_RATE = 2e-3
+MAX_SEED = 2**32 - 1  # Each sampled answer adds its number; torch and the engine take 64 bits.
 
 
 def train_draft(
@@ -63,7 +64,7 @@ def train_draft(
     num_speculative_tokens: Annotated[
         int, typer.Option(min=1, max=8, help="Draft tokens in a step, for the reported tokens per step.")
     ] = 4,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the training and of sampled answers.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the training and of sampled answers.")] = 0,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device of the base and the draft.")] = "auto",
     dtype: Annotated[FloatName | None, typer.Option(help="Dtype of the base; default: the checkpoint's.")] = None,
     gpu_memory_utilization: Annotated[

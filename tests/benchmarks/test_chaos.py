@@ -1,4 +1,5 @@
 import asyncio
+import itertools
 from collections import Counter
 
 import httpx
@@ -53,3 +54,14 @@ def test_requests_whose_answers_vary_are_left_out(
         if (model, prompt) != ("torn", PROMPTS[1])
     }
     assert "left out" in capsys.readouterr().out
+
+
+def test_without_any_request_whose_answer_stays_the_same_nothing_is_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = itertools.count()
+
+    async def answer(_clients: Clients, _http: httpx.AsyncClient, _model: str, _prompt: str) -> str:
+        return str(next(numbers))
+
+    monkeypatch.setattr(Clients, "_answer", answer)
+    with pytest.raises(SystemExit, match="no request to torn has the same answer each time"):
+        asyncio.run(Clients("http://127.0.0.1:1", ["torn"]).learn())

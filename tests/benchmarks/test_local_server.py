@@ -9,8 +9,12 @@ import local_server
 from local_server import LocalServer
 
 HTTP_SERVER = """
-import http.server, socket
-other = socket.create_server(("127.0.0.1", 0))  # As Serve's gRPC port: it accepts, and does not speak HTTP.
+import http.server, socketserver, threading
+class Other(socketserver.BaseRequestHandler):  # As Serve's gRPC port: it accepts, and does not speak HTTP.
+    def handle(self):
+        self.request.sendall(b"\\0\\0\\6\\4")
+other = socketserver.TCPServer(("127.0.0.1", 0), Other)
+threading.Thread(target=other.serve_forever, daemon=True).start()
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200 if self.path == "/v1/models" else 404)
@@ -35,7 +39,7 @@ def test_tokens_are_counted_by_replica_over_all_models(monkeypatch: pytest.Monke
 
 
 def test_a_replica_s_own_port_is_the_one_that_answers_http(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_server, "PROBE_S", 0.2)
+    monkeypatch.setattr(local_server, "PROBE_S", 60.0)
     command = [sys.executable, "-c", HTTP_SERVER, "ray::ServeReplica:lorafleet:EngineReplica"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as replica:
         try:

@@ -6,6 +6,7 @@ A new draft is either the target's embeddings, first layers, norm and head, or a
 from __future__ import annotations
 
 import copy
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.tools.copied_tokenizer import copy_file, tokenizer_files
+from lorafleet.workers.speculation.draft_model import read_draft_config
 
 HEAD_DIM = 64  # The smallest that GPU attention kernels take.
 MAX_NEW_BYTES = 64 << 30  # Largest draft in float32 that is made.
@@ -36,7 +38,8 @@ class DraftModelShape:
 
 
 def new_draft(target: Path, shape: DraftModelShape) -> PreTrainedModel:
-    """Returns a draft in float32 on the CPU. Raises ConfigError if the target has too few layers or another form.
+    """Returns a draft in float32 on the CPU. Raises ConfigError if the target has too few layers or another form, or if
+    its first layers cannot draft in the server.
 
     The embeddings and the head that come from the target need no gradients: they suit the target's vocabulary already,
     and with a large one they are most of the draft.
@@ -44,20 +47,24 @@ def new_draft(target: Path, shape: DraftModelShape) -> PreTrainedModel:
     config = _config(target)
     if shape.init == "random":
         return LlamaForCausalLM(_checked(_llama_config(config, shape)))
-    draft = _read(target, _checked(_first_layers(config, shape.num_layers, target)))
+    first = _first_layers(config, shape.num_layers, target)
+    _check_served(first, target)
+    draft = _read(target, _checked(first))
     for module in (draft.get_input_embeddings(), draft.get_output_embeddings()):
         module.requires_grad_(False)
     return draft
 
 
 def read_draft(folder: Path, target: Path) -> PreTrainedModel:
-    """Returns the draft in float32 on the CPU. Raises ConfigError if it is not one, or for another vocabulary."""
+    """Returns the draft in float32 on the CPU. Raises ConfigError if the server cannot draft with it, or for another
+    vocabulary."""
     config, expected = _config(folder), _config(target)
     if config.vocab_size != expected.vocab_size:
         raise ConfigError(
             f"the draft {folder} has a vocabulary of {config.vocab_size} tokens, and {target} one of "
             f"{expected.vocab_size}. Give a draft with the tokenizer of the target."
         )
+    read_draft_config(folder)
     return _read(folder, _checked(config))
 
 
@@ -108,6 +115,22 @@ def _first_layers(config: Any, num_layers: int, target: Path) -> Any:
     return first
 
 
+def _check_served(first: Any, target: Path) -> None:
+    """Raises ConfigError if the server cannot draft with a model of the target's first layers."""
+    model = _without_weights(copy.deepcopy(first))
+    model.config.architectures = [type(model).__name__]
+    with tempfile.TemporaryDirectory(prefix="lorafleet-draft-") as folder:
+        model.config.save_pretrained(folder)
+        try:
+            read_draft_config(Path(folder))
+        except ConfigError as error:
+            why = error.message.replace(folder, str(target))
+            raise ConfigError(
+                f"the server cannot draft with the first layers of {target}: {why} Or give --init random and "
+                "--hidden-size."
+            ) from None
+
+
 def _llama_config(config: Any, shape: DraftModelShape) -> LlamaConfig:
     assert shape.hidden_size is not None
     num_heads = shape.hidden_size // HEAD_DIM
@@ -129,15 +152,23 @@ def _llama_config(config: Any, shape: DraftModelShape) -> LlamaConfig:
 
 def _checked(config: Any) -> Any:
     """Returns the config if a model of it is small enough to be made here. It allocates no weights."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    num_bytes = 4 * sum(weight.numel() for weight in model.parameters())
+    num_bytes = 4 * sum(weight.numel() for weight in _without_weights(config).parameters())
     if num_bytes > MAX_NEW_BYTES:
         raise ConfigError(
             f"the draft has {num_bytes:,} bytes in float32; at most {MAX_NEW_BYTES:,} are trained. Lower --layers or "
             "--hidden-size."
         )
     return config
+
+
+def _without_weights(config: Any) -> PreTrainedModel:
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = str(error).partition("\n")[0]
+        raise ConfigError(f"transformers cannot make a causal language model of {config.model_type!r}: {why}") from None
+    return model
 
 
 def _read(folder: Path, config: Any) -> PreTrainedModel:

@@ -27,6 +27,9 @@ _SHAPES_PROMPT = (
     *("add_generation_prompt", "continue_final_message", "add_special_tokens", "truncate_prompt_tokens", "suffix"),
 )
 
+# Fields of a message that has more than its text. vLLM and SGLang name the reasoning differently.
+_NOT_IN_TEXT = ("tool_calls", "reasoning_content", "reasoning")
+
 
 @dataclass(frozen=True, slots=True)
 class TrafficLine:
@@ -114,7 +117,8 @@ def _recorded(request: Mapping[str, Any], response: Mapping[str, Any], place: st
                 "record responses with return_token_ids: their prompt_token_ids are taken as they are."
             )
     prompt, messages = _prompt(request, place)
-    return TrafficLine(place, _model(request, place), prompt, messages, (), _text(choice), answer_ids)
+    text = None if request.get("echo") else _text(choice)  # An echo begins with the prompt.
+    return TrafficLine(place, _model(request, place), prompt, messages, (), text, answer_ids)
 
 
 def _choice(response: Mapping[str, Any], place: str) -> Mapping[str, Any]:
@@ -128,11 +132,13 @@ def _choice(response: Mapping[str, Any], place: str) -> Mapping[str, Any]:
 
 
 def _text(choice: Mapping[str, Any]) -> str | None:
-    """Returns the text of an answer that ended by itself, or None. Of an answer that was cut off, calls tools or was
-    reasoned about, the text is not all that the model wrote; its prompt is answered anew."""
+    """Returns the text of an answer that ended by itself, or None. Of an answer that a limit or a stop string cut
+    off, calls tools or was reasoned about, the text is not all that the model wrote; its prompt is answered anew."""
+    if choice.get("stop_reason") is not None:
+        return None
     match choice:
         case {"finish_reason": "stop", "message": {"content": str(text), **rest}} if text:
-            return None if rest.get("tool_calls") or rest.get("reasoning_content") else text
+            return None if any(rest.get(name) for name in _NOT_IN_TEXT) else text
         case {"finish_reason": "stop", "text": str(text)} if text:
             return text
     return None

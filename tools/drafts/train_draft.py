@@ -71,6 +71,9 @@ def _check_places(job: DraftJob) -> None:
         if not folder.is_dir():
             raise ConfigError(f"adapter {name!r}: {folder} is not a folder. A draft is written to local folders only.")
         check_new(folder / DRAFT_FOLDER)
+    folders = [folder.resolve() for folder in job.adapters.values()]
+    if twice := [folder for folder in folders if folders.count(folder) > 1]:
+        raise ConfigError(f"two adapters have the folder {twice[0]}, which can hold one draft. Name it once.")
 
 
 def _train_model(job: DraftJob, draft: PreTrainedModel, lesson: Lesson, report: Report) -> DraftResult:

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
+from transformers.models.auto import tokenization_auto
 
 from lorafleet.api.text.tokenizer import Tokenizer
+from lorafleet.api.text.tokenizer_conversion import has_general_class
 from lorafleet.protocol.errors import ConfigError, InvalidRequest
 
 
@@ -98,3 +103,26 @@ def test_a_tokenizer_of_transformers_general_class_is_read_without_torch(byte_to
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program, byte_tokenizer_folder], check=True)
+
+
+def test_a_model_type_for_which_transformers_has_its_own_class_is_read_by_that(
+    byte_tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    own = {
+        name: named
+        for name in tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
+        if (named := tokenization_auto.TOKENIZER_MAPPING_NAMES[name]) != "TokenizersBackend"
+    }
+    assert {"qwen2", "qwen3_5"} <= own.keys()
+    for name in own:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": name}))
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(byte_tokenizer_folder / file, tmp_path / name / file)
+        assert not has_general_class(tmp_path / name), name
+    expected = AutoTokenizer.from_pretrained(tmp_path / "qwen2")
+    text = "x12 e\u0301"  # Qwen2Tokenizer composes the last two characters.
+    assert Tokenizer.from_folder(tmp_path / "qwen2").encode(text) == expected.encode(text)
+    assert Tokenizer.from_folder(tmp_path / "qwen2").encode(text) != Tokenizer.from_folder(
+        byte_tokenizer_folder
+    ).encode(text)

@@ -71,3 +71,9 @@ def test_mistakes_are_one_line(traffic, tmp_path, capsys, monkeypatch):
         assert said.startswith("lorafleet: ")
         assert message in said
         assert said.count("\n") == 1
+
+
+def test_a_seed_that_torch_does_not_take_is_refused(traffic, tmp_path, capsys, monkeypatch):
+    arguments = ["--model", MODEL, "--prompts", traffic, "--out", tmp_path / "d", "--seed", 1 << 64]
+    status, _, said = run(arguments, capsys, monkeypatch)
+    assert status == 2 and "--seed" in said

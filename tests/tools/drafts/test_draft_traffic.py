@@ -40,12 +40,21 @@ def test_a_recorded_request_has_its_answer_whatever_was_sampled():
         chat({"content": "b"}, "length"),
         chat({"content": "b", "tool_calls": [{}]}),
         chat({"content": "b", "reasoning_content": "c"}),
+        chat({"content": "b", "reasoning": "c"}),
+        chat({"content": "b"}, stop_reason="END"),
+        chat({"content": "b"}, stop_reason=7),
         chat({"content": None}),
         {},
     ],
 )
 def test_an_answer_whose_tokens_are_not_known_is_left_to_the_target(response):
     assert not parsed(request={"messages": ASKED}, response=response).is_answered
+
+
+def test_an_echoed_prompt_is_no_part_of_the_answer():
+    completion = {"choices": [{"text": "ab", "finish_reason": "stop"}]}
+    assert not parsed(request={"prompt": "a", "echo": True}, response=completion).is_answered
+    assert parsed(request={"prompt": "a", "echo": False}, response=completion).answer == "ab"
 
 
 def test_tokens_of_a_response_count_before_its_texts():

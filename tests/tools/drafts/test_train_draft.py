@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, T5Config
 
 from lorafleet.protocol.errors import ConfigError, InvalidRequest
 from lorafleet.tools.comparison_runner import BASE
 from lorafleet.tools.drafts.distillation import TrainingPlan, distil
 from lorafleet.tools.drafts.draft_acceptance import measure_acceptance
 from lorafleet.tools.drafts.draft_adapter import trained_lora
-from lorafleet.tools.drafts.draft_checkpoint import DraftModelShape, new_draft
+from lorafleet.tools.drafts.draft_checkpoint import DraftModelShape, new_draft, read_draft
 from lorafleet.tools.drafts.draft_job import AnswerOptions, DraftJob
 from lorafleet.tools.drafts.draft_lessons import collect_lessons
 from lorafleet.tools.drafts.draft_target import TargetAnswer
@@ -167,6 +167,12 @@ def test_what_cannot_be_written_is_refused_before_any_work(
         train_draft(job(base, tmp_path, {"mine": adapter}), said.append)
     with pytest.raises(ConfigError, match="not a folder"):
         train_draft(job(base, tmp_path, {"mine": tmp_path / "none"}), said.append)
+    other = make_adapter("other")
+    with pytest.raises(ConfigError, match="two adapters have the folder"):
+        train_draft(job(base, tmp_path, {"a": other, "b": adapter / ".." / "other"}), said.append)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file is not a folder that can be written to"):
+        train_draft(job(base, tmp_path, {}, draft=tmp_path / "file" / "drafter"), said.append)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install 'lorafleet\[train\]'"):
         train_draft(job(base, tmp_path, {"mine": adapter}), said.append)
@@ -183,10 +189,36 @@ def test_drafts_that_do_not_fit_are_refused(base: Path, tmp_path: Path):
         DraftModelShape(1, "random", 100)
     with pytest.raises(ConfigError, match="at most"):
         new_draft(base, DraftModelShape(64, "random", 8192))
+    T5Config(vocab_size=320, num_layers=2).save_pretrained(tmp_path / "t5")
+    with pytest.raises(ConfigError, match="cannot make a causal language model of 't5'"):
+        new_draft(tmp_path / "t5", DraftModelShape())
     with pytest.raises(ConfigError, match="nothing to train"):
         job(base, tmp_path, {}, is_new=False)
     with pytest.raises(ConfigError, match="--temperature over 0"):
         AnswerOptions(num_samples=2)
+
+
+def test_drafts_that_the_server_would_refuse_are_not_trained(base: Path, tmp_path: Path):
+    config = Qwen3_5TextConfig(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        layer_types=["linear_attention", "full_attention"],
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "recurrent")
+    with pytest.raises(ConfigError, match=r"first layers of .*recurrent: layer_types.*--init random"):
+        new_draft(tmp_path / "recurrent", DraftModelShape())
+    with pytest.raises(ConfigError, match=r"\(Qwen3_5ForCausalLM\) has recurrent layers"):
+        read_draft(tmp_path / "recurrent", base)
+    new_draft(tmp_path / "recurrent", DraftModelShape(1, "random", 64))
 
 
 def test_tokens_that_the_draft_does_not_have_are_refused(base: Path, tmp_path: Path):
