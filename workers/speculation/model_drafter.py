@@ -67,6 +67,11 @@ class ModelDrafter:
         self._most_rows = most_rows
         self._followed: dict[Sequence, FollowedSequence] = {}  # The one that was drafted for last is the last one.
 
+    @property
+    def is_of_head(self) -> bool:
+        """Whether a head drafts, which reads weights of the target."""
+        return self._rows is not None
+
     def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
         """Returns the draft model's likeliest continuation of each sequence. There is none for a sequence that the
         draft model has not computed yet, or cannot compute: one that is longer than it takes, has tokens that it does
@@ -100,7 +105,7 @@ class ModelDrafter:
             followed.close()
             followed = None
         if followed is None:
-            followed = FollowedSequence(sequence, num_known, digest, self.kv, is_of_head=self._rows is not None)
+            followed = FollowedSequence(sequence, num_known, digest, self.kv, is_of_head=self.is_of_head)
         else:
             followed.advance(sequence, num_known)
         self._followed[sequence] = followed
