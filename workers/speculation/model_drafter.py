@@ -114,16 +114,24 @@ class ModelDrafter:
 
     def _first_chunks(self, counts: dict[FollowedSequence, int], keep: set[FollowedSequence]) -> list[Chunk]:
         """Returns the known tokens that are computed now, the sequences with the fewest first. A sequence without room
-        is left out."""
+        is left out.
+
+        For each layer, a step stores all keys and values before it reads any. So n samples of one prompt compute it
+        once.
+        """
         chunks: list[Chunk] = []
         num_left = CAUGHT_UP_TOKENS
         for followed in sorted(counts, key=lambda followed: followed.num_missing):
+            if not num_left:
+                break
+            followed.reuse_prefix()
             num_tokens = min(followed.num_missing, num_left)
             end = followed.own.num_computed + num_tokens
             if end == followed.num_known:
                 end += counts[followed] - 1
             if num_tokens > 0 and self._grow(followed, end, keep):
                 chunks.append(Chunk(followed.own, num_tokens))
+                followed.share(followed.own.num_computed + num_tokens)
                 num_left -= num_tokens
         return chunks
 
