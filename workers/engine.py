@@ -194,7 +194,7 @@ class Engine:
             if sequence.ended:
                 continue
             try:
-                if chunk.drafts and self._speculation is not None:
+                if chunk.drafts and sampled.tokens and self._speculation is not None:
                     self._speculation.verified(sequence, len(chunk.drafts), len(sampled.tokens) - 1)
                 output = self._answers.advance(sequence, end, sampled, len(chunk.drafts))
                 if output is not None and output.finish_reason is not None:

@@ -155,7 +155,8 @@ def build_rank(
         _bound_extra_memory(slots.extra_memory, base.model.group, base.device)
     name = Path(config.model).name
     log.info("rank %d is ready: %s on %s in %s, context %d", rank, name, base.device, base.dtype, max_model_len)
-    memory = RankMemory(steps, slots, list(tiers.values()), base.gate, base.reload, pool)
+    head_steps = None if drafter is None or not drafter.is_of_head else drafter.steps
+    memory = RankMemory(steps, slots, list(tiers.values()), base.gate, base.reload, pool, head_steps)
     return Rank(steps, slots, loader, tiers, memory, num_blocks, max_model_len, pool, drafter)
 
 

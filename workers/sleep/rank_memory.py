@@ -40,6 +40,8 @@ class RankMemory:
         reload: Fills the model with the checkpoint's weights again. None if that is not possible.
         pool: The memory that adapters and KV blocks share. All borrowed memory is back whenever a part leaves. None if
             their shares are fixed.
+        head_steps: Runs the head that drafts with the base's embedding, whose address its CUDA graphs have. None
+            without such a head.
     """
 
     def __init__(
@@ -50,8 +52,10 @@ class RankMemory:
         gate: WeightsGate,
         reload: Callable[[], None] | None,
         pool: PoolStart | None = None,
+        head_steps: StepRunner | None = None,
     ) -> None:
         self._steps = steps
+        self._captured = [steps] if head_steps is None else [steps, head_steps]
         self._slots = slots
         self._tiers = tiers
         self._gate = gate
@@ -86,7 +90,7 @@ class RankMemory:
         began_s = time.monotonic()
         self._synchronize()
         if not self._asleep:
-            self._steps.release_graphs()
+            self._release_graphs()
         if "weights" in tags:
             self._gate.close()
             self._level = level
@@ -135,11 +139,12 @@ class RankMemory:
         assert not self._asleep
         began_s = time.monotonic()
         try:
-            self._steps.capture_graphs()
+            for steps in self._captured:
+                steps.capture_graphs()
         except RuntimeError as error:  # such as a lack of memory
             if self._steps.model.group.size > 1:
                 raise
-            self._steps.release_graphs()
+            self._release_graphs()
             log.warning("steps run without CUDA graphs for now, since they were not captured again: %s", error)
         self._synchronize()
         log.info("ready for steps after another %.1f s", time.monotonic() - began_s)
@@ -147,6 +152,10 @@ class RankMemory:
     def close(self) -> None:
         if self._copy is not None:
             self._copy.close()
+
+    def _release_graphs(self) -> None:
+        for steps in self._captured:
+            steps.release_graphs()
 
     def _copy_weights(self, level: SleepLevel) -> None:
         """Makes sure that there is the host's copy for this level."""

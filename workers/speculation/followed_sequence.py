@@ -30,8 +30,8 @@ class FollowedSequence:
         tokens = target.tokens[self._first : num_known]
         self.own = Sequence(target.request_id, tokens, self.num_known, GREEDY, seed=0, max_tokens=0)
         self.own.blocks = kv.open((target.tenant, target.cache_salt, digest, *target.tokens[: self._first]))
-        self.own.num_computed = kv.reuse_prefix(self.own.blocks, tokens)
         self._kv = kv
+        self.reuse_prefix()
 
     @property
     def drafts(self) -> list[int]:
@@ -42,6 +42,18 @@ class FollowedSequence:
     def num_missing(self) -> int:
         """Known tokens whose keys and values are not computed yet."""
         return self.num_known - self.own.num_computed
+
+    def reuse_prefix(self) -> None:
+        """Takes over the keys and values of others that began alike, if nothing was computed for it yet."""
+        own = self.own
+        assert own.blocks is not None
+        if not own.blocks.table:
+            own.num_computed = self._kv.reuse_prefix(own.blocks, own.tokens[: self.num_known])
+
+    def share(self, num_computed: int) -> None:
+        """Lets others take over the keys and values of its first tokens, which this step or an earlier one computes."""
+        assert self.own.blocks is not None
+        self._kv.commit(self.own.blocks, self.own.tokens, num_computed)
 
     def advance(self, target: Sequence, num_known: int) -> None:
         """Takes in the target's first num_known tokens. Drafts from the first wrong one on are dropped.

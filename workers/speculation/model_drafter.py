@@ -67,6 +67,11 @@ class ModelDrafter:
         self._most_rows = most_rows
         self._followed: dict[Sequence, FollowedSequence] = {}  # The one that was drafted for last is the last one.
 
+    @property
+    def is_of_head(self) -> bool:
+        """Whether a head drafts, which reads weights of the target."""
+        return self._rows is not None
+
     def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
         """Returns the draft model's likeliest continuation of each sequence. There is none for a sequence that the
         draft model has not computed yet, or cannot compute: one that is longer than it takes, has tokens that it does
@@ -100,7 +105,7 @@ class ModelDrafter:
             followed.close()
             followed = None
         if followed is None:
-            followed = FollowedSequence(sequence, num_known, digest, self.kv, is_of_head=self._rows is not None)
+            followed = FollowedSequence(sequence, num_known, digest, self.kv, is_of_head=self.is_of_head)
         else:
             followed.advance(sequence, num_known)
         self._followed[sequence] = followed
@@ -109,16 +114,24 @@ class ModelDrafter:
 
     def _first_chunks(self, counts: dict[FollowedSequence, int], keep: set[FollowedSequence]) -> list[Chunk]:
         """Returns the known tokens that are computed now, the sequences with the fewest first. A sequence without room
-        is left out."""
+        is left out.
+
+        For each layer, a step stores all keys and values before it reads any. So n samples of one prompt compute it
+        once.
+        """
         chunks: list[Chunk] = []
         num_left = CAUGHT_UP_TOKENS
         for followed in sorted(counts, key=lambda followed: followed.num_missing):
+            if not num_left:
+                break
+            followed.reuse_prefix()
             num_tokens = min(followed.num_missing, num_left)
             end = followed.own.num_computed + num_tokens
             if end == followed.num_known:
                 end += counts[followed] - 1
             if num_tokens > 0 and self._grow(followed, end, keep):
                 chunks.append(Chunk(followed.own, num_tokens))
+                followed.share(followed.own.num_computed + num_tokens)
                 num_left -= num_tokens
         return chunks
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lorafleet.protocol.engine_config import SpeculativeConfig
+from lorafleet.protocol.engine_control import SleepEngine, WakeEngine
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
@@ -133,6 +134,43 @@ def test_preempted_sequences_are_drafted_for_as_before(prompt, base, head) -> No
         assert draft == reference.drafts(target, known, len(draft))
     kv = stepped.engine.scheduler.speculation.drafter.kv
     assert kv.num_free == kv.num_blocks
+
+
+class Captured:
+    """Stands in for the CUDA graphs of decode steps, and records where the embedding lies when they are captured."""
+
+    def __init__(self, stepped: SteppedEngine) -> None:
+        self._weight = stepped.engine.runner.steps.model.embed_tokens.weight
+        self.capture_first()
+
+    @property
+    def is_valid(self) -> bool:
+        return self.address == self._weight.data_ptr()
+
+    def restart(self) -> None:
+        self.address = 0
+
+    def capture_first(self) -> None:
+        self.address = self._weight.data_ptr()
+
+    def find(self, *_: Any) -> None:
+        """Finds no graph, so that steps are computed without one."""
+
+
+def test_graphs_of_a_head_are_captured_again_after_a_sleep_since_the_embedding_may_move(prompt, base, head) -> None:
+    stepped, drafted = made_engine(base, head)
+    expected = answer(stepped, {"a": prompt(20)})
+    graphs = Captured(stepped)
+    stepped.engine.scheduler.speculation.drafter.steps.decode_graphs = graphs
+    stepped.order(SleepEngine())
+    assert graphs.address == 0
+    stepped.order(WakeEngine())
+    assert graphs.is_valid
+    drafted.clear()
+    stepped.tokens.clear()
+    stepped.ended.clear()
+    assert answer(stepped, {"a": prompt(20)}) == expected
+    assert drafted
 
 
 @pytest.mark.parametrize(

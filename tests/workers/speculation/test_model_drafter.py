@@ -127,6 +127,28 @@ def test_a_second_request_finds_the_draft_models_keys_and_values_of_the_first(fl
     assert drafter(stepped).kv.counts.hit_tokens == 48
 
 
+@pytest.mark.parametrize("most", [32, 1024])
+def test_samples_of_one_prompt_have_it_computed_once_for_all(fleet, prompt, monkeypatch, most) -> None:
+    monkeypatch.setattr("lorafleet.workers.speculation.model_drafter.CAUGHT_UP_TOKENS", most)
+    base = fleet("llama3").base
+    stepped = made_engine(base, base)
+    lengths: list[int] = []
+    run = drafter(stepped).steps.run
+
+    def recorded(plan: Any, *more: Any) -> Any:
+        lengths.extend(count for count in plan.attention.query_lens if count > 5)  # More than a token and its drafts.
+        return run(plan, *more)
+
+    drafter(stepped).steps.run = recorded  # type: ignore[method-assign]
+    counts = Counts(stepped)
+    params = {"params": {"max_tokens": LENGTH, "temperature": 0}}
+    prompts = {name: prompt(100) for name in "abcd"}
+    assert answers(stepped, prompts, **params) == answers(made_engine(base), prompts, **params)
+    assert counts.drafted == counts.accepted > 40
+    assert sum(lengths) < 100 + 3 * 16 + 4 * 10, "all but the last block is shared"
+    assert_is_empty(stepped)
+
+
 def test_a_preempted_sequence_is_drafted_for_as_before(fleet, prompt) -> None:
     base = fleet("llama3").base
     options: dict[str, Any] = {"kv_cache_tokens": 96, "max_model_len": 64, "enable_prefix_caching": False}

@@ -144,6 +144,41 @@ def test_a_draft_that_the_grammar_forbids_is_no_token(grammars, monkeypatch) -> 
     assert counted.tokens == grammars.plain["schema 0"]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_drafts_whose_step_has_no_mask_in_time_say_nothing_about_others(grammars, monkeypatch, overlap) -> None:
+    """A sequence leaves such a step without a token, so that none of its drafts was verified."""
+    grammars.draft(Guesses(grammars.plain, mistakes=0.0), overlap=overlap)
+    speculation, late, verified = grammars.stepped.engine.scheduler.speculation, [0], []
+    choose, verify, finish = speculation.choose, speculation.verified, GrammarProcess.finish
+    drafted: list[int] = []
+
+    def chosen(*args: Any) -> Any:
+        found = choose(*args)
+        drafted[:] = [len(drafts) for drafts in found.values()]
+        return found
+
+    def finished(process: GrammarProcess, wait_s: float) -> Any:
+        if wait_s > 0 and drafted and late[0] < 3:
+            late[0] += 1
+            process.clock.miss_masks()
+            return None
+        return finish(process, wait_s)
+
+    def recorded(sequence: Any, num_drafted: int, num_accepted: int) -> None:
+        verified.append((num_drafted, num_accepted))
+        verify(sequence, num_drafted, num_accepted)
+
+    monkeypatch.setattr(speculation, "choose", chosen)
+    monkeypatch.setattr(speculation, "verified", recorded)
+    monkeypatch.setattr(GrammarProcess, "finish", finished)
+    grammars.add("regex 0")
+    grammars.stepped.until(lambda: bool(grammars.stepped.ended))
+    assert grammars.stepped.tokens["regex 0"] == grammars.plain["regex 0"]
+    assert late == [3]
+    assert verified
+    assert all(0 <= num_accepted <= num_drafted for num_drafted, num_accepted in verified)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu_tokens_in_float32_are_those_without_drafts(tmp_path, prompt) -> None:
