@@ -70,7 +70,8 @@ def _sharers(
     is_own = (chosen == expert).to(tl.int32)
     shares = tl.max(is_own, 1)
     is_first = tl.max(tl.where(t < pair // per_token, shares, 0), 0) == 0
-    return expert.to(tl.int64), is_first, shares > 0, tl.sum(is_own * k[None, :], 1)
+    # A token of NaN has an expert several times. Any of its own places serves then.
+    return expert.to(tl.int64), is_first, shares > 0, tl.max(is_own * k[None, :], 1)
 
 
 @jit()

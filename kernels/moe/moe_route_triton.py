@@ -121,6 +121,7 @@ def _route_kernel(
     weights = weights / total
     if scaling != 1.0:
         weights *= scaling
+    chosen = tl.minimum(chosen, num_experts - 1)  # For NaN, argmax may return the padding behind the experts.
     if has_scale:
         weights *= tl.load(scale_ptr + chosen, mask=k < per_token, other=0.0)
     tl.store(expert_ptr + token * per_token + k, chosen, mask=k < per_token)

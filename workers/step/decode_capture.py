@@ -198,9 +198,10 @@ class DecodeCapture:
             self._inputs.sampled_B[:size].copy_(greedy_of_ranks(logits_BW, self._model.group))
             return hidden_BD, logits_BW
 
-        torch.cuda.synchronize(self._device)
         stream = self._main[0 if lora is None else lora.split.gemm_priority]
         with self._without_adapters(size) if lora is None else nullcontext():
+            # The inputs are filled, and counters of few_token_kernels.py cleared, on another stream.
+            torch.cuda.synchronize(self._device)
             with torch.cuda.stream(stream):
                 forward()  # compiles kernels and creates library handles, which a capture must not do
             graph = torch.cuda.CUDAGraph()

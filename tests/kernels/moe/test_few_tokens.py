@@ -164,6 +164,26 @@ def test_interpreted_kernels() -> None:
     """)
 
 
+def test_a_token_that_has_an_expert_twice_writes_only_its_own_rows() -> None:
+    """A router chooses so for a token of NaN."""
+    run_interpreted("""
+        import torch
+        from lorafleet.kernels.moe import few_tokens_experts_triton as experts
+        from tests.kernels.moe.test_few_tokens import make_case
+
+        experts.SOME_TOKENS = experts.Blocks(8, 32), experts.Blocks(16, 32)
+        x, mixture = make_case("qwen3.5", 5)
+        weight_TJ = torch.ones(5, 4)
+
+        def of_shared(*chosen):
+            expert_TK = torch.tensor([[3, 1, 2], [0, 1, 2], [*chosen], [4, 5, 6], [3, 5, 6]], dtype=torch.int32)
+            experts.few_token_choice_triton = lambda *_: (expert_TK, weight_TJ)
+            return experts.few_token_mixture_triton(x, mixture, None).sums.part_KTO[3]
+
+        assert torch.equal(of_shared(7, 8, 8), of_shared(7, 8, 6))
+    """)
+
+
 @needs_triton
 def test_a_mixture_without_a_shared_expert_compiles(tmp_path: Path) -> None:
     if nvdisasm() is None:
@@ -189,6 +209,18 @@ class TestOnGPU:
     def test_all_kinds(self, kind: str, dtype: torch.dtype) -> None:
         for tokens in (1, 2, 7, 16):
             run(*make_case(kind, tokens, (264, 60, 12), dtype, "cuda", early=True))
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_a_token_of_nan_disturbs_no_other(self, kind: str) -> None:
+        x, mixture = make_case(kind, 7, (264, 60, 12), torch.float32, "cuda", early=True)
+        wanted = few_token_mixture(x, mixture).sums
+        x[2] = torch.nan
+        expert_TK, _ = few_token_choice(x, mixture.router)
+        found = few_token_mixture(x, mixture).sums
+        assert wanted is not None and found is not None
+        assert expert_TK.min() >= 0 and expert_TK.max() < len(mixture.router.router_ED)
+        others = [0, 1, 3, 4, 5, 6]
+        assert torch.equal(found.part_KTO[:, others], wanted.part_KTO[:, others])
 
     @pytest.mark.parametrize("tokens", [1, 8, 16])
     def test_a_large_mixture(self, tokens: int) -> None:
