@@ -15,7 +15,7 @@ OPERATOR = Viewer(None, True)
 
 
 def report(first: int = 999, requests: int = 1, latency_s: float = 0.1, **adapters: int) -> TrafficReport:
-    traffic = Traffic(requests, 0, 10, 20, {bin_of(latency_s): requests})
+    traffic = Traffic(requests, 0, 10, 20, first_token={bin_of(latency_s): requests})
     series = {name: AdapterSeries(7, {first: count}) for name, count in adapters.items()}
     return TrafficReport({first: traffic}, {"": AdapterSeries(), **series}, {first: 2}, {})
 
