@@ -48,7 +48,8 @@ def test_speculative_decoding_is_configured_by_vllms_json_or_by_fields(as_text: 
     [
         ("ngram", "not valid JSON"),
         ({"method": "ngram", "draft_model": "d"}, "speculative_config.draft_model"),
-        ({"method": "eagle3"}, "speculative_config.method"),
+        ({"method": "medusa"}, "speculative_config.method"),
+        ({"method": "eagle3"}, "model=None must be the folder of a draft model or head"),
         ({"method": "ngram", "num_speculative_tokens": 9}, r"num_speculative_tokens=9 must be an integer in \[1, 8\]"),
     ],
     ids=str,
