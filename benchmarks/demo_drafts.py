@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmark_results import Case, write_results
-from engine_driver import good_outputs, load
+from engine_driver import good_outputs, load, make_speculation
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.protocol.engine_config import EngineConfig, SpeculativeConfig
 from lorafleet.protocol.lora_config import LoRAConfig
@@ -28,7 +28,6 @@ from lorafleet.protocol.messages import DraftCounts, EngineRequest
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.speculation.drafter import Drafter
-from lorafleet.workers.speculation.speculation import Speculation
 from lorafleet.workers.speculation.step_pace import StepPace
 from lorafleet.workers.startup import build_engine
 
@@ -81,12 +80,6 @@ def answer(engine: Engine, prompts: list[list[int]], lora: LoRARequest | None, b
     return Answered(list(texts.values()), speed, counts)
 
 
-def speculation(engine: Engine, drafter: Drafter, most: int, *, always: bool) -> Speculation:
-    most_sampled = len(engine.runner.steps.inputs.sampled_B)
-    pace = FreePace() if always else None
-    return Speculation(drafter, engine.scheduler.budget, most, most_sampled, pace, is_certain=True)
-
-
 def measure(
     engine: Engine,
     drafter: Drafter,
@@ -98,14 +91,14 @@ def measure(
     """Returns the figures of each arm. Raises SystemExit if drafts have changed an answer."""
     found: dict[str, dict[str, float]] = {}
     for name, lora in arms.items():
-        engine.scheduler.speculation = speculation(engine, drafter, args.drafts, always=True)
+        engine.scheduler.speculation = make_speculation(engine, drafter, args.drafts, FreePace(), is_certain=True)
         counts = answer(engine, prompts, lora, batch).drafts
         found[name] = {
             "predicted": counts.num_accepted / max(1, counts.num_tokens),
             "tokens_per_draft": 1 + counts.num_accepted / max(1, counts.num_drafts),
         }
     plain_lora = next(iter(arms.values()))
-    deciding = {name: speculation(engine, drafter, args.drafts, always=False) for name in arms}
+    deciding = {name: make_speculation(engine, drafter, args.drafts, is_certain=True) for name in arms}
     speeds: dict[str, list[float]] = {name: [] for name in ("off", *arms)}
     for turn in range(1 + args.repeats):
         engine.scheduler.speculation = None

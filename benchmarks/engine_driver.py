@@ -16,6 +16,9 @@ from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.messages import EngineRequest, TokenOutput
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.engine import Engine
+from lorafleet.workers.speculation.drafter import Drafter
+from lorafleet.workers.speculation.speculation import Speculation
+from lorafleet.workers.speculation.step_pace import StepPace
 
 MARGIN = 256  # Token ids at the end of the vocabulary that are not drawn.
 
@@ -39,6 +42,14 @@ def load(engine: Engine, paths: Sequence[Path]) -> list[LoRARequest]:
         engine.step()
         time.sleep(0.001)
     return [msgspec.structs.replace(lora, digest=f.result().digest) for lora, f in zip(asked, futures, strict=True)]
+
+
+def make_speculation(
+    engine: Engine, drafter: Drafter, most_drafts: int, pace: StepPace | None = None, *, is_certain: bool
+) -> Speculation:
+    """Returns the speculation of an engine with another drafter. The arguments are Speculation's."""
+    most_sampled = len(engine.runner.steps.inputs.sampled_B)
+    return Speculation(drafter, engine.scheduler.budget, most_drafts, most_sampled, pace, is_certain=is_certain)
 
 
 def answer_alone(

@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 from benchmark_results import Case, write_results
-from engine_driver import abort, good_outputs, settle
+from engine_driver import abort, good_outputs, make_speculation, settle
 from engine_setup import add_engine_arguments, llama_config, make_engine
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.protocol.engine_config import EngineConfig, SpeculativeConfig
@@ -80,9 +80,7 @@ def arm(engine: Engine, name: str, most_drafts: int, model: ModelDrafter | None)
         return None
     ngram = name == "ngram"
     drafter: Drafter = NgramDrafter(SpeculativeConfig("ngram")) if ngram else KnownDrafter(float(name), model)
-    most_sampled = len(engine.runner.steps.inputs.sampled_B)
-    is_certain = model is not None and not ngram
-    return Speculation(drafter, engine.scheduler.budget, most_drafts, most_sampled, is_certain=is_certain)
+    return make_speculation(engine, drafter, most_drafts, is_certain=model is not None and not ngram)
 
 
 def decode(engine: Engine, prompts: list[list[int]], num_tokens: int, loras: list[LoRARequest]) -> tuple[float, float]:

@@ -80,6 +80,11 @@ class SpeculativeConfig:
     # For draft_model: the folder of a model with the base's tokenizer. For eagle3: that of the head.
     model: str | None = None
 
+    @property
+    def most_rows(self) -> int:
+        """Most tokens of one sequence that a step computes: its last one and its drafts."""
+        return 1 + self.num_speculative_tokens
+
     def __post_init__(self) -> None:
         if self.method not in ("ngram", "draft_model", "eagle3"):
             raise ConfigError(
@@ -289,7 +294,7 @@ class EngineConfig(EngineOptions):
         """Most tokens that one step chooses: one of each sequence, and those that follow drafts."""
         if self.speculative_config is None:
             return self.max_num_seqs
-        most = self.max_num_seqs * (1 + self.speculative_config.num_speculative_tokens)
+        most = self.max_num_seqs * self.speculative_config.most_rows
         return min(max(self.max_num_seqs, min(most, LEAST_SAMPLED)), self.max_num_batched_tokens)
 
     def __post_init__(self) -> None:

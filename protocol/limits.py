@@ -55,7 +55,6 @@ INT32 = 2**31 - 1
 # The body of SGLang's /load_lora_adapter_from_tensors.
 MAX_TENSOR_COPIES = 64  # Copies of an adapter, one for each tensor-parallel rank.
 MAX_TENSOR_TEXT_CHARS = 1 << 30  # base64 of one copy; --max-body-bytes is lower by default.
-MAX_CHECKSUMS = 40_000  # As many as a safetensors file may have tensors.
 MAX_TENSOR_NAME_CHARS = 1024
 CHECKSUM_CHARS = 64
 MAX_BODY_BYTES = 16 << 20  # Default of --max-body-bytes.

@@ -1,10 +1,14 @@
-"""Runs a comparison in this process, on the same engine that serves. server_runner.py runs one on a server."""
+"""Runs a comparison in this process, on the same engine that serves. server_runner.py runs one on a server.
+
+Drafts are trained on the answers of such an engine too (drafts/draft_target.py).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams, TokensPrompt
 from lorafleet.protocol.engine_config import Device, DType
 from lorafleet.protocol.messages import TokenLogprobs
@@ -39,9 +43,7 @@ class EngineRunner:
             dtype=dtype,
             max_model_len=max_model_len,
         )
-        self._adapters = {
-            name: LoRARequest(name, number, str(folder)) for number, (name, folder) in enumerate(adapters.items(), 1)
-        }
+        self._adapters = named_requests(adapters)
         try:
             for adapter in self._adapters.values():
                 self._llm.add_lora(adapter)
@@ -50,10 +52,7 @@ class EngineRunner:
             raise
 
     def encode(self, example: Example) -> list[int]:
-        tokenizer = self._llm.tokenizer
-        if not example.messages:
-            return tokenizer.encode(example.prompt)
-        return tokenizer.encode(tokenizer.render_chat(example.messages), add_special_tokens=False)
+        return encoded_prompt(self._llm.tokenizer, example.prompt, example.messages)
 
     def encode_answer(self, text: str) -> list[int]:
         return self._llm.tokenizer.encode(text, add_special_tokens=False)
@@ -73,6 +72,18 @@ class EngineRunner:
 
     def close(self) -> None:
         self._llm.close()
+
+
+def named_requests(adapters: Mapping[str, Path]) -> dict[str, LoRARequest]:
+    """Returns what names each adapter to LLM, from the folders by name."""
+    return {name: LoRARequest(name, number, str(folder)) for number, (name, folder) in enumerate(adapters.items(), 1)}
+
+
+def encoded_prompt(tokenizer: Tokenizer, prompt: str, messages: Sequence[Mapping[str, object]]) -> list[int]:
+    """Returns the tokens of the messages, or of the prompt if there are none."""
+    if not messages:
+        return tokenizer.encode(prompt)
+    return tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
 
 
 def _tokens(token_ids: list[int]) -> TokensPrompt:

@@ -55,16 +55,19 @@ def _example(line: str, place: str) -> Example:
         case {"text": str(text), **rest} if not rest and text:
             return Example(answer=text)
         case {"prompt": str(prompt), **rest} if prompt and (not rest or rest.keys() == {"answer"}):
-            return Example(prompt=prompt, answer=_answer(fields, place))
+            return Example(prompt=prompt, answer=given_answer(fields, place))
         case {"messages": [*messages], **rest} if messages and (not rest or rest.keys() == {"answer"}):
-            return Example(messages=tuple(_message(entry, place) for entry in messages), answer=_answer(fields, place))
+            return Example(
+                messages=tuple(_message(entry, place) for entry in messages), answer=given_answer(fields, place)
+            )
     raise InvalidRequest(
         f'{place}: give {{"prompt": "…"}} or {{"messages": [{{"role": "…", "content": "…"}}]}}, with an "answer" if '
         'there is one, or {"text": "…"}.'
     )
 
 
-def _answer(fields: dict[str, object], place: str) -> str | None:
+def given_answer(fields: Mapping[str, object], place: str) -> str | None:
+    """Returns a line's "answer", or None if it has none. Raises InvalidRequest, which names the place."""
     answer = fields.get("answer")
     if "answer" in fields and not (isinstance(answer, str) and answer):
         raise InvalidRequest(f"{place}: the answer must be a string that is not empty.")

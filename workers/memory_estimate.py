@@ -44,6 +44,7 @@ from lorafleet.workers.kv_cache_sizing import (
     snapshots_for,
     unmeasured_bytes,
 )
+from lorafleet.workers.model_loading import weight_bytes
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.models.sparse_mlp import SparseMLP
 from lorafleet.workers.slots.packed_adapter import slot_bytes
@@ -122,7 +123,7 @@ class MetaEngine:
                     check_fp8(option, card.capability, card.name)
         group = TPGroup(0, config.tensor_parallel_size)
         model = DecoderModel(model_config, group, dtype, META)
-        weights = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+        weights = weight_bytes(model)
         device = CPU if card is None else CUDA
         spec = attention_spec(model.shard.local, config.block_size, dtype, cached_dtype, device, model.sinks())
         adapter, adapters = 0, 0

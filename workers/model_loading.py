@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.workers.bases.model_config import ModelConfig
@@ -32,14 +33,20 @@ def load_model(
     if config.batch_invariant and device.type == "cuda":
         fix_order(model)
     fill_model(config, model, progress)
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
     quantization = (
         ""
         if model_config.quantization is None
         else f", linear layers in {' and '.join(model_config.quantization.names)}"
     )
-    log.info("loaded %.2f GiB of weights in %.1f s%s", size / 2**30, time.monotonic() - started, quantization)
+    log.info(
+        "loaded %.2f GiB of weights in %.1f s%s", weight_bytes(model) / 2**30, time.monotonic() - started, quantization
+    )
     return model
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Returns the bytes of a model's parameters."""
+    return sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
 
 
 @torch.inference_mode()

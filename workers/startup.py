@@ -280,9 +280,10 @@ def _build_steps(
         first_sizes = FIRST_SIZES if model.group.size == 1 else sizes
         drafted = None
         if config.speculative_config is not None:
-            most_rows = 1 + config.speculative_config.num_speculative_tokens
             first_seqs = FIRST_SIZES if model.group.size == 1 else None
-            drafted = DraftedSizes.of(most_rows, config.max_num_seqs, config.most_sampled, first_seqs)
+            drafted = DraftedSizes.of(
+                config.speculative_config.most_rows, config.max_num_seqs, config.most_sampled, first_seqs
+            )
         decode_graphs = DecodeGraphs(
             capture, sizes, first_sizes, slots, longest, bool(model.mixtures()), drafted=drafted
         )

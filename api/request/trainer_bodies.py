@@ -10,6 +10,7 @@ from lorafleet.api.request.bounds import AtMost, Within
 from lorafleet.api.request.fields import Strict
 from lorafleet.api.request.request_bodies import Label, ModelName, Object, Path, RequestId
 from lorafleet.protocol import limits
+from lorafleet.protocol.adapter_formats.safetensors_header import MAX_TENSORS
 from lorafleet.protocol.adapter_formats.serialized_tensors import TensorFormat
 from lorafleet.protocol.adapter_formats.tensor_bucket import MAX_DIMENSIONS
 from lorafleet.protocol.engine_control import MemoryTag, PauseMode
@@ -110,7 +111,7 @@ class TensorLoadRequest(Strict):
     config_dict: Object  # Content of adapter_config.json.
     serialized_named_tensors: Annotated[list[TensorText], AtMost(limits.MAX_TENSOR_COPIES)] = Field(min_length=1)
     load_format: TensorFormat | None = None  # Default: safetensors.
-    expected_checksums: Annotated[dict[TensorName, Checksum], AtMost(limits.MAX_CHECKSUMS)] | None = (
+    expected_checksums: Annotated[dict[TensorName, Checksum], AtMost(MAX_TENSORS)] | None = (
         None  # SHA-256 of each tensor's bytes, in hexadecimal.
     )
     pinned: Literal[False] | None = None  # /v1/adapters/NAME/pin pins adapters.
@@ -141,9 +142,9 @@ class DistributedLoadRequest(Strict):
 
     lora_name: ModelName = Field(min_length=1)
     config_dict: Object  # Content of adapter_config.json.
-    names: Annotated[list[TensorName], AtMost(limits.MAX_CHECKSUMS)] = Field(min_length=1)
-    dtypes: Annotated[list[Annotated[str, AtMost(limits.MAX_DTYPE_CHARS)]], AtMost(limits.MAX_CHECKSUMS)]
-    shapes: Annotated[list[Annotated[list[TensorSize], AtMost(MAX_DIMENSIONS)]], AtMost(limits.MAX_CHECKSUMS)]
+    names: Annotated[list[TensorName], AtMost(MAX_TENSORS)] = Field(min_length=1)
+    dtypes: Annotated[list[Annotated[str, AtMost(limits.MAX_DTYPE_CHARS)]], AtMost(MAX_TENSORS)]
+    shapes: Annotated[list[Annotated[list[TensorSize], AtMost(MAX_DIMENSIONS)]], AtMost(MAX_TENSORS)]
     group_name: GroupName = Field("weight_update_group", min_length=1)
     upsert: bool = True  # Whether an adapter of this name gets a new version.
     pinned: Literal[False] | None = None  # /v1/adapters/NAME/pin pins adapters.

@@ -11,8 +11,7 @@ from lorafleet.protocol.adapter_formats.adapter_files import (
     check_same_config,
     open_weights,
     read_config,
-    read_draft,
-    read_language,
+    read_optional,
     read_through,
 )
 
@@ -23,7 +22,7 @@ def stage(path: str | os.PathLike[str], target: Path) -> str:
     Returns their digest. Raises AdapterError.
     """
     folder = AdapterFolder.at(path)
-    config, optional = read_config(folder), read_language(folder) | read_draft(folder)
+    config, optional = read_config(folder), read_optional(folder)
     with open_weights(folder) as weights, (target / weights.name).open("wb") as copy:
         digest = read_through(config, optional, weights, copy)
         weights.check_unchanged()

@@ -211,12 +211,8 @@ def delta_step_triton(
     first.check(reads_sums=True)
     assert first.delta_TO is None and first.affine_2T is None
     (num_tokens, first_width), (_, num_heads, k_dim, v_dim) = first.y_TO.shape, memory_SHKV.shape
-    channels, columns, groups = (
-        2 * weights.num_k_heads * k_dim + num_heads * v_dim,
-        weights.columns,
-        weights.num_k_heads,
-    )
-    taps = weights.conv_CK.shape[1]
+    groups, taps = weights.num_k_heads, weights.conv_CK.shape[1]
+    channels = 2 * groups * k_dim + num_heads * v_dim
     assert weights.conv_CK.shape == (channels, taps) and conv_SCJ.shape[1:] == (channels, taps - 1)
     assert weights.conv_CK.is_contiguous() and conv_SCJ.is_contiguous() and memory_SHKV.is_contiguous()
     assert conv_SCJ.dtype == first.y_TO.dtype and memory_SHKV.dtype is torch.float32
@@ -230,7 +226,7 @@ def delta_step_triton(
         first_width=first_width,
         size=size,
         num_sums=first.num_sums,
-        **_places(columns),
+        **_places(weights.columns),
         key_heads=groups,
         ratio=num_heads // groups,
         k_dim=k_dim,

@@ -243,13 +243,13 @@ def read_language(folder: AdapterFolder) -> dict[str, bytes]:
     return {name: _read_small(folder, name, most) for name, most in LANGUAGE_NAMES.items() if folder.has(name)}
 
 
-def read_draft(folder: AdapterFolder) -> dict[str, bytes]:
-    """Reads the files of DRAFT_NAMES, by name; most adapters have none. Raises AdapterMalformed if one is missing."""
+def read_optional(folder: AdapterFolder) -> dict[str, bytes]:
+    """Reads the files of OPTIONAL_NAMES that exist, by name. Raises AdapterMalformed if only some of DRAFT_NAMES do."""
     draft = {name: _read_small(folder, name, most) for name, most in DRAFT_NAMES.items() if folder.has(name)}
     if folder.has(DRAFT_FOLDER) and len(draft) < len(DRAFT_NAMES):
         missing = ", ".join(name for name in DRAFT_NAMES if name not in draft)
         raise AdapterMalformed(f"its folder {DRAFT_FOLDER} is not a draft LoRA, since {missing} is missing.")
-    return draft
+    return read_language(folder) | draft
 
 
 def language_digest(language: Mapping[str, bytes]) -> str:
@@ -296,7 +296,7 @@ def open_weights(folder: AdapterFolder) -> OpenFile:
 
 
 def new_digest(config: bytes, weights_name: str, weights_size: int, optional: Mapping[str, bytes]) -> hashlib._Hash:
-    """Returns a sha256 of the config and of the files of read_language() and read_draft(); the caller adds the weights.
+    """Returns a sha256 of the config and of the files of read_optional(); the caller adds the weights.
 
     Lengths separate the parts. An adapter with another tokenizer, chat template or draft LoRA has another digest.
     Without such files, the digest is that of config and weights alone.
@@ -334,6 +334,6 @@ def read_buffer(num_bytes: int) -> mmap.mmap:
 def folder_digest(path: Path) -> str:
     """Returns the digest that loading the adapter computes (lora_model.py). Raises AdapterError."""
     folder = AdapterFolder.at(path)
-    config, optional = read_config(folder), read_language(folder) | read_draft(folder)
+    config, optional = read_config(folder), read_optional(folder)
     with open_weights(folder) as weights:
         return read_through(config, optional, weights)

@@ -201,7 +201,7 @@ def test_an_interrupted_run_keeps_the_figures_of_the_cases_before(
 
 
 def test_tokens_of_a_closed_loop_are_counted_between_its_ramp_and_its_end() -> None:
-    times = [1.0, 3.0, 5.0, 7.0, 11.0]  # Of an answer with 10 tokens; the loop's ramp is 2 s and its end 10 s.
+    times = [1.0, 3.0, 5.0, 7.0, 11.0]  # An answer of 10 tokens; the loop's ramp ends at 2 s, the loop at 10 s.
     outcomes = [Outcome(0.0, 0.0, times, 10), Outcome(0.0, 0.0, times, 10, "cut"), Outcome(0.0, 0.0, [], 0)]
     assert fleet.steady_tokens_per_s(outcomes, 10.0) == pytest.approx(10 * 3 / 5 / 8)
 

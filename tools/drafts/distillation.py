@@ -16,7 +16,7 @@ from torch import nn
 from lorafleet.tools.drafts.answer_batches import AnswerBatch, answer_batches
 from lorafleet.tools.drafts.draft_target import TargetAnswer
 
-MAX_NORM = 1.0  # Of the gradient.
+MAX_NORM = 1.0  # A gradient with a larger norm is scaled down to this one.
 WARMUP_SHARE = 0.05
 
 

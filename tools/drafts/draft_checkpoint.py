@@ -28,7 +28,7 @@ class DraftModelShape:
 
     num_layers: int = 1
     init: Literal["target", "random"] = "target"
-    hidden_size: int | None = None  # Of a random draft, a multiple of HEAD_DIM. A draft of the target has the target's.
+    hidden_size: int | None = None  # Only with init="random": a multiple of HEAD_DIM.
 
     def __post_init__(self) -> None:
         if (self.hidden_size is not None) != (self.init == "random"):

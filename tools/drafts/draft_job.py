@@ -22,7 +22,7 @@ class AnswerOptions:
     max_tokens: int = 256  # Longest answer in tokens.
     max_length: int = 2048  # Longest prompt with its answer in tokens. What is longer is left out and counted.
     num_samples: int = 1  # Answers to each prompt that are trained on.
-    temperature: float = 0.0  # Of the answers that are trained on; 0: greedy.
+    temperature: float = 0.0  # Answers to train on are sampled with it; 0: greedy.
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams, TokensPrompt
+from lorafleet.offline.llm import LLM, SamplingParams, TokensPrompt
 from lorafleet.protocol.engine_config import Device, DType
 from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.tools.drafts.draft_traffic import TrafficLine
+from lorafleet.tools.engine_runner import encoded_prompt, named_requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +62,7 @@ class DraftTarget:
             **(for_adapters if adapters else {}),
         )
         self._max_length = max_length
-        self._adapters = {
-            name: LoRARequest(name, number, str(folder)) for number, (name, folder) in enumerate(adapters.items(), 1)
-        }
+        self._adapters = named_requests(adapters)
         try:
             self._own_language = frozenset(name for name in adapters if self._has_own_language(name))
         except BaseException:
@@ -98,10 +97,7 @@ class DraftTarget:
                 f"{line.place}: adapter {name!r} has its own tokenizer or chat template. Give it recorded requests "
                 "whose responses have prompt_token_ids (return_token_ids)."
             )
-        tokenizer = self._llm.tokenizer
-        if not line.messages:
-            return tokenizer.encode(line.prompt)
-        return tokenizer.encode(tokenizer.render_chat(line.messages), add_special_tokens=False)
+        return encoded_prompt(self._llm.tokenizer, line.prompt, line.messages)
 
     def close(self) -> None:
         self._llm.close()

@@ -17,6 +17,7 @@ from typing import Any
 
 from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.strict_json import shown
+from lorafleet.tools.examples import given_answer
 
 MAX_FILE_BYTES = 1 << 30
 MAX_LINE_BYTES = 4 << 20
@@ -97,9 +98,7 @@ def parse_line(text: str, place: str) -> TrafficLine:
 
 
 def _given(fields: Mapping[str, Any], place: str) -> TrafficLine:
-    answer = fields.get("answer")
-    if "answer" in fields and not (isinstance(answer, str) and answer):
-        raise InvalidRequest(f"{place}: the answer must be a string that is not empty.")
+    answer = given_answer(fields, place)
     prompt, messages = _prompt(fields, place)
     return TrafficLine(place, _model(fields, place), prompt, messages, answer=answer)
 

@@ -30,8 +30,7 @@ from lorafleet.protocol.adapter_formats.adapter_files import (
     new_digest,
     open_weights,
     read_config,
-    read_draft,
-    read_language,
+    read_optional,
 )
 from lorafleet.protocol.adapter_formats.adapter_rope import DEFAULTS_NAME, read_adapter_rope
 from lorafleet.protocol.adapter_formats.sealed_memory import SealedContent
@@ -134,7 +133,7 @@ def _opened(
     config = read_config(folder)
     helper = PEFTHelper.from_bytes(config)
     with open_weights(folder) as file:
-        optional = read_language(folder) | read_draft(folder)
+        optional = read_optional(folder)
         digest = new_digest(config, file.name, file.size, optional)
         yield helper, optional, read_weights(file, digest, reader, expected_digest)
     check_same_config(folder, config)

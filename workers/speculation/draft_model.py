@@ -27,7 +27,7 @@ from lorafleet.workers.bases.model_config import ModelConfig
 from lorafleet.workers.bases.weights import held_tensors
 from lorafleet.workers.device.step_inputs import StepInputs
 from lorafleet.workers.kv_cache_sizing import allocate_caches, bytes_per_token
-from lorafleet.workers.model_loading import load_model
+from lorafleet.workers.model_loading import load_model, weight_bytes
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
@@ -116,14 +116,13 @@ class DraftModel:
         if device.type == "cuda" and self.manager is not None:
             steps.warm_up(config.max_num_batched_tokens, self.manager.max_rank)
         num_tokens = num_blocks * config.block_size
-        cache_bytes, weight_bytes = num_tokens * bytes_per_token(self.spec), _weight_bytes(model)
         slot_bytes = 0 if self.manager is None else self.manager.arena_bytes
         log.info(
             "draft model %s: weights %.2f GiB, KV cache of %d tokens %.2f GiB, slots of draft LoRAs %.2f GiB",
             Path(config.model).name,
-            weight_bytes / 2**30,
+            weight_bytes(model) / 2**30,
             num_tokens,
-            cache_bytes / 2**30,
+            num_tokens * bytes_per_token(self.spec) / 2**30,
             slot_bytes / 2**30,
         )
         kv = KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching)
@@ -154,8 +153,7 @@ def load_drafting_model(config: EngineConfig, base: EngineModel, device: torch.d
     manager = loader = None
     if config.lora is not None:
         manager, loader = _build_adapters(draft_lora_config(config.lora), own, model, dtype, device)
-    most_rows = 1 + options.num_speculative_tokens
-    return DraftModel(own, model, spec, manager, loader, config.most_sampled, most_rows)
+    return DraftModel(own, model, spec, manager, loader, config.most_sampled, options.most_rows)
 
 
 def _load_head(config: EngineConfig, own: EngineConfig, base: EngineModel, device: torch.device) -> DraftModel:
@@ -187,8 +185,7 @@ def _load_head(config: EngineConfig, own: EngineConfig, base: EngineModel, devic
     load_eagle_weights(head, folder)
     spec = attention_spec(head.shard.local, own.block_size, dtype, kv_dtype(own, dtype, device), device, {})
     assert config.speculative_config is not None
-    most_rows = 1 + config.speculative_config.num_speculative_tokens
-    return DraftModel(own, head, spec, None, None, config.most_sampled, most_rows)
+    return DraftModel(own, head, spec, None, None, config.most_sampled, config.speculative_config.most_rows)
 
 
 def draft_config(config: EngineConfig, folder: str) -> EngineConfig:
@@ -247,7 +244,3 @@ def _attention_backend(config: EngineConfig, spec: AttentionSpec) -> AttentionNa
     if config.attention_backend == "auto" and spec.device.type == "cuda" and refusal("triton", spec) is None:
         return "triton"
     return config.attention_backend
-
-
-def _weight_bytes(model: DecoderModel | EagleHead) -> int:
-    return sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())

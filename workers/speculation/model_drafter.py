@@ -136,7 +136,8 @@ class ModelDrafter:
         return chunks
 
     def _grow(self, followed: FollowedSequence, num_tokens: int, keep: set[FollowedSequence]) -> bool:
-        """Gets blocks, if necessary from sequences that are not drafted for now. Returns whether there are enough."""
+        """Takes free blocks and, if these are too few, those of sequences for which this call drafts nothing. Returns
+        whether there were enough."""
         assert followed.own.blocks is not None
         if self.kv.grow(followed.own.blocks, num_tokens):
             return True
