@@ -19,6 +19,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "lorafleet needs Python 3.11 or newer: make install PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-compile 'pip>=26' || true  # resolves a minute sooner
 	$(BIN)/python -m pip install --disable-pip-version-check -q --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@
 
