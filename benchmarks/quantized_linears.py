@@ -32,7 +32,7 @@ from lorafleet.kernels.quant.base_weight import BaseWeight, PlainWeight, Scheme
 from lorafleet.kernels.quant.int_weight import ROUNDED_GROUP, IntScheme
 from lorafleet.kernels.quant.nf4 import NF4Scheme
 from lorafleet.kernels.quant.scaled_weight import ScaledScheme
-from lorafleet.kernels.quant.tiled_weight import tiled_weight
+from lorafleet.kernels.quant.tiled_weight import empty_weight
 from quantized_peers import PEERS, PeerWeight
 
 MODEL_LAYERS = 32
@@ -56,8 +56,7 @@ def make(kind: str, values_OD: Tensor, scratch: Scratch) -> tuple[BaseWeight | P
         peer = PEERS[kind][1](values_OD)
         return peer, peer.values_OD
     outputs, inputs = values_OD.shape
-    weight = tiled_weight(SCHEMES[kind], outputs, inputs, DTYPE, DEVICE, scratch)
-    weight = weight or SCHEMES[kind].empty(outputs, inputs, DTYPE, DEVICE, scratch)
+    weight = empty_weight(SCHEMES[kind], outputs, inputs, DTYPE, DEVICE, scratch)
     matrix = SCHEMES[kind].quantize(values_OD)
     weight.fill(0, matrix, (slice(0, outputs), slice(0, inputs)))
     return weight, matrix[...]
