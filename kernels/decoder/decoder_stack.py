@@ -26,6 +26,7 @@ from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.kernels.lora.lora_batch import TILE_TOKENS, LoRABatch, count_tiles, static_tile_counts
 from lorafleet.kernels.lora.packed_lora import AdapterTable, LoRATables, PackedLoRA, SlotWeights, with_scales_behind
 from lorafleet.kernels.lora.sm_split import SMSplit, split_for
+from lorafleet.kernels.quant.base_gemms import gemms_of
 from lorafleet.kernels.quant.base_weight import BaseWeight, PlainWeight, Scheme
 from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.kernels.quant.tiled_weight import empty_weight
@@ -60,6 +61,9 @@ class Stack:
         for _, (size, outs) in itertools.product(range(num_layers), LINEARS.values()):
             self.packed.append(PackedLoRA(len(self.packed), size, outs, self.tables))
             self.weights.append(_random_weight(sum(outs), size, scheme, scratch))
+        gemms = gemms_of(self.weights)
+        assert gemms is not None
+        self.gemms = gemms
         self._ranks: list[int] = []
 
     def load(self, rank_of_slot: list[int]) -> None:
