@@ -92,12 +92,8 @@ def _marlin(
 ) -> PeerWeight:
     ops, kind = _vllm_ops(), getattr(importlib.import_module("vllm.scalar_type").scalar_types, type_name).id
     outputs, inputs = code_OD.shape
-    in_word = 32 // bits
-    shift_1W1 = (bits * torch.arange(in_word, device=code_OD.device))[None, :, None]
-    word_DO = (code_OD.T.long().view(-1, in_word, outputs) << shift_1W1).sum(dim=1)
-    word_DO = torch.where(word_DO >= 1 << 31, word_DO - (1 << 32), word_DO).int().contiguous()
     no_order = torch.empty(0, dtype=torch.int32, device=code_OD.device)
-    packed = ops.gptq_marlin_repack(word_DO, no_order, inputs, outputs, bits, False)
+    packed = ops.gptq_marlin_repack(gptq_words(code_OD, bits), no_order, inputs, outputs, bits, False)
     scales = (scale_OG.T.float() * factor).to(scale_OG.dtype).reshape(-1, len(columns))[:, columns]
     scales = scales.reshape(-1, outputs).contiguous()
     programs = torch.cuda.get_device_properties(code_OD.device).multi_processor_count
@@ -112,6 +108,14 @@ def _marlin(
         return result
 
     return PeerWeight(values_OD, [packed, scales], product)
+
+
+def gptq_words(code_OD: Tensor, bits: int) -> Tensor:
+    """Returns codes as GPTQ packs them, int32 [D * bits / 32, O]. A word's lowest bits have the first input's code."""
+    in_word = 32 // bits
+    shift_1W1 = (bits * torch.arange(in_word, device=code_OD.device))[None, :, None]
+    word_DO = (code_OD.T.long().view(-1, in_word, len(code_OD)) << shift_1W1).sum(dim=1)
+    return torch.where(word_DO >= 1 << 31, word_DO - (1 << 32), word_DO).int().contiguous()
 
 
 def _vllm_ops() -> torch._ops._OpNamespace:
