@@ -35,7 +35,7 @@ class E4M3Shape:
     splits_inside: bool = False
     programs: int = 264  # programs of a launch, which decide into how many splits the inputs are divided
     # Inputs of each row of W that are requested before the kernel ahead has ended; 0 or a power of two from 128 on.
-    prefetch: int = 512
+    prefetch: int = 256
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,8 +131,8 @@ def test_the_gemm_in_the_interpreter(splits_inside: bool) -> None:
 @pytest.mark.parametrize(
     ("outputs", "inputs", "programs", "requested"),
     [
-        (256, 4096, 4, 512),  # one split of 4096
-        (256, 4096, 64, 512),  # splits of 512, all whole
+        (256, 4096, 4, 256),  # one split of 4096
+        (256, 4096, 64, 256),  # splits of 512, all whole
         (256, 4160, 64, 0),  # the last split has 64
         (300, 4096, 4, 0),  # the last tile has rows beyond W
     ],
