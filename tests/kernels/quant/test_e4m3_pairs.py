@@ -131,8 +131,8 @@ def test_the_gemm_in_the_interpreter(splits_inside: bool) -> None:
 @pytest.mark.parametrize(
     ("outputs", "inputs", "programs", "requested"),
     [
-        (256, 4096, 4, 256),  # one split of 4096
-        (256, 4096, 64, 256),  # splits of 512, all whole
+        (256, 4096, 4, 512),  # one split of 4096
+        (256, 4096, 64, 512),  # splits of 512, all whole
         (256, 4160, 64, 0),  # the last split has 64
         (300, 4096, 4, 0),  # the last tile has rows beyond W
     ],
@@ -151,7 +151,10 @@ def test_a_product_begins_early_and_requests_nothing_beyond_w(
 
     monkeypatch.setattr(module, "_e4m3_linear_kernel", Recorder())
     x, code = torch.zeros(8, inputs, dtype=torch.bfloat16), torch.zeros(outputs, inputs).to(FP8)
-    shape, arrived = E4M3Shape(64, 16, 4, 4, splits_inside=True, programs=programs), torch.zeros(64, dtype=torch.int32)
+    shape, arrived = (
+        E4M3Shape(64, 16, 4, 4, splits_inside=True, programs=programs, prefetch=512),
+        torch.zeros(64, dtype=torch.int32),
+    )
     for capable in (True, False):
         monkeypatch.setattr(module, "may_start_early", lambda _, capable=capable: capable)
         module.e4m3_linear_triton(x, code, torch.ones(outputs, 1), None, arrived, shape=shape)
