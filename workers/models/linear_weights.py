@@ -10,7 +10,7 @@ from torch import nn
 from lorafleet.kernels.decoder.scratch import Scratch
 from lorafleet.kernels.moe.expert_codes import ExpertCodes, ExpertMatrix
 from lorafleet.kernels.quant.base_weight import BaseWeight, PlainWeight, Scheme
-from lorafleet.kernels.quant.tiled_weight import tiled_weight
+from lorafleet.kernels.quant.tiled_weight import empty_weight
 from lorafleet.protocol.errors import UnsupportedModel
 
 
@@ -31,8 +31,7 @@ class LinearWeights:
             return PlainWeight.empty(outputs, inputs, dtype, self._device)
         if refusal := scheme.refusal(inputs):
             raise UnsupportedModel(refusal, "quantization")
-        tiled = tiled_weight(scheme, outputs, inputs, self._dtype, self._device, self._scratch)
-        return tiled or scheme.empty(outputs, inputs, self._dtype, self._device, self._scratch)
+        return empty_weight(scheme, outputs, inputs, self._dtype, self._device, self._scratch)
 
     def experts(self, scheme: Scheme | None, shape: tuple[int, int, int]) -> ExpertMatrix:
         """Returns the empty weights [E, O, D] of all experts, of this rank's sizes.
