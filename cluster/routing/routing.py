@@ -45,11 +45,11 @@ class Costs:
     proportions matter."""
 
     token_s: float = 1 / 42e3  # For each token of prefill.
-    request_s: float = 0.5e-3  # Added to a first token by each request that runs or waits already.
+    request_s: float = 3e-3  # For each request that runs or waits there already: mostly what all wait later.
     fill_byte_s: float = 1 / 53e9  # For each byte copied from host memory to a slot.
     read_byte_s: float = 1 / 0.9e9  # For each byte read from disk to host memory, with digest, checks and packing.
     place_s: float = 0.1  # Until a place in a full batch is free, for each request that waits for one.
-    slot_s: float = 0.2  # Until a slot is released if all are in use, for each adapter that waits for one.
+    slot_s: float = 0.7  # Until a slot is released if all are in use, for each adapter that waits for one.
     move_s: float = 0.1  # The cost to others of filling a slot: an adapter is evicted and comes back.
 
 
