@@ -57,6 +57,15 @@ def test_a_swamped_holder_spills_to_the_least_busy() -> None:
     assert made.rank("sql")[0] == "c"
 
 
+def test_a_copy_in_host_memory_beats_a_slot_beside_a_much_larger_batch() -> None:
+    def ranked(num_running: int) -> list[str]:
+        loads = {"a": ReplicaLoad(num_running=num_running, free_slots=4), "b": ReplicaLoad(num_running=20, free_slots=4)}
+        return chooser("ab", loads, a=("sql", "gpu"), b=("sql", "cpu")).rank("sql")
+
+    assert ranked(40) == ["a", "b"]
+    assert ranked(80) == ["b", "a"]
+
+
 def test_a_busier_holder_still_beats_a_read() -> None:
     made = chooser("abc", {"a": busy(2000)}, a=("sql", "gpu"))
     assert made.rank("sql")[0] == "a"
