@@ -51,6 +51,7 @@ class Costs:
     place_s: float = 0.1  # Until a place in a full batch is free, for each request that waits for one.
     slot_s: float = 0.7  # Until a slot is released if all are in use, for each adapter that waits for one.
     move_s: float = 0.1  # The cost to others of filling a slot: an adapter is evicted and comes back.
+    full_s: float = 0.3  # The cost to others of a read by the replica that holds the most adapters; less by others.
 
 
 @dataclass(slots=True)
@@ -62,6 +63,7 @@ class _Replica:
     reading_s: float = 0.0  # For reading the adapters that are queued already.
     free_slots: int = 1
     free_places: int = 256
+    num_held: int = 0  # Adapters in its host memory and slots.
     kept_since_s: float = -FOR_EVER_S  # What was sent before has left the prefix cache.
     coming: set[str] = field(default_factory=set)  # Adapters brought by requests since its last report.
 
@@ -80,6 +82,7 @@ class ReplicaChooser:
         self._wait_R = np.zeros(0)
         self._slot_R = np.zeros(0)  # Including the wait for a slot.
         self._cold_R = np.zeros(0)  # Including the waits for a slot and for the disk.
+        self._held_R = np.zeros(0)
         self._rendezvous = Rendezvous({})
         self._tiers: dict[str, dict[str, Tier]] = {}
         self._homes: dict[str, tuple[str, ...]] = {}
@@ -97,9 +100,10 @@ class ReplicaChooser:
         self._live = [self._replica(replica_id) for replica_id in self._rendezvous.replicas]
         for index, replica in enumerate(self._live):
             replica.index = index
-        self._wait_R, self._slot_R, self._cold_R = np.zeros((3, len(self._live)))
+        self._wait_R, self._slot_R, self._cold_R, self._held_R = np.zeros((4, len(self._live)))
         for replica in self._live:
             self._set_wait(replica)
+            self._held_R[replica.index] = replica.num_held
 
     def set_load(self, replica_id: str, load: ReplicaLoad) -> None:
         """Records a replica's report. The report includes what was sent there before it."""
@@ -115,6 +119,11 @@ class ReplicaChooser:
 
     def set_tier(self, replica_id: str, adapter: str, tier: Tier | None) -> None:
         holders = self._tiers.setdefault(adapter, {})
+        replica = self._known.get(replica_id) if tier is None else self._replica(replica_id)
+        if replica is not None:  # Otherwise it is forgotten already.
+            replica.num_held += (tier is not None) - (replica_id in holders)
+            if replica.index >= 0:
+                self._held_R[replica.index] = replica.num_held
         if tier is None:
             holders.pop(replica_id, None)
             if not holders:
@@ -131,7 +140,7 @@ class ReplicaChooser:
             self._num_bytes.pop(adapter, None)
 
     def forget(self, replica_id: str) -> None:
-        """Removes the load of a replica that may not be chosen anymore. set_tier() removes what it held."""
+        """Removes the load of a replica that may not be chosen anymore. set_tier() has removed what it held."""
         replica = self._known.get(replica_id)
         if replica is not None and replica.index < 0:
             self._forget_sent(replica)
@@ -230,7 +239,7 @@ class ReplicaChooser:
         if adapter and not found:
             found.append(self._live[self._rendezvous.home(key_of(adapter))])
         if adapter and adapter not in self._tiers and adapter not in self._homes:
-            found.append(self._live[int(self._cold_R.argmin())])
+            found.append(self._live[int((self._cold_R + self._held_R * self._held_s).argmin())])
         waits_R = self._slot_R if adapter else self._wait_R
         found.append(self._live[int(waits_R.argmin())])
         return found
@@ -249,12 +258,18 @@ class ReplicaChooser:
         slot_s += costs.move_s + self._slot_wait_s(replica)
         if tier == "cpu":
             return slot_s
-        return slot_s + replica.reading_s + num_bytes * costs.read_byte_s
+        return slot_s + replica.reading_s + replica.num_held * self._held_s + num_bytes * costs.read_byte_s
 
     def _slot_wait_s(self, replica: _Replica) -> float:
         if replica.free_slots > 0:
             return 0.0
         return self._costs.slot_s * (1 - replica.free_slots)
+
+    @property
+    def _held_s(self) -> float:
+        """The seconds that count for each adapter that a replica holds already, if it has to read one more. So host
+        memories fill evenly, and few adapters are evicted that nobody else holds."""
+        return self._costs.full_s / max(1.0, self._held_R.max())
 
     def _bytes(self, adapter: str) -> int:
         return self._num_bytes.get(adapter, TYPICAL_BYTES)
