@@ -13,8 +13,8 @@ port, while the others are idle. The client is a process of its own. Other progr
 (`--then`). For them it also has the adapters says0 to says7, each of which answers every prompt with one token of its
 own (random_llama.py).
 
-With `--at-once 2`, the servers of two rules start together and wait for each other's measurements, which saves time. Both
-must fit on the GPUs, so `--server-args` should have `--kv-cache-tokens`.
+With `--at-once 2`, the servers of two rules start together and wait for each other's measurements, which saves time.
+Both must fit on the GPUs, so `--server-args` should have `--kv-cache-tokens`.
 
 Columns: TTFT from when a request was due; `worst` is the TTFT p50 of the adapter that is worse than 90 % of all;
 `hits` are prompt tokens from the prefix cache, beside those that one cache without bounds would have; `reads` and

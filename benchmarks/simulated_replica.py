@@ -1,9 +1,9 @@
 """Simulates one replica by events: slots, host memory, a disk, prefill and decode, with the times of an 8B on one H200.
 
 The times are those of docs/measured.md and benchmarks/NOTES.md: a decode step by batch with 64 adapters, prefill tokens
-per second, 1.6 ms to fill a slot with 84 MB. A replica reads one adapter after another from disk: 84 MB in 91 ms for the
-first time, when their digest is computed, and in 45 ms later. Prompts are computed in chunks of 512 beside the running
-sequences. The simulation has no preemption, no limit of KV blocks and no prefix hits.
+per second, 1.6 ms to fill a slot with 84 MB. A replica reads one adapter after another from disk: 84 MB in 91 ms for
+the first time, when their digest is computed, and in 45 ms later. Prompts are computed in chunks of 512 beside the
+running sequences. The simulation has no preemption, no limit of KV blocks and no prefix hits.
 """
 
 from __future__ import annotations
