@@ -61,8 +61,6 @@ ALONE = {f"{workload}, one replica": workload for workload in (SATURATION, BASE)
 LOOPS = (SATURATION, BASE, *ALONE)
 BLOCK_SIZE = 16
 NUM_ONE_TOKEN_ADAPTERS = 8
-# Relative to S-LoRA's: their load has peaks, and a replica should sustain them.
-RATE_SHARES = {"Dynamo, diurnal": 0.7, "Dynamo, flash": 0.7, "Dynamo, switching": 0.7}
 MORE_CALLS = 4  # A closed loop gets so many times the calls of a workload, so that it never runs out of them.
 LOOP_SHARE = 0.6  # The time of a closed loop, relative to that of the other workloads.
 RAMP = 0.2  # The part of a closed loop's time in which tokens are not counted, since its batches still grow.
@@ -86,7 +84,7 @@ class Size:
     max_loras: int
     max_cpu_loras: int
     lora_memory_gib: float | None  # Memory for adapters on a GPU; None is the server's default.
-    rate: float  # Requests per second and replica; RATE_SHARES has the workloads with fewer.
+    rate: float  # Requests per second and replica, as the mean over a workload. Those with peaks exceed it.
     duration_s: float
     warm_up_s: float  # Time of the calls that are not counted.
     longest: int  # Prompts and answers are cut to this many tokens.
@@ -140,8 +138,7 @@ def write_files(device: str, folder: Path, load: Load) -> None:
 
 def load_of(workload: str, size: Size, replicas: int) -> Load:
     """Returns the parameters of one of WORKLOADS."""
-    rate = RATE_SHARES.get(workload, 1.0) * size.rate * replicas
-    return Load(workload, rate, size.duration_s, size.adapters, size.seed)
+    return Load(workload, size.rate * replicas, size.duration_s, size.adapters, size.seed)
 
 
 def warm_up_size(size: Size) -> Size:
