@@ -17,6 +17,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from lorafleet.cluster.routing.held_counts import HeldCounts
 from lorafleet.cluster.routing.prefix_table import PrefixTable
 from lorafleet.cluster.routing.rendezvous import Rendezvous, key_of
 from lorafleet.cluster.routing.route import prefix_tokens
@@ -82,8 +83,7 @@ class ReplicaChooser:
         self._wait_R = np.zeros(0)
         self._slot_R = np.zeros(0)  # Including the wait for a slot.
         self._cold_R = np.zeros(0)  # Including the waits for a slot and for the disk.
-        self._held_R = np.zeros(0)
-        self._most_held = 1  # The largest of _held_R, at least 1.
+        self._held = HeldCounts(0)
         self._rendezvous = Rendezvous({})
         self._tiers: dict[str, dict[str, Tier]] = {}
         self._homes: dict[str, tuple[str, ...]] = {}
@@ -101,11 +101,11 @@ class ReplicaChooser:
         self._live = [self._replica(replica_id) for replica_id in self._rendezvous.replicas]
         for index, replica in enumerate(self._live):
             replica.index = index
-        self._wait_R, self._slot_R, self._cold_R, self._held_R = np.zeros((4, len(self._live)))
-        self._most_held = 1
+        self._wait_R, self._slot_R, self._cold_R = np.zeros((3, len(self._live)))
+        self._held = HeldCounts(len(self._live))
         for replica in self._live:
             self._set_wait(replica)
-            self._count_held(replica)
+            self._held.set(replica.index, replica.num_held)
 
     def set_load(self, replica_id: str, load: ReplicaLoad) -> None:
         """Records a replica's report. The report includes what was sent there before it."""
@@ -124,7 +124,8 @@ class ReplicaChooser:
         replica = self._known.get(replica_id) if tier is None else self._replica(replica_id)
         if replica is not None:  # Otherwise it is forgotten already.
             replica.num_held += (tier is not None) - (replica_id in holders)
-            self._count_held(replica)
+            if replica.index >= 0:
+                self._held.set(replica.index, replica.num_held)
         if tier is None:
             holders.pop(replica_id, None)
             if not holders:
@@ -240,7 +241,7 @@ class ReplicaChooser:
         if adapter and not found:
             found.append(self._live[self._rendezvous.home(key_of(adapter))])
         if adapter and adapter not in self._tiers and adapter not in self._homes:
-            found.append(self._live[int((self._cold_R + self._held_R * self._held_s()).argmin())])
+            found.append(self._live[self._held.emptiest(self._cold_R, self._costs.full_s)])
         waits_R = self._slot_R if adapter else self._wait_R
         found.append(self._live[int(waits_R.argmin())])
         return found
@@ -259,26 +260,13 @@ class ReplicaChooser:
         slot_s += costs.move_s + self._slot_wait_s(replica)
         if tier == "cpu":
             return slot_s
-        return slot_s + replica.reading_s + replica.num_held * self._held_s() + num_bytes * costs.read_byte_s
+        full_s = costs.full_s * self._held.share(replica.index)
+        return slot_s + replica.reading_s + full_s + num_bytes * costs.read_byte_s
 
     def _slot_wait_s(self, replica: _Replica) -> float:
         if replica.free_slots > 0:
             return 0.0
         return self._costs.slot_s * (1 - replica.free_slots)
-
-    def _held_s(self) -> float:
-        """Returns the seconds that count for each adapter that a replica holds already, if it has to read one more. So
-        host memories fill evenly, and few adapters are evicted that nobody else holds."""
-        return self._costs.full_s / self._most_held
-
-    def _count_held(self, replica: _Replica) -> None:
-        if replica.index >= 0:
-            before, now = self._held_R[replica.index], replica.num_held
-            self._held_R[replica.index] = now
-            if now > self._most_held:
-                self._most_held = now
-            elif now < before == self._most_held:
-                self._most_held = max(1, int(self._held_R.max()))
 
     def _bytes(self, adapter: str) -> int:
         return self._num_bytes.get(adapter, TYPICAL_BYTES)
