@@ -46,7 +46,7 @@ from benchmark_results import Case, write_results
 from conversations import Conversations, count_endless_hits
 from conversations import draw as draw_conversations
 from fleet_simulation import predict
-from http_load import Call, Job, run_apart
+from http_load import Call, Job, ReportLost, run_apart
 from latency import Outcome, Percentiles, summarize
 from local_server import LocalServer, running
 from lorafleet.cluster.routing.rule_names import RoutingRule
@@ -385,7 +385,11 @@ class Run:
         with ExitStack() as stack, ThreadPoolExecutor(len(rules)) as pool:
             servers = dict(zip(rules, pool.map(start, rules), strict=True))
             for rule, server in servers.items():
-                warm_up(server, self._first_size, replicas)
+                try:
+                    warm_up(server, self._first_size, replicas)
+                except ReportLost as error:
+                    print(f"the warm-up of {rule} failed, {error}", flush=True)
+                    continue
                 for workload in self._workloads("all"):
                     self._measure_case(server, workload, rule, replicas)
             if (first := servers.get(self._args.rules[0])) is not None:
@@ -401,7 +405,11 @@ class Run:
         if workload in ALONE:
             url, replicas = server.replica_url(), 1
         size = self._first_size if workload in LOOPS else self._size
-        figures = measure(server, url, workload, size, replicas)
+        try:
+            figures = measure(server, url, workload, size, replicas)
+        except ReportLost as error:
+            print(f"failed: {workload}, {rule}, {replicas} replicas, {error}", flush=True)
+            return
         self._add(ALONE.get(workload, workload), rule, replicas, figures)
         if workload == SATURATION and self._load is not None:
             tokens = fmean(call.max_tokens for call in draw_calls(SATURATION, size, replicas))

@@ -9,7 +9,7 @@ import pytest
 
 import fleet
 from benchmark_results import read_results
-from http_load import Call, Job, Report
+from http_load import Call, Job, Report, ReportLost
 from latency import Outcome
 
 
@@ -220,6 +220,26 @@ def test_an_interrupted_run_keeps_the_figures_of_the_cases_before(
     with pytest.raises(KeyboardInterrupt):
         run(monkeypatch, "--workloads", "Dynamo, flash", "--duration-s", "3", "--json", str(tmp_path / "fleet.json"))
     assert len(read_results(tmp_path / "fleet.json").cases) == 1
+
+
+def test_a_report_that_is_lost_costs_its_row_alone(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lose_some(job: Job) -> Report:
+        report = fleet_run_apart(job)
+        if len(jobs) in (1, 5):  # The warm-up of affinity, and sticky's second workload.
+            raise ReportLost("no report")
+        return report
+
+    fleet_run_apart = fleet.run_apart
+    monkeypatch.setattr(fleet, "run_apart", lose_some)
+    words = ("--workloads", "Dynamo, flash", "Dynamo, steady", "--duration-s", "6")
+    run(monkeypatch, *words, "--rules", "affinity", "sticky", "round-robin")
+    shown = capsys.readouterr().out
+    assert "the warm-up of affinity failed, no report" in shown
+    assert "failed: Dynamo, steady, sticky, 2 replicas, no report" in shown
+    rows = [line.split() for line in shown.splitlines()]
+    assert [row[2] for row in rows if row[:1] == ["Dynamo,"]] == ["sticky", "round-robin", "round-robin"]
 
 
 def test_tokens_of_a_closed_loop_are_counted_between_its_ramp_and_its_end() -> None:
