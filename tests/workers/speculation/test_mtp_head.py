@@ -1,0 +1,166 @@
+"""A checkpoint's own layer for several tokens (MTP) in an engine: its drafts are those of a plain implementation, and
+answers never depend on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from family_cases import CASES, make_case, make_case_adapter
+from lorafleet.protocol.engine_config import SpeculativeConfig
+from lorafleet.protocol.errors import ConfigError
+from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.workers.speculation.model_drafter import ModelDrafter
+from stepped_engine import SteppedEngine
+from tests.workers.speculation.drafting import speculate
+from tests.workers.speculation.mtp_reference import FAMILIES, MTPReference, make_mtp_checkpoint
+
+LENGTH = 24
+Drafted = tuple[str, list[int], list[int]]  # A request, its known tokens, and the drafts behind them.
+OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 32, "max_num_seqs": 8}
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_mtp_checkpoint(tmp_path_factory.mktemp("mtp") / "base", "qwen3_5")
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_mtp_checkpoint(tmp_path_factory.mktemp("mtp") / "base", "glm4_moe")
+
+
+def made_engine(base: Path, method: str | None = "mtp", **options: Any) -> tuple[SteppedEngine, list[Drafted]]:
+    """Returns an engine that verifies each draft, and what is drafted from now on. None as the method drafts nothing."""
+    drafted: list[Drafted] = []
+    if method is None:
+        return SteppedEngine(base, **options), drafted
+    stepped = SteppedEngine(base, speculative_config=SpeculativeConfig(method), **options)
+    drafter = stepped.engine.scheduler.speculation.drafter
+    assert isinstance(drafter, ModelDrafter)
+    propose = drafter.propose
+
+    def recorded(wanted: Any) -> list[list[int]]:
+        found = propose(wanted)
+        for entry, draft in zip(wanted, found, strict=True):
+            drafted.append((entry.sequence.request_id, entry.sequence.tokens[: entry.num_known], draft))
+        return found
+
+    drafter.propose = recorded  # type: ignore[method-assign]
+    speculate(stepped.engine, drafter)
+    return stepped, drafted
+
+
+def answer(stepped: SteppedEngine, prompts: dict[str, list[int]], **fields: Any) -> dict[str, list[int]]:
+    for name, ids in prompts.items():
+        stepped.add(name, ids, **({"params": {"max_tokens": LENGTH}} | fields))
+    stepped.until(lambda: prompts.keys() <= stepped.ended.keys())
+    return {name: stepped.tokens[name] for name in prompts}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_are_those_of_a_plain_implementation_and_answers_are_unchanged(tmp_path, prompt, family) -> None:
+    """Prompts of several chunks, and drafts of several tokens."""
+    base = make_mtp_checkpoint(tmp_path / "base", family)
+    prompts = {"a": prompt(20), "b": prompt(70), "c": prompt(2)}
+    plain, _ = made_engine(base, None, **OPTIONS)
+    stepped, drafted = made_engine(base, async_scheduling=family == "qwen3_5", **OPTIONS)
+    assert answer(stepped, prompts) == answer(plain, prompts)
+    target, reference = AutoModelForCausalLM.from_pretrained(base), MTPReference(base, family)
+    checked = [one for one in drafted if one[2]][::4]
+    assert len(checked) > 6 and {len(draft) for _, _, draft in checked} & {3, 4}
+    for _, known, draft in checked:
+        assert draft == reference.drafts(target, known, len(draft))
+    assert any(len(set(draft)) > 1 for _, _, draft in checked)
+
+
+def test_drafts_of_an_adapter_follow_its_own_hidden_states(tmp_path, prompt, glm) -> None:
+    path = make_case_adapter(tmp_path / "adapter", glm, CASES["glm4_moe"])
+    found = []
+    for method in (None, "mtp"):
+        stepped, drafted = made_engine(glm, method)
+        stepped.add("own", prompt(20), stepped.load("own", path), params={"max_tokens": LENGTH})
+        stepped.add("base", prompt(20), params={"max_tokens": LENGTH})
+        stepped.until(lambda stepped=stepped: len(stepped.ended) == 2)
+        found.append(stepped.tokens)
+    assert found[0] == found[1]
+    assert found[0]["own"] != found[0]["base"]
+    target, reference = AutoModelForCausalLM.from_pretrained(glm), MTPReference(glm, "glm4_moe")
+    adapted = PeftModel.from_pretrained(target, path)
+    of_adapter = [one for one in drafted if one[0] == "own"][::4]
+    assert of_adapter
+    for _, known, draft in of_adapter:
+        assert draft == reference.drafts(adapted, known, len(draft))
+
+
+def test_a_cached_prefix_has_its_features(prompt, glm) -> None:
+    stepped, drafted = made_engine(glm)
+    answer(stepped, {"a": prompt(50)})
+    before = len(drafted)
+    answer(stepped, {"b": prompt(50)})
+    assert stepped.engine.stats().prefix_cache_hits_total == 48
+    assert stepped.engine.scheduler.speculation.drafter.kv.counts.hit_tokens == 48
+    target, reference = AutoModelForCausalLM.from_pretrained(glm), MTPReference(glm, "glm4_moe")
+    for _, known, draft in drafted[before:][:3]:
+        assert draft and draft == reference.drafts(target, known, len(draft))
+
+
+def test_preempted_sequences_are_drafted_for_as_before(prompt, qwen) -> None:
+    options: dict[str, Any] = {"kv_cache_tokens": 96, "max_model_len": 64, "enable_prefix_caching": False}
+    prompts = {"a": prompt(20), "b": prompt(21), "c": prompt(22)}
+    stepped, drafted = made_engine(qwen, **options)
+    plain, _ = made_engine(qwen, None, **options)
+    assert answer(stepped, prompts) == answer(plain, prompts)
+    assert stepped.engine.stats().preemptions_total > 0
+    target, reference = AutoModelForCausalLM.from_pretrained(qwen), MTPReference(qwen, "qwen3_5")
+    for _, known, draft in drafted[-4:]:
+        assert draft == reference.drafts(target, known, len(draft))
+    kv = stepped.engine.scheduler.speculation.drafter.kv
+    assert kv.num_free == kv.num_blocks
+
+
+def test_a_checkpoint_without_such_a_layer_is_refused_with_what_to_do(fleet, tmp_path) -> None:
+    without = make_case(tmp_path / "without", CASES["qwen3_5"])
+    with pytest.raises(ConfigError, match=r"has none: it has no tensor whose name begins with 'mtp\.'.*method='ngram'"):
+        made_engine(without)
+    with pytest.raises(ConfigError, match=r"has none: its config\.json \(LlamaForCausalLM\) describes none"):
+        made_engine(fleet("llama3").base)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora": LoRAConfig(share_lora_memory=True)}, "method='mtp' is not served with share_lora_memory"),
+        ({"kv_host_gib": 1.0}, r"method='mtp' is not served with kv_host_gib=1\.0"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_go_with_it_are_refused(glm, options, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        made_engine(glm, **options)
+
+
+def test_a_damaged_layer_is_refused_by_the_name_of_its_tensor(tmp_path) -> None:
+    folder = make_mtp_checkpoint(tmp_path / "base", "qwen3_5")
+    tensors = load_file(folder / "model.safetensors")
+    for name, changed, message in (
+        ("mtp.fc.weight", None, r"lacks 1 tensors; the first is 'mtp\.fc\.weight'"),
+        ("mtp.layers.0.mlp.up_proj.weight", None, r"the first is 'mtp\.layers\.0\.mlp\.up_proj\.weight'"),
+        ("mtp.embed_tokens.weight", tensors["mtp.norm.weight"].clone(), r"has the tensor 'mtp\.embed_tokens\.weight'"),
+        ("mtp.fc.weight", tensors["mtp.fc.weight"][:, :8].clone(), r"mtp\.fc\.weight has shape \[32, 8\]"),
+    ):
+        damaged = {key: value for key, value in tensors.items() if key != name}
+        save_file(damaged if changed is None else damaged | {name: changed}, folder / "model.safetensors")
+        with pytest.raises(ConfigError, match=message):
+            made_engine(folder)
+
+
+def test_random_weights_need_no_file(qwen) -> None:
+    stepped, drafted = made_engine(qwen, load_format="dummy")
+    answer(stepped, {"a": list(range(5, 20))})
+    assert any(draft for _, _, draft in drafted)
