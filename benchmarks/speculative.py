@@ -8,8 +8,8 @@ again and again at the full cost of a step. `ngram` drafts from the repeated tex
 arm of --right has drafts of which each token is right with this probability, as a drafter of that quality would make.
 
 With --draft-layers, a draft model of that many layers drafts in the arms of --right, so that they have its full cost.
-Its drafts would all be right. The arms replace some of their tokens by wrong ones. With --mtp, the model has the shape of
-a family of families_decode.py, with as many layers as are measured there, and its own layer for several tokens (MTP)
+Its drafts would all be right. The arms replace some of their tokens by wrong ones. With --mtp, the model has the shape
+of a family of families_decode.py, with as many layers as are measured there, and its own layer for several tokens (MTP)
 drafts in the same way.
 
 The second form drafts by n-grams from the answers of a real model to a repetitive prompt.

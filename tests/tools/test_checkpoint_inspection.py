@@ -157,6 +157,16 @@ def test_kinds_of_tensors_add_up_to_the_files(base: Path) -> None:
     assert found.dtype == str(torch.float32).removeprefix("torch.")
 
 
+def test_a_layer_for_several_tokens_is_named(tmp_path: Path) -> None:
+    base = make_mtp_checkpoint(tmp_path / "base", "glm4_moe")
+    found = inspect_checkpoint(EngineConfig(str(base)), None, (1,))
+    kinds = [group.kind for group in found.tensors]
+    assert kinds.count("layers for several tokens (MTP)") == 1
+    assert found.drafts_itself and "layer for several tokens (MTP) and --speculative-config" in report(found)
+    without = make_case(tmp_path / "without", CASES["glm4_moe"])
+    assert not inspect_checkpoint(EngineConfig(str(without)), None, (1,)).drafts_itself
+
+
 def test_a_module_of_transformers_is_named_as_such(tmp_path: Path) -> None:
     folder = make_case(tmp_path / "neox", FamilyCase("GPTNeoX"))
     found = inspect_checkpoint(EngineConfig(str(folder)), None, (1,))

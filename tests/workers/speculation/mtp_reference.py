@@ -26,6 +26,7 @@ from family_cases import CASES, SMALL, FamilyCase, make_case
 QWEN = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
 DEEPSEEK = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "deepseek_v3", "glm4_moe", "glm4_moe_lite"]
+Drafted = tuple[str, list[int], list[int]]  # A request, its known tokens, and the drafts behind them.
 
 
 def _is_qwen(family: str) -> bool:
@@ -85,6 +86,20 @@ def mtp_tensors(family: str, num_layers: int) -> dict[str, Tensor]:
     return found
 
 
+def _loaded(case: FamilyCase, tensors: dict[str, Tensor]) -> nn.Module:
+    """Returns the decoder of one layer that has these tensors, without the norm behind it."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = _one_layer(case)
+        model.save_pretrained(folder)
+        path = Path(folder) / "model.safetensors"
+        saved = load_file(path)
+        save_file(saved | {name: tensors[name] for name in saved if name in tensors}, path, {"format": "pt"})
+        assert sum(name in tensors for name in saved) > 5
+        decoder: nn.Module = type(model).from_pretrained(folder).eval().model
+    decoder.norm = nn.Identity()
+    return decoder
+
+
 class MTPReference:
     """Drafts from a transformers model's last hidden states."""
 
@@ -92,20 +107,35 @@ class MTPReference:
         raw = json.loads((folder / "config.json").read_text())
         num_layers, self._is_qwen = raw["num_hidden_layers"], _is_qwen(family)
         stored = load_file(folder / "model.safetensors")
-        prefix = f"model.layers.{num_layers}."
-        names = QWEN if self._is_qwen else tuple(prefix + name for name in DEEPSEEK)
+        below = "mtp.layers.0." if self._is_qwen else f"model.layers.{num_layers}."
+        names = QWEN if self._is_qwen else tuple(below + name for name in DEEPSEEK)
         self._weights = [stored[f"{name}.weight"] for name in names]
         self._eps = raw.get("rms_norm_eps", 1e-6)
-        self._layer = _one_layer(CASES[family]).model
-        self._layer.norm = nn.Identity()
+        layer = {n.replace(below, "model.layers.0.", 1): t for n, t in stored.items() if n.startswith(below)}
+        self._layer = _loaded(CASES[family], layer | {"model.embed_tokens.weight": stored["model.embed_tokens.weight"]})
+
+    def wrong(self, target: PreTrainedModel, drafted: list[Drafted]) -> list[Drafted]:
+        """Returns the entries whose drafts are others than the layer's."""
+        found: list[Drafted] = []
+        for request in {name for name, _, _ in drafted}:
+            own = [entry for entry in drafted if entry[0] == request]
+            features_TD = self._features(target, max((known for _, known, _ in own), key=len))
+            for entry in own:
+                _, known, draft = entry
+                if draft != self._drafts(target, known, features_TD[: len(known) - 1], len(draft)):
+                    found.append(entry)
+        return found
 
     @torch.no_grad()
-    def drafts(self, target: PreTrainedModel, tokens: list[int], count: int) -> list[int]:
-        """Returns the tokens that the layer drafts behind these."""
+    def _features(self, target: PreTrainedModel, tokens: list[int]) -> Tensor:
+        """Returns the target's last hidden states behind the tokens, [T, D]."""
+        return target(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][0]
+
+    @torch.no_grad()
+    def _drafts(self, target: PreTrainedModel, tokens: list[int], features_TD: Tensor, count: int) -> list[int]:
         decoder = target.get_base_model() if hasattr(target, "get_base_model") else target
         embedding, head = decoder.get_input_embeddings(), decoder.get_output_embeddings()
         embedding_norm, hidden_norm, fc, last_norm = self._weights
-        features_TD = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][0, :-1]
         found: list[int] = []
         for _ in range(count):
             embedded_TD = embedding(torch.tensor([*tokens[1:], *found]))
