@@ -16,7 +16,7 @@ from lorafleet.workers.bases.module_names import OF_BASE, Pairs
 
 @dataclass(frozen=True, slots=True)
 class MTPConfig:
-    """One such layer. It has experts if the decoder has any."""
+    """The description of one such layer. It has experts if the decoder has any."""
 
     layer: LayerConfig
     names: Pairs  # As in ModuleNames.part. They lead to a model whose only layer is "layers.0".

@@ -37,7 +37,7 @@ from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.speculation.draft_heads import DraftHead, load_head
 from lorafleet.workers.speculation.draft_slots import DraftSlots
 from lorafleet.workers.speculation.draft_tokenizer import check_same_tokenizer
-from lorafleet.workers.speculation.head_rows import HeadRows
+from lorafleet.workers.speculation.feature_rows import FeatureRows
 from lorafleet.workers.speculation.model_drafter import CAUGHT_UP_TOKENS, ModelDrafter
 from lorafleet.workers.step.decode_capture import DecodeCapture
 from lorafleet.workers.step.decode_graphs import DecodeGraphs
@@ -80,7 +80,7 @@ class DraftModel:
         return steps + most_tokens * base_token_bytes * own // (own + base_token_bytes)
 
     @property
-    def rows(self) -> HeadRows | None:
+    def rows(self) -> FeatureRows | None:
         return self.model.drafts if isinstance(self.model, DraftHead) else None
 
     def attach(self, target: EngineModel, num_blocks: int) -> None:

@@ -27,7 +27,7 @@ from lorafleet.workers.models.linear_weights import LinearWeights
 from lorafleet.workers.models.rope import Rotations
 from lorafleet.workers.models.sparse_mlp import SparseMLP
 from lorafleet.workers.models.vocab_table import VocabTable
-from lorafleet.workers.speculation.head_rows import HeadRows
+from lorafleet.workers.speculation.feature_rows import FeatureRows
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.row_parallel_sum import RankSum
 from lorafleet.workers.tp.shard import Shard
@@ -81,7 +81,7 @@ class EagleHead(nn.Module):
         self.rotations = Rotations([attention.rope for attention in config.attentions], device)
         self._norms_residual = norms_residual
         self._num_target_layers = target.config.num_layers
-        self.drafts = HeadRows(config, dtype, device, most_tokens, most_rows)
+        self.drafts = FeatureRows(config, dtype, device, most_tokens, most_rows)
 
     @property
     def embed_tokens(self) -> VocabTable:

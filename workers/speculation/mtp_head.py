@@ -31,7 +31,7 @@ from lorafleet.workers.models.rope import Rotations
 from lorafleet.workers.models.short_conv import ShortConv
 from lorafleet.workers.models.sparse_mlp import SparseMLP
 from lorafleet.workers.models.vocab_table import VocabTable
-from lorafleet.workers.speculation.head_rows import HeadRows
+from lorafleet.workers.speculation.feature_rows import FeatureRows
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.row_parallel_sum import RankSum
 from lorafleet.workers.tp.shard import Shard
@@ -78,7 +78,7 @@ class MTPHead(nn.Module):
         self.eh_proj = parameter(config.hidden_size, 2 * config.hidden_size, dtype=dtype, device=device)
         hold_weights(config, self.packed_linears(), self.mixtures(), LinearWeights(dtype, device))
         self.rotations = Rotations([attention.rope for attention in config.attentions], device)
-        self.drafts = HeadRows(config, dtype, device, most_tokens, most_rows)
+        self.drafts = FeatureRows(config, dtype, device, most_tokens, most_rows)
 
     @property
     def embed_tokens(self) -> VocabTable:

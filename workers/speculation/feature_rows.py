@@ -15,7 +15,7 @@ from lorafleet.workers.device.host_copy import to_device
 from lorafleet.workers.models.feature_taps import FeatureTaps
 
 
-class HeadRows:
+class FeatureRows:
     """The rows of one head.
 
     Args:
