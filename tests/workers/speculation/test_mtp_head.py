@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from family_cases import CASES, make_case, make_case_adapter
 from float_checkpoints import BLOCK, DEEPSEEK, FP8, scaled
 from lorafleet.protocol.engine_config import SpeculativeConfig
-from lorafleet.protocol.errors import ConfigError
+from lorafleet.protocol.errors import AdapterError, ConfigError
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from quantized_models import written
@@ -200,3 +200,20 @@ def test_random_weights_need_no_file(qwen) -> None:
     stepped, drafted = made_engine(qwen, load_format="dummy")
     answer(stepped, {"a": list(range(5, 20))})
     assert any(draft for _, _, draft in drafted)
+
+
+def test_an_adapter_of_the_layer_is_refused_by_name(tmp_path, glm) -> None:
+    path = make_case_adapter(tmp_path / "adapter", glm, CASES["glm4_moe"])
+    file = path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "layers.1.self_attn.q_proj.lora_A" in name)
+    for moved in ("layers.2.self_attn.q_proj", "mtp.layers.0.self_attn.q_proj"):
+        further = {
+            key.replace("layers.1.self_attn.q_proj", moved): value.clone()
+            for key, value in tensors.items()
+            if name.rpartition("lora_A")[0] in key
+        }
+        save_file(tensors | further, file)
+        stepped, _ = made_engine(glm)
+        with pytest.raises(AdapterError, match=moved.replace(".", r"\.")):
+            stepped.load("own", path)
