@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -12,6 +14,10 @@ from lorafleet.kernels.moe.expert_codes import ExpertCodes, ExpertMatrix
 from lorafleet.kernels.quant.base_weight import BaseWeight, PlainWeight, Scheme
 from lorafleet.kernels.quant.tiled_weight import empty_weight
 from lorafleet.protocol.errors import UnsupportedModel
+from lorafleet.workers.bases.linear_schemes import experts_scheme, linear_scheme
+from lorafleet.workers.bases.model_config import ModelConfig
+from lorafleet.workers.models.layers import PackedLinear
+from lorafleet.workers.models.sparse_mlp import SparseMLP
 
 
 class LinearWeights:
@@ -43,3 +49,18 @@ class LinearWeights:
         if refusal := scheme.refusal(shape[2]):
             raise UnsupportedModel(refusal, "quantization")
         return ExpertCodes(scheme, shape, self._dtype, self._device)
+
+
+def hold_weights(
+    config: ModelConfig,
+    linears: Iterable[tuple[tuple[str, ...], PackedLinear]],
+    mixtures: Iterable[tuple[str, SparseMLP]],
+    weights: LinearWeights,
+) -> None:
+    """Gives the linears and mixtures of a model their empty weights. The names are module paths below the model."""
+    for names, linear in linears:
+        scheme = linear_scheme(config, names)
+        linear.weight = weights.empty(scheme, sum(linear.out_features), linear.in_features, linear.dtype)
+    for name, mixture in mixtures:
+        gate_up = weights.experts(experts_scheme(config, name, mixture.experts.first_leaves), mixture.gate_up_shape)
+        mixture.hold(gate_up, weights.experts(experts_scheme(config, name, ["down_proj"]), mixture.down_shape))
