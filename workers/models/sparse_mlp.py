@@ -171,8 +171,7 @@ class SparseMLP(nn.Module):
     def for_few_tokens(self, early: bool) -> FewTokenMixture | FewTokenRouter | None:
         """Returns what the kernels for few tokens read: those of the whole mixture, or of its router, or None."""
         experts, gate_up_EUD, down_EDI = self.experts, self.gate_up_EUD, self.down_EDI
-        # A FixedWeight's bits must not change. Without a shared expert the kernels have not been compared on a GPU.
-        if experts.router_bias or type(self.gate.weight) is not PlainWeight or self.shared is None:
+        if experts.router_bias or type(self.gate.weight) is not PlainWeight:  # A FixedWeight's bits must not change.
             return None
         weight_ED = self.gate.weight.dequantized()
         router = FewTokenRouter(weight_ED, experts.rule, self.correction_E, self.scale_E, early)
@@ -183,7 +182,8 @@ class SparseMLP(nn.Module):
             return router
         if any(type(linear.weight) is not PlainWeight for linear in self.packed_linears()):
             return router
-        return FewTokenMixture(router, gate_up_EUD.data, down_EDI.data, experts.activation, self.shared.weights)
+        shared = None if self.shared is None else self.shared.weights
+        return FewTokenMixture(router, gate_up_EUD.data, down_EDI.data, experts.activation, shared)
 
     def weight_kinds(self) -> list[type[object]]:
         """Returns the classes of the weights of gate_up and down: PlainWeight, or that of the quantized weight."""
