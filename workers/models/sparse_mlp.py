@@ -25,13 +25,17 @@ from lorafleet.kernels.moe.expert_lora import ExpertLoRA
 from lorafleet.kernels.moe.few_tokens import (
     FewTokenMixture,
     FewTokenRouter,
+    SharedMatrix,
     SharedWeights,
     few_token_choice,
     few_token_mixture,
+    serves_few_tokens,
 )
 from lorafleet.kernels.moe.moe import ExpertMatrices, Routing, experts_mlp, route
 from lorafleet.kernels.moe.moe_torch import SharedOutput
 from lorafleet.kernels.quant.base_weight import PlainWeight
+from lorafleet.kernels.quant.scaled_weight import ScaledWeight
+from lorafleet.kernels.quant.tiled_weight import TiledWeight
 from lorafleet.workers.bases.experts_config import ExpertsConfig
 from lorafleet.workers.bases.projection import Projection
 from lorafleet.workers.models.layers import PackedLinear, parameter
@@ -61,10 +65,14 @@ class SharedExpert(nn.Module):
         return SharedOutput(y_TD, None if self.weight_gate is None else apply_affine(self.weight_gate(x_TD, batch)))
 
     @property
-    def weights(self) -> SharedWeights:
-        """The weights, which are plain."""
-        gate_1D = None if self.weight_gate is None else self.weight_gate.weight.dequantized()
-        return SharedWeights(self.gate_up_proj.weight.dequantized(), self.down_proj.weight.dequantized(), gate_1D)
+    def weights(self) -> SharedWeights | None:
+        """The weights for the kernels of few tokens, or None if there are other kinds than those read."""
+        gate = None if self.weight_gate is None else _matrix_of(self.weight_gate)
+        gate_up_UD, down_DI = _matrix_of(self.gate_up_proj), _matrix_of(self.down_proj)
+        is_other = self.weight_gate is not None and not isinstance(gate, Tensor)
+        if is_other or gate_up_UD is None or down_DI is None:
+            return None
+        return SharedWeights(gate_up_UD, down_DI, gate if isinstance(gate, Tensor) else None)
 
     def packed_linears(self) -> list[PackedLinear]:
         return [linear for linear in (self.gate_up_proj, self.down_proj, self.weight_gate) if linear is not None]
@@ -178,12 +186,12 @@ class SparseMLP(nn.Module):
         is_other = experts.biases or experts.scales_input or not experts.is_gated or self.latent is not None
         if is_other or experts.beside is not None:
             return router
-        if isinstance(gate_up_EUD, ExpertCodes) or isinstance(down_EDI, ExpertCodes):
-            return router
-        if any(type(linear.weight) is not PlainWeight for linear in self.packed_linears()):
-            return router
         shared = None if self.shared is None else self.shared.weights
-        return FewTokenMixture(router, gate_up_EUD.data, down_EDI.data, experts.activation, shared)
+        if self.shared is not None and shared is None:
+            return router
+        plain = [matrix if isinstance(matrix, ExpertCodes) else matrix.data for matrix in (gate_up_EUD, down_EDI)]
+        mixture = FewTokenMixture(router, *plain, experts.activation, shared)
+        return mixture if serves_few_tokens(mixture) else router
 
     def weight_kinds(self) -> list[type[object]]:
         """Returns the classes of the weights of gate_up and down: PlainWeight, or that of the quantized weight."""
@@ -198,3 +206,11 @@ class SparseMLP(nn.Module):
 
     def _vector(self, name: str | None, device: torch.device) -> nn.Parameter | None:
         return None if name is None else parameter(self.experts.count, dtype=torch.float32, device=device)
+
+
+def _matrix_of(linear: PackedLinear) -> SharedMatrix | None:
+    """Returns a linear's weight as the kernels for few tokens take it, or None if they do not."""
+    weight = linear.weight
+    if isinstance(weight, (ScaledWeight, TiledWeight)):
+        return weight
+    return weight.dequantized() if type(weight) is PlainWeight else None
