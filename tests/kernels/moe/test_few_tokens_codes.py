@@ -1,4 +1,4 @@
-"""Quantized experts of few tokens: the CUDA kernels, emulated on this CPU, against a loop over tokens and their experts."""
+"""Quantized experts of few tokens: the CUDA kernels, emulated on this CPU, against a loop over tokens and experts."""
 
 from __future__ import annotations
 
