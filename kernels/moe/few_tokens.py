@@ -85,15 +85,17 @@ def few_token_choice(x_TD: Tensor, router: FewTokenRouter, out_TK: Tensor | None
 
 
 def few_token_mixture(x_TD: Tensor, mixture: FewTokenMixture, out_TK: Tensor | None = None) -> LinearOutput:
-    """Returns the mixture's output for at most MOST_TOKENS tokens. On CUDA it is in float32 sums, one for each expert.
+    """Returns the mixture's output for as many tokens as serves_tokens() allows. On CUDA it is in float32 sums, one for
+    each expert.
 
     out_TK is the int32 memory for the router's choice; None makes new memory.
     """
-    assert 0 < len(x_TD) <= MOST_TOKENS
+    assert len(x_TD) > 0
     if x_TD.is_cuda and isinstance(mixture.gate_up_EUD, ExpertCodes):
         from lorafleet.kernels.moe.few_tokens_codes_cuda import few_token_codes_cuda  # optional on a CPU
 
         return few_token_codes_cuda(x_TD, mixture, out_TK)
+    assert len(x_TD) <= MOST_TOKENS
     if x_TD.is_cuda:
         from lorafleet.kernels.moe.few_tokens_experts_triton import few_token_mixture_triton  # optional on a CPU
 
@@ -101,17 +103,18 @@ def few_token_mixture(x_TD: Tensor, mixture: FewTokenMixture, out_TK: Tensor | N
     return few_token_mixture_torch(x_TD, mixture, out_TK)
 
 
-def serves_few_tokens(mixture: FewTokenMixture) -> bool:
-    """Returns whether there are kernels for the mixture's experts. On a CPU every mixture is served."""
+def serves_tokens(mixture: FewTokenMixture, num_tokens: int) -> bool:
+    """Returns whether few_token_mixture() computes the mixture for so many tokens.
+
+    On a CPU it computes every mixture for MOST_TOKENS. With quantized experts it may compute more on a GPU.
+    """
     shared = () if mixture.shared is None else (mixture.shared.gate_up_UD, mixture.shared.down_DI)
     experts = (mixture.gate_up_EUD, mixture.down_EDI)
-    if all(isinstance(matrix, Tensor) for matrix in (*experts, *shared)):
-        return True
-    if not mixture.router.router_ED.is_cuda:
-        return True
+    if all(isinstance(matrix, Tensor) for matrix in (*experts, *shared)) or not mixture.router.router_ED.is_cuda:
+        return num_tokens <= MOST_TOKENS
     from lorafleet.kernels.moe.few_tokens_codes_cuda import serves  # optional on a CPU
 
-    return serves(mixture)
+    return serves(mixture, num_tokens)
 
 
 def few_token_mixture_torch(x_TD: Tensor, mixture: FewTokenMixture, out_TK: Tensor | None = None) -> LinearOutput:

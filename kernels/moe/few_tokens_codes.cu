@@ -5,7 +5,9 @@
 // warp multiplies some blocks of 64 inputs, and the team adds the sums in shared memory. So results never depend on timing.
 // Codes go from memory to registers, some blocks ahead, and become the tensor cores' first operand there: four bits by a
 // table of pairs (four_bit.cu), e4m3 by moving its bits into a longer number, which is exact. Programs divide the items
-// evenly. Of the pairs of a token and its expert, the first one of each expert stands for all; nothing is sorted.
+// evenly, and each takes neighboring ones, whose x is then in its cache.
+// For few tokens, the first pair of a token and an expert stands for all pairs of that expert, and nothing is sorted. For more
+// tokens, an item has the pairs of a tile (moe_tiles_triton.py).
 //
 // A launch may begin before the one ahead has ended. The choice of experts is complete when gate and up lets the next
 // launch begin, so down reads the choice and its first codes before it waits.
@@ -15,7 +17,7 @@
 //   BITS     8: codes are e4m3 in rows, scales float32 [rows, groups]. 4: codes and scales lie as code_tiles.py says
 //   SCALE, SUB, ZEROS  as for four_bit.cu
 //   FORMULA  0 silu, 1 gelu_tanh, 2 clamped_swiglu
-//   INNER_TEAM, OUTER_TEAM  warps of a team: 1, 2, 4, 8 or 16
+//   INNER_TEAM, OUTER_TEAM, TILES_TEAM  warps of a team: 1, 2, 4, 8 or 16; that of tiles is for gate and up
 #define WARPS 16
 #define THREADS (WARPS * 32)
 #define STEPS 4       // products of 16 inputs in a block
@@ -39,7 +41,10 @@ struct FewTokens {
   const unsigned* pairs;           // [256] pairs of values, if BITS is 4
   const unsigned short* x;         // gate and up: [T, D]; down: [K, T, I]
   const unsigned short* shared_x;  // gate and up: [T, D]; down: [T, I of the shared expert]
-  const int* experts;              // [T, K]
+  const int* experts;              // [T, K], for few tokens
+  const int* used_tiles;           // [1] number of tiles that have pairs, for more tokens, as the next two
+  const int* expert_of_tile;       // [used_tiles]
+  const int* pair_of_tile;         // [used_tiles, pairs of a tile], and -1 behind a tile's last pair
   const float* weights;            // [T, J], for down
   unsigned short* inner;           // [K, T, I], of gate and up
   unsigned short* shared_inner;    // [T, I of the shared expert], of gate and up
@@ -92,7 +97,24 @@ DEVICE unsigned e4m3_pair(unsigned word, int upper) {
 }
 #endif
 
-// What all warps know of the step, in shared memory: the chosen experts, and the first pair of each.
+// A token, and as which of its experts it chose an item's. The token is -1 for a column of the product that is not used.
+struct Column {
+  int token, place;
+};
+
+// The experts of more tokens, in tiles of COLUMNS pairs.
+template <int COLUMNS> struct Tiles {
+  int count;
+
+  DEVICE Tiles(const FewTokens& p, int*) : count(*p.used_tiles) { __syncthreads(); }
+  DEVICE int expert(const FewTokens& p, int tile) const { return p.expert_of_tile[tile]; }
+  DEVICE Column column(const FewTokens& p, int tile, int, int n) const {
+    const int pair = p.pair_of_tile[tile * COLUMNS + n];
+    return pair < 0 ? Column{-1, 0} : Column{pair / p.per_token, pair % p.per_token};
+  }
+};
+
+// The experts of few tokens, in shared memory: those that each token chose, and the first pair of each expert.
 struct Choice {
   int* experts;  // [T, K]
   int* firsts;   // pairs
@@ -120,57 +142,62 @@ struct Choice {
     count = firsts[MOST_PAIRS - 1];
   }
 
-  // Returns as which of its experts a token chose this one, or -1. A token of NaN may have it several times.
-  DEVICE int place(const FewTokens& p, int token, int expert) const {
-    int found = -1;
-    if (token < p.tokens)
+  DEVICE int expert(const FewTokens&, int first) const { return experts[firsts[first]]; }
+
+  // Returns the token of column n. A token of NaN may have an expert several times.
+  DEVICE Column column(const FewTokens& p, int, int expert, int n) const {
+    Column found = {-1, 0};
+    if (n < p.tokens)
       for (int k = 0; k < p.per_token; k++)
-        if (experts[token * p.per_token + k] == expert) found = k;
+        if (experts[n * p.per_token + k] == expert) found = {n, k};
     return found;
   }
 };
 
-// 16 outputs of an expert. Its rows of x, for the tokens of a lane, are -1 where the token did not choose it.
-template <int NT> struct Item {
+// 16 outputs of an expert for at most 8 * NT tokens. Its rows of x, for the tokens of a lane, are -1 for unused columns.
+template <class Experts, int NT> struct Item {
   bool exists, is_shared;
-  int expert, output, blocks, steps;
+  int group, expert, output, steps;  // group: one of the choice's, or a part of all tokens for the shared expert
   int row[NT];
 
-  DEVICE Item(const FewTokens& p, const Choice& choice, int index, int member, int team, bool outer, int lane) {
-    const int of_expert = p.outputs / ROWS, own = choice.count * of_expert;
-    exists = index < own + p.shared_outputs / ROWS;
+  DEVICE Item(const FewTokens& p, const Experts& experts, int index, int end, int member, int team, bool outer, int lane) {
+    const int of_expert = p.outputs / ROWS, own = experts.count * of_expert;
+    exists = index < end;
     is_shared = exists && index >= own;
-    expert = 0, output = 0, steps = 0, blocks = 0;
+    group = 0, expert = 0, output = 0, steps = 0;
     if (!exists) return;
     if (is_shared) {
-      output = (index - own) * ROWS;
-      blocks = p.shared.inputs / 64;
+      const int of_shared = p.shared_outputs / ROWS;
+      group = (index - own) / of_shared;
+      output = (index - own) % of_shared * ROWS;
     } else {
-      expert = choice.experts[choice.firsts[index / of_expert]];
+      group = index / of_expert;
+      expert = experts.expert(p, group);
       output = index % of_expert * ROWS;
-      blocks = p.routed.inputs / 64;
     }
-    steps = (blocks - member + team - 1) / team;
+    steps = ((is_shared ? p.shared.inputs : p.routed.inputs) / 64 - member + team - 1) / team;
 #pragma unroll
     for (int n = 0; n < NT; n++) {
-      const int token = n * 8 + (lane >> 2);
-      row[n] = token < p.tokens ? token : -1;
-      if (!is_shared) {
-        const int k = choice.place(p, token, expert);
-        row[n] = k < 0 ? -1 : outer ? k * p.tokens + token : token;
-      }
+      const Column own = column(p, experts, n * 8 + (lane >> 2));
+      row[n] = outer && !is_shared && own.token >= 0 ? own.place * p.tokens + own.token : own.token;
     }
+  }
+
+  DEVICE Column column(const FewTokens& p, const Experts& experts, int n) const {
+    if (!is_shared) return experts.column(p, group, expert, n);
+    const int token = group * NT * 8 + n;
+    return {token < p.tokens ? token : -1, p.per_token};
   }
 };
 
 // The operands of 16 outputs and a block of 64 inputs, in registers; for gate and up those of both.
-template <int NT, int PARTS> struct Operands {
+template <class Item, int NT, int PARTS> struct Operands {
   U4 code[PARTS][WORDS];
   float scale[PARTS][2][SUB];     // of rows g and g + 8
   unsigned zero[PARTS][2][SUB];
   U2 x[NT][STEPS];
 
-  DEVICE void load_codes(const FewTokens& p, const Item<NT>& item, int block, int lane) {
+  DEVICE void load_codes(const FewTokens& p, const Item& item, int block, int lane) {
     const int g = lane >> 2;
     const Matrix& m = item.is_shared ? p.shared : p.routed;
     const int outputs = item.is_shared ? p.shared_outputs : p.outputs;
@@ -203,7 +230,7 @@ template <int NT, int PARTS> struct Operands {
     }
   }
 
-  DEVICE void load_x(const FewTokens& p, const Item<NT>& item, int block, int lane) {
+  DEVICE void load_x(const FewTokens& p, const Item& item, int block, int lane) {
     const int t = lane & 3, inputs = item.is_shared ? p.shared.inputs : p.routed.inputs;
     const unsigned short* base = (item.is_shared ? p.shared_x : p.x) + block * 64;
 #pragma unroll
@@ -265,10 +292,11 @@ DEVICE float activated(const FewTokens& p, float gate, float up) {
   return gate * sigmoid(gate) * up;
 }
 
-// Up to 8 * NT tokens.
-template <bool OUTER, int NT, int TEAM> DEVICE void compute(const FewTokens& p) {
+// Up to 8 * NT tokens, or tiles of so many pairs.
+template <bool OUTER, class Experts, int NT, int TEAM> DEVICE void compute(const FewTokens& p) {
+  using OwnItem = Item<Experts, NT>;
   constexpr int PARTS = OUTER ? 1 : 2, TEAMS = WARPS / TEAM, TOKENS = NT * 8;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, member = warp % TEAM;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, team = warp / TEAM, member = warp % TEAM;
   float* all_sums = (float*)below_table();  // [warps, parts, tokens, PITCH]
   static_assert(WARPS * PARTS * TOKENS * PITCH * 4 + 3 * MOST_PAIRS * 4 <= 63 * 1024, "the sums must fit below the table");
   unsigned lane_bits = 0;
@@ -279,43 +307,42 @@ template <bool OUTER, int NT, int TEAM> DEVICE void compute(const FewTokens& p) 
     wait_for_launch_ahead();
     let_next_launch_begin();
   }
-  const Choice choice(p, (int*)(all_sums + WARPS * PARTS * TOKENS * PITCH));  // its barriers are those of the table, too
+  const Experts experts(p, (int*)(all_sums + WARPS * PARTS * TOKENS * PITCH));  // its barriers are those of the table, too
 #if BITS == 4
   lane_bits = lane_part(lane);
 #endif
-  const int stride = gridDim.x * TEAMS;
-  int index = blockIdx.x * TEAMS + warp / TEAM, next_index = index;
-  Item<NT> item(p, choice, index, member, TEAM, OUTER, lane), next_item = item;
-  Operands<NT, PARTS> now, next;
-  int step = 0, next_step = 0;
-  // The place of the block that is loaded next. A warp skips items of which it has no block.
+  const int of_shared = p.shared_outputs / ROWS * ((p.tokens + TOKENS - 1) / TOKENS);
+  const long long total = experts.count * (p.outputs / ROWS) + of_shared;
+  const int first = total * blockIdx.x / gridDim.x, end = total * (blockIdx.x + 1) / gridDim.x;
+  const auto item_at = [&](int index) { return OwnItem(p, experts, index, end, member, TEAM, OUTER, lane); };
+  int index = first + team, next_index = index, next_step = -1;
+  OwnItem item = item_at(index), next_item = item;
+  Operands<OwnItem, NT, PARTS> now, next;
+  // Finds the block that is loaded next. A warp skips items of which it has no block.
   const auto advance = [&]() {
     next_step++;
     while (next_item.exists && next_step >= next_item.steps) {
-      next_index += stride;
-      next_item = Item<NT>(p, choice, next_index, member, TEAM, OUTER, lane);
+      next_index += TEAMS;
+      next_item = item_at(next_index);
       next_step = 0;
     }
   };
-  const auto block_of = [&](int step) { return step * TEAM + member; };
-  next_step = -1;
   advance();
-  if (next_item.exists) now.load_codes(p, next_item, block_of(next_step), lane);
+  if (next_item.exists) now.load_codes(p, next_item, next_step * TEAM + member, lane);
   if (OUTER) {
     wait_for_launch_ahead();
     let_next_launch_begin();
   }
-  if (next_item.exists) now.load_x(p, next_item, block_of(next_step), lane);
-  const int total = choice.count * (p.outputs / ROWS) + p.shared_outputs / ROWS;
+  if (next_item.exists) now.load_x(p, next_item, next_step * TEAM + member, lane);
 #pragma unroll 1
-  for (int first = blockIdx.x * TEAMS; first < total; first += stride) {  // the same for all warps, which meet at barriers
+  for (int round = first; round < end; round += TEAMS) {  // the same for all warps, which meet at barriers
     float sums[PARTS][NT][4] = {};
 #pragma unroll 1
-    for (step = 0; step < item.steps; step++) {
+    for (int step = 0; step < item.steps; step++) {
       advance();
       if (next_item.exists) {
-        next.load_codes(p, next_item, block_of(next_step), lane);
-        next.load_x(p, next_item, block_of(next_step), lane);
+        next.load_codes(p, next_item, next_step * TEAM + member, lane);
+        next.load_x(p, next_item, next_step * TEAM + member, lane);
       }
       now.multiply(sums, lane_bits);
       now = next;
@@ -331,36 +358,40 @@ template <bool OUTER, int NT, int TEAM> DEVICE void compute(const FewTokens& p) 
           all_sums[((warp * PARTS + part) * TOKENS + n * 8 + t * 2 + (i & 1)) * PITCH + g + (i >> 1) * 8] = sums[part][n][i];
     __syncthreads();
     if (item.exists) {
-      for (int i = threadIdx.x % (TEAM * 32); i < p.tokens * ROWS; i += TEAM * 32) {
-        const int token = i / ROWS, row = i % ROWS, k = item.is_shared ? p.per_token : choice.place(p, token, item.expert);
-        if (k < 0) continue;
+      for (int i = threadIdx.x % (TEAM * 32); i < min(p.tokens, TOKENS) * ROWS; i += TEAM * 32) {
+        const int n = i / ROWS, row = i % ROWS, output = item.output + row;
+        const Column column = item.column(p, experts, n);
+        if (column.token < 0) continue;
         float sum[PARTS] = {};
 #pragma unroll
         for (int part = 0; part < PARTS; part++)
 #pragma unroll
-          for (int w = 0; w < TEAM; w++)
-            sum[part] += all_sums[((((warp / TEAM) * TEAM + w) * PARTS + part) * TOKENS + token) * PITCH + row];
-        const size_t at = (size_t)(item.is_shared ? token : k * p.tokens + token);
-        const int output = item.output + row;
+          for (int w = 0; w < TEAM; w++) sum[part] += all_sums[(((team * TEAM + w) * PARTS + part) * TOKENS + n) * PITCH + row];
+        const size_t pair = (size_t)column.place * p.tokens + column.token;
         if constexpr (OUTER) {
           const int summands = p.per_token + (p.shared_outputs > 0);
-          p.sums[((size_t)k * p.tokens + token) * p.outputs + output] = sum[0] * p.weights[token * summands + k];
+          p.sums[pair * p.outputs + output] = sum[0] * p.weights[column.token * summands + column.place];
         } else {
           const float value = activated(p, sum[0], sum[PARTS - 1]);
           const unsigned short number = IS_HALF ? to_half(value) : to_bfloat(value);
           if (item.is_shared)
-            p.shared_inner[at * p.shared_outputs + output] = number;
+            p.shared_inner[(size_t)column.token * p.shared_outputs + output] = number;
           else
-            p.inner[at * p.outputs + output] = number;
+            p.inner[pair * p.outputs + output] = number;
         }
       }
     }
-    index += stride;
-    item = Item<NT>(p, choice, index, member, TEAM, OUTER, lane);
+    index += TEAMS;
+    item = item_at(index);
   }
 }
 
-KERNEL void __launch_bounds__(THREADS, 1) inner_8(const FewTokens p) { compute<false, 1, INNER_TEAM>(p); }
-KERNEL void __launch_bounds__(THREADS, 1) inner_16(const FewTokens p) { compute<false, 2, INNER_TEAM>(p); }
-KERNEL void __launch_bounds__(THREADS, 1) outer_8(const FewTokens p) { compute<true, 1, OUTER_TEAM>(p); }
-KERNEL void __launch_bounds__(THREADS, 1) outer_16(const FewTokens p) { compute<true, 2, OUTER_TEAM>(p); }
+#define PROGRAM KERNEL void __launch_bounds__(THREADS, 1)
+PROGRAM inner_8(const FewTokens p) { compute<false, Choice, 1, INNER_TEAM>(p); }
+PROGRAM inner_16(const FewTokens p) { compute<false, Choice, 2, INNER_TEAM>(p); }
+PROGRAM inner_tiles_8(const FewTokens p) { compute<false, Tiles<8>, 1, TILES_TEAM>(p); }
+PROGRAM inner_tiles_16(const FewTokens p) { compute<false, Tiles<16>, 2, TILES_TEAM>(p); }
+PROGRAM outer_8(const FewTokens p) { compute<true, Choice, 1, OUTER_TEAM>(p); }
+PROGRAM outer_16(const FewTokens p) { compute<true, Choice, 2, OUTER_TEAM>(p); }
+PROGRAM outer_tiles_8(const FewTokens p) { compute<true, Tiles<8>, 1, OUTER_TEAM>(p); }
+PROGRAM outer_tiles_16(const FewTokens p) { compute<true, Tiles<16>, 2, OUTER_TEAM>(p); }

@@ -1,6 +1,7 @@
-"""Compiles and launches few_tokens_codes.cu: quantized experts of few tokens in two launches behind the router's two.
+"""Compiles and launches few_tokens_codes.cu: quantized experts of a decode step in two launches after the router's two.
 kernels/moe/few_tokens.py has the twin.
 
+More than MOST_TOKENS tokens take two launches more: cuBLAS multiplies the router, and the pairs are sorted into tiles.
 Codes of eight bits are e4m3 in a ScaledWeight, and those of four bits lie in a TiledWeight. A shared expert has to have
 the same kind of codes as the others.
 """
@@ -17,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lorafleet.kernels.lora.linear_output import LinearOutput, SplitSums
@@ -25,6 +27,8 @@ from lorafleet.kernels.moe.expert_activation_triton import formula_of
 from lorafleet.kernels.moe.expert_codes import ExpertCodes
 from lorafleet.kernels.moe.few_tokens import MOST_TOKENS, FewTokenMixture
 from lorafleet.kernels.moe.few_tokens_choice_triton import few_token_choice_triton
+from lorafleet.kernels.moe.moe_route_triton import route_triton
+from lorafleet.kernels.moe.moe_tiles_triton import ExpertTiles, make_tiles
 from lorafleet.kernels.nvrtc import CudaCode, CudaCodeError, machine_code
 from lorafleet.kernels.quant import four_bit_cuda
 from lorafleet.kernels.quant.code_tiles import TILE
@@ -41,7 +45,12 @@ MOST_PAIRS = 1023
 ROW_BYTES = 0xC000  # shared memory without a table of pairs
 LEAST_CAPABILITY = (9, 0)
 FORMULAS = ("silu", "gelu_tanh", "clamped_swiglu")
-INNER_TEAM, OUTER_TEAM = 16, 4  # warps of a team
+INNER_TEAM, OUTER_TEAM, TILES_TEAM = 16, 4, 4  # warps of a team; TILES_TEAM is for gate and up
+# Pairs of a tile, and the largest average number of pairs of an expert for which it is used.
+TILES = (8, 5), (16, 10)
+NAMES = tuple(
+    f"{part}_{kind}{columns}" for part in ("inner", "outer") for kind in ("", "tiles_") for columns in (8, 16)
+)
 Codes = ScaledWeight | TiledWeight
 
 
@@ -60,7 +69,8 @@ class FewTokenArguments(ctypes.Structure):
     _fields_ = (
         ("routed", MatrixArguments),
         ("shared", MatrixArguments),
-        *((name, ctypes.c_void_p) for name in ("pairs", "x", "shared_x", "experts", "weights")),
+        *((name, ctypes.c_void_p) for name in ("pairs", "x", "shared_x", "experts")),
+        *((name, ctypes.c_void_p) for name in ("used_tiles", "expert_of_tile", "pair_of_tile", "weights")),
         *((name, ctypes.c_void_p) for name in ("inner", "shared_inner", "sums")),
         *((name, ctypes.c_int) for name in ("tokens", "per_token", "outputs", "shared_outputs")),
         *((name, ctypes.c_float) for name in ("alpha", "limit")),
@@ -94,6 +104,7 @@ class CodesVariant:
             f"-DFORMULA={FORMULAS.index(self.formula)}",
             f"-DINNER_TEAM={INNER_TEAM}",
             f"-DOUTER_TEAM={OUTER_TEAM}",
+            f"-DTILES_TEAM={TILES_TEAM}",
         ]
 
     @classmethod
@@ -118,10 +129,12 @@ def source() -> str:
     return primitives.read_text() + Path(__file__).with_name("few_tokens_codes.cu").read_text()
 
 
-def serves(mixture: FewTokenMixture) -> bool:
-    """Returns whether the kernels can compute the mixture's experts, which are on a GPU."""
-    weights = _weights(mixture)
-    if weights is None or not is_gated(mixture.activation) or mixture.router.rule.per_token * MOST_TOKENS > MOST_PAIRS:
+def serves(mixture: FewTokenMixture, num_tokens: int) -> bool:
+    """Returns whether the kernels can compute the mixture's experts, which are on a GPU, for so many tokens."""
+    weights, per_token = _weights(mixture), mixture.router.rule.per_token
+    if weights is None or not is_gated(mixture.activation) or per_token * MOST_TOKENS > MOST_PAIRS:
+        return False
+    if num_tokens > MOST_TOKENS and tile_pairs(num_tokens * per_token, len(mixture.router.router_ED)) is None:
         return False
     variants = {CodesVariant.of(weight, mixture.activation, mixture.router.early) for weight in weights}
     if len(variants) > 1 or weights[0].dtype not in (torch.bfloat16, torch.float16):
@@ -149,13 +162,17 @@ def _kernels(variant: CodesVariant, index: int) -> CodesKernels | None:
             torch.cuda.synchronize()  # makes the device's context current in this thread
             code = CudaCode(machine_code(source(), variant.options, device))
             by_name: dict[str, Launch] = {
-                name: code.kernel(name, WARPS * 32, shared_bytes, early=variant.early)
-                for name in ("inner_8", "inner_16", "outer_8", "outer_16")
+                name: code.kernel(name, WARPS * 32, shared_bytes, early=variant.early) for name in NAMES
             }
             return CodesKernels(by_name, torch.cuda.get_device_properties(device).multi_processor_count)
     except CudaCodeError as error:
         log.warning("quantized experts of few tokens are served by slower kernels: %s", error)
         return None
+
+
+def tile_pairs(num_pairs: int, num_experts: int) -> int | None:
+    """Returns the pairs of a tile, or None if there are too many pairs for the kernels."""
+    return next((pairs for pairs, most in TILES if num_pairs <= most * num_experts), None)
 
 
 def few_token_codes_cuda(x_TD: Tensor, mixture: FewTokenMixture, out_TK: Tensor | None) -> LinearOutput:
@@ -165,14 +182,39 @@ def few_token_codes_cuda(x_TD: Tensor, mixture: FewTokenMixture, out_TK: Tensor 
     variant = CodesVariant.of(weights[0], mixture.activation, mixture.router.early)
     kernels = codes_kernels(variant, x_TD.device)
     assert kernels is not None  # or serves() would have returned False
-    choice = few_token_choice_triton(x_TD, mixture.router, mixture.shared, out_TK)
-    return launch(x_TD, mixture, choice, kernels)
+    if len(x_TD) <= MOST_TOKENS:
+        choice = few_token_choice_triton(x_TD, mixture.router, mixture.shared, out_TK)
+        return launch(x_TD, mixture, choice, None, kernels)
+    choice, num_experts = _choice_of_more(x_TD, mixture, out_TK), len(mixture.router.router_ED)
+    pairs = tile_pairs(choice[0].numel(), num_experts)
+    assert pairs is not None
+    return launch(x_TD, mixture, choice, make_tiles(choice[0], num_experts, pairs), kernels)
+
+
+def _choice_of_more(x_TD: Tensor, mixture: FewTokenMixture, out_TK: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns few_token_choice_triton() for any number of tokens."""
+    router, shared = mixture.router, mixture.shared
+    logits_TE = F.linear(x_TD.to(router.router_ED.dtype), router.router_ED)
+    weight_TJ = torch.empty(len(x_TD), mixture.num_summands, dtype=torch.float32, device=x_TD.device)
+    if shared is not None:
+        gate_T1 = 1.0 if shared.gate_1D is None else F.linear(x_TD, shared.gate_1D).float().sigmoid_()
+        weight_TJ[:, -1:] = gate_T1
+    return route_triton(
+        logits_TE, router.rule, router.correction_E, router.scale_E, out_TK, weight_TJ, early=router.early
+    )
 
 
 def launch(
-    x_TD: Tensor, mixture: FewTokenMixture, choice: tuple[Tensor, Tensor], kernels: CodesKernels
+    x_TD: Tensor,
+    mixture: FewTokenMixture,
+    choice: tuple[Tensor, Tensor],
+    tiles: ExpertTiles | None,
+    kernels: CodesKernels,
 ) -> LinearOutput:
-    """Returns the mixture's output for the experts int32 [T, K] and the weights float32 [T, J] of a choice."""
+    """Returns the mixture's output for the experts int32 [T, K] and the weights float32 [T, J] of a choice.
+
+    tiles has the pairs of the choice; it is None for few tokens.
+    """
     weights, (expert_TK, weight_TJ) = _weights(mixture), choice
     assert weights is not None and isinstance(mixture.down_EDI, ExpertCodes)
     gate_up, down, *of_shared = weights
@@ -180,7 +222,8 @@ def launch(
     shared_inner = of_shared[0].num_outputs // 2 if of_shared else 0
     assert x_TD.is_contiguous() and x_TD.dtype == gate_up.dtype and x_TD.data_ptr() % 16 == 0
     assert expert_TK.is_contiguous() and weight_TJ.is_contiguous() and weight_TJ.shape[1] == mixture.num_summands
-    assert num_tokens * per_token <= MOST_PAIRS and mixture.down_EDI.shape[1] == size
+    assert tiles is not None or num_tokens <= MOST_TOKENS
+    assert mixture.down_EDI.shape[1] == size
     inner_NI = x_TD.new_empty(per_token * num_tokens, inner)
     shared_TI = x_TD.new_empty(num_tokens, shared_inner)
     part_JTD = torch.empty(mixture.num_summands, num_tokens, size, dtype=torch.float32, device=x_TD.device)
@@ -205,8 +248,12 @@ def launch(
         arguments.pairs = gate_up.pairs.data_ptr()
     if of_shared:
         arguments.shared = _matrix(of_shared[0])
-    columns = 8 if num_tokens <= 8 else 16
-    kernels.by_name[f"inner_{columns}"](kernels.num_sms, arguments)
+    name = f"{8 if num_tokens <= 8 else 16}"
+    if tiles is not None:
+        name = f"tiles_{tiles.tile_pairs}"
+        arguments.used_tiles, arguments.expert_of_tile = tiles.used_1.data_ptr(), tiles.expert_M.data_ptr()
+        arguments.pair_of_tile = tiles.pair_MB.data_ptr()
+    kernels.by_name[f"inner_{name}"](kernels.num_sms, arguments)
     arguments.routed, arguments.x, arguments.outputs = _matrix(down), inner_NI.data_ptr(), size
     if of_shared:
         arguments.shared, arguments.shared_x, arguments.shared_outputs = (
@@ -214,7 +261,7 @@ def launch(
             shared_TI.data_ptr(),
             size,
         )
-    kernels.by_name[f"outer_{columns}"](kernels.num_sms, arguments)
+    kernels.by_name[f"outer_{name}"](kernels.num_sms, arguments)
     return LinearOutput(torch.empty_like(x_TD), sums=SplitSums(part_JTD, mixture.router.early))
 
 

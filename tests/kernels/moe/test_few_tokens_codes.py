@@ -24,9 +24,9 @@ from lorafleet.kernels.moe.few_tokens import (
     SharedWeights,
     few_token_choice,
     few_token_mixture,
-    serves_few_tokens,
+    serves_tokens,
 )
-from lorafleet.kernels.moe.few_tokens_codes_cuda import CodesKernels, CodesVariant, Launch, launch
+from lorafleet.kernels.moe.few_tokens_codes_cuda import NAMES, CodesKernels, CodesVariant, Launch, launch
 from lorafleet.kernels.moe.routing_rule import RoutingRule
 from lorafleet.kernels.quant.base_weight import Scheme
 from lorafleet.kernels.quant.fp8 import FP8
@@ -34,12 +34,12 @@ from lorafleet.kernels.quant.scaled_weight import ScaledScheme, ScaledWeight
 from lorafleet.kernels.quant.tiled_weight import TiledWeight
 from tests.kernels.harness import needs_gpu, poison_free_memory
 from tests.kernels.moe.test_few_tokens import activated
+from tests.kernels.moe.test_tiled_experts import tiles_of
 from tests.kernels.quant import test_four_bit_source
 from tests.kernels.quant.four_bit_cases import BF16, CASES, F16, random_matrix_of
 
 EMULATION = Path(test_four_bit_source.__file__).with_name("emulated_gpu.h")
 SOURCE = Path(few_tokens_codes_cuda.__file__).with_name("few_tokens_codes.cu")
-NAMES = "inner_8", "inner_16", "outer_8", "outer_16"
 # Each kind of codes, with the served dtype.
 CODES: dict[str, tuple[Scheme, torch.dtype]] = CASES | {
     "e4m3 by rows": (ScaledScheme("fp8", FP8), BF16),
@@ -157,11 +157,12 @@ def test_the_source_computes_a_mixture(
     weights = few_tokens_codes_cuda._weights(mixture)
     assert weights is not None
     kernels = emulated_kernels(CodesVariant.of(weights[0], activation, early=False), folder, 2)
-    for tokens in (1, 11):
+    for tokens, columns in ((1, None), (11, None), (13, 8), (11, 16)):
         x_TD = make_x(mixture, tokens)
         expert_TK, weight_TK = few_token_choice(x_TD, mixture.router)
         weight_TJ = torch.cat([weight_TK, torch.full((tokens, int(shared_inner > 0)), 0.3)], dim=1)
-        out = launch(x_TD, mixture, (expert_TK, weight_TJ), kernels)
+        tiles = None if columns is None else tiles_of(expert_TK.flatten(), columns)
+        out = launch(x_TD, mixture, (expert_TK, weight_TJ), tiles, kernels)
         assert out.sums is not None
         check(out.sums.part_KTO.sum(0), expected(x_TD, mixture, expert_TK, weight_TJ))
 
@@ -182,8 +183,8 @@ class TestOnGPU:
     @pytest.mark.parametrize("case", CODES)
     def test_all_codes(self, case: str, shared_inner: int, activation: ExpertActivation) -> None:
         mixture = make_mixture(case, (512, 192, 16), 4, activation, shared_inner, "cuda", early=True)
-        assert serves_few_tokens(mixture)
-        for tokens in (1, 2, 7, 8, 9, 16):
+        for tokens in (1, 2, 7, 8, 9, 16, 20, 35):
+            assert serves_tokens(mixture, tokens)
             compare(mixture, make_x(mixture, tokens))
 
     @pytest.mark.parametrize("case", ["nf4", "e4m3 by blocks"])
@@ -200,14 +201,14 @@ class TestOnGPU:
     @pytest.mark.parametrize("case", ["nf4", "e4m3 by blocks"])
     def test_a_large_mixture(self, case: str) -> None:
         mixture = make_mixture(case, (2048, 768, 24), 8, device="cuda", early=True)
-        for tokens in (1, 8):
+        for tokens in (1, 8, 24):
             compare(mixture, make_x(mixture, tokens))
 
 
 def compare(mixture: FewTokenMixture, x_TD: Tensor) -> None:
     poison_free_memory()
     out = few_token_mixture(x_TD, mixture)
-    expert_TK, weight_TJ = few_token_choice(x_TD, mixture.router)
+    expert_TK, weight_TJ = few_tokens_codes_cuda._choice_of_more(x_TD, replace(mixture, shared=None), None)
     if mixture.shared is not None:
         assert mixture.shared.gate_1D is not None
         weight_TJ = torch.cat([weight_TJ, (x_TD.float() @ mixture.shared.gate_1D.float().T).sigmoid()], dim=1)
