@@ -17,8 +17,8 @@
 //   BITS     8: codes are e4m3 in rows, scales float32 [rows, groups]. 4: codes and scales lie as code_tiles.py says
 //   SCALE, SUB, ZEROS  as for four_bit.cu
 //   FORMULA  0 silu, 1 gelu_tanh, 2 clamped_swiglu
-//   INNER_TEAM, OUTER_TEAM, TILES_TEAM  warps of a team: 1, 2, 4, 8 or 16; that of tiles is for gate and up
-#define WARPS 16
+//   WARPS    warps of a program, a power of two
+//   INNER_TEAM, OUTER_TEAM, TILES_TEAM  warps of a team, powers of two; that of tiles is for gate and up
 #define THREADS (WARPS * 32)
 #define STEPS 4       // products of 16 inputs in a block
 #define ROWS 16       // outputs of an item; of gate and of up each

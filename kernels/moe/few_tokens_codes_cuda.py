@@ -102,6 +102,7 @@ class CodesVariant:
             f"-DSUB={self.groups_a_block}",
             f"-DZEROS={int(self.has_zeros)}",
             f"-DFORMULA={FORMULAS.index(self.formula)}",
+            f"-DWARPS={WARPS}",
             f"-DINNER_TEAM={INNER_TEAM}",
             f"-DOUTER_TEAM={OUTER_TEAM}",
             f"-DTILES_TEAM={TILES_TEAM}",
