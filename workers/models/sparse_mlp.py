@@ -191,8 +191,7 @@ class SparseMLP(nn.Module):
         shared = None if self.shared is None else self.shared.weights
         if self.shared is not None and shared is None:
             return its_router
-        plain = [matrix if isinstance(matrix, ExpertCodes) else matrix.data for matrix in (gate_up_EUD, down_EDI)]
-        mixture = FewTokenMixture(router, *plain, experts.activation, shared)
+        mixture = FewTokenMixture(router, _plain(gate_up_EUD), _plain(down_EDI), experts.activation, shared)
         return mixture if serves_tokens(mixture, num_tokens) else its_router
 
     def weight_kinds(self) -> list[type[object]]:
@@ -208,6 +207,11 @@ class SparseMLP(nn.Module):
 
     def _vector(self, name: str | None, device: torch.device) -> nn.Parameter | None:
         return None if name is None else parameter(self.experts.count, dtype=torch.float32, device=device)
+
+
+def _plain(matrix: ExpertMatrix) -> ExpertMatrix:
+    """Returns the tensor of a plain parameter."""
+    return matrix if isinstance(matrix, ExpertCodes) else matrix.data
 
 
 def _matrix_of(linear: PackedLinear) -> SharedMatrix | None:
