@@ -18,6 +18,7 @@
 //   SCALE, SUB, ZEROS  as for four_bit.cu
 //   FORMULA  0 silu, 1 gelu_tanh, 2 clamped_swiglu
 //   WARPS    warps of a program, a power of two
+//   ROOM     bytes of shared memory for sums and the choice; with four bits they lie below the table
 //   INNER_TEAM, OUTER_TEAM, TILES_TEAM  warps of a team, powers of two; that of tiles is for gate and up
 #define THREADS (WARPS * 32)
 #define STEPS 4       // products of 16 inputs in a block
@@ -298,7 +299,7 @@ template <bool OUTER, class Experts, int NT, int TEAM> DEVICE void compute(const
   constexpr int PARTS = OUTER ? 1 : 2, TEAMS = WARPS / TEAM, TOKENS = NT * 8;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, team = warp / TEAM, member = warp % TEAM;
   float* all_sums = (float*)below_table();  // [warps, parts, tokens, PITCH]
-  static_assert(WARPS * PARTS * TOKENS * PITCH * 4 + 3 * MOST_PAIRS * 4 <= 63 * 1024, "the sums must fit below the table");
+  static_assert(WARPS * PARTS * TOKENS * PITCH * 4 + 3 * MOST_PAIRS * 4 <= ROOM, "the sums and the choice must fit");
   unsigned lane_bits = 0;
 #if BITS == 4
   fill_pairs(p.pairs);

@@ -40,9 +40,8 @@ from lorafleet.kernels.quant.tiled_weight import TiledWeight
 log = logging.getLogger(__name__)
 
 WARPS = 16
-ROWS = 16  # outputs of an item
 MOST_PAIRS = 1023
-ROW_BYTES = 0xC000  # shared memory without a table of pairs
+ROOM = 0xD000  # bytes of shared memory for sums and the choice
 LEAST_CAPABILITY = (9, 0)
 FORMULAS = ("silu", "gelu_tanh", "clamped_swiglu")
 INNER_TEAM, OUTER_TEAM, TILES_TEAM = 16, 4, 4  # warps of a team; TILES_TEAM is for gate and up
@@ -103,6 +102,7 @@ class CodesVariant:
             f"-DZEROS={int(self.has_zeros)}",
             f"-DFORMULA={FORMULAS.index(self.formula)}",
             f"-DWARPS={WARPS}",
+            f"-DROOM={ROOM}",
             f"-DINNER_TEAM={INNER_TEAM}",
             f"-DOUTER_TEAM={OUTER_TEAM}",
             f"-DTILES_TEAM={TILES_TEAM}",
@@ -157,7 +157,7 @@ def _kernels(variant: CodesVariant, index: int) -> CodesKernels | None:
     device = torch.device("cuda", index)
     if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return None
-    shared_bytes = SHARED_BYTES if variant.bits == 4 else ROW_BYTES
+    shared_bytes = SHARED_BYTES if variant.bits == 4 else ROOM
     try:
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # makes the device's context current in this thread
@@ -279,8 +279,7 @@ def _weights(mixture: FewTokenMixture) -> list[Codes] | None:
 
 def _is_e4m3(weight: ScaledWeight) -> bool:
     """Returns whether the kernels read the codes."""
-    outputs, inputs = weight.code_OD.shape
-    return weight.code_OD.dtype == FP8 and weight.group % TILE == inputs % TILE == 0 and outputs % (2 * ROWS) == 0
+    return weight.code_OD.dtype == FP8 and weight.group % TILE == weight.code_OD.shape[1] % TILE == 0
 
 
 def _has_book(weight: TiledWeight, weights: list[Codes]) -> bool:

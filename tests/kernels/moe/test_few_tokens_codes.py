@@ -211,10 +211,13 @@ class TestOnGPU:
 
 def compare(mixture: FewTokenMixture, x_TD: Tensor) -> None:
     poison_free_memory()
-    out = few_token_mixture(x_TD, mixture)
-    expert_TK, weight_TJ = few_tokens_codes_cuda._choice_of_more(x_TD, replace(mixture, shared=None), None)
+    router = mixture.router
+    expert_TK = torch.full((len(x_TD), router.rule.per_token), -1, dtype=torch.int32, device=x_TD.device)
+    out = few_token_mixture(x_TD, mixture, expert_TK)
+    logits_TE = (x_TD.double() @ router.router_ED.double().T).to(x_TD.dtype).double()
+    weight_TJ = logits_TE.gather(1, expert_TK.long()).softmax(1)
     if mixture.shared is not None:
         assert mixture.shared.gate_1D is not None
-        weight_TJ = torch.cat([weight_TJ, (x_TD.float() @ mixture.shared.gate_1D.float().T).sigmoid()], dim=1)
+        weight_TJ = torch.cat([weight_TJ, (x_TD.double() @ mixture.shared.gate_1D.double().T).sigmoid()], dim=1)
     assert out.sums is not None
     check(out.sums.part_KTO.sum(0), expected(x_TD, mixture, expert_TK, weight_TJ))
