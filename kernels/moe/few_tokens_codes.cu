@@ -20,6 +20,7 @@
 //   WARPS    warps of a program, a power of two
 //   ROOM     bytes of shared memory for sums and the choice; with four bits they lie below the table
 //   INNER_TEAM, OUTER_TEAM, TILES_TEAM  warps of a team, powers of two; that of tiles is for gate and up
+//   INNER_DEPTH, OUTER_DEPTH, TILES_DEPTH  blocks of a warp that are in flight
 #define THREADS (WARPS * 32)
 #define STEPS 4       // products of 16 inputs in a block
 #define ROWS 16       // outputs of an item; of gate and of up each
@@ -67,6 +68,16 @@ DEVICE void let_next_launch_begin() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+
+#ifdef __CUDA_ARCH__
+// Waits for all threads of a team.
+template <int TEAM> DEVICE void wait_team(int team) {
+  if (TEAM == 1)
+    __syncwarp();
+  else
+    asm volatile("bar.sync %0, %1;" :: "r"(team), "n"(TEAM * 32) : "memory");
+}
+#endif
 
 #if BITS == 4
 // Fills the table of pairs. All loads of a thread are in flight together.
@@ -191,14 +202,13 @@ template <class Experts, int NT> struct Item {
   }
 };
 
-// The operands of 16 outputs and a block of 64 inputs, in registers; for gate and up those of both.
-template <class Item, int NT, int PARTS> struct Operands {
+// The weights of 16 outputs and a block of 64 inputs, in registers; for gate and up those of both.
+template <class Item, int NT, int PARTS> struct Weights {
   U4 code[PARTS][WORDS];
-  float scale[PARTS][2][SUB];     // of rows g and g + 8
+  float scale[PARTS][2][SUB];  // of rows g and g + 8
   unsigned zero[PARTS][2][SUB];
-  U2 x[NT][STEPS];
 
-  DEVICE void load_codes(const FewTokens& p, const Item& item, int block, int lane) {
+  DEVICE void load(const FewTokens& p, const Item& item, int block, int lane) {
     const int g = lane >> 2;
     const Matrix& m = item.is_shared ? p.shared : p.routed;
     const int outputs = item.is_shared ? p.shared_outputs : p.outputs;
@@ -231,7 +241,9 @@ template <class Item, int NT, int PARTS> struct Operands {
     }
   }
 
-  DEVICE void load_x(const FewTokens& p, const Item& item, int block, int lane) {
+  // Adds the products of a block to the sums.
+  DEVICE void multiply(const FewTokens& p, const Item& item, int block, float (*sums)[NT][4], int lane, unsigned table) const {
+    U2 x[NT][STEPS];
     const int t = lane & 3, inputs = item.is_shared ? p.shared.inputs : p.routed.inputs;
     const unsigned short* base = (item.is_shared ? p.shared_x : p.x) + block * 64;
 #pragma unroll
@@ -251,9 +263,6 @@ template <class Item, int NT, int PARTS> struct Operands {
         }
       }
     }
-  }
-
-  DEVICE void multiply(float (*sums)[NT][4], unsigned lane_bits) const {
 #pragma unroll
     for (int part = 0; part < PARTS; part++)
 #pragma unroll
@@ -267,7 +276,7 @@ template <class Item, int NT, int PARTS> struct Operands {
 #if BITS == 8
             a[i] = e4m3_pair(code[part][i & 1].v[q], i >> 1);
 #else
-            a[i] = lookup(code[part][0].v[q], i, lane_bits);
+            a[i] = lookup(code[part][0].v[q], i, table);
             if (ZEROS) a[i] = less_zero(a[i], zero[part][i & 1][s]);
 #endif
           }
@@ -294,7 +303,7 @@ DEVICE float activated(const FewTokens& p, float gate, float up) {
 }
 
 // Up to 8 * NT tokens, or tiles of so many pairs.
-template <bool OUTER, class Experts, int NT, int TEAM> DEVICE void compute(const FewTokens& p) {
+template <bool OUTER, class Experts, int NT, int TEAM, int DEPTH> DEVICE void compute(const FewTokens& p) {
   using OwnItem = Item<Experts, NT>;
   constexpr int PARTS = OUTER ? 1 : 2, TEAMS = WARPS / TEAM, TOKENS = NT * 8;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, team = warp / TEAM, member = warp % TEAM;
@@ -316,40 +325,42 @@ template <bool OUTER, class Experts, int NT, int TEAM> DEVICE void compute(const
   const long long total = experts.count * (p.outputs / ROWS) + of_shared;
   const int first = total * blockIdx.x / gridDim.x, end = total * (blockIdx.x + 1) / gridDim.x;
   const auto item_at = [&](int index) { return OwnItem(p, experts, index, end, member, TEAM, OUTER, lane); };
-  int index = first + team, next_index = index, next_step = -1;
+  int index = first + team, next_index = index, next_step = 0;
   OwnItem item = item_at(index), next_item = item;
-  Operands<OwnItem, NT, PARTS> now, next;
-  // Finds the block that is loaded next. A warp skips items of which it has no block.
+  Weights<OwnItem, NT, PARTS> weights[DEPTH];
+  // Finds the item whose weights are loaded next. A warp skips items of which it has no block.
   const auto advance = [&]() {
-    next_step++;
     while (next_item.exists && next_step >= next_item.steps) {
       next_index += TEAMS;
       next_item = item_at(next_index);
       next_step = 0;
     }
   };
+  const auto load = [&](int i) {
+    if (next_step + i < next_item.steps) weights[i].load(p, next_item, (next_step + i) * TEAM + member, lane);
+  };
   advance();
-  if (next_item.exists) now.load_codes(p, next_item, next_step * TEAM + member, lane);
+#pragma unroll
+  for (int i = 0; i < DEPTH; i++) load(i);
   if (OUTER) {
     wait_for_launch_ahead();
     let_next_launch_begin();
   }
-  if (next_item.exists) now.load_x(p, next_item, next_step * TEAM + member, lane);
 #pragma unroll 1
-  for (int round = first; round < end; round += TEAMS) {  // the same for all warps, which meet at barriers
+  while (item.exists) {
     float sums[PARTS][NT][4] = {};
 #pragma unroll 1
-    for (int step = 0; step < item.steps; step++) {
+    for (int step = 0; step < item.steps; step += DEPTH) {
+      next_step += DEPTH;
       advance();
-      if (next_item.exists) {
-        next.load_codes(p, next_item, next_step * TEAM + member, lane);
-        next.load_x(p, next_item, next_step * TEAM + member, lane);
+#pragma unroll
+      for (int i = 0; i < DEPTH; i++) {
+        if (step + i < item.steps) weights[i].multiply(p, item, (step + i) * TEAM + member, sums, lane, lane_bits);
+        load(i);
       }
-      now.multiply(sums, lane_bits);
-      now = next;
     }
     const int g = lane >> 2, t = lane & 3;
-    __syncthreads();  // the sums of the last items have been read
+    wait_team<TEAM>(team);  // the sums of the last item have been read
 #pragma unroll
     for (int part = 0; part < PARTS; part++)
 #pragma unroll
@@ -357,29 +368,27 @@ template <bool OUTER, class Experts, int NT, int TEAM> DEVICE void compute(const
 #pragma unroll
         for (int i = 0; i < 4; i++)
           all_sums[((warp * PARTS + part) * TOKENS + n * 8 + t * 2 + (i & 1)) * PITCH + g + (i >> 1) * 8] = sums[part][n][i];
-    __syncthreads();
-    if (item.exists) {
-      for (int i = threadIdx.x % (TEAM * 32); i < min(p.tokens, TOKENS) * ROWS; i += TEAM * 32) {
-        const int n = i / ROWS, row = i % ROWS, output = item.output + row;
-        const Column column = item.column(p, experts, n);
-        if (column.token < 0) continue;
-        float sum[PARTS] = {};
+    wait_team<TEAM>(team);
+    for (int i = threadIdx.x % (TEAM * 32); i < min(p.tokens, TOKENS) * ROWS; i += TEAM * 32) {
+      const int n = i / ROWS, row = i % ROWS, output = item.output + row;
+      const Column column = item.column(p, experts, n);
+      if (column.token < 0) continue;
+      float sum[PARTS] = {};
 #pragma unroll
-        for (int part = 0; part < PARTS; part++)
+      for (int part = 0; part < PARTS; part++)
 #pragma unroll
-          for (int w = 0; w < TEAM; w++) sum[part] += all_sums[(((team * TEAM + w) * PARTS + part) * TOKENS + n) * PITCH + row];
-        const size_t pair = (size_t)column.place * p.tokens + column.token;
-        if constexpr (OUTER) {
-          const int summands = p.per_token + (p.shared_outputs > 0);
-          p.sums[pair * p.outputs + output] = sum[0] * p.weights[column.token * summands + column.place];
-        } else {
-          const float value = activated(p, sum[0], sum[PARTS - 1]);
-          const unsigned short number = IS_HALF ? to_half(value) : to_bfloat(value);
-          if (item.is_shared)
-            p.shared_inner[(size_t)column.token * p.shared_outputs + output] = number;
-          else
-            p.inner[pair * p.outputs + output] = number;
-        }
+        for (int w = 0; w < TEAM; w++) sum[part] += all_sums[(((team * TEAM + w) * PARTS + part) * TOKENS + n) * PITCH + row];
+      const size_t pair = (size_t)column.place * p.tokens + column.token;
+      if constexpr (OUTER) {
+        const int summands = p.per_token + (p.shared_outputs > 0);
+        p.sums[pair * p.outputs + output] = sum[0] * p.weights[column.token * summands + column.place];
+      } else {
+        const float value = activated(p, sum[0], sum[PARTS - 1]);
+        const unsigned short number = IS_HALF ? to_half(value) : to_bfloat(value);
+        if (item.is_shared)
+          p.shared_inner[(size_t)column.token * p.shared_outputs + output] = number;
+        else
+          p.inner[pair * p.outputs + output] = number;
       }
     }
     index += TEAMS;
@@ -388,11 +397,11 @@ template <bool OUTER, class Experts, int NT, int TEAM> DEVICE void compute(const
 }
 
 #define PROGRAM KERNEL void __launch_bounds__(THREADS, 1)
-PROGRAM inner_8(const FewTokens p) { compute<false, Choice, 1, INNER_TEAM>(p); }
-PROGRAM inner_16(const FewTokens p) { compute<false, Choice, 2, INNER_TEAM>(p); }
-PROGRAM inner_tiles_8(const FewTokens p) { compute<false, Tiles<8>, 1, TILES_TEAM>(p); }
-PROGRAM inner_tiles_16(const FewTokens p) { compute<false, Tiles<16>, 2, TILES_TEAM>(p); }
-PROGRAM outer_8(const FewTokens p) { compute<true, Choice, 1, OUTER_TEAM>(p); }
-PROGRAM outer_16(const FewTokens p) { compute<true, Choice, 2, OUTER_TEAM>(p); }
-PROGRAM outer_tiles_8(const FewTokens p) { compute<true, Tiles<8>, 1, OUTER_TEAM>(p); }
-PROGRAM outer_tiles_16(const FewTokens p) { compute<true, Tiles<16>, 2, OUTER_TEAM>(p); }
+PROGRAM inner_8(const FewTokens p) { compute<false, Choice, 1, INNER_TEAM, INNER_DEPTH>(p); }
+PROGRAM inner_16(const FewTokens p) { compute<false, Choice, 2, INNER_TEAM, INNER_DEPTH>(p); }
+PROGRAM inner_tiles_8(const FewTokens p) { compute<false, Tiles<8>, 1, TILES_TEAM, TILES_DEPTH>(p); }
+PROGRAM inner_tiles_16(const FewTokens p) { compute<false, Tiles<16>, 2, TILES_TEAM, TILES_DEPTH>(p); }
+PROGRAM outer_8(const FewTokens p) { compute<true, Choice, 1, OUTER_TEAM, OUTER_DEPTH>(p); }
+PROGRAM outer_16(const FewTokens p) { compute<true, Choice, 2, OUTER_TEAM, OUTER_DEPTH>(p); }
+PROGRAM outer_tiles_8(const FewTokens p) { compute<true, Tiles<8>, 1, OUTER_TEAM, OUTER_DEPTH>(p); }
+PROGRAM outer_tiles_16(const FewTokens p) { compute<true, Tiles<16>, 2, OUTER_TEAM, OUTER_DEPTH>(p); }

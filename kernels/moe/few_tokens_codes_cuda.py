@@ -45,6 +45,9 @@ ROOM = 0xD000  # bytes of shared memory for sums and the choice
 LEAST_CAPABILITY = (9, 0)
 FORMULAS = ("silu", "gelu_tanh", "clamped_swiglu")
 INNER_TEAM, OUTER_TEAM, TILES_TEAM = 16, 4, 4  # warps of a team; TILES_TEAM is for gate and up
+# Blocks of a warp in flight, for the same; by bits of a code, and for four bits with several groups in a block.
+DEPTHS = {8: (2, 3, 2), 4: (2, 3, 4)}
+SMALL_GROUP_DEPTHS = 2, 2, 2
 # Pairs of a tile, and the largest average number of pairs of an expert for which it is used.
 TILES = (8, 5), (16, 10)
 NAMES = tuple(
@@ -93,6 +96,7 @@ class CodesVariant:
 
     @property
     def options(self) -> list[str]:
+        depths = DEPTHS[self.bits] if self.groups_a_block == 1 else SMALL_GROUP_DEPTHS
         return [
             "--std=c++17",
             f"-DIS_HALF={int(self.dtype == torch.float16)}",
@@ -106,6 +110,7 @@ class CodesVariant:
             f"-DINNER_TEAM={INNER_TEAM}",
             f"-DOUTER_TEAM={OUTER_TEAM}",
             f"-DTILES_TEAM={TILES_TEAM}",
+            *(f"-D{name}_DEPTH={depth}" for name, depth in zip(("INNER", "OUTER", "TILES"), depths, strict=True)),
         ]
 
     @classmethod

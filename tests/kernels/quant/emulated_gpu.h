@@ -10,6 +10,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -37,6 +38,8 @@ struct Program {
   std::vector<unsigned char> window = std::vector<unsigned char>(WINDOW, 0xFF);  // numbers that nobody has written are NaN
   std::barrier<> barrier, part_barrier;
   std::vector<Warp> warps;
+  std::mutex of_teams;
+  std::map<int, std::unique_ptr<std::barrier<>>> teams;
   Program(int num_threads) : barrier(num_threads), part_barrier(num_threads / 3 * 2), warps(num_threads / 32) {}
 };
 inline thread_local Program* own;
@@ -229,6 +232,17 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   unsigned r = 0;
   for (int i = 0; i < 4; i++) r |= (unsigned)(bytes >> (selector >> i * 4 & 7) * 8 & 255) << i * 8;
   return r;
+}
+
+template <int TEAM> void wait_team(int team) {
+  std::barrier<>* barrier;
+  {
+    std::lock_guard lock(own->of_teams);
+    auto& its = own->teams[team];
+    if (!its) its = std::make_unique<std::barrier<>>(TEAM * 32);
+    barrier = its.get();
+  }
+  barrier->arrive_and_wait();
 }
 
 #include FEW_TOKENS_SOURCE
