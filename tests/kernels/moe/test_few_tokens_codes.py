@@ -115,7 +115,8 @@ def expected(x_TD: Tensor, mixture: FewTokenMixture, expert_TK: Tensor, weight_T
 
 
 def check(found: Tensor, wanted: Tensor) -> None:
-    assert (found.double() - wanted).norm() < 0.006 * wanted.norm()
+    # The book of NF4 is rounded to the served dtype, and so is what lies between the two linears.
+    assert (found.double() - wanted).norm() < 0.01 * wanted.norm()
 
 
 @pytest.fixture(scope="module")
