@@ -33,7 +33,7 @@ class _Attribute(ctypes.Structure):
 
 
 class _LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig."""
+    """The settings of a launch: the CUlaunchConfig of the driver."""
 
     _fields_ = (
         ("sizes", ctypes.c_uint * 7),  # programs and threads by three axes, bytes of shared memory
