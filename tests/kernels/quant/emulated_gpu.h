@@ -1,7 +1,7 @@
-// Runs four_bit.cu on a CPU. One thread of the host takes turns at the threads of all programs: each runs until it waits
-// for others, and then any that waits no more goes on, in an order that is random and the same in each run. So a missing
-// barrier is noticed. It has the primitives of four_bit_primitives.cuh, with the register layouts of PTX's mma.m16n8k16.
-// Asynchronous copies happen as late as they may, so that a missing wait is noticed.
+// Runs four_bit.cu, or few_tokens_codes.cu, on a CPU. One thread of the host takes turns at the threads of all programs:
+// each runs until it waits for others, and then any that waits no more goes on, in an order that is random and the same in
+// each run. So a missing barrier is noticed. It has the primitives of four_bit_primitives.cuh, with the register layouts
+// of PTX's mma.m16n8k16. Asynchronous copies happen as late as they may, so that a missing wait is noticed.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -9,6 +9,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <vector>
 #include <ucontext.h>
@@ -93,6 +94,7 @@ struct Program {
   std::vector<unsigned char> window = std::vector<unsigned char>(WINDOW, 0xFF);  // numbers that nobody has written are NaN
   Rendezvous barrier, part_barrier;
   std::vector<Warp> warps;
+  std::map<int, Rendezvous> teams;
   Program(int num_threads) : barrier(num_threads), part_barrier(num_threads / 3 * 2), warps(num_threads / 32) {}
 };
 inline Index gridDim;
@@ -292,6 +294,26 @@ template <class Arguments> void launch(void (*kernel)(Arguments), int num_progra
   swapcontext(&host, &current->context);
 }
 
+#ifdef FEW_TOKENS_SOURCE
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const unsigned long long bytes = (unsigned long long)b << 32 | a;
+  unsigned r = 0;
+  for (int i = 0; i < 4; i++) r |= (unsigned)(bytes >> (selector >> i * 4 & 7) * 8 & 255) << i * 8;
+  return r;
+}
+
+template <int TEAM> void wait_team(int team) {
+  current->program->teams.try_emplace(team, TEAM * 32).first->second.arrive_and_wait();
+}
+
+#include FEW_TOKENS_SOURCE
+
+extern "C" void emulate(int kernel, int programs, const FewTokens* arguments) {
+  using Kernel = void (*)(FewTokens);
+  const Kernel kernels[] = {inner_8, inner_16, inner_tiles_8, inner_tiles_16, outer_8, outer_16, outer_tiles_8, outer_tiles_16};
+  launch<FewTokens>(kernels[kernel], programs, THREADS, arguments);
+}
+#else
 #include FOUR_BIT_SOURCE
 #include WIDE_SOURCE
 
@@ -311,3 +333,4 @@ extern "C" void emulate(int kernel, int programs, const Linear* arguments) {
   const int warps[] = {FEW_8_WARPS, FEW_16_WARPS, 12, 12, 12, FEW_32_WARPS, MANY_WARPS, MANY_WARPS, 8};  // as KERNEL_SHAPES
   launch<Linear>(kernels[kernel], programs, warps[kernel] * 32, arguments);
 }
+#endif
