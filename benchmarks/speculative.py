@@ -138,6 +138,18 @@ def compare(
     return cases
 
 
+def let_answers_be_token_0(engine: Engine) -> ModelDrafter | None:
+    """Zeroes the last norm of the target, and of the draft model if there is one. Returns the draft model."""
+    assert engine.scheduler.speculation is not None
+    drafter = engine.scheduler.speculation.drafter
+    draft_model = drafter if isinstance(drafter, ModelDrafter) else None
+    for steps in (engine.runner.steps, *(() if draft_model is None else (draft_model.steps,))):
+        assert isinstance(steps.model, DecoderModel)
+        with torch.inference_mode():
+            steps.model.norm.weight.zero_()
+    return draft_model
+
+
 def draft_options(folder: Path, args: argparse.Namespace, max_length: int) -> SpeculativeConfig:
     """Writes the configuration of a draft model with random weights."""
     folder.mkdir()
@@ -176,14 +188,7 @@ def main() -> None:
                 options = draft_options(Path(folder) / "draft", args, length)
             engine, loras = make_engine(Path(folder), args, max(args.batches), length, args.adapters, options)
             text = torch.randint(10, args.vocabulary - 256, (args.prompt,)).tolist()
-        assert engine.scheduler.speculation is not None
-        drafter = engine.scheduler.speculation.drafter
-        draft_model = drafter if isinstance(drafter, ModelDrafter) else None
-        if not args.model:
-            for steps in (engine.runner.steps, *(() if draft_model is None else (draft_model.steps,))):
-                assert isinstance(steps.model, DecoderModel)
-                with torch.inference_mode():
-                    steps.model.norm.weight.zero_()
+        draft_model = None if args.model else let_answers_be_token_0(engine)
         for batch in args.batches:
             cases += compare(engine, draft_model, arms, [text[i % 8 :] for i in range(batch)], args, loras)
         engine.close()

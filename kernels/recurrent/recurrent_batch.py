@@ -69,7 +69,9 @@ class RecurrentBatch:
         sizes = [num_seqs, num_seqs, num_seqs + 1, starts[-1], len(kept), *map(len, chunks)]
         slot_B, is_new_B, start_B, sequence_T, kept_T, *parts = memory.split(sizes)
         long = LongSequences(*parts) if chunks[0] else None
-        return cls(list(query_lens), slot_B, is_new_B, start_B, sequence_T, long, kept_T if kept else None, kept, memory)
+        return cls(
+            list(query_lens), slot_B, is_new_B, start_B, sequence_T, long, kept_T if kept else None, kept, memory
+        )
 
     @classmethod
     def of_drafts(cls, num_rows: int, num_seqs: int, padding_slot: int, device: torch.device) -> RecurrentBatch:
