@@ -60,11 +60,17 @@ class StepPace:
     def __init__(self) -> None:
         self._plain = PaceLine()
         self._drafted = PaceLine()
+        self._waits_s = 0.0  # As in waited(), on average.
 
     def observe(self, num_decodes: int, num_drafts: int, seconds: float, token_s: float) -> None:
         """Takes in a step of decodes alone, with this many draft tokens."""
         line = self._drafted if num_drafts else self._plain
         line.observe(num_decodes + num_drafts, seconds, token_s)
+
+    def waited(self, seconds: float) -> None:
+        """Takes in how long a drafter worked in steps that had no drafts, such as while a model catches up with a
+        prompt, since the last step with drafts. Call it once for each step with drafts."""
+        self._waits_s += WEIGHT * (seconds - self._waits_s)
 
     def price(self, num_decodes: int, token_s: float) -> float:
         """Returns the number of tokens that a step without drafts chooses in the time that one draft token takes."""
@@ -84,4 +90,4 @@ class StepPace:
         drafted_s = plain_s + token_s * num_drafts
         if self._drafted.num_steps:
             drafted_s = self._drafted.at(num_decodes + num_drafts, token_s)
-        return (num_decodes + num_accepted) * plain_s > MARGIN * num_decodes * drafted_s
+        return (num_decodes + num_accepted) * plain_s > MARGIN * num_decodes * (drafted_s + self._waits_s)
