@@ -25,13 +25,12 @@ import torch
 from benchmark_results import Case, write_results
 from engine_driver import abort, good_outputs
 from engine_setup import add_engine_arguments, make_engine
-from lorafleet.protocol.engine_config import SpeculativeConfig
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.messages import EngineRequest
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
-from speculative import arm, draft_options, let_answers_be_token_0
+from speculative import add_draft_arguments, arm, draft_options, let_answers_be_token_0
 
 UNITS = {"plain_tokens_per_s": "tokens/s", "tokens_per_s": "tokens/s", "ratio": "", "accepted": ""}
 LEAST_REQUESTS = 4  # That end in a stage, however few streams it has.
@@ -138,9 +137,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64, 256, 64, 16, 4, 1])
     parser.add_argument("--adapters", type=int, default=0)
     parser.add_argument("--right", type=float, nargs="+", default=[0.3, 0.7])
-    parser.add_argument("--drafts", type=int, default=4)
-    parser.add_argument("--draft-layers", type=int, default=0, help="layers of a draft model; 0: there is none")
-    parser.add_argument("--draft-hidden", type=int, default=2048)
+    add_draft_arguments(parser)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=128, help="mean length of an answer")
     parser.add_argument("--repeats", type=int, default=3)
@@ -149,9 +146,7 @@ def main() -> None:
     args = parser.parse_args()
     length = args.prompt + args.tokens * 3 // 2 + 2
     with tempfile.TemporaryDirectory() as folder:
-        options = SpeculativeConfig("ngram", num_speculative_tokens=args.drafts)
-        if args.draft_layers:
-            options = draft_options(Path(folder) / "draft", args, length)
+        options = draft_options(Path(folder) / "draft", args, length)
         engine, loras = make_engine(Path(folder), args, max(args.streams), length, args.adapters, options)
         text = torch.randint(10, args.vocabulary - 256, (args.prompt,)).tolist()
         model = let_answers_be_token_0(engine)

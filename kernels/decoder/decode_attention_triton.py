@@ -204,12 +204,13 @@ def merge_kernel(
         for index in range(tl.program_id(1), num_merges, tl.num_programs(1)):
             merge = merges_ptr + index * 3
             seq = tl.load(merge)
-            if seq >= 0:
-                if place < tl.load(rows_ptr + seq * 3 + 1):
-                    _merge_row(
-                        partial_ptr, sums_ptr, out_ptr, sinks_ptr, merge, tl.load(rows_ptr + seq * 3) + place, head,
-                        place, heads, value_dim, block_v, block_s, most_rows,
-                    )  # fmt: skip
+            num_rows = tl.load(rows_ptr + seq * 3 + 1, mask=seq >= 0, other=0)
+            if place < num_rows:
+                row_of = tl.load(rows_ptr + seq * 3) + place
+                _merge_row(
+                    partial_ptr, sums_ptr, out_ptr, sinks_ptr, merge, row_of, head, place,
+                    heads, value_dim, block_v, block_s, most_rows,
+                )  # fmt: skip
 
 
 @jit()

@@ -136,6 +136,14 @@ def test_speculative_has_the_cost_of_a_draft_model_in_the_arms_of_known_quality(
     assert results.figure("accepted", batch=2, drafts="1.0") == 1
 
 
+def test_speculative_has_the_cost_of_a_head(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(StepPace, "price", lambda *_: 0.0)
+    monkeypatch.setattr(StepPace, "is_faster", lambda *_: True)
+    words = ("--batches", "2", "--right", "1", "--prompt", "16", "--tokens", "24", "--draft-head", "--layers", "7")
+    results = run(monkeypatch, tmp_path, speculative, *words, "--hidden", "128", "--repeats", "1", *ONE_THREAD)
+    assert results.figure("accepted", batch=2, drafts="1.0") == 1
+
+
 def test_a_moving_load_is_measured_in_each_stage_and_as_a_whole(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from typing import Any
 
+import pytest
+
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.protocol.step_metrics import StepShape
@@ -277,27 +279,30 @@ def test_a_step_without_drafts_does_not_count_the_time_of_a_drafter_that_had_non
     assert pace._plain.at(1, 0.0) < 6e-3
 
 
-def test_what_a_drafter_takes_before_it_drafts_counts_against_its_drafts(monkeypatch) -> None:
+@pytest.mark.parametrize(("catch_up_s", "pays"), [(1e-3, True), (0.1, False)])
+def test_what_a_drafter_takes_before_it_drafts_counts_against_its_drafts(
+    monkeypatch: pytest.MonkeyPatch, catch_up_s: float, pays: bool
+) -> None:
     """A draft model computes each new prompt. Where answers are short, its drafts may not make up for that."""
+    clock = [0.0]
 
     class OnceInTwo(Sevens):
         num_asked = 0
 
         def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
             self.num_asked += 1
-            clock[0] += catch_up_s if self.num_asked % 2 else 0.0
-            return [[] if self.num_asked % 2 else [TOKEN] * entry.most for entry in wanted]
+            catches_up = self.num_asked % 2 == 1
+            clock[0] += catch_up_s if catches_up else 0.0
+            return [[] if catches_up else [TOKEN] * entry.most for entry in wanted]
 
-    for catch_up_s, pays in ((1e-3, True), (0.1, False)):
-        clock = [0.0]
-        monkeypatch.setattr("lorafleet.workers.speculation.speculation.time.perf_counter", lambda clock=clock: clock[0])
-        made, one = Speculation(OnceInTwo(), StepBudget(StepLimits(64)), 4, 64, is_certain=True), decode()
-        plain(made, PLAIN_STEPS)
-        for _ in range(40):
-            if made.choose([one], 1):
-                drafted(made, 1)
-                made.verified(one, 4, 4)
-            else:
-                plain(made, 1, seconds=5e-3 + clock[0])
-            clock[0] = 0.0
-        assert made._pay([one], [(one, 4)]) == pays
+    monkeypatch.setattr("lorafleet.workers.speculation.speculation.time.perf_counter", lambda: clock[0])
+    made, one = Speculation(OnceInTwo(), StepBudget(StepLimits(64)), 4, 64, is_certain=True), decode()
+    plain(made, PLAIN_STEPS)
+    for _ in range(40):
+        began_s = clock[0]
+        if made.choose([one], 1):
+            drafted(made, 1)
+            made.verified(one, 4, 4)
+        else:
+            plain(made, 1, seconds=5e-3 + clock[0] - began_s)
+    assert made._pay([one], [(one, 4)]) == pays
