@@ -1,7 +1,7 @@
 """Says which steps have no drafts though these should pay, and which have some though these should not, so that both
 kinds of steps are timed again and again.
 
-Steps with prompts are not timed. While all steps have prompts, none is known without drafts, and there are no drafts.
+Steps with prompts are not timed.
 """
 
 from __future__ import annotations

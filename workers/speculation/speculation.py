@@ -3,7 +3,8 @@
 A step with drafts takes longer. It computes more tokens, and steps do not overlap, since drafts follow known tokens. So
 tokens are drafted only if the step should give more tokens per second than one without drafts. What is needed for that
 is measured: how often drafts are accepted (acceptance.py), and how long steps take (step_pace.py). Now and then a step
-has no drafts, or drafts that should not pay, to learn whether that has changed (draft_turns.py).
+has no drafts, or drafts that should not pay, to learn whether that has changed (draft_turns.py). Steps that compute
+prompts have no drafts, since how long such steps take depends on much else.
 
 Where a grammar forces the next tokens, these are the drafts. They are always right, so they say nothing about others.
 """
@@ -77,6 +78,7 @@ class Speculation:
         token.
 
         Args:
+            running: The sequences that might have drafts in the next step.
             num_sequences: As in choose().
         """
         if any(chunk.drafts for chunk in in_flight):

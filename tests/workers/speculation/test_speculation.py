@@ -276,7 +276,7 @@ def test_a_step_without_drafts_does_not_count_the_time_of_a_drafter_that_had_non
     assert made.choose([decode()], 1) == {}
     undrafted_s = made.observe(StepShape("decode", 1, 1, 0), 0, 25e-3)
     assert 4.9e-3 < undrafted_s < 5.1e-3
-    assert pace._plain.at(1, 0.0) < 6e-3
+    assert pace._plain.at(1, 0.0, 1) < 6e-3
 
 
 @pytest.mark.parametrize(("catch_up_s", "pays"), [(1e-3, True), (0.1, False)])
