@@ -23,8 +23,8 @@ FIRM = 4.0  # Variance of the number of tokens from which on its slope is the st
 OUTLIER = 1.25
 MANY_OUTLIERS = 3  # Number of long ones in a row that are believed.
 LEAST_SHARE = 0.25  # Of its mean duration that a step takes at least, however few its tokens are.
-# Least gain for which tokens are drafted. A part of it pays for what is not timed: a step without drafts does not overlap
-# with one before it that has some.
+# Least gain for which tokens are drafted. A part of it pays for what is not timed: a step without drafts does not
+# overlap with one before it that has some.
 MARGIN = 1.05
 
 
