@@ -39,7 +39,7 @@ WHOLE = "all"
 
 @dataclass(slots=True)
 class Speeds:
-    """What one pass over the load has shown."""
+    """The figures of one pass over the load."""
 
     of_stages: list[float] = field(default_factory=list)  # Tokens per second.
     whole: float = 0.0  # Tokens per second of the pass.
@@ -79,7 +79,7 @@ class MovingLoad:
         return speeds
 
     def _step(self, speeds: Speeds) -> tuple[int, int]:
-        """Runs a step. Returns the number of tokens that it gave, and of requests that ended."""
+        """Runs one step of the engine. Returns the number of tokens that it gave, and of requests that ended."""
         num_tokens = num_ended = 0
         for output in good_outputs(self._engine):
             num_tokens += len(output.token_ids)
@@ -91,7 +91,7 @@ class MovingLoad:
         return num_tokens, num_ended
 
     def _add(self) -> None:
-        """Adds a request. Lengths of answers differ, so that streams do not end together."""
+        """Adds a request to the engine. Lengths of answers differ, so that streams do not end together."""
         number, tokens = self._num_added, self._args.tokens
         max_tokens = tokens // 2 + (number * 37) % (tokens + 1)
         params = SamplingParams(temperature=0, max_tokens=max(2, max_tokens), ignore_eos=True)
