@@ -9,7 +9,9 @@ arm of --right has drafts of which each token is right with this probability, as
 
 With --draft-layers, a draft model of that many layers drafts in the arms of --right, so that they have its full cost.
 Its drafts would all be right. The arms replace some of their tokens by wrong ones. --draft-head has an EAGLE-3 head
-instead, with random weights in the shape of the target's layers and 32,000 tokens that it drafts.
+instead, with random weights in the shape of the target's layers and 32,000 tokens that it drafts. With --mtp, the model
+has the shape of a family of families_decode.py, with as many layers as are measured there, and its own layer for
+several tokens (MTP) drafts in the same way.
 
 The second form drafts by n-grams from the answers of a real model to a repetitive prompt.
 
@@ -27,12 +29,14 @@ import tempfile
 import time
 from collections.abc import Sequence as Many
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmark_results import Case, write_results
 from engine_driver import abort, good_outputs, make_speculation, settle
 from engine_setup import add_engine_arguments, llama_config, make_engine
+from families_decode import COMMON, FAMILIES
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.protocol.engine_config import EngineConfig, SpeculativeConfig
 from lorafleet.protocol.lora_request import LoRARequest
@@ -44,6 +48,7 @@ from lorafleet.workers.schedule.sequence import Sequence
 from lorafleet.workers.speculation.drafter import Drafter, Wanted
 from lorafleet.workers.speculation.eagle_head import EagleHead
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
+from lorafleet.workers.speculation.mtp_head import MTPHead
 from lorafleet.workers.speculation.ngram_drafter import NgramDrafter
 from lorafleet.workers.speculation.speculation import Speculation
 from lorafleet.workers.startup import build_engine
@@ -51,6 +56,7 @@ from random_llama import write_head
 
 UNITS = {"plain_tokens_per_s": "tokens/s", "tokens_per_s": "tokens/s", "ratio": "", "accepted": ""}
 PHRASE = "Paris is the capital of France. Rome is the capital of Italy. "
+MTP_FAMILIES = "glm-4.5-air", "qwen3.5-9b", "qwen3.5-35b-a3b"
 WRONG = 3  # A token that no answer has.
 
 
@@ -147,8 +153,8 @@ def let_answers_be_token_0(engine: Engine) -> ModelDrafter | None:
     drafter = engine.scheduler.speculation.drafter
     draft_model = drafter if isinstance(drafter, ModelDrafter) else None
     for steps in (engine.runner.steps, *(() if draft_model is None else (draft_model.steps,))):
-        assert isinstance(steps.model, DecoderModel | EagleHead)
-        norm = steps.model.norm if isinstance(steps.model, DecoderModel) else steps.model.last.norm
+        assert isinstance(steps.model, DecoderModel | EagleHead | MTPHead)
+        norm = steps.model.last.norm if isinstance(steps.model, EagleHead) else steps.model.norm
         assert norm is not None
         with torch.inference_mode():
             norm.weight.zero_()
@@ -177,12 +183,19 @@ def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-head", action="store_true", help="an EAGLE-3 head drafts")
 
 
+def family_config(family: str) -> dict[str, Any]:
+    """Returns the config.json of a family's shape."""
+    _, num_layers, config = FAMILIES[family]
+    return COMMON | config | {"num_hidden_layers": num_layers}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--adapters", type=int, default=0)
     parser.add_argument("--right", type=float, nargs="*", default=[0.7])
     add_draft_arguments(parser)
+    parser.add_argument("--mtp", choices=MTP_FAMILIES, help="family whose own layer for several tokens drafts")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
@@ -190,6 +203,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     add_engine_arguments(parser)
     args = parser.parse_args()
+    if args.mtp and (args.adapters or args.draft_layers or args.model):
+        parser.error("--mtp goes with none of --adapters, --draft-layers and --model")
     arms = ["ngram"] if args.model else ["ngram", *map(str, args.right)]
     cases: list[Case] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -202,8 +217,12 @@ def main() -> None:
         else:
             length = args.prompt + args.tokens + 1
             options = draft_options(Path(folder) / "draft", args, length)
-            engine, loras = make_engine(Path(folder), args, max(args.batches), length, args.adapters, options)
-            text = torch.randint(10, args.vocabulary - 256, (args.prompt,)).tolist()
+            model = None
+            if args.mtp:
+                options = SpeculativeConfig("mtp", num_speculative_tokens=args.drafts)
+                model = family_config(args.mtp)
+            engine, loras = make_engine(Path(folder), args, max(args.batches), length, args.adapters, options, model)
+            text = torch.randint(10, engine.runner.steps.model.config.vocab_size - 256, (args.prompt,)).tolist()
         draft_model = None if args.model else let_answers_be_token_0(engine)
         for batch in args.batches:
             cases += compare(engine, draft_model, arms, [text[i % 8 :] for i in range(batch)], args, loras)
