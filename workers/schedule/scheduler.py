@@ -27,6 +27,7 @@ from lorafleet.workers.bases.rope_config import RopeConfig
 from lorafleet.workers.schedule.adapter_slots import AdapterSlots, SlotView
 from lorafleet.workers.schedule.fair_queue import FairQueue
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
+from lorafleet.workers.schedule.prompts_ahead import computes_prompts
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.schedule.sequence_memory import SequenceMemory
 from lorafleet.workers.schedule.slot_claims import SlotClaims
@@ -176,7 +177,9 @@ class Scheduler:
         prompts: list[Chunk] = []
         # The last token of the others is already in flight, or they wait for their blocks from a tier.
         unfinished = [s for s in poorest_first(self.running) if s.num_generated < s.max_tokens and s.arrival is None]
-        drafts = {} if self.speculation is None else self.speculation.choose(unfinished, self.most_in_step)
+        drafts: dict[Sequence, list[int]] = {}
+        if self.speculation is not None and not computes_prompts(self):
+            drafts = self.speculation.choose(unfinished, self.most_in_step)
         allowance = self.budget.allowance(unfinished, self.waiting, sum(map(len, drafts.values())))
         for sequence in unfinished:
             is_decode = sequence.num_uncomputed == 1
