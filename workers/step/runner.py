@@ -13,6 +13,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from itertools import accumulate
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -36,7 +37,8 @@ from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
 from lorafleet.workers.speculation.draft_verification import num_accepted
 from lorafleet.workers.step.gpu_step_clock import GPUStepClock
 from lorafleet.workers.step.planner import plan_step, scored_spans
-from lorafleet.workers.step.prompt_pooling import pool_prompts
+from lorafleet.workers.step.prompt_pooling import Pooled, pool_prompts
+from lorafleet.workers.step.steady_decodes import SteadyDecodes
 from lorafleet.workers.step.step_runner import StepLogits, StepRunner
 from lorafleet.workers.structured.decoding import TokenMasks
 from lorafleet.workers.tp.link import OtherRanks
@@ -45,13 +47,12 @@ from lorafleet.workers.tp.rank_messages import RunStep
 PromptLogprobs = list[tuple[int, PendingLogprobs]]  # logprobs of spans of prompts, each with its chunk's index
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """The result of one chunk."""
+class Sampled(msgspec.Struct, frozen=True, gc=False):
+    """The result of one chunk. A step makes one for each sequence, and a Struct is made fastest."""
 
     tokens: list[int]  # the sequence's next tokens; none if the chunk ends before its last token
-    logprobs: list[TokenLogprobs]  # one for each of these tokens, if requested
-    prompt: list[TokenLogprobs]  # of the prompt tokens that the chunk's tokens predict, if requested
+    logprobs: list[TokenLogprobs] = []  # one for each of these tokens, if requested
+    prompt: list[TokenLogprobs] = []  # of the prompt tokens that the chunk's tokens predict, if requested
     embedding: bytes = b""  # float32, at the end of a prompt that is pooled, see TokenOutput.embedding
     routed_TLK: Rows | None = None  # the experts of the chunk's tokens, if requested
 
@@ -62,6 +63,7 @@ class LaunchedStep:
 
     chunks: list[Chunk]
     shape: StepShape
+    num_plain: int  # Chunks at the front that sample one token and are of a Sequence.is_plain.
     sampling: list[Chunk]  # The chunks that sample.
     num_rows: int  # Rows of StepInputs.sampled_B: Chunk.num_sampled of each of these chunks.
     rows: list[SamplingRow]  # One for each of these; empty if the step is greedy.
@@ -78,7 +80,7 @@ class LaunchedStep:
     @property
     def needs_masks(self) -> bool:
         """Whether a sequence has a grammar, whose mask says which tokens may be chosen."""
-        return any(chunk.sequence.grammar is not None for chunk in self.sampling)
+        return any([chunk.sequence.grammar is not None for chunk in self.sampling])
 
     def routed_of_chunks(self) -> dict[int, Rows]:
         """Returns the experts of each chunk's tokens, by the chunk's index, for those that want them. Call it once the
@@ -126,10 +128,11 @@ class ChosenStep:
         if self.late:
             late = {sequence.request_id for sequence in self.late}
             row_by_request = {name: row for name, row in row_by_request.items() if name not in late}
-        results: list[Sampled] = []
+        results = [Sampled([token]) for token in tokens[: launched.num_plain]]
         routed = launched.routed_of_chunks()
-        for i, chunk in enumerate(launched.chunks):
-            row = row_by_request.get(chunk.sequence.request_id)
+        for i, chunk in enumerate(launched.chunks[launched.num_plain :], launched.num_plain):
+            sequence = chunk.sequence
+            row = row_by_request.get(sequence.request_id)
             prompt = prompts.get(i, [])
             if row is None:
                 results.append(Sampled([], [], prompt, routed_TLK=routed.get(i)))
@@ -137,7 +140,7 @@ class ChosenStep:
                 embedding = b"".join(part.numpy().tobytes() for part in launched.pooled.get(i, ()))
                 end = row + 1
                 if chunk.drafts:
-                    drafts = chunk.drafts[: self.num_masked.get(chunk.sequence, len(chunk.drafts))]
+                    drafts = chunk.drafts[: self.num_masked.get(sequence, len(chunk.drafts))]
                     end += num_accepted(drafts, tokens[row : row + len(drafts)])
                 found = [logprobs[j] for j in range(row, end) if j in logprobs] if logprobs else []
                 results.append(Sampled(tokens[row:end], found, prompt, embedding, routed.get(i)))
@@ -164,6 +167,7 @@ class ModelRunner:
         self._others = others
         self.loras = loras
         self._block_size = block_size
+        self._steady = SteadyDecodes(block_size, steps.inputs.first_known)
         self._logprobs_mode = logprobs_mode
         self._inputs = steps.inputs
         self._device = steps.device
@@ -173,13 +177,13 @@ class ModelRunner:
 
     def plan(self, chunks: list[Chunk], last: LaunchedStep | None) -> StepPlan:
         """Plans the next step. `last` is the step before, if the host has not read its tokens yet."""
-        return plan_step(
-            chunks,
-            row_by_request={} if last is None else last.row_by_request,
-            first_known=self._inputs.first_known,
-            block_size=self._block_size,
-            slot_ranks=[] if self.loras is None else self.loras.slots.ranks,
-        )
+        row_by_request = {} if last is None else last.row_by_request
+        slot_ranks = [] if self.loras is None else self.loras.slots.ranks
+        plan = self._steady.next_plan(chunks, row_by_request, slot_ranks)
+        if plan is None:
+            plan = plan_step(chunks, row_by_request, self._inputs.first_known, self._block_size, slot_ranks)
+            self._steady.remember(chunks, plan)
+        return plan
 
     def prepare(self, plan: StepPlan) -> None:
         """Queues what the step reads, as far as that does not depend on the tokens of the step before."""
@@ -198,25 +202,32 @@ class ModelRunner:
         prompt_logprobs: PromptLogprobs = []
         logits = self._run(chunks, plan, download, prompt_logprobs)
         routed_TLK = None
-        if self.steps.routed is not None and any(chunk.sequence.routed is not None for chunk in chunks):
+        special = [chunk for chunk in chunks if not chunk.sequence.is_plain]
+        if self.steps.routed is not None and any(chunk.sequence.routed is not None for chunk in special):
             routed_TLK = download.add(self.steps.routed.of_step(plan.num_tokens))
         if is_timed and self._clock is not None:
             self._clock.end(shape)
-        sampling = [chunk for chunk in chunks if chunk.samples]
+        sampling = chunks if plan.is_decode else [chunk for chunk in chunks if chunk.samples]
         row_by_request = _first_rows(sampling)
         rows = [] if logits.sampled_BV is None else _rows_of(sampling)
-        pooled, faults = pool_prompts(chunks, logits.hidden_TD, self._classifier, download)
-        edited, more_faults = self._prepare_edits(sampling, row_by_request)
+        pooled: Pooled = {}
+        faults: list[tuple[Sequence, Exception]] = []
+        edited: list[EditedRow] = []
+        if special:
+            pooled, faults = pool_prompts(chunks, logits.hidden_TD, self._classifier, download)
+            edited, more_faults = self._prepare_edits(sampling, row_by_request)
+            faults += more_faults
         num_tokens = 0 if logits.sampled_BV is None else logits.sampled_BV.shape[1]
         return LaunchedStep(
             chunks=chunks,
             shape=shape,
+            num_plain=len(chunks) if plan.is_decode and not special else _num_plain(chunks, plan.sampling),
             sampling=sampling,
             num_rows=len(plan.sampling),
             rows=rows,
             draws=draw_fields(rows, edited, num_tokens),
             edited=edited,
-            faults=faults + more_faults,
+            faults=faults,
             row_by_request=row_by_request,
             prompt_logprobs=prompt_logprobs,
             logits=logits,
@@ -345,14 +356,20 @@ class ModelRunner:
         return (params.logprobs_mode or self._logprobs_mode) == "processed_logprobs"
 
 
+def _num_plain(chunks: Many[Chunk], sampling: list[int]) -> int:
+    """Returns LaunchedStep.num_plain. `sampling` is StepPlan's."""
+    for i, (chunk, row) in enumerate(zip(chunks, sampling, strict=False)):
+        if row > i or chunk.num_tokens > 1 or not chunk.sequence.is_plain:
+            return i
+    return min(len(chunks), len(sampling))
+
+
 def _first_rows(sampling: Many[Chunk]) -> dict[str, int]:
     """Returns the first row of each sequence, by request ID."""
-    row_by_request: dict[str, int] = {}
-    row = 0
-    for chunk in sampling:
-        row_by_request[chunk.sequence.request_id] = row
-        row += 1 + len(chunk.drafts)
-    return row_by_request
+    if not any([chunk.drafts for chunk in sampling]):
+        return {chunk.sequence.request_id: row for row, chunk in enumerate(sampling)}
+    starts = accumulate((1 + len(chunk.drafts) for chunk in sampling), initial=0)
+    return {chunk.sequence.request_id: row for row, chunk in zip(starts, sampling, strict=False)}
 
 
 def _rows_of(sampling: Many[Chunk]) -> list[SamplingRow]:
