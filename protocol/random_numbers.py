@@ -8,13 +8,21 @@ Source: SplitMix64, Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Gen
 from __future__ import annotations
 
 from hashlib import sha256
+from typing import TypeVar
+
+import numpy as np
+
+UInt64s = np.ndarray[tuple[int], np.dtype[np.uint64]]
+Float64s = np.ndarray[tuple[int], np.dtype[np.float64]]
+Number = TypeVar("Number", int, UInt64s)
 
 _MASK = 2**64 - 1
 
 
-def uniform(seed: int, position: int) -> float:
-    """Returns a number in [0, 1) with 53 random bits."""
-    return (_splitmix(_splitmix(seed & _MASK) ^ position) >> 11) * 2.0**-53
+def uniform(seed_B: UInt64s, position_B: UInt64s) -> Float64s:
+    """Returns a number in [0, 1) with 53 random bits for each seed, modulo 2^64, and position."""
+    bits_B: UInt64s = _splitmix(_splitmix(seed_B) ^ position_B) >> 11
+    return bits_B * 2.0**-53
 
 
 def child_seed(seed: int, index: int) -> int:
@@ -34,7 +42,7 @@ def named_seed(seed: int, name: str) -> int:
     return child_seed(seed, int.from_bytes(sha256(name.encode()).digest()[:8]))
 
 
-def _splitmix(x: int) -> int:
+def _splitmix(x: Number) -> Number:
     x = (x + 0x9E3779B97F4A7C15) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK

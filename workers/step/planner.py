@@ -62,7 +62,7 @@ def plan_step(
         slots=_slots(sequences, query_lens, base_lens),
         base_lens=base_lens,
         sampling=_sampled_rows(num_decodes, others, samples),
-        is_greedy=all([sequence.takes_best for sequence in sampling]),
+        is_greedy=all(sequence.takes_best for sequence in sampling),
         prompts=[(span.first_row, len(span.tokens)) for span in scored_spans(chunks)],
         slot_ranks=slot_ranks,
         state_slots=[sequence.state_slot for sequence in sequences if sequence.state_slot is not None]
@@ -123,7 +123,7 @@ def _sampled_rows(num_decodes: int, others: Many[Chunk], samples: list[bool]) ->
 
 def _base_lens(sequences: Many[Sequence], query_lens: list[int]) -> list[int]:
     """Returns how many tokens each sequence computes in the step before its adapter begins to work."""
-    if not any([sequence.first_adapted for sequence in sequences]):
+    if not any(sequence.first_adapted for sequence in sequences):
         return [0] * len(sequences)
     return [
         min(max(sequence.first_adapted - sequence.num_computed, 0), count)
@@ -143,7 +143,7 @@ def scored_spans(chunks: Many[Chunk]) -> list[ScoredSpan]:
     else."""
     spans: list[ScoredSpan] = []
     first_row = 0
-    for i, chunk in enumerate(chunks if any([c.sequence.prompt_logprobs is not None for c in chunks]) else ()):
+    for i, chunk in enumerate(chunks if any(c.sequence.prompt_logprobs is not None for c in chunks) else ()):
         tokens = _predicted_tokens(chunk)
         starts = range(0, len(tokens), SCORED_ROWS)
         spans += [ScoredSpan(i, first_row + start, tokens[start : start + SCORED_ROWS]) for start in starts]

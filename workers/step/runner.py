@@ -19,15 +19,16 @@ from torch import Tensor
 
 from lorafleet.kernels.decoder.token_mask import mask_tokens
 from lorafleet.kernels.lora.lora_batch import BASE_SLOT
-from lorafleet.kernels.sampling.draw_tokens import DrawFields, draw_tokens
+from lorafleet.kernels.sampling.draw_tokens import DrawTable, draw_tokens
 from lorafleet.kernels.sampling.row_log_softmax import row_log_softmax
 from lorafleet.protocol.limits import LogprobsMode
 from lorafleet.protocol.messages import GPUSteps, TokenLogprobs
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.protocol.step_metrics import StepShape
+from lorafleet.workers.device.draw_table import DrawRows
 from lorafleet.workers.device.host_copy import Download, Upload, to_device
 from lorafleet.workers.device.logit_edits import EditedRow, LogitEditor
-from lorafleet.workers.device.sampler import PendingLogprobs, SamplingRow, draw_fields
+from lorafleet.workers.device.sampler import PendingLogprobs
 from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.schedule.routed_rows import Rows
 from lorafleet.workers.schedule.sequence import Chunk, Sequence
@@ -66,8 +67,8 @@ class LaunchedStep:
     num_plain: int  # Chunks at the front that sample one token and are of a Sequence.is_plain.
     sampling: list[Chunk]  # The chunks that sample.
     num_rows: int  # Rows of StepInputs.sampled_B: Chunk.num_sampled of each of these chunks.
-    rows: list[SamplingRow]  # One for each of these; empty if the step is greedy.
-    draws: list[DrawFields]  # The draw of each row; empty if the step is greedy.
+    params: list[SamplingParams]  # One for each of these rows; empty if the step is greedy.
+    draws: DrawTable | None  # The draws of these rows; None if the step is greedy.
     edited: list[EditedRow]  # Rows whose logits are changed.
     faults: list[tuple[Sequence, Exception]]  # Sequences that cannot go on after the step, and why.
     row_by_request: dict[str, int]  # First row of each sequence that samples, by request id.
@@ -80,7 +81,7 @@ class LaunchedStep:
     @property
     def needs_masks(self) -> bool:
         """Whether a sequence has a grammar, whose mask says which tokens may be chosen."""
-        return any([chunk.sequence.grammar is not None for chunk in self.sampling])
+        return any(chunk.sequence.grammar is not None for chunk in self.sampling)
 
     def routed_of_chunks(self) -> dict[int, Rows]:
         """Returns the experts of each chunk's tokens, by the chunk's index, for those that want them. Call it once the
@@ -173,6 +174,7 @@ class ModelRunner:
         self._device = steps.device
         self._upload_masks = Upload(steps.device)
         self._editor = LogitEditor(len(steps.inputs.sampled_B), steps.model.config.vocab_size, steps.device)
+        self._draws = DrawRows()
         self._clock = GPUStepClock() if steps.device.type == "cuda" else None
 
     def plan(self, chunks: list[Chunk], last: LaunchedStep | None) -> StepPlan:
@@ -209,7 +211,6 @@ class ModelRunner:
             self._clock.end(shape)
         sampling = chunks if plan.is_decode else [chunk for chunk in chunks if chunk.samples]
         row_by_request = _first_rows(sampling)
-        rows = [] if logits.sampled_BV is None else _rows_of(sampling)
         pooled: Pooled = {}
         faults: list[tuple[Sequence, Exception]] = []
         edited: list[EditedRow] = []
@@ -217,15 +218,19 @@ class ModelRunner:
             pooled, faults = pool_prompts(chunks, logits.hidden_TD, self._classifier, download)
             edited, more_faults = self._prepare_edits(sampling, row_by_request)
             faults += more_faults
-        num_tokens = 0 if logits.sampled_BV is None else logits.sampled_BV.shape[1]
+        params: list[SamplingParams] = []
+        draws = None
+        if logits.sampled_BV is not None:
+            params = _params_of(sampling)
+            draws = self._draws.of_step(sampling, edited, logits.sampled_BV.shape[1])
         return LaunchedStep(
             chunks=chunks,
             shape=shape,
             num_plain=len(chunks) if plan.is_decode and not special else _num_plain(chunks, plan.sampling),
             sampling=sampling,
             num_rows=len(plan.sampling),
-            rows=rows,
-            draws=draw_fields(rows, edited, num_tokens),
+            params=params,
+            draws=draws,
             edited=edited,
             faults=faults,
             row_by_request=row_by_request,
@@ -264,7 +269,7 @@ class ModelRunner:
             late_rows = {step.row_by_request[sequence.request_id] for sequence in late}
             edited = [row for row in step.edited if row.index not in late_rows]
             logprob_rows = [
-                i for i, row in enumerate(step.rows) if row.params.logprobs is not None and i not in late_rows
+                i for i, params in enumerate(step.params) if params.logprobs is not None and i not in late_rows
             ]
             logprobs = self._sample(step.logits.sampled_BV, step, edited, logprob_rows, masks)
             self.steps.share(num_rows)
@@ -275,6 +280,7 @@ class ModelRunner:
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
         self._editor.release(sequence)
+        self._draws.release(sequence)
 
     def _classifier(self, slot: int) -> SlotClassifier | None:
         return None if self.loras is None else slot_classifier(self.loras.slots.slots[slot].extra)
@@ -330,12 +336,13 @@ class ModelRunner:
         masks: TokenMasks | None,
     ) -> list[RowLogprobs]:
         """Samples a step's tokens into sampled_B. Returns the logprobs of `logprob_rows`."""
-        rows = step.rows
-        of_draw = [i for i in logprob_rows if self._is_processed(rows[i].params)]
-        of_model = [i for i in logprob_rows if not self._is_processed(rows[i].params)]
+        params = step.params
+        assert step.draws is not None
+        of_draw = [i for i in logprob_rows if self._is_processed(params[i])]
+        of_model = [i for i in logprob_rows if not self._is_processed(params[i])]
         # A copy, since masks and edits are written in place.
         raw_PV = logits_BV[to_device(of_model, torch.int64, self._device)] if of_model else None
-        sampled_B = self._inputs.sampled_B[: len(rows)]
+        sampled_B = self._inputs.sampled_B[: len(params)]
         if masks is not None:
             row_N = to_device(masks.rows, torch.int64, self._device)
             mask_tokens(logits_BV, row_N, self._upload_masks(masks.bits_NW))
@@ -346,7 +353,7 @@ class ModelRunner:
 
         def pending(indices: list[int], logprobs_PV: Tensor) -> RowLogprobs:
             chosen_P = sampled_B[to_device(indices, torch.int64, self._device)]
-            num_top = [rows[i].params.logprobs or 0 for i in indices]
+            num_top = [params[i].logprobs or 0 for i in indices]
             return RowLogprobs(indices, PendingLogprobs(logprobs_PV, chosen_P, num_top, step.download))
 
         found = [] if raw_PV is None else [pending(of_model, row_log_softmax(raw_PV))]
@@ -366,20 +373,15 @@ def _num_plain(chunks: Many[Chunk], sampling: list[int]) -> int:
 
 def _first_rows(sampling: Many[Chunk]) -> dict[str, int]:
     """Returns the first row of each sequence, by request ID."""
-    if not any([chunk.drafts for chunk in sampling]):
+    if not any(chunk.drafts for chunk in sampling):
         return {chunk.sequence.request_id: row for row, chunk in enumerate(sampling)}
     starts = accumulate((1 + len(chunk.drafts) for chunk in sampling), initial=0)
     return {chunk.sequence.request_id: row for row, chunk in zip(starts, sampling, strict=False)}
 
 
-def _rows_of(sampling: Many[Chunk]) -> list[SamplingRow]:
-    """Returns a row for each token that these chunks sample. Each token is drawn as if the drafts before it were the
-    answer."""
-    rows: list[SamplingRow] = []
-    for chunk in sampling:
-        seq, end = chunk.sequence, len(chunk.sequence.tokens)
-        rows.append(SamplingRow(seq.params, end, seq.seed, seq.vocab_size))
-        if chunk.drafts:
-            later = range(end + 1, end + chunk.num_sampled)
-            rows += [SamplingRow(seq.params, num_tokens, seq.seed, seq.vocab_size) for num_tokens in later]
-    return rows
+def _params_of(sampling: Many[Chunk]) -> list[SamplingParams]:
+    """Returns the parameters of each token that these chunks sample."""
+    params = [chunk.sequence.params for chunk in sampling]
+    if not any(chunk.drafts for chunk in sampling):
+        return params
+    return [own for own, chunk in zip(params, sampling, strict=True) for _ in range(1 + len(chunk.drafts))]

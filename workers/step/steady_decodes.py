@@ -9,7 +9,6 @@ table only for a sequence that enters a block.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Sequence as Many
 from dataclasses import replace
 
 import numpy as np
@@ -36,7 +35,7 @@ class SteadyDecodes:
     def remember(self, chunks: list[Chunk], plan: StepPlan) -> None:
         """Takes in the plan of a step that next_plan() could not plan."""
         is_steady = plan.is_decode and not any(plan.base_lens)
-        if is_steady and all([chunk is chunk.sequence.next_chunk for chunk in chunks]):
+        if is_steady and all(chunk is chunk.sequence.next_chunk for chunk in chunks):
             self._chunks, self._plan = chunks, plan
         else:
             self._chunks, self._plan = [], None
