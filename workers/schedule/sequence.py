@@ -181,11 +181,6 @@ class Chunk:
     drafts: Many[int] = ()  # Tokens that may follow the sequence's own. The step verifies them.
 
     @property
-    def num_own(self) -> int:
-        """Number of its tokens that are the sequence's own."""
-        return self.num_tokens - len(self.drafts)
-
-    @property
     def samples(self) -> bool:
         """Whether the chunk reaches the sequence's last token, so that the next one is sampled."""
         sequence = self.sequence
