@@ -171,7 +171,7 @@ def main() -> None:
 
 
 class _NoProfile(cProfile.Profile):
-    """Measures nothing."""
+    """Stands in for a profile that nobody wants to see."""
 
     def enable(self, *_args: object, **_kwargs: object) -> None:
         pass

@@ -176,12 +176,7 @@ class Scheduler:
         decodes: list[Chunk] = []
         drafted: list[Chunk] = []
         prompts: list[Chunk] = []
-        # The last token of the others is already in flight, or they wait for their blocks from a tier.
-        unfinished = [
-            s
-            for s in poorest_first(self.running)
-            if s.num_computed < s.decodes_until or (s.num_generated < s.max_tokens and s.arrival is None)
-        ]
+        unfinished = _unfinished(poorest_first(self.running))
         drafts = {} if self.speculation is None else self.speculation.choose(unfinished, self.most_in_step)
         allowance = self.budget.allowance(unfinished, self.waiting, sum(map(len, drafts.values())))
         for sequence in unfinished:
@@ -296,3 +291,11 @@ class Scheduler:
         sequence.num_computed = 0
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs = []
+
+
+def _unfinished(running: Many[Sequence]) -> list[Sequence]:
+    """Returns the sequences that the next step computes tokens of. The last token of the others is already in flight,
+    or they wait for their blocks from a tier."""
+    return [
+        s for s in running if s.num_computed < s.decodes_until or (s.num_generated < s.max_tokens and s.arrival is None)
+    ]
