@@ -227,8 +227,7 @@ class Scheduler:
         """Makes a chunk, and publishes the prompt blocks that it computes. They may be shared from now on, even in
         this step.
 
-        For each layer, a step stores all keys and values before it reads any. So n samples of one prompt compute it
-        once.
+        For each layer, a step stores all keys and values before it reads any. So n samples compute a prompt once.
         """
         if sequence.num_computed < sequence.num_prompt:
             self.commit(sequence, min(sequence.num_computed + num_tokens, sequence.num_prompt))
