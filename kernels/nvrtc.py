@@ -23,6 +23,24 @@ log = logging.getLogger(__name__)
 MAX_CACHED = 64  # Files in the cache; the ones that were written first are removed.
 DIGEST_BYTES = hashlib.sha256().digest_size
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute with a value that is an int."""
+
+    _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """The settings of a launch: the CUlaunchConfig of the driver."""
+
+    _fields_ = (
+        ("sizes", ctypes.c_uint * 7),  # programs and threads by three axes, bytes of shared memory
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
 
 
 class CudaCodeError(RuntimeError):
@@ -37,18 +55,31 @@ class CudaCode:
         self._module = ctypes.c_void_p()
         self._check(self._driver.cuModuleLoadData(ctypes.byref(self._module), machine_code))
 
-    def kernel(self, name: str, threads: int, shared_bytes: int, waits: bool = False) -> CudaKernel:
-        """Returns a function of the code. If its programs wait for each other, none begins without room for all."""
+    def kernel(
+        self, name: str, threads: int, shared_bytes: int, waits: bool = False, early: bool = False
+    ) -> CudaKernel:
+        """Returns a function of the code.
+
+        Args:
+            waits: Whether its programs wait for each other. Then none begins without room for all.
+            early: Whether a launch may begin before the one ahead of it in the stream has ended. Then its programs have
+                to wait for that one by an instruction of their own. Not together with `waits`.
+        """
+        assert not (waits and early)
         function = ctypes.c_void_p()
         self._check(self._driver.cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()))
         self._check(self._driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes))
-        return CudaKernel(self, function, threads, shared_bytes, waits)
+        return CudaKernel(self, function, threads, shared_bytes, waits, early)
 
     def launch(self, kernel: CudaKernel, programs: int, arguments: ctypes.Structure) -> None:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         sizes = programs, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes
-        if kernel.waits:
+        if kernel.early:
+            attribute = _Attribute(_EARLY, 0, (ctypes.c_int * 16)(1))
+            config = _LaunchConfig((ctypes.c_uint * 7)(*sizes), stream, ctypes.pointer(attribute), 1)
+            status = self._driver.cuLaunchKernelEx(ctypes.byref(config), kernel.function, pointers, ctypes.c_void_p())
+        elif kernel.waits:
             status = self._driver.cuLaunchCooperativeKernel(kernel.function, *sizes, stream, pointers)
         else:
             status = self._driver.cuLaunchKernel(kernel.function, *sizes, stream, pointers, ctypes.c_void_p())
@@ -71,6 +102,7 @@ class CudaKernel:
     threads: int  # of a program
     shared_bytes: int  # of a program
     waits: bool  # whether programs wait for each other
+    early: bool  # whether a launch may begin before the one ahead has ended
 
     def __call__(self, programs: int, arguments: ctypes.Structure) -> None:
         """Launches on torch's current stream, also while that is captured. The kernel takes the structure by value."""

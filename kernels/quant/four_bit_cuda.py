@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.lora.gemm_sms import sms_for_gemms
 from lorafleet.kernels.nvrtc import CudaCode, CudaCodeError, machine_code
 from lorafleet.kernels.quant.code_tiles import TILE
 
@@ -165,7 +166,7 @@ class FourBitKernels:
 
     def programs_for(self, shape: KernelShape, blocks: int) -> int:
         """Returns the number of programs for a product of that many blocks, which are 64 inputs of an item each."""
-        return min(self.num_sms, -(-blocks // shape.least_blocks))
+        return min(sms_for_gemms(self.num_sms), -(-blocks // shape.least_blocks))
 
 
 def source() -> str:

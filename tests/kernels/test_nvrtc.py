@@ -96,25 +96,40 @@ class Arguments(ctypes.Structure):
 
 
 class RecordingDriver:
-    """Has the driver's functions, all of which succeed, and records their names."""
+    """Has the driver's functions, all of which succeed, and records their names and the last one's arguments."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.arguments: tuple[Any, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
-        def succeed(*_arguments: Any) -> int:
+        def succeed(*arguments: Any) -> int:
             self.calls.append(name)
+            self.arguments = arguments
             return 0
 
         return succeed
 
 
-@pytest.mark.parametrize(("waits", "launch"), [(False, "cuLaunchKernel"), (True, "cuLaunchCooperativeKernel")])
-def test_programs_that_wait_for_each_other_are_launched_together(
-    waits: bool, launch: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> RecordingDriver:
     driver = RecordingDriver()
     monkeypatch.setattr(nvrtc, "_library", lambda _name: driver)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    return driver
+
+
+@pytest.mark.parametrize(("waits", "launch"), [(False, "cuLaunchKernel"), (True, "cuLaunchCooperativeKernel")])
+def test_programs_that_wait_for_each_other_are_launched_together(
+    waits: bool, launch: str, driver: RecordingDriver
+) -> None:
     CudaCode(b"code").kernel("name", 32, 0, waits)(4, Arguments(1))
     assert driver.calls[-1] == launch
+
+
+def test_an_early_launch_asks_the_driver_to_begin_before_the_one_ahead_has_ended(driver: RecordingDriver) -> None:
+    CudaCode(b"code").kernel("name", 32, 7, early=True)(4, Arguments(1))
+    assert driver.calls[-1] == "cuLaunchKernelEx"
+    config = driver.arguments[0]._obj
+    assert list(config.sizes) == [4, 1, 1, 32, 1, 1, 7] and config.num_attributes == 1
+    assert (config.attributes[0].id, config.attributes[0].value[0]) == (6, 1)
