@@ -178,9 +178,7 @@ class Scheduler:
         drafted: list[Chunk] = []
         prompts: list[Chunk] = []
         unfinished = _unfinished(poorest_first(self.running))
-        drafts: dict[Sequence, list[int]] = {}
-        if self.speculation is not None and not computes_prompts(self):
-            drafts = self.speculation.choose(unfinished, self.most_in_step)
+        drafts = _chosen_drafts(self, unfinished)
         allowance = self.budget.allowance(unfinished, self.waiting, sum(map(len, drafts.values())))
         for sequence in unfinished:
             if sequence.num_computed < sequence.decodes_until and sequence.next_chunk is not None and not drafts:
@@ -301,3 +299,10 @@ def _unfinished(running: Many[Sequence]) -> list[Sequence]:
     return [
         s for s in running if s.num_computed < s.decodes_until or (s.num_generated < s.max_tokens and s.arrival is None)
     ]
+
+
+def _chosen_drafts(scheduler: Scheduler, unfinished: list[Sequence]) -> dict[Sequence, list[int]]:
+    """Returns the drafts that the next step verifies. Steps that compute prompts have none."""
+    if scheduler.speculation is None or computes_prompts(scheduler):
+        return {}
+    return scheduler.speculation.choose(unfinished, scheduler.most_in_step)
