@@ -97,7 +97,7 @@ def warm_up(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
 
 def _fields(row: list[float]) -> DrawFields:
     """Returns a row of the table with its integers as such."""
-    fields = DrawFields(*row)
+    fields = DrawFields._make(row)
     return fields._replace(
         top_k=int(fields.top_k), last_token=int(fields.last_token), counts_row=int(fields.counts_row)
     )

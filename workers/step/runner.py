@@ -364,7 +364,8 @@ class ModelRunner:
 
 
 def _num_plain(chunks: Many[Chunk], sampling: list[int]) -> int:
-    """Returns LaunchedStep.num_plain. `sampling` is StepPlan's."""
+    """Returns how many of the first rows are decodes of plain sequences, each in its own row. `sampling` is that of
+    StepPlan."""
     for i, (chunk, row) in enumerate(zip(chunks, sampling, strict=False)):
         if row > i or chunk.num_tokens > 1 or not chunk.sequence.is_plain:
             return i
