@@ -384,16 +384,18 @@ class Run:
 
         with ExitStack() as stack, ThreadPoolExecutor(len(rules)) as pool:
             servers = dict(zip(rules, pool.map(start, rules), strict=True))
+            warm = set[str]()
             for rule, server in servers.items():
                 try:
                     warm_up(server, self._first_size, replicas)
                 except ReportLost as error:
                     print(f"the warm-up of {rule} failed, {error}", flush=True)
                     continue
+                warm.add(rule)
                 for workload in self._workloads("all"):
                     self._measure_case(server, workload, rule, replicas)
             if (first := servers.get(self._args.rules[0])) is not None:
-                for workload in self._workloads("once"):
+                for workload in self._workloads("once") if rules[0] in warm else []:
                     self._measure_case(first, workload, rules[0], replicas)
                 self._follow(first)
 

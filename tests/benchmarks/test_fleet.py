@@ -242,6 +242,23 @@ def test_a_report_that_is_lost_costs_its_row_alone(
     assert [row[2] for row in rows if row[:1] == ["Dynamo,"]] == ["sticky", "round-robin", "round-robin"]
 
 
+def test_a_server_that_was_not_warmed_up_has_no_rows(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lose_the_first(job: Job) -> Report:
+        report = fleet_run_apart(job)
+        if len(jobs) == 1:
+            raise ReportLost("no report")
+        return report
+
+    fleet_run_apart = fleet.run_apart
+    monkeypatch.setattr(fleet, "run_apart", lose_the_first)
+    words = ("--workloads", "Dynamo, flash", "conversations", "--once", "conversations", "--duration-s", "6")
+    run(monkeypatch, *words, "--rules", "affinity")
+    assert "the warm-up of affinity failed, no report" in capsys.readouterr().out
+    assert len(jobs) == 1
+
+
 def test_tokens_of_a_closed_loop_are_counted_between_its_ramp_and_its_end() -> None:
     times = [1.0, 3.0, 5.0, 7.0, 11.0]  # An answer of 10 tokens; the loop's ramp ends at 2 s, the loop at 10 s.
     outcomes = [Outcome(0.0, 0.0, times, 10), Outcome(0.0, 0.0, times, 10, "cut"), Outcome(0.0, 0.0, [], 0)]
