@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from lorafleet.protocol.adapter_formats.adapter_files import DRAFT_NAMES, OPTIONAL_NAMES, AdapterFolder
+from lorafleet.protocol.adapter_formats.adapter_rope import DEFAULTS_NAME
 from lorafleet.protocol.errors import AdapterUnsupported, ConfigError
 from lorafleet.tools.base_checkpoint import BaseModel
 from lorafleet.tools.copied_tokenizer import MAX_BYTES, copy_file, tokenizer_files
@@ -91,7 +92,7 @@ def convert_several(
     dtype: torch.dtype | None = None,
 ) -> Conversion:
     """Writes one adapter that is the weighted mixture of several (mix_adapters.py)."""
-    adapters = [_plain(read_layout(source), base) for source in sources]
+    adapters = [_plain(source, base) for source in sources]
     mixture, reduced = mix(adapters, weights, how)
     changes = [f"{how.method} of {len(adapters)} adapters"]
     # The draft LoRA of one of them predicts the mixture's answers badly.
@@ -99,14 +100,18 @@ def convert_several(
     return replace(written, max_rank=mixture.max_rank, reduced=reduced)
 
 
-def _plain(files: PEFTFiles, base: BaseModel | None) -> PlainLoRA:
-    return PlainLoRA.from_forms(_forms(files, base), _base_name(files))
+def _plain(source: Path, base: BaseModel | None) -> PlainLoRA:
+    files = read_layout(source)
+    return PlainLoRA.from_forms(_forms(files, base, source), _base_name(files))
 
 
-def _forms(files: PEFTFiles, base: BaseModel | None) -> AdapterForms:
-    """Reads the files with the server's reader, so that they mean the same here as there."""
+def _forms(files: PEFTFiles, base: BaseModel | None, source: Path | None = None) -> AdapterForms:
+    """Reads the files with the server's reader, so that they mean the same here as there. With `source`, its
+    lorafleet.json counts too, which may state a rope scaling."""
     with tempfile.TemporaryDirectory(prefix="lorafleet-convert-") as draft:
         files.write(Path(draft))
+        if source is not None and AdapterFolder.at(source).has(DEFAULTS_NAME):
+            copy_file(source, Path(draft), DEFAULTS_NAME, OPTIONAL_NAMES[DEFAULTS_NAME])
         return read_forms(Path(draft), base, "source").forms
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from peft.utils import merge_utils
 
-from lorafleet.protocol.errors import InvalidRequest
+from lorafleet.protocol.errors import AdapterUnsupported, ConfigError, InvalidRequest
+from lorafleet.tools.base_checkpoint import BaseModel
 from lorafleet.tools.convert import convert_several
 from lorafleet.tools.mix_adapters import Mixing, mix, seed_of
 from lorafleet.tools.plain_lora import PlainLoRA
@@ -59,6 +60,17 @@ def test_adapters_of_other_ranks_and_targets_mix(base, make_adapter, tmp_path, m
     options = {"density": 0.5} if "ties" in method else {}
     convert_several(sources, [1.0, 0.5], tmp_path / "out", None, Mixing(method, **options))
     assert_same_deltas(mixed_by_peft(base, sources, [1.0, 0.5], method, **options), deltas(base, tmp_path / "out"))
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_adapters_with_a_rope_scaling_in_lorafleet_json_do_not_mix(base, make_adapter, tmp_path, place):
+    sources = [make_adapter("first"), make_adapter("second", seed=2)]
+    (sources[place] / "lorafleet.json").write_text('{"rope_scaling": {"type": "linear", "factor": 2.0}}')
+    with pytest.raises(ConfigError, match="rope scaling"):
+        convert_several(sources, [0.5, 0.5], tmp_path / "out", None, Mixing("cat"))
+    with BaseModel.opened(base) as opened, pytest.raises(AdapterUnsupported, match="rope scaling"):
+        convert_several(sources, [0.5, 0.5], tmp_path / "out", opened, Mixing("cat"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_first_adapter_of_rslora_does_not_scale_the_mixture(base, make_adapter, tmp_path):
