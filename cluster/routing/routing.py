@@ -229,7 +229,7 @@ class ReplicaChooser:
         - those that have seen how the prompt begins,
         - the least busy of all,
         - its rendezvous home, if there is none of the first three,
-        - the one that can read another adapter soonest, if nobody holds it and placement has no home for it.
+        - the one that can read it soon and holds few others, if nobody holds it and placement has no home for it.
         """
         ids = [*self._tiers.get(adapter, ()), *self._sent_to.get(adapter, ())]
         if len(ids) > MAX_HOLDERS:
