@@ -23,6 +23,26 @@ log = logging.getLogger(__name__)
 MAX_CACHED = 64  # Files in the cache; the ones that were written first are removed.
 DIGEST_BYTES = hashlib.sha256().digest_size
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+_PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h, whose value is a union of 64 bytes. Only its int is used."""
+
+    _fields_ = (("id", ctypes.c_int), ("_pad", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_int * 15))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
 
 
 class CudaCodeError(RuntimeError):
@@ -37,22 +57,28 @@ class CudaCode:
         self._module = ctypes.c_void_p()
         self._check(self._driver.cuModuleLoadData(ctypes.byref(self._module), machine_code))
 
-    def kernel(self, name: str, threads: int, shared_bytes: int, waits: bool = False) -> CudaKernel:
-        """Returns a function of the code. If its programs wait for each other, none begins without room for all."""
+    def kernel(
+        self, name: str, threads: int, shared_bytes: int, waits: bool = False, overlaps: bool = False
+    ) -> CudaKernel:
+        """Returns a function of the code.
+
+        If its programs wait for each other, none begins without room for all. If it overlaps, it may begin before the
+        former kernel of its stream has ended, for which its programs must wait (griddepcontrol.wait, from compute
+        capability 9.0 on).
+        """
         function = ctypes.c_void_p()
         self._check(self._driver.cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()))
         self._check(self._driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes))
-        return CudaKernel(self, function, threads, shared_bytes, waits)
+        chosen = [identity for identity, is_set in ((_COOPERATIVE, waits), (_PROGRAMMATIC, overlaps)) if is_set]
+        attributes = (_Attribute * len(chosen))(*(_Attribute(identity, 0, 1) for identity in chosen))
+        return CudaKernel(self, function, threads, shared_bytes, attributes)
 
     def launch(self, kernel: CudaKernel, programs: int, arguments: ctypes.Structure) -> None:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         sizes = programs, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes
-        if kernel.waits:
-            status = self._driver.cuLaunchCooperativeKernel(kernel.function, *sizes, stream, pointers)
-        else:
-            status = self._driver.cuLaunchKernel(kernel.function, *sizes, stream, pointers, ctypes.c_void_p())
-        self._check(status)
+        config = _Config(*sizes, stream, kernel.attributes, len(kernel.attributes))
+        self._check(self._driver.cuLaunchKernelEx(ctypes.byref(config), kernel.function, pointers, ctypes.c_void_p()))
 
     def _check(self, status: int) -> None:
         if status == 0:
@@ -70,7 +96,7 @@ class CudaKernel:
     function: ctypes.c_void_p
     threads: int  # of a program
     shared_bytes: int  # of a program
-    waits: bool  # whether programs wait for each other
+    attributes: ctypes.Array[_Attribute]  # of each launch
 
     def __call__(self, programs: int, arguments: ctypes.Structure) -> None:
         """Launches on torch's current stream, also while that is captured. The kernel takes the structure by value."""

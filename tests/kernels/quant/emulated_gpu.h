@@ -28,7 +28,7 @@ struct alignas(16) U4 { unsigned v[4]; };
 struct alignas(16) F4 { float v[4]; };
 struct Index { int x; };
 
-constexpr unsigned TABLE_AT = 0x10000, ABOVE_TABLE = 0x20000, WINDOW = 228 * 1024, DRIVER = 1024;
+constexpr unsigned TABLE_AT = 1024, BEHIND_TABLE = TABLE_AT + 0x10000, WINDOW = 228 * 1024, DRIVER = 1024;
 struct Warp {
   std::barrier<> barrier{32};
   unsigned a[32][4], b[32][2];
@@ -53,11 +53,11 @@ inline void __syncthreads() { own->barrier.arrive_and_wait(); }
 inline void __syncwarp() { own->warps[threadIdx.x >> 5].barrier.arrive_and_wait(); }
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline int atomicAdd(int* at, int value) { return __sync_fetch_and_add(at, value); }
+inline int __ldg(const int* at) { return *at; }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
 inline float __uint_as_float(unsigned bits) { float r; memcpy(&r, &bits, 4); return r; }
 
-inline unsigned char* below_table() { return at_window(DRIVER, 0); }
-inline unsigned char* above_table() { return at_window(ABOVE_TABLE, 0); }
+inline unsigned char* behind_table() { return at_window(BEHIND_TABLE, 0); }
 template <class T> T read(const void* at) {
   if ((size_t)at % sizeof(T)) abort();
   T r; memcpy(&r, at, sizeof(T)); return r;
@@ -65,6 +65,10 @@ template <class T> T read(const void* at) {
 inline U4 load_once(const void* at) { return read<U4>(at); }
 inline U4 load_16(const void* at) { return read<U4>(at); }
 inline U2 load_8(const void* at) { return read<U2>(at); }
+inline U4 load_x_16(const void* at) { return read<U4>(at); }
+inline U2 load_x_8(const void* at) { return read<U2>(at); }
+inline void begin_next() {}
+inline void wait_for_former() {}
 inline void fetch_into_cache(const void* at, int bytes) { if ((size_t)at % 16 || bytes % 16) abort(); }
 inline float load_shared_by_programs(const float* at) { return *at; }
 
