@@ -26,6 +26,7 @@
 #define MANY_WARPS 8
 #define MANY_ROWS 128
 #define X_PITCH (SUB == 4 ? 160 : 128)  // bytes of a token's 64 inputs in shared memory, see x_place()
+#define ARRANGE_THREADS 128
 #define SUMS_BYTES 36864   // shared memory of many()'s sums
 #define STAGE_BYTES 98304  // and of its copies in flight, behind them
 
@@ -45,13 +46,16 @@ struct Linear {
   const int* used_tiles;         // [1] number of tiles that have pairs
   const int* expert_of_tile;     // [used_tiles]
   const int* pair_of_tile;       // [used_tiles, tokens of a kernel's item], and -1 behind a tile's last pair
+  unsigned char* arranged;       // x as arrange() writes it
   int tokens, outputs, inputs;   // tokens: not used with EXPERTS; outputs: of one expert
+  int item_tokens;               // for arrange(): tokens of an item of the kernel that follows
   unsigned inverse;              // with EXPERTS: 2^32 / pairs that read the same row of x, rounded up, or 0 for one pair
   int least_blocks;              // with EXPERTS: blocks that a program has at least
   int most_idle;                 // blocks that a program may lack on average so that no item is shared
   int blocks_a_group;            // blocks of 64 inputs that share a scale; 1 if SUB > 1
   int early;                     // for few(): blocks of a warp that are fetched while the former kernel still runs
-  int first_tile, rounded;       // for dequantize(): its first tile of 64 rows, and the dtype before quantization, as SCALE
+  int first_tile;                // for dequantize(): its first tile of 64 rows
+  int rounded;                   // for dequantize() and wide_256: the dtype before quantization, as SCALE
 };
 
 DEVICE float to_float(unsigned short bits) { return IS_HALF ? half_to_float(bits) : bfloat_to_float(bits); }

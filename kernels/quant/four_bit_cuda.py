@@ -41,6 +41,8 @@ MAX_PROGRAMS = 512  # of a launch for products: a weight has a ticket for each
 MAX_EARLY = 64
 RESIDENT = 2
 DEQUANTIZE_WARPS = 8  # each writes a tile
+ARRANGE_THREADS = 128  # of a program
+ARRANGED_INPUTS = 32  # of a thread
 
 
 class FourBitArguments(ctypes.Structure):
@@ -49,8 +51,8 @@ class FourBitArguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "pairs", "book")),
         *((name, ctypes.c_void_p) for name in ("x", "bias", "y", "parts", "tickets")),
-        *((name, ctypes.c_void_p) for name in ("used_tiles", "expert_of_tile", "pair_of_tile")),
-        *((name, ctypes.c_int) for name in ("tokens", "outputs", "inputs")),
+        *((name, ctypes.c_void_p) for name in ("used_tiles", "expert_of_tile", "pair_of_tile", "arranged")),
+        *((name, ctypes.c_int) for name in ("tokens", "outputs", "inputs", "item_tokens")),
         ("inverse", ctypes.c_uint),
         *((name, ctypes.c_int) for name in ("least_blocks", "most_idle", "blocks_a_group", "early")),
         *((name, ctypes.c_int) for name in ("first_tile", "rounded")),
@@ -144,7 +146,8 @@ KERNEL_SHAPES = (
     KernelShape("few_16", 16, 16, TILE, 8, 20),
     KernelShape("wide_32", 32, 32, 4 * TILE, 4, 8),
     KernelShape("wide_64", 64, 64, 4 * TILE, 4, 6),
-    KernelShape("wide_128", 128, 256, 4 * TILE, 4, 3, spans=2),
+    KernelShape("wide_128", 128, 128, 4 * TILE, 4, 3, spans=2),
+    KernelShape("wide_256", 256, 256, 2 * TILE, 4, 0, serves_experts=False),
     # Without wgmma:
     KernelShape("few_32", 32, 64, TILE, 8, 0, serves_experts=False),
     # for groups of 16 and 32, for which few_32 has no registers
@@ -160,6 +163,7 @@ class FourBitKernels:
     shapes: tuple[KernelShape, ...]  # in the order in which they are tried
     by_name: dict[str, Launch]
     dequantize: Launch
+    arrange: Launch | None  # what wide kernels for dense weights need before them; None if there are none
     num_sms: int
 
     @property
@@ -208,7 +212,9 @@ def _kernels(variant: FourBitVariant, index: int) -> FourBitKernels | None:
             code = CudaCode(machine_code(source(), variant.options, device))
             products: dict[str, Launch] = {shape.name: _product(code, variant, shape, has_wgmma) for shape in shapes}
             dequantize = code.kernel("dequantize", DEQUANTIZE_WARPS * 32, 0)
-            return FourBitKernels(shapes, products, dequantize, min(properties.multi_processor_count, MAX_PROGRAMS))
+            has_arrange = has_wgmma and not variant.of_experts
+            arrange = code.kernel("arrange", ARRANGE_THREADS, 0, overlaps=True) if has_arrange else None
+            return FourBitKernels(shapes, products, dequantize, arrange, min(properties.multi_processor_count, MAX_PROGRAMS))
     except CudaCodeError as error:
         log.warning("weights of four bits are served by slower kernels: %s", error)
         return None
@@ -250,9 +256,16 @@ def launch(
     arguments.parts, arguments.outputs = parts.data_ptr(), outputs
     arguments.early, arguments.most_idle = shape.early, shape.most_idle
     arguments.bias = None if bias_O is None else bias_O.data_ptr()
+    if shape.needs_wgmma:
+        arguments.rounded, arguments.item_tokens = DTYPE_INDEX[weight.quantized_from], shape.tokens
+        arranged = torch.empty(spans * shape.tokens * weight.num_inputs, dtype=weight.dtype, device=device)
+        arguments.arranged = arranged.data_ptr()
+        arrange_threads = spans * shape.tokens * (weight.num_inputs // ARRANGED_INPUTS)
     for first in range(0, len(x_TD), shape.launch_tokens):
         arguments.x, arguments.y = x_TD[first:].data_ptr(), y_TO[first:].data_ptr()
         arguments.tokens = min(shape.launch_tokens, len(x_TD) - first)
+        if shape.needs_wgmma:
+            kernels.arrange(-(-arrange_threads // ARRANGE_THREADS), arguments)
         kernels.by_name[shape.name](programs, arguments)
     return y_TO
 

@@ -9,6 +9,7 @@
 
 struct __align__(8) U2 { unsigned v[2]; };
 struct __align__(16) U4 { unsigned v[4]; };
+struct __align__(8) F2 { float v[2]; };
 struct __align__(16) F4 { float v[4]; };
 
 // A table of 256 pairs lies at the start of shared memory, 32 times: 64 KB in all. The driver uses the first KB of the
@@ -123,6 +124,17 @@ DEVICE unsigned lookup(unsigned word, int index, unsigned lane) {
   return r;
 }
 
+// The two numbers of a byte in float32, in the same place of a table that has 64 bits for each byte and lane.
+DEVICE void store_floats(unsigned byte, unsigned lane, float low, float high) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(TABLE_AT + byte * 256 + lane * 8), "f"(low), "f"(high) : "memory");
+}
+DEVICE F2 lookup_floats(unsigned word, int index, unsigned lane) {
+  F2 r;
+  asm("ld.shared.v2.f32 {%0, %1}, [%2 + %3];"
+      : "=f"(r.v[0]), "=f"(r.v[1]) : "r"(__byte_perm(word, lane, 0x6504 | (index << 4))), "n"(TABLE_AT));
+  return r;
+}
+
 // Adds A [16, 16] times B [16, 8] to C [16, 8].
 DEVICE void mma(float* c, const unsigned* a, U2 b) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32." NUMBER "." NUMBER ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -148,6 +160,12 @@ DEVICE float bfloat_to_float(unsigned short bits) { return __uint_as_float((unsi
 DEVICE unsigned short to_half(float value) {
   unsigned short r;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(value));
+  return r;
+}
+
+DEVICE unsigned to_pair(float low, float high) {
+  unsigned r;
+  asm("cvt.rn." NUMBER "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
 

@@ -1,41 +1,50 @@
 // x @ W.T with weights of four bits, for 17 tokens and more, on GPUs of compute capability 9.0. It follows four_bit.cu, whose
 // packing, table of pairs, runs and parts it shares.
 //
-// Idea: a warpgroup looks its rows' codes up once and multiplies them by up to 128 tokens with wgmma, whose first operand
-// lies in registers and whose second operand, x, lies in shared memory. A warpgroup has two tiles of 64 rows: while one is
-// multiplied, the other one's codes are looked up and its sums are scaled. One more warpgroup produces: it copies codes and
-// scales to shared memory, several blocks of 64 inputs ahead, and writes x there with its inputs in the order of the codes'
-// products. A fence before wgmma waits for all loads of a warp, so each warp of the producer has a block of its own.
+// Idea: a warpgroup looks its rows' codes up once and multiplies them by up to 256 tokens with wgmma, whose first operand
+// lies in registers and whose second operand, x, lies in shared memory. One more warpgroup produces: it copies codes, scales
+// and x to shared memory, several blocks of 64 inputs ahead. arrange() has written x before with its inputs in the order of
+// the codes' products, so that a block of x is one copy. With EXPERTS the producer gathers x by itself. A fence before
+// wgmma waits for all loads of a warp, so each warp of the producer then has a block of its own.
+//
+// Up to 128 tokens, scales multiply the sums of a group in float32. A warpgroup has two tiles of 64 rows: while one is
+// multiplied, the other one's codes are looked up and its sums are scaled. For more tokens there are no registers for sums
+// of groups, so each value is multiplied by its scale and rounded as dequantize() does, before the product.
+//
 // Programs that share an item wait for each other, and each adds up a share of the parts: one program alone would take longer
 // to add them than the products take. So they must all run at once.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define MULTIPLIERS 2  // warpgroups that multiply
 #define WIDE_THREADS ((MULTIPLIERS + 1) * 128)
 #define WIDE_BYTES 163840  // shared memory behind the table
+#define PRODUCER_REGISTERS (!EXPERTS ? 24 : SUB == 1 ? 56 : 72)
+#define MULTIPLIER_REGISTERS ((504 - PRODUCER_REGISTERS) / 2)
 
 // Describes B [16, N] in shared memory: two rows of core matrices, `core` bytes apart, whose matrices are 128 bytes apart.
 DEVICE unsigned long long matrix(unsigned at, int core) {
   return (unsigned long long)(at >> 4) | (unsigned long long)(core >> 4) << 16 | (unsigned long long)(128 >> 4) << 32;
 }
 
-// An item is 256 rows and SPANS * N tokens. A warpgroup has two tiles of 64 rows.
-template <int N, int SPANS> struct Wide {
-  static constexpr int TOKENS = N * SPANS, TILES = 2, ROWS = MULTIPLIERS * TILES * 64, UNITS = TILES * SPANS;
-  // Bytes of a stage: x; behind x of all stages codes, scales and zeros of four tiles.
+// What kernels for many tokens share: their operands in shared memory, and items' sums. An item is SPANS * N tokens, and
+// TILES tiles of 64 rows for each warpgroup.
+template <int N, int SPANS, int TILES> struct WideItems {
+  static constexpr int TOKENS = N * SPANS, ROWS = MULTIPLIERS * TILES * 64, UNITS = TILES * SPANS;
+  // Bytes of a stage: x; behind x of all stages codes, scales and zeros of each tile.
   static constexpr int STAGE = TOKENS * 128, SCALES = 64 * SUB * SCALE_BYTES, ZERO_BYTES = ZEROS ? 64 * SUB : 0;
   static constexpr int TILE_BYTES = BLOCK_BYTES + SCALES + ZERO_BYTES, OPERANDS = ROWS / 64 * TILE_BYTES;
   static constexpr int FITTING = (WIDE_BYTES - 256) / (STAGE + OPERANDS), STAGES = FITTING < 6 ? FITTING : 6;
   static constexpr int CORE = TOKENS * 16;  // bytes of 8 inputs of all tokens
   static constexpr int GROUP_STEPS = STEPS / SUB;
+#if EXPERTS
   // A piece of x is 8 tokens by 32 inputs. A warp of the producer loads as many at a time as its registers hold.
   static constexpr int PIECES = TOKENS / 4 < 8 ? TOKENS / 4 : 8, BATCHES = TOKENS / 4 / PIECES;
-  static constexpr int PRODUCER_REGISTERS = SUB == 1 ? 56 : 72, MULTIPLIER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
+#endif
   const Linear& p;
   const Run run;
   const Groups groups;
   const int lane, g, t, warp;  // warp: of its warpgroup
 
-  DEVICE Wide(const Linear& p)
+  DEVICE WideItems(const Linear& p)
       : p(p), run(p, (p.outputs + ROWS - 1) / ROWS, EXPERTS ? *p.used_tiles : (p.tokens + TOKENS - 1) / TOKENS), groups(p),
         lane(threadIdx.x & 31), g(lane >> 2), t(lane & 3), warp(threadIdx.x >> 5 & 3) {}
 
@@ -51,6 +60,42 @@ template <int N, int SPANS> struct Wide {
     return ((EXPERTS ? __ldg(p.expert_of_tile + place.item.span) * tiles : 0) + tile) * run.blocks + place.block;
   }
 
+  // Begins to copy the operands of a stage. A lane copies those of a tile.
+  DEVICE void copy_operands(const Place& place, int stage) const {
+    Barrier* barrier = filled() + stage;
+#if !EXPERTS
+    if (lane == 0) arrive_and_expect(barrier, STAGE + OPERANDS);
+    __syncwarp();
+#endif
+    if (lane >= ROWS / 64) return;
+    const int block = held_block(place, lane);
+    const size_t group = (size_t)groups.first_of(block) * 64;
+    unsigned char* to = operands(stage, lane);
+#if EXPERTS
+    expect_bytes(barrier, TILE_BYTES);
+#endif
+    copy_bytes(to, p.codes + (size_t)block * BLOCK_BYTES, BLOCK_BYTES, barrier);
+    copy_bytes(to + BLOCK_BYTES, p.scales + group * SCALE_BYTES, SCALES, barrier);
+    if (ZEROS) copy_bytes(to + BLOCK_BYTES + SCALES, p.zeros + group, ZERO_BYTES, barrier);
+  }
+
+  // Begins the barriers and the copies of all stages' operands. A warp calls it.
+  DEVICE void begin_copies(Place place) const {
+    if (lane == 0) {
+      for (int i = 0; i < STAGES; i++) {
+        begin_barrier(filled() + i, EXPERTS ? 32 : 1);
+        begin_barrier(used() + i, MULTIPLIERS * 4);
+      }
+      show_barriers();
+    }
+    __syncwarp();
+    for (int i = 0; i < STAGES && place.at < run.end; i++) {
+      copy_operands(place, i);
+      place.move(1, run);
+    }
+  }
+
+#if EXPERTS
   DEVICE void load_x(U4* x, const Place& place, int batch) const {
 #pragma unroll
     for (int i = 0; i < PIECES; i += 2) {
@@ -76,35 +121,6 @@ template <int N, int SPANS> struct Wide {
       }
   }
 
-  // Begins to copy the operands of a stage. A lane copies those of a tile.
-  DEVICE void copy_operands(const Place& place, int stage) const {
-    if (lane >= ROWS / 64) return;
-    const int block = held_block(place, lane);
-    const size_t group = (size_t)groups.first_of(block) * 64;
-    unsigned char* to = operands(stage, lane);
-    Barrier* barrier = filled() + stage;
-    expect_bytes(barrier, TILE_BYTES);
-    copy_bytes(to, p.codes + (size_t)block * BLOCK_BYTES, BLOCK_BYTES, barrier);
-    copy_bytes(to + BLOCK_BYTES, p.scales + group * SCALE_BYTES, SCALES, barrier);
-    if (ZEROS) copy_bytes(to + BLOCK_BYTES + SCALES, p.zeros + group, ZERO_BYTES, barrier);
-  }
-
-  // Begins the barriers and the copies of all stages. A warp calls it.
-  DEVICE void begin_copies(Place place) const {
-    if (lane == 0) {
-      for (int i = 0; i < STAGES; i++) {
-        begin_barrier(filled() + i, 32);
-        begin_barrier(used() + i, MULTIPLIERS * 4);
-      }
-      show_barriers();
-    }
-    __syncwarp();
-    for (int i = 0; i < STAGES && place.at < run.end; i++) {
-      copy_operands(place, i);
-      place.move(1, run);
-    }
-  }
-
   // Warps take blocks in turn. Each waits for its own loads and stores before wgmma may see them.
   DEVICE void produce(Place place) const {
     for (int i = 0; i < warp; i++) place.move(1, run);
@@ -128,6 +144,28 @@ template <int N, int SPANS> struct Wide {
     }
   }
 
+#else
+  DEVICE void copy_x(const Place& place, int stage) const {
+    const unsigned char* from = p.arranged + ((size_t)place.item.span * run.blocks + place.block) * STAGE;
+    if (lane == 0) copy_bytes(behind_table() + stage * STAGE, from, STAGE, filled() + stage);
+  }
+
+  // One warp copies all blocks.
+  DEVICE void produce(Place place) const {
+    if (warp > 0) return;
+#pragma unroll 1
+    for (int i = 0; place.at < run.end; i++) {
+      const int stage = i % STAGES;
+      if (i >= STAGES) {  // the first ones' operands are in flight already
+        wait_barrier(used() + stage, i / STAGES + 1 & 1);
+        copy_operands(place, stage);
+      }
+      copy_x(place, stage);
+      place.move(1, run);
+    }
+  }
+#endif
+
   // Returns the scale of row g or g + 8 of a warp's 16 rows.
   DEVICE float scale(int stage, int m, int s, int h) const {
     const unsigned char* scales = operands(stage, (threadIdx.x >> 7) * TILES + m) + BLOCK_BYTES;
@@ -135,39 +173,6 @@ template <int N, int SPANS> struct Wide {
     if (SCALE == 0) return ((const float*)scales)[at];
     const unsigned short bits = ((const unsigned short*)scales)[at];
     return SCALE == 1 ? bfloat_to_float(bits) : half_to_float(bits);
-  }
-
-  // Looks up the codes of a group or a block, of 16 rows for a warp.
-  DEVICE void decode(unsigned (*a)[4], int stage, int m, int s, unsigned lane_bits) const {
-    const unsigned char* from = operands(stage, (threadIdx.x >> 7) * TILES + m);
-    const U4 code = *(const U4*)(from + warp * 512 + lane * 16);
-    unsigned zero[2];
-#pragma unroll
-    for (int h = 0; h < 2; h++) zero[h] = ZEROS ? zero_pair(from[BLOCK_BYTES + SCALES + s * 64 + g * 8 + h * 4 + warp], 0) : 0;
-#pragma unroll
-    for (int q = 0; q < GROUP_STEPS; q++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        a[q][i] = lookup(code.v[s * GROUP_STEPS + q], i, lane_bits);
-        if (ZEROS) a[q][i] = minus_zero(a[q][i], zero[i & 1]);
-      }
-  }
-
-  DEVICE void issue(float (*c)[4], unsigned (*a)[4], int stage, int s, int span) const {
-    const unsigned x = BEHIND_TABLE + stage * STAGE + s * GROUP_STEPS * 2 * CORE + span * N * 16;
-    begin_wgmma();
-#pragma unroll
-    for (int q = 0; q < GROUP_STEPS; q++) Wgmma<N>::run(c, a[q], matrix(x + q * 2 * CORE, CORE), q > 0);
-    close_wgmma();
-  }
-
-  // Adds products of a tile, times their scales.
-  DEVICE void add(float (*sums)[4], const float (*c)[4], int stage, int m, int s) const {
-    const float scales[2] = {scale(stage, m, s, 0), scale(stage, m, s, 1)};
-#pragma unroll
-    for (int n = 0; n < N / 8; n++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) sums[n][i] += scales[i >> 1] * c[n][i];
   }
 
   // Returns the row of y of a token of eight, or -1.
@@ -206,68 +211,6 @@ template <int N, int SPANS> struct Wide {
         else
           to[(u * (N / 8) + n) * MULTIPLIERS * 128 + threadIdx.x] = F4{{sums[u][n][0], sums[u][n][1], sums[u][n][2], sums[u][n][3]}};
       }
-  }
-
-  // Multiplies a block, whose values of tile 0 are in `a` already, and looks up those of the next block's tile 0. The next
-  // block is in the stage `next`, which is -1 if there is none.
-  DEVICE void multiply(float (*sums)[N / 8][4], unsigned (*a)[GROUP_STEPS][4], int stage, int next, int next_phase,
-                       unsigned lane_bits) const {
-#pragma unroll
-    for (int s = 0; s < SUB; s++) {
-      float c[SPANS == 1 ? TILES : 1][N / 8][4];
-#pragma unroll
-      for (int m = 0; m < TILES; m++) {
-#pragma unroll
-        for (int span = 0; span < SPANS; span++) {
-          issue(c[SPANS == 1 ? m : 0], a[m], stage, s, span);
-          if (SPANS == 1 && m == 1) {
-            wait_wgmma<1>(c[0]);
-            add(sums[0], c[0], stage, 0, s);
-          }
-          if (span == 0) {
-            if (m == 0) {
-              decode(a[1], stage, 1, s, lane_bits);
-            } else if (s < SUB - 1) {
-              decode(a[0], stage, 0, s + 1, lane_bits);
-            } else if (next >= 0) {
-              wait_barrier(filled() + next, next_phase);
-              decode(a[0], next, 0, 0, lane_bits);
-            }
-          }
-          if (SPANS > 1) {
-            wait_wgmma<0>(c[0]);
-            add(sums[m * SPANS + span], c[0], stage, m, s);
-          }
-        }
-      }
-      if (SPANS == 1) {
-        wait_wgmma<0>(c[TILES - 1]);
-        add(sums[1], c[TILES - 1], stage, 1, s);
-      }
-    }
-  }
-
-  DEVICE void consume(Place place, unsigned lane_bits) const {
-    unsigned a[TILES][GROUP_STEPS][4];
-    int stage = 0, phase = 0;
-    wait_barrier(filled(), 0);
-    decode(a[0], 0, 0, 0, lane_bits);
-#pragma unroll 1
-    while (place.at < run.end) {
-      float sums[UNITS][N / 8][4] = {};
-      const int steps = min(run.blocks - place.block, run.end - place.at);
-#pragma unroll 1
-      for (int step = 0; step < steps; step++) {
-        const int now = stage;
-        if (++stage == STAGES) stage = 0, phase ^= 1;
-        multiply(sums, a, now, place.at + step + 1 < run.end ? stage : -1, phase, lane_bits);
-        __syncwarp();  // all lanes have read their scales
-        if (lane == 0) arrive(used() + now);
-      }
-      close_item(place.item, sums);
-      place.move(steps, run);
-    }
-    finish();
   }
 
   // Adds the parts of shared items. All programs of an item wait for each other and share its sums, so all must run at once.
@@ -309,28 +252,244 @@ template <int N, int SPANS> struct Wide {
     }
   }
 
-  DEVICE void work() const {
-    const bool produces = threadIdx.x >= MULTIPLIERS * 128;
-    begin_next();
-    if (run.is_empty()) {
-      wait_for_former();
-      return;
-    }
-    const Place place = run.place(run.begin);
-    if (produces && warp == 0) begin_copies(place);
-    const unsigned lane_bits = fill_table<WIDE_THREADS>(p);
-    wait_for_former();
-    if (produces) {
-      take_registers<PRODUCER_REGISTERS, false>();
-      produce(place);
-    } else {
-      take_registers<MULTIPLIER_REGISTERS, true>();
-      consume(place, lane_bits);
-    }
-  }
 };
 
-KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_32(const Linear p) { Wide<32, 1>(p).work(); }
-KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_64(const Linear p) { Wide<64, 1>(p).work(); }
-KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_128(const Linear p) { Wide<64, 2>(p).work(); }
+// Up to 128 tokens. An item is 256 rows and SPANS * N tokens.
+template <int N, int SPANS> struct Wide : WideItems<N, SPANS, 2> {
+  using Items = WideItems<N, SPANS, 2>;
+  using Items::p, Items::run, Items::lane, Items::g, Items::warp;
+  static constexpr int TILES = 2, STAGE = Items::STAGE, STAGES = Items::STAGES, CORE = Items::CORE, SCALES = Items::SCALES;
+  static constexpr int GROUP_STEPS = Items::GROUP_STEPS, UNITS = Items::UNITS;
+
+  DEVICE Wide(const Linear& p) : Items(p) {}
+
+  // Looks up the codes of a group or a block, of 16 rows for a warp.
+  DEVICE void decode(unsigned (*a)[4], int stage, int m, int s, unsigned lane_bits) const {
+    const unsigned char* from = Items::operands(stage, (threadIdx.x >> 7) * TILES + m);
+    const U4 code = *(const U4*)(from + warp * 512 + lane * 16);
+    unsigned zero[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) zero[h] = ZEROS ? zero_pair(from[BLOCK_BYTES + SCALES + s * 64 + g * 8 + h * 4 + warp], 0) : 0;
+#pragma unroll
+    for (int q = 0; q < GROUP_STEPS; q++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        a[q][i] = lookup(code.v[s * GROUP_STEPS + q], i, lane_bits);
+        if (ZEROS) a[q][i] = minus_zero(a[q][i], zero[i & 1]);
+      }
+  }
+
+  DEVICE void issue(float (*c)[4], unsigned (*a)[4], int stage, int s, int span) const {
+    const unsigned x = BEHIND_TABLE + stage * STAGE + s * GROUP_STEPS * 2 * CORE + span * N * 16;
+    begin_wgmma();
+#pragma unroll
+    for (int q = 0; q < GROUP_STEPS; q++) Wgmma<N>::run(c, a[q], matrix(x + q * 2 * CORE, CORE), q > 0);
+    close_wgmma();
+  }
+
+  // Adds products of a tile, times their scales.
+  DEVICE void add(float (*sums)[4], const float (*c)[4], int stage, int m, int s) const {
+    const float scales[2] = {Items::scale(stage, m, s, 0), Items::scale(stage, m, s, 1)};
+#pragma unroll
+    for (int n = 0; n < N / 8; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) sums[n][i] += scales[i >> 1] * c[n][i];
+  }
+
+  // Multiplies a block, whose values of tile 0 are in `a` already, and looks up those of the next block's tile 0. The next
+  // block is in the stage `next`, which is -1 if there is none.
+  DEVICE void multiply(float (*sums)[N / 8][4], unsigned (*a)[GROUP_STEPS][4], int stage, int next, int next_phase,
+                       unsigned lane_bits) const {
+#pragma unroll
+    for (int s = 0; s < SUB; s++) {
+      float c[SPANS == 1 ? TILES : 1][N / 8][4];
+#pragma unroll
+      for (int m = 0; m < TILES; m++) {
+#pragma unroll
+        for (int span = 0; span < SPANS; span++) {
+          issue(c[SPANS == 1 ? m : 0], a[m], stage, s, span);
+          if (SPANS == 1 && m == 1) {
+            wait_wgmma<1>(c[0]);
+            add(sums[0], c[0], stage, 0, s);
+          }
+          if (span == 0) {
+            if (m == 0) {
+              decode(a[1], stage, 1, s, lane_bits);
+            } else if (s < SUB - 1) {
+              decode(a[0], stage, 0, s + 1, lane_bits);
+            } else if (next >= 0) {
+              wait_barrier(Items::filled() + next, next_phase);
+              decode(a[0], next, 0, 0, lane_bits);
+            }
+          }
+          if (SPANS > 1) {
+            wait_wgmma<0>(c[0]);
+            add(sums[m * SPANS + span], c[0], stage, m, s);
+          }
+        }
+      }
+      if (SPANS == 1) {
+        wait_wgmma<0>(c[TILES - 1]);
+        add(sums[1], c[TILES - 1], stage, 1, s);
+      }
+    }
+  }
+
+  DEVICE void consume(Place place, unsigned lane_bits) const {
+    unsigned a[TILES][GROUP_STEPS][4];
+    int stage = 0, phase = 0;
+    wait_barrier(Items::filled(), 0);
+    decode(a[0], 0, 0, 0, lane_bits);
+#pragma unroll 1
+    while (place.at < run.end) {
+      float sums[UNITS][N / 8][4] = {};
+      const int steps = min(run.blocks - place.block, run.end - place.at);
+#pragma unroll 1
+      for (int step = 0; step < steps; step++) {
+        const int now = stage;
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+        multiply(sums, a, now, place.at + step + 1 < run.end ? stage : -1, phase, lane_bits);
+        __syncwarp();  // all lanes have read their scales
+        if (lane == 0) arrive(Items::used() + now);
+      }
+      Items::close_item(place.item, sums);
+      place.move(steps, run);
+    }
+    Items::finish();
+  }
+
+};
+
+#if !EXPERTS
+// Up to 256 tokens. An item is 128 rows and 256 tokens. Values are rounded after they are multiplied by their scales.
+struct Rounded : WideItems<256, 1, 1> {
+  static constexpr int N = 256;
+
+  DEVICE Rounded(const Linear& p) : WideItems(p) {}
+
+  // Writes the values of 16 rows of a block for a warp.
+  DEVICE void decode(unsigned (*a)[4], int stage, unsigned lane_bits) const {
+    const unsigned char* from = operands(stage, threadIdx.x >> 7);
+    const U4 code = *(const U4*)(from + warp * 512 + lane * 16);
+    const bool twice = p.rounded == (IS_HALF ? 1 : 2);
+#pragma unroll
+    for (int s = 0; s < SUB; s++) {
+      float scales[2], zero[2];
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        scales[h] = scale(stage, 0, s, h);
+        zero[h] = ZEROS ? (float)from[BLOCK_BYTES + SCALES + s * 64 + g * 8 + h * 4 + warp] - 8.f : 0.f;
+      }
+#pragma unroll
+      for (int q = s * GROUP_STEPS; q < (s + 1) * GROUP_STEPS; q++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          F2 r = lookup_floats(code.v[q], i, lane_bits);
+#pragma unroll
+          for (int k = 0; k < 2; k++) {
+            r.v[k] = (r.v[k] - zero[i & 1]) * scales[i & 1];
+            if (twice) r.v[k] = IS_HALF ? bfloat_to_float(to_bfloat(r.v[k])) : half_to_float(to_half(r.v[k]));
+          }
+          a[q][i] = to_pair(r.v[0], r.v[1]);
+        }
+    }
+  }
+
+  DEVICE void consume(Place place, unsigned lane_bits) const {
+    unsigned a[STEPS][4], next[STEPS][4];
+    int stage = 0, phase = 0;
+    wait_barrier(filled(), 0);
+    decode(a, 0, lane_bits);
+#pragma unroll 1
+    while (place.at < run.end) {
+      float sums[1][N / 8][4] = {};
+      const int steps = min(run.blocks - place.block, run.end - place.at);
+#pragma unroll 1
+      for (int step = 0; step < steps; step++) {
+        const int now = stage;
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+        const unsigned x = BEHIND_TABLE + now * STAGE;
+        begin_wgmma();
+#pragma unroll
+        for (int q = 0; q < STEPS; q++) Wgmma<N>::run(sums[0], a[q], matrix(x + q * 2 * CORE, CORE), true);
+        close_wgmma();
+        if (place.at + step + 1 < run.end) {
+          wait_barrier(filled() + stage, phase);
+          decode(next, stage, lane_bits);
+        }
+        wait_wgmma<0>(sums[0]);
+#pragma unroll
+        for (int k = 0; k < STEPS * 4; k++) a[k / 4][k % 4] = next[k / 4][k % 4];
+        if (lane == 0) arrive(used() + now);
+      }
+      close_item(place.item, sums);
+      place.move(steps, run);
+    }
+    finish();
+  }
+};
+#endif
+
+// Fills the table of the numbers of a byte in float32.
+template <int THREADS> DEVICE unsigned fill_float_table(const Linear& p) {
+  for (int i = threadIdx.x; i < 256 * 32; i += THREADS) store_floats(i >> 5, i & 31, p.book[i >> 5 & 15], p.book[i >> 9]);
+  __syncthreads();
+  return lane_part(threadIdx.x & 31) * 2;
+}
+
+template <class Kernel, bool ROUNDED> DEVICE void run_wide(const Linear& p) {
+  begin_next();
+  const Kernel kernel(p);
+  if (kernel.run.is_empty()) {
+    wait_for_former();
+    return;
+  }
+  const bool produces = threadIdx.x >= MULTIPLIERS * 128;
+  const Place place = kernel.run.place(kernel.run.begin);
+  if (produces && kernel.warp == 0) kernel.begin_copies(place);
+  const unsigned lane_bits = ROUNDED ? fill_float_table<WIDE_THREADS>(p) : fill_table<WIDE_THREADS>(p);
+  wait_for_former();
+  if (produces) {
+    take_registers<PRODUCER_REGISTERS, false>();
+    kernel.produce(place);
+  } else {
+    take_registers<MULTIPLIER_REGISTERS, true>();
+    kernel.consume(place, lane_bits);
+  }
+}
+
+KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_32(const Linear p) { run_wide<Wide<32, 1>, false>(p); }
+KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_64(const Linear p) { run_wide<Wide<64, 1>, false>(p); }
+KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_128(const Linear p) { run_wide<Wide<64, 2>, false>(p); }
+#if !EXPERTS
+KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_256(const Linear p) { run_wide<Rounded, true>(p); }
+
+// Writes x to p.arranged with its inputs in the order of the codes' products, for items of p.item_tokens tokens: the blocks
+// of 64 inputs of each, and in a block eight core matrices of wgmma, which are 8 tokens by 8 inputs, and of which a token's
+// are 16 bytes. Eight threads in a row have eight tokens. A thread moves 32 inputs.
+KERNEL void __launch_bounds__(ARRANGE_THREADS) arrange(const Linear p) {
+  begin_next();
+  wait_for_former();
+  const int pieces = p.inputs / 32, index = blockIdx.x * ARRANGE_THREADS + threadIdx.x;
+  const int token = index / (pieces * 8) * 8 + (index & 7), piece = (index >> 3) % pieces;
+  const int span = token / p.item_tokens, at = token - span * p.item_tokens;
+  if (span * p.item_tokens >= p.tokens) return;
+  U4 x[4], r[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    x[i] = token < p.tokens ? load_x_16(p.x + (size_t)token * p.inputs + piece * 32 + i * 8) : U4{{0, 0, 0, 0}};
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      if (SUB == 4)
+        r[(i >> 1) * 2 + (k & 1)].v[(i & 1) * 2 + (k >> 1)] = x[i].v[k];
+      else
+        r[k].v[i] = x[i].v[k];
+    }
+  unsigned char* to = p.arranged + (((size_t)span * (p.inputs / 64) + piece / 2) * 8 + piece % 2 * 4) * p.item_tokens * 16;
+#pragma unroll
+  for (int k = 0; k < 4; k++) *(U4*)(to + (k * p.item_tokens + at) * 16) = r[k];
+}
+#endif
 #endif

@@ -25,6 +25,7 @@ using std::min;
 
 struct alignas(8) U2 { unsigned v[2]; };
 struct alignas(16) U4 { unsigned v[4]; };
+struct alignas(8) F2 { float v[2]; };
 struct alignas(16) F4 { float v[4]; };
 struct Index { int x; };
 
@@ -90,12 +91,24 @@ inline unsigned lookup(unsigned word, int index, unsigned lane) {
   return read<unsigned>(at_window(TABLE_AT + (word >> index * 8 & 255) * 256 + lane * 4, 4));
 }
 
+inline void store_floats(unsigned byte, unsigned lane, float low, float high) {
+  const float pair[] = {low, high};
+  memcpy(at_window(TABLE_AT + byte * 256 + lane * 8, 8), pair, 8);
+}
+inline F2 lookup_floats(unsigned word, int index, unsigned lane_bits) {
+  return read<F2>(at_window(TABLE_AT + (word >> index * 8 & 255) * 256 + lane_bits * 4, 8));
+}
+
 inline float half_to_float(unsigned short bits) { _Float16 r; memcpy(&r, &bits, 2); return (float)r; }
 inline float bfloat_to_float(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }
 inline unsigned short to_half(float value) { _Float16 h = (_Float16)value; unsigned short r; memcpy(&r, &h, 2); return r; }
 inline unsigned short to_bfloat(float value) {
   unsigned bits; memcpy(&bits, &value, 4);
   return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+inline unsigned to_pair(float low, float high) {
+  const auto bits = [](float value) { return (unsigned)(IS_HALF ? to_half(value) : to_bfloat(value)); };
+  return bits(low) | bits(high) << 16;
 }
 inline float number_at(unsigned pair, int index) {
   const unsigned short bits = pair >> index * 16;
@@ -129,7 +142,7 @@ inline void mma(float* c, const unsigned* a, U2 b) {
 
 // What GPUs of compute capability 9.0 have. Products of wgmma happen as late as they may, too.
 #define __CUDA_ARCH_FEAT_SM90_ALL
-struct Barrier { int count, arrived, phases; };
+struct Barrier { int count, arrived, phases, bytes; };
 inline std::mutex of_barriers;
 inline std::condition_variable completed;
 struct Product {
@@ -142,23 +155,28 @@ struct Product {
 inline thread_local std::deque<std::vector<Product>> products;
 inline thread_local std::vector<Product> open_products;
 
-inline void begin_barrier(Barrier* barrier, int arrivals) { *barrier = {arrivals, 0, 0}; }
-inline void arrive(Barrier* barrier) {
+inline void begin_barrier(Barrier* barrier, int arrivals) { *barrier = {arrivals, 0, 0, 0}; }
+inline void change(Barrier* barrier, int arrivals, int bytes) {
   std::lock_guard lock(of_barriers);
-  if (++barrier->arrived < barrier->count) return;
+  barrier->bytes += bytes;
+  barrier->arrived += arrivals;
+  if (barrier->arrived < barrier->count || barrier->bytes) return;
   barrier->arrived = 0;
   barrier->phases++;
   completed.notify_all();
 }
+inline void arrive(Barrier* barrier) { change(barrier, 1, 0); }
 inline void wait_barrier(Barrier* barrier, int parity) {
   std::unique_lock lock(of_barriers);
   completed.wait(lock, [&] { return (barrier->phases & 1) != parity; });
 }
 inline void show_barriers() {}
-inline void expect_bytes(Barrier*, int) {}
-inline void copy_bytes(void* to, const void* from, int bytes, Barrier*) {
+inline void expect_bytes(Barrier* barrier, int bytes) { change(barrier, 0, bytes); }
+inline void arrive_and_expect(Barrier* barrier, int bytes) { change(barrier, 1, bytes); }
+inline void copy_bytes(void* to, const void* from, int bytes, Barrier* barrier) {
   if ((size_t)from % 16 || ((unsigned char*)to - own->window.data()) % 16 || bytes % 16) abort();
   memcpy(to, from, bytes);
+  change(barrier, 0, -bytes);
 }
 template <int COUNT> void wait_threads() { own->part_barrier.arrive_and_wait(); }
 template <int COUNT, bool MORE> void take_registers() {}
@@ -233,16 +251,17 @@ template <class Arguments> void launch(void (*kernel)(Arguments), int num_progra
 extern "C" void emulate(int kernel, int programs, const Linear* arguments) {
   using Kernel = void (*)(Linear);
 #if EXPERTS
-  const Kernel few_of_32 = nullptr, many_of_32 = nullptr, many_of_64 = nullptr;
+  const Kernel few_of_32 = nullptr, many_of_32 = nullptr, many_of_64 = nullptr, wide_of_256 = nullptr, arranges = nullptr;
 #else
-  const Kernel many_of_32 = many_32, many_of_64 = many_64;
+  const Kernel many_of_32 = many_32, many_of_64 = many_64, wide_of_256 = wide_256, arranges = arrange;
 #if FEW_32_WARPS
   const Kernel few_of_32 = few_32;
 #else
   const Kernel few_of_32 = nullptr;
 #endif
 #endif
-  const Kernel kernels[] = {few_8, few_16, wide_32, wide_64, wide_128, few_of_32, many_of_32, many_of_64, dequantize};
-  const int warps[] = {FEW_8_WARPS, FEW_16_WARPS, 12, 12, 12, FEW_32_WARPS, MANY_WARPS, MANY_WARPS, 8};  // as KERNEL_SHAPES
+  const Kernel kernels[] = {few_8, few_16, wide_32, wide_64, wide_128, wide_of_256, few_of_32, many_of_32, many_of_64, dequantize,
+                            arranges};
+  const int warps[] = {FEW_8_WARPS, FEW_16_WARPS, 12, 12, 12, 12, FEW_32_WARPS, MANY_WARPS, MANY_WARPS, 8, 4};  // as KERNEL_SHAPES
   launch<Linear>(kernels[kernel], programs, warps[kernel] * 32, arguments);
 }

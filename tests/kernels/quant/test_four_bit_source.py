@@ -42,6 +42,7 @@ LAUNCHES = (
     (27, 2, BY_NAME["wide_32"]),
     (53, 1, BY_NAME["wide_64"]),
     (128 + 22, 3, replace(BY_NAME["wide_128"], most_idle=0)),
+    (150, 3, BY_NAME["wide_256"]),
 )
 
 
@@ -79,7 +80,8 @@ def emulated_kernels(
     shapes = weight.variant.shapes(has_wgmma=True)
     if most_idle is not None:
         shapes = tuple(replace(shape, most_idle=most_idle) for shape in shapes)
-    return FourBitKernels(shapes, by_name, kernel(len(KERNEL_SHAPES)), programs)
+    dequantize, arrange = kernel(len(KERNEL_SHAPES)), kernel(len(KERNEL_SHAPES) + 1)
+    return FourBitKernels(shapes, by_name, dequantize, arrange, programs)
 
 
 @pytest.mark.parametrize("case", EMULATED)
