@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.nvrtc import CudaCode, CudaCodeError, machine_code
+from lorafleet.kernels.nvrtc import CudaCode, CudaCodeError, CudaKernel, machine_code
 from lorafleet.kernels.quant.code_tiles import TILE
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ MANY_WARPS = 8
 WIDE_WARPS = 12
 WGMMA_CAPABILITY = (9, 0)  # no other GPU has wgmma
 MAX_PROGRAMS = 512  # of a launch for products: a weight has a ticket for each
-MAX_EARLY = 64
 RESIDENT = 2
+CLUSTER = 8
 DEQUANTIZE_WARPS = 8  # each writes a tile
 ARRANGE_THREADS = 128  # of a program
 ARRANGED_INPUTS = 32  # of a thread
@@ -54,7 +54,7 @@ class FourBitArguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("used_tiles", "expert_of_tile", "pair_of_tile", "arranged")),
         *((name, ctypes.c_int) for name in ("tokens", "outputs", "inputs", "item_tokens")),
         ("inverse", ctypes.c_uint),
-        *((name, ctypes.c_int) for name in ("least_blocks", "most_idle", "blocks_a_group", "early")),
+        *((name, ctypes.c_int) for name in ("least_blocks", "most_idle", "blocks_a_group")),
         *((name, ctypes.c_int) for name in ("first_tile", "rounded")),
     )
 
@@ -87,6 +87,11 @@ class FourBitVariant:
         return 1 if self.of_experts else RESIDENT
 
     @property
+    def cluster(self) -> int:
+        """Returns the number of programs of a cluster of the kernels for few tokens."""
+        return 1 if self.of_experts else CLUSTER
+
+    @property
     def options(self) -> list[str]:
         return [
             "--std=c++17",
@@ -96,6 +101,7 @@ class FourBitVariant:
             f"-DZEROS={int(self.has_zeros)}",
             f"-DEXPERTS={int(self.of_experts)}",
             f"-DRESIDENT={self.resident}",
+            f"-DCLUSTER={self.cluster}",
             *(f"-D{name.upper()}_WARPS={warps}" for name, warps in self.few_warps.items()),
         ]
 
@@ -121,13 +127,14 @@ class KernelShape:
     least_blocks: int  # blocks of 64 inputs that a program has at least, or adding its parts would be more work
     most_idle: int  # blocks that programs may lack on average if no two share an item then
     spans: int = 1  # most items of a launch that have the same rows and different tokens, without experts
-    early: int = 0  # for few tokens: blocks of a warp that are fetched while the former kernel still runs
     serves_experts: bool = (
         True  # whether it is also compiled for experts, with a tile of pairs as the tokens of an item
     )
 
-    def __post_init__(self) -> None:
-        assert 0 <= self.early <= MAX_EARLY
+    @property
+    def is_few(self) -> bool:
+        """Whether it is one of those whose programs have clusters."""
+        return self.name.startswith("few")
 
     @property
     def needs_wgmma(self) -> bool:
@@ -164,7 +171,8 @@ class FourBitKernels:
     by_name: dict[str, Launch]
     dequantize: Launch
     arrange: Launch | None  # what wide kernels for dense weights need before them; None if there are none
-    num_sms: int
+    most_programs: dict[str, int]  # that run at the same time, of each kernel
+    cluster: int  # programs of a cluster of few()
 
     @property
     def most_tokens(self) -> int:
@@ -181,7 +189,8 @@ class FourBitKernels:
 
     def programs_for(self, shape: KernelShape, blocks: int) -> int:
         """Returns the number of programs for a product of that many blocks, which are 64 inputs of an item each."""
-        return min(self.num_sms, -(-blocks // shape.least_blocks))
+        unit = self.cluster if shape.is_few else 1
+        return unit * min(self.most_programs[shape.name] // unit, -(-blocks // (unit * shape.least_blocks)))
 
 
 def source() -> str:
@@ -210,24 +219,32 @@ def _kernels(variant: FourBitVariant, index: int) -> FourBitKernels | None:
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # makes the device's context current in this thread
             code = CudaCode(machine_code(source(), variant.options, device))
-            products: dict[str, Launch] = {shape.name: _product(code, variant, shape, has_wgmma) for shape in shapes}
+            kernels = {shape.name: _product(code, variant, shape) for shape in shapes}
+            products: dict[str, Launch] = dict(kernels.items())
+            most_programs = dict.fromkeys(kernels, properties.multi_processor_count)
+            for name in kernels:
+                if name.startswith("few") and variant.cluster > 1:
+                    most_programs[name] = variant.cluster * code.most_clusters(kernels[name], variant.cluster)
+                elif name.startswith("few") and name != "few_32":
+                    most_programs[name] *= variant.resident
+            most_programs = {name: min(MAX_PROGRAMS, count) for name, count in most_programs.items()}
             dequantize = code.kernel("dequantize", DEQUANTIZE_WARPS * 32, 0)
             has_arrange = has_wgmma and not variant.of_experts
             arrange = code.kernel("arrange", ARRANGE_THREADS, 0, overlaps=True) if has_arrange else None
-            return FourBitKernels(shapes, products, dequantize, arrange, min(properties.multi_processor_count, MAX_PROGRAMS))
+            return FourBitKernels(shapes, products, dequantize, arrange, most_programs, variant.cluster)
     except CudaCodeError as error:
         log.warning("weights of four bits are served by slower kernels: %s", error)
         return None
 
 
-def _product(code: CudaCode, variant: FourBitVariant, shape: KernelShape, has_wgmma: bool) -> Launch:
-    overlaps = has_wgmma and not variant.of_experts
+def _product(code: CudaCode, variant: FourBitVariant, shape: KernelShape) -> CudaKernel:
+    overlaps = not variant.of_experts
     if shape.needs_wgmma:
         return code.kernel(shape.name, WIDE_WARPS * 32, TABLE_BYTES + WIDE_BYTES, waits=True, overlaps=overlaps)
     warps = variant.few_warps.get(shape.name)
     if warps is not None:
-        shared_bytes = TABLE_BYTES + (warps - 1) * (shape.tokens // 8) * WARP_SUMS_BYTES + FLAGS_BYTES
-        return code.kernel(shape.name, warps * 32, shared_bytes, overlaps=overlaps)
+        shared_bytes = TABLE_BYTES + warps * (shape.tokens // 8) * WARP_SUMS_BYTES + FLAGS_BYTES
+        return code.kernel(shape.name, warps * 32, shared_bytes, overlaps=overlaps, cluster=variant.cluster)
     return code.kernel(shape.name, MANY_WARPS * 32, TABLE_BYTES + MANY_BYTES)
 
 
@@ -254,7 +271,7 @@ def launch(
     parts = torch.empty(programs * 2 * shape.tokens * shape.rows, dtype=torch.float32, device=device)
     arguments = arguments_of(weight)
     arguments.parts, arguments.outputs = parts.data_ptr(), outputs
-    arguments.early, arguments.most_idle = shape.early, shape.most_idle
+    arguments.most_idle = shape.most_idle
     arguments.bias = None if bias_O is None else bias_O.data_ptr()
     if shape.needs_wgmma:
         arguments.rounded, arguments.item_tokens = DTYPE_INDEX[weight.quantized_from], shape.tokens

@@ -75,18 +75,29 @@ DEVICE void wait_for_former() {
 #endif
 }
 
-// Begins to fetch bytes, a multiple of 16, into the L2 cache. Older GPUs than compute capability 9.0 do not.
-DEVICE void fetch_into_cache(const void* at, int bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(at), "r"(bytes));
-#endif
-}
-
 // Reads what another program of this launch has written, past the L1 cache.
 DEVICE float load_shared_by_programs(const float* at) { return __ldcg(at); }
 DEVICE F4 load_shared_by_programs(const F4* at) {
   F4 r;
   asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(r.v[0]), "=f"(r.v[1]), "=f"(r.v[2]), "=f"(r.v[3]) : "l"(at));
+  return r;
+}
+
+// Waits for all threads of the program, or of a cluster of programs, of which any may read another one's shared memory.
+template <int PROGRAMS> DEVICE void wait_for_team() {
+  if (PROGRAMS == 1)
+    __syncthreads();
+  else
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Reads the shared memory of a program of the cluster, whose address there is that of `at` here.
+DEVICE F4 load_of_cluster(const F4* at, int program) {
+  F4 r;
+  unsigned address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(at)), "r"(program));
+  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(r.v[0]), "=f"(r.v[1]), "=f"(r.v[2]), "=f"(r.v[3]) : "r"(address) : "memory");
   return r;
 }
 

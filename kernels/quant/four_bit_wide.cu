@@ -199,7 +199,7 @@ template <int N, int SPANS, int TILES> struct WideItems {
 
   DEVICE void close_item(const Item& item, float (*sums)[N / 8][4]) const {
     const bool whole = run.has_whole(item.number);
-    F4* to = part(blockIdx.x, run.part_of(blockIdx.x, item.number));
+    F4* to = part(run.own, run.part_of(run.own, item.number));
 #pragma unroll
     for (int u = 0; u < UNITS; u++)
 #pragma unroll
@@ -234,7 +234,7 @@ template <int N, int SPANS, int TILES> struct WideItems {
       wait_threads<MULTIPLIERS * 128>();
       const F4* parts = part(first, run.part_of(first, item.number)) + threadIdx.x;
       const F4* others = part(first, 0) + threadIdx.x;
-      const int own = blockIdx.x - first;
+      const int own = run.own - first;
 #pragma unroll 2
       for (int i = own; i < UNITS * (N / 8); i += count) {
         const int u = i / (N / 8), n = i % (N / 8);

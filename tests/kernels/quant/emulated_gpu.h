@@ -35,6 +35,8 @@ struct Warp {
   unsigned a[32][4], b[32][2];
 };
 struct Program {
+  Program** cluster;  // the programs of its cluster
+  std::barrier<>* cluster_barrier;
   std::vector<unsigned char> window = std::vector<unsigned char>(WINDOW, 0xFF);  // numbers that nobody has written are NaN
   std::barrier<> barrier, part_barrier;
   std::vector<Warp> warps;
@@ -70,8 +72,11 @@ inline U4 load_x_16(const void* at) { return read<U4>(at); }
 inline U2 load_x_8(const void* at) { return read<U2>(at); }
 inline void begin_next() {}
 inline void wait_for_former() {}
-inline void fetch_into_cache(const void* at, int bytes) { if ((size_t)at % 16 || bytes % 16) abort(); }
 inline float load_shared_by_programs(const float* at) { return *at; }
+template <int PROGRAMS> void wait_for_team() { PROGRAMS == 1 ? __syncthreads() : own->cluster_barrier->arrive_and_wait(); }
+inline F4 load_of_cluster(const F4* at, int program) {
+  return read<F4>(own->cluster[program]->window.data() + ((const unsigned char*)at - own->window.data()));
+}
 
 template <int BYTES> void copy_to_shared(void* to, const void* from, bool inside = true) {
   const size_t offset = (unsigned char*)to - own->window.data();
@@ -230,11 +235,19 @@ template <int LEFT, int NT> void wait_wgmma(float (&)[NT][4]) {
 template <class Arguments> void launch(void (*kernel)(Arguments), int num_programs, int num_threads, const Arguments* arguments) {
   gridDim.x = num_programs;
   std::vector<std::unique_ptr<Program>> programs;
+  std::vector<Program*> pointers;
   std::vector<std::thread> threads;
   for (int program = 0; program < num_programs; program++) {
     programs.push_back(std::make_unique<Program>(num_threads));
+    pointers.push_back(programs.back().get());
+  }
+  std::deque<std::barrier<>> barriers;
+  for (int program = 0; program < num_programs; program++) {
+    if (program % CLUSTER == 0) barriers.emplace_back(CLUSTER * num_threads);
+    programs[program]->cluster = pointers.data() + program / CLUSTER * CLUSTER;
+    programs[program]->cluster_barrier = &barriers.back();
     for (int i = 0; i < num_threads; i++)
-      threads.emplace_back([=, at = programs.back().get()] {
+      threads.emplace_back([=, at = pointers[program]] {
         own = at;
         threadIdx.x = i;
         blockIdx.x = program;
