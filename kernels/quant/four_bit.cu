@@ -21,6 +21,7 @@
 //   FEW_8_WARPS, FEW_16_WARPS, FEW_32_WARPS  warps of a program, as many as have enough registers; 0 for no such kernel
 //   RESIDENT  programs of few_8 and few_16 that have room on an SM together
 //   CLUSTER  programs of a cluster of few_8, few_16 and few_32
+//   PAIR  programs of a cluster of the wide kernels: 2, or 1 for none
 #define BLOCK_BYTES 2048  // codes of 64 rows and 64 inputs
 #define STEPS 4          // products of 16 inputs in a block
 #define SCALE_BYTES (SCALE == 0 ? 4 : 2)
@@ -204,7 +205,7 @@ template <int THREADS> DEVICE unsigned fill_table(const Linear& p) {
     if (i < 256 * 8) store_entries(i >> 3, i & 7, pair[k]);
   }
   __syncthreads();
-  return lane_part(threadIdx.x & 31);
+  return lane_part((threadIdx.x & 31) * 4);
 }
 
 DEVICE void store_sum(const Linear& p, int token, int row, float sum) {

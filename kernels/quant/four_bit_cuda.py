@@ -40,6 +40,7 @@ WGMMA_CAPABILITY = (9, 0)  # no other GPU has wgmma
 MAX_PROGRAMS = 512  # of a launch for products: a weight has a ticket for each
 RESIDENT = 2
 CLUSTER = 8
+PAIR = 2
 DEQUANTIZE_WARPS = 8  # each writes a tile
 ARRANGE_THREADS = 128  # of a program
 ARRANGED_INPUTS = 32  # of a thread
@@ -92,6 +93,11 @@ class FourBitVariant:
         return 1 if self.of_experts else CLUSTER
 
     @property
+    def pair(self) -> int:
+        """Returns the number of programs that share their tokens in the kernels for many tokens."""
+        return 1 if self.of_experts else PAIR
+
+    @property
     def options(self) -> list[str]:
         return [
             "--std=c++17",
@@ -102,6 +108,7 @@ class FourBitVariant:
             f"-DEXPERTS={int(self.of_experts)}",
             f"-DRESIDENT={self.resident}",
             f"-DCLUSTER={self.cluster}",
+            f"-DPAIR={self.pair}",
             *(f"-D{name.upper()}_WARPS={warps}" for name, warps in self.few_warps.items()),
         ]
 
@@ -172,7 +179,8 @@ class FourBitKernels:
     dequantize: Launch
     arrange: Launch | None  # what wide kernels for dense weights need before them; None if there are none
     most_programs: dict[str, int]  # that run at the same time, of each kernel
-    cluster: int  # programs of a cluster of few()
+    cluster: int  # programs of a cluster of kernels for few tokens
+    pair: int  # and of those with wgmma
 
     @property
     def most_tokens(self) -> int:
@@ -189,7 +197,7 @@ class FourBitKernels:
 
     def programs_for(self, shape: KernelShape, blocks: int) -> int:
         """Returns the number of programs for a product of that many blocks, which are 64 inputs of an item each."""
-        unit = self.cluster if shape.is_few else 1
+        unit = self.cluster if shape.is_few else self.pair if shape.needs_wgmma else 1
         return unit * min(self.most_programs[shape.name] // unit, -(-blocks // (unit * shape.least_blocks)))
 
 
@@ -222,16 +230,17 @@ def _kernels(variant: FourBitVariant, index: int) -> FourBitKernels | None:
             kernels = {shape.name: _product(code, variant, shape) for shape in shapes}
             products: dict[str, Launch] = dict(kernels.items())
             most_programs = dict.fromkeys(kernels, properties.multi_processor_count)
-            for name in kernels:
-                if name.startswith("few") and variant.cluster > 1:
-                    most_programs[name] = variant.cluster * code.most_clusters(kernels[name], variant.cluster)
-                elif name.startswith("few") and name != "few_32":
+            for shape in shapes:
+                name, cluster = shape.name, variant.cluster if shape.is_few else variant.pair
+                if cluster > 1 and (shape.is_few or shape.needs_wgmma):
+                    most_programs[name] = cluster * code.most_clusters(kernels[name], cluster)
+                elif name in ("few_8", "few_16"):
                     most_programs[name] *= variant.resident
             most_programs = {name: min(MAX_PROGRAMS, count) for name, count in most_programs.items()}
             dequantize = code.kernel("dequantize", DEQUANTIZE_WARPS * 32, 0)
             has_arrange = has_wgmma and not variant.of_experts
             arrange = code.kernel("arrange", ARRANGE_THREADS, 0, overlaps=True) if has_arrange else None
-            return FourBitKernels(shapes, products, dequantize, arrange, most_programs, variant.cluster)
+            return FourBitKernels(shapes, products, dequantize, arrange, most_programs, variant.cluster, variant.pair)
     except CudaCodeError as error:
         log.warning("weights of four bits are served by slower kernels: %s", error)
         return None
@@ -240,7 +249,7 @@ def _kernels(variant: FourBitVariant, index: int) -> FourBitKernels | None:
 def _product(code: CudaCode, variant: FourBitVariant, shape: KernelShape) -> CudaKernel:
     overlaps = not variant.of_experts
     if shape.needs_wgmma:
-        return code.kernel(shape.name, WIDE_WARPS * 32, TABLE_BYTES + WIDE_BYTES, waits=True, overlaps=overlaps)
+        return code.kernel(shape.name, WIDE_WARPS * 32, TABLE_BYTES + WIDE_BYTES, waits=True, overlaps=overlaps, cluster=variant.pair)
     warps = variant.few_warps.get(shape.name)
     if warps is not None:
         shared_bytes = TABLE_BYTES + warps * (shape.tokens // 8) * WARP_SUMS_BYTES + FLAGS_BYTES

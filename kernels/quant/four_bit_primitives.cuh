@@ -13,10 +13,10 @@ struct __align__(8) F2 { float v[2]; };
 struct __align__(16) F4 { float v[4]; };
 
 // A table of 256 pairs lies at the start of shared memory, 32 times: 64 KB in all. The driver uses the first KB of the
-// shared window. An entry's address is this constant, which is part of the load's instruction, and one byte permutation.
+// shared window, and the highest byte of an address is the program's number in its cluster. So an entry's address is this
+// constant, which is part of the load's instruction, and one byte permutation.
 #define TABLE_AT 0x400u
 #define TABLE_BYTES 0x10000u
-#define BEHIND_TABLE (TABLE_AT + TABLE_BYTES)
 
 extern __shared__ unsigned char shared_start[];
 
@@ -117,14 +117,16 @@ template <int LEFT> DEVICE void wait_copies() { asm volatile("cp.async.wait_grou
 
 // Writes the pair of a byte for four lanes.
 DEVICE void store_entries(unsigned byte, unsigned lanes, unsigned pair) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" :: "r"(TABLE_AT + byte * 256 + lanes * 16), "r"(pair) : "memory");
+  asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" :: "r"(shared_address(shared_start) + byte * 256 + lanes * 16), "r"(pair) : "memory");
 }
 
-// Returns what lookup() needs of a lane. It stays behind the barrier after the table is written.
-DEVICE unsigned lane_part(unsigned lane) {
-  if (shared_address(shared_start) != TABLE_AT) __trap();
+// Returns what lookup() needs of a lane, whose numbers lie so many bytes behind those of lane 0. It stays behind the
+// barrier after the table is written.
+DEVICE unsigned lane_part(unsigned bytes) {
+  const unsigned program = shared_address(shared_start) - TABLE_AT;
+  if (program & 0xFFFFFF) __trap();
   unsigned r;
-  asm volatile("mov.u32 %0, %1;" : "=r"(r) : "r"(lane * 4) : "memory");
+  asm volatile("mov.u32 %0, %1;" : "=r"(r) : "r"(bytes | program >> 8) : "memory");
   return r;
 }
 
@@ -137,7 +139,8 @@ DEVICE unsigned lookup(unsigned word, int index, unsigned lane) {
 
 // The two numbers of a byte in float32, in the same place of a table that has 64 bits for each byte and lane.
 DEVICE void store_floats(unsigned byte, unsigned lane, float low, float high) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(TABLE_AT + byte * 256 + lane * 8), "f"(low), "f"(high) : "memory");
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" 
+               :: "r"(shared_address(shared_start) + byte * 256 + lane * 8), "f"(low), "f"(high) : "memory");
 }
 DEVICE F2 lookup_floats(unsigned word, int index, unsigned lane) {
   F2 r;

@@ -22,13 +22,13 @@
 
 // Describes B [16, N] in shared memory: two rows of core matrices, `core` bytes apart, whose matrices are 128 bytes apart.
 DEVICE unsigned long long matrix(unsigned at, int core) {
-  return (unsigned long long)(at >> 4) | (unsigned long long)(core >> 4) << 16 | (unsigned long long)(128 >> 4) << 32;
+  return (unsigned long long)(at >> 4 & 0x3FFF) | (unsigned long long)(core >> 4) << 16 | (unsigned long long)(128 >> 4) << 32;
 }
 
 // What kernels for many tokens share: their operands in shared memory, and items' sums. An item is SPANS * N tokens, and
 // TILES tiles of 64 rows for each warpgroup.
 template <int N, int SPANS, int TILES> struct WideItems {
-  static constexpr int TOKENS = N * SPANS, ROWS = MULTIPLIERS * TILES * 64, UNITS = TILES * SPANS;
+  static constexpr int TOKENS = N * SPANS, ROWS = MULTIPLIERS * TILES * 64, UNITS = TILES * SPANS;  // of a program
   // Bytes of a stage: x; behind x of all stages codes, scales and zeros of each tile.
   static constexpr int STAGE = TOKENS * 128, SCALES = 64 * SUB * SCALE_BYTES, ZERO_BYTES = ZEROS ? 64 * SUB : 0;
   static constexpr int TILE_BYTES = BLOCK_BYTES + SCALES + ZERO_BYTES, OPERANDS = ROWS / 64 * TILE_BYTES;
@@ -43,10 +43,15 @@ template <int N, int SPANS, int TILES> struct WideItems {
   const Run run;
   const Groups groups;
   const int lane, g, t, warp;  // warp: of its warpgroup
+  const int rank;  // of the program in its pair
 
   DEVICE WideItems(const Linear& p)
-      : p(p), run(p, (p.outputs + ROWS - 1) / ROWS, EXPERTS ? *p.used_tiles : (p.tokens + TOKENS - 1) / TOKENS), groups(p),
-        lane(threadIdx.x & 31), g(lane >> 2), t(lane & 3), warp(threadIdx.x >> 5 & 3) {}
+      : p(p), run(p, (p.outputs + ROWS * PAIR - 1) / (ROWS * PAIR),
+                  EXPERTS ? *p.used_tiles : (p.tokens + TOKENS - 1) / TOKENS, PAIR),
+        groups(p), lane(threadIdx.x & 31), g(lane >> 2), t(lane & 3), warp(threadIdx.x >> 5 & 3), rank(blockIdx.x % PAIR) {}
+
+  // Returns the first of the program's tiles of 64 rows.
+  DEVICE int first_tile(const Item& item) const { return (item.rows * PAIR + rank) * (ROWS / 64); }
 
   DEVICE unsigned char* operands(int stage, int tile) const {
     return behind_table() + STAGES * STAGE + (stage * (ROWS / 64) + tile) * TILE_BYTES;
@@ -56,41 +61,50 @@ template <int N, int SPANS, int TILES> struct WideItems {
 
   // Returns the block of a tile of 64 rows. It is that of the last tile for those behind it, which are not stored.
   DEVICE int held_block(const Place& place, int index) const {
-    const int tiles = p.outputs / 64, tile = min(place.item.rows * (ROWS / 64) + index, tiles - 1);
+    const int tiles = p.outputs / 64, tile = min(first_tile(place.item) + index, tiles - 1);
     return ((EXPERTS ? __ldg(p.expert_of_tile + place.item.span) * tiles : 0) + tile) * run.blocks + place.block;
   }
 
-  // Begins to copy the operands of a stage. A lane copies those of a tile.
-  DEVICE void copy_operands(const Place& place, int stage) const {
-    Barrier* barrier = filled() + stage;
-#if !EXPERTS
-    if (lane == 0) arrive_and_expect(barrier, STAGE + OPERANDS);
-    __syncwarp();
-#endif
-    if (lane >= ROWS / 64) return;
-    const int block = held_block(place, lane);
+  // Begins to copy the operands of a tile to a stage. One thread of a warp calls it.
+  DEVICE void copy_tile(const Place& place, int stage, int tile) const {
+    const int block = held_block(place, tile);
     const size_t group = (size_t)groups.first_of(block) * 64;
-    unsigned char* to = operands(stage, lane);
-#if EXPERTS
-    expect_bytes(barrier, TILE_BYTES);
-#endif
+    unsigned char* to = operands(stage, tile);
+    Barrier* barrier = filled() + stage;
     copy_bytes(to, p.codes + (size_t)block * BLOCK_BYTES, BLOCK_BYTES, barrier);
     copy_bytes(to + BLOCK_BYTES, p.scales + group * SCALE_BYTES, SCALES, barrier);
     if (ZEROS) copy_bytes(to + BLOCK_BYTES + SCALES, p.zeros + group, ZERO_BYTES, barrier);
   }
 
-  // Begins the barriers and the copies of all stages' operands. A warp calls it.
-  DEVICE void begin_copies(Place place) const {
-    if (lane == 0) {
-      for (int i = 0; i < STAGES; i++) {
-        begin_barrier(filled() + i, EXPERTS ? 32 : 1);
-        begin_barrier(used() + i, MULTIPLIERS * 4);
-      }
-      show_barriers();
+  // Begins to copy a thread's share of a stage's operands.
+  DEVICE void copy_weight(const Place& place, int stage) const {
+#if EXPERTS  // lanes of any warp of the producer
+    expect_bytes(filled() + stage, TILE_BYTES);
+    copy_tile(place, stage, lane);
+#else  // a lane of each warp of the producer, which copies a part of x, too
+    arrive_and_expect(filled() + stage, STAGE / 4 + (warp < ROWS / 64 ? TILE_BYTES : 0));
+    if (warp < ROWS / 64) copy_tile(place, stage, warp);
+#endif
+  }
+
+  // Begins the barriers. One thread calls it.
+  DEVICE void begin_barriers() const {
+    for (int i = 0; i < STAGES; i++) {
+      begin_barrier(filled() + i, EXPERTS ? 32 : 4);
+      begin_barrier(used() + i, MULTIPLIERS * 4 * PAIR);
     }
-    __syncwarp();
+    show_barriers();
+  }
+
+  // Begins the copies of the first stages' weights, while the former kernel may still write x. The producer calls it.
+  DEVICE void begin_copies(Place place) const {
+#if EXPERTS
+    if (warp > 0 || lane >= ROWS / 64) return;
+#else
+    if (lane > 0) return;
+#endif
     for (int i = 0; i < STAGES && place.at < run.end; i++) {
-      copy_operands(place, i);
+      copy_weight(place, i);
       place.move(1, run);
     }
   }
@@ -130,7 +144,7 @@ template <int N, int SPANS, int TILES> struct WideItems {
       const int stage = i % STAGES;
       load_x(x, place, 0);
       wait_barrier(used() + stage, i / STAGES + 1 & 1);
-      if (i >= STAGES) copy_operands(place, stage);  // the first ones are in flight already
+      if (i >= STAGES && lane < ROWS / 64) copy_weight(place, stage);  // the first ones are in flight already
       store_x(x, stage, 0);
 #pragma unroll 1
       for (int batch = 1; batch < BATCHES; batch++) {
@@ -145,26 +159,42 @@ template <int N, int SPANS, int TILES> struct WideItems {
   }
 
 #else
+  // Bytes of x that a warp of the producer copies. Programs of a pair multiply the same tokens, and each copies a half to both.
+  static constexpr int PART = STAGE / 4 / PAIR;
+
   DEVICE void copy_x(const Place& place, int stage) const {
-    const unsigned char* from = p.arranged + ((size_t)place.item.span * run.blocks + place.block) * STAGE;
-    if (lane == 0) copy_bytes(behind_table() + stage * STAGE, from, STAGE, filled() + stage);
+    const int at = (rank * 4 + warp) * PART;
+    const unsigned char* from = p.arranged + ((size_t)place.item.span * run.blocks + place.block) * STAGE + at;
+    unsigned char* to = behind_table() + stage * STAGE + at;
+    if (PAIR == 1)
+      copy_bytes(to, from, PART, filled() + stage);
+    else
+      copy_bytes_to_pair(to, from, PART, filled() + stage);
   }
 
-  // One warp copies all blocks.
   DEVICE void produce(Place place) const {
-    if (warp > 0) return;
+    if (lane != 0) return;
 #pragma unroll 1
     for (int i = 0; place.at < run.end; i++) {
       const int stage = i % STAGES;
-      if (i >= STAGES) {  // the first ones' operands are in flight already
+      if (i >= STAGES) {
         wait_barrier(used() + stage, i / STAGES + 1 & 1);
-        copy_operands(place, stage);
+        copy_weight(place, stage);
       }
       copy_x(place, stage);
       place.move(1, run);
     }
   }
 #endif
+
+  // Lets the producers of the pair fill a stage again. A warp calls it.
+  DEVICE void release(int stage) const {
+    if (PAIR == 1) {
+      if (lane == 0) arrive(used() + stage);
+    } else if (lane < PAIR) {
+      arrive_at(used() + stage, lane);
+    }
+  }
 
   // Returns the scale of row g or g + 8 of a warp's 16 rows.
   DEVICE float scale(int stage, int m, int s, int h) const {
@@ -181,11 +211,11 @@ template <int N, int SPANS, int TILES> struct WideItems {
   }
 
   // The sums of a program's part lie by thread. All programs have the same threads for the same sums.
-  DEVICE F4* part(int program, int index) const { return (F4*)(p.parts + (size_t)(program * 2 + index) * TOKENS * ROWS); }
+  DEVICE F4* part(int program, int index) const { return (F4*)(p.parts + (size_t)((program * 2 + index) * PAIR + rank) * TOKENS * ROWS); }
 
   // Stores eight tokens' sums. Pairs of tokens become pairs of rows, which are side by side in y.
   DEVICE void store(const Item& item, int u, int n, const float* sums) const {
-    const int tile = item.rows * (ROWS / 64) + (threadIdx.x >> 7) * TILES + u / SPANS;
+    const int tile = first_tile(item) + (threadIdx.x >> 7) * TILES + u / SPANS;
     if (tile >= p.outputs / 64) return;
     const int row = tile * 64 + warp * 16, token = y_row_of(item, u, n, g);
 #pragma unroll
@@ -228,27 +258,36 @@ template <int N, int SPANS, int TILES> struct WideItems {
       const int first = run.first_owner(item.number), count = run.last_owner(item.number) - first + 1;
       int* ticket = run.ticket(p, item.number);
       if (threadIdx.x == 0) {
-        while (load_ticket(ticket) < count) {}
+        while (load_ticket(ticket) < count * PAIR) {}
         __threadfence();
       }
       wait_threads<MULTIPLIERS * 128>();
       const F4* parts = part(first, run.part_of(first, item.number)) + threadIdx.x;
       const F4* others = part(first, 0) + threadIdx.x;
       const int own = run.own - first;
-#pragma unroll 2
-      for (int i = own; i < UNITS * (N / 8); i += count) {
-        const int u = i / (N / 8), n = i % (N / 8);
-        if (y_row_of(item, u, n, 0) < 0) continue;
-        F4 sum = load_shared_by_programs(parts + i * MULTIPLIERS * 128);
-#pragma unroll 8
-        for (int k = 1; k < count; k++) {
-          const F4 r = load_shared_by_programs(others + (k * 2 * (TOKENS * ROWS / 4) + i * MULTIPLIERS * 128));
+#pragma unroll 1
+      for (int i = own; i < UNITS * (N / 8); i += 2 * count) {  // two at a time, so that more loads are in flight
+        F4 sum[2] = {};
+#pragma unroll 4
+        for (int k = 0; k < count; k++) {
+          const F4* from = k == 0 ? parts : others + k * 2 * PAIR * (TOKENS * ROWS / 4);
 #pragma unroll
-          for (int j = 0; j < 4; j++) sum.v[j] += r.v[j];
+          for (int j = 0; j < 2; j++) {
+            const int at = i + j * count;
+            if (at >= UNITS * (N / 8)) continue;
+            const F4 r = load_shared_by_programs(from + at * MULTIPLIERS * 128);
+#pragma unroll
+            for (int l = 0; l < 4; l++) sum[j].v[l] += r.v[l];
+          }
         }
-        store(item, u, n, sum.v);
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const int at = i + j * count;
+          if (at < UNITS * (N / 8) && y_row_of(item, at / (N / 8), at % (N / 8), 0) >= 0)
+            store(item, at / (N / 8), at % (N / 8), sum[j].v);
+        }
       }
-      if (threadIdx.x == 0 && atomicAdd(ticket, 1) == 2 * count - 1) *ticket = 0;
+      if (threadIdx.x == 0 && atomicAdd(ticket, 1) == 2 * count * PAIR - 1) *ticket = 0;
     }
   }
 
@@ -280,7 +319,7 @@ template <int N, int SPANS> struct Wide : WideItems<N, SPANS, 2> {
   }
 
   DEVICE void issue(float (*c)[4], unsigned (*a)[4], int stage, int s, int span) const {
-    const unsigned x = BEHIND_TABLE + stage * STAGE + s * GROUP_STEPS * 2 * CORE + span * N * 16;
+    const unsigned x = shared_address(behind_table()) + stage * STAGE + s * GROUP_STEPS * 2 * CORE + span * N * 16;
     begin_wgmma();
 #pragma unroll
     for (int q = 0; q < GROUP_STEPS; q++) Wgmma<N>::run(c, a[q], matrix(x + q * 2 * CORE, CORE), q > 0);
@@ -350,7 +389,7 @@ template <int N, int SPANS> struct Wide : WideItems<N, SPANS, 2> {
         if (++stage == STAGES) stage = 0, phase ^= 1;
         multiply(sums, a, now, place.at + step + 1 < run.end ? stage : -1, phase, lane_bits);
         __syncwarp();  // all lanes have read their scales
-        if (lane == 0) arrive(Items::used() + now);
+        Items::release(now);
       }
       Items::close_item(place.item, sums);
       place.move(steps, run);
@@ -408,7 +447,7 @@ struct Rounded : WideItems<256, 1, 1> {
       for (int step = 0; step < steps; step++) {
         const int now = stage;
         if (++stage == STAGES) stage = 0, phase ^= 1;
-        const unsigned x = BEHIND_TABLE + now * STAGE;
+        const unsigned x = shared_address(behind_table()) + now * STAGE;
         begin_wgmma();
 #pragma unroll
         for (int q = 0; q < STEPS; q++) Wgmma<N>::run(sums[0], a[q], matrix(x + q * 2 * CORE, CORE), true);
@@ -420,7 +459,7 @@ struct Rounded : WideItems<256, 1, 1> {
         wait_wgmma<0>(sums[0]);
 #pragma unroll
         for (int k = 0; k < STEPS * 4; k++) a[k / 4][k % 4] = next[k / 4][k % 4];
-        if (lane == 0) arrive(used() + now);
+        release(now);
       }
       close_item(place.item, sums);
       place.move(steps, run);
@@ -434,7 +473,7 @@ struct Rounded : WideItems<256, 1, 1> {
 template <int THREADS> DEVICE unsigned fill_float_table(const Linear& p) {
   for (int i = threadIdx.x; i < 256 * 32; i += THREADS) store_floats(i >> 5, i & 31, p.book[i >> 5 & 15], p.book[i >> 9]);
   __syncthreads();
-  return lane_part(threadIdx.x & 31) * 2;
+  return lane_part((threadIdx.x & 31) * 8);
 }
 
 template <class Kernel, bool ROUNDED> DEVICE void run_wide(const Linear& p) {
@@ -446,8 +485,13 @@ template <class Kernel, bool ROUNDED> DEVICE void run_wide(const Linear& p) {
   }
   const bool produces = threadIdx.x >= MULTIPLIERS * 128;
   const Place place = kernel.run.place(kernel.run.begin);
-  if (produces && kernel.warp == 0) kernel.begin_copies(place);
+  if (threadIdx.x == WIDE_THREADS - 128) kernel.begin_barriers();
+  if (produces) {
+    wait_for_producers();
+    kernel.begin_copies(place);
+  }
   const unsigned lane_bits = ROUNDED ? fill_float_table<WIDE_THREADS>(p) : fill_table<WIDE_THREADS>(p);
+  if (PAIR > 1) wait_for_team<PAIR>();  // the other program's barriers are ready
   wait_for_former();
   if (produces) {
     take_registers<PRODUCER_REGISTERS, false>();
@@ -455,6 +499,10 @@ template <class Kernel, bool ROUNDED> DEVICE void run_wide(const Linear& p) {
   } else {
     take_registers<MULTIPLIER_REGISTERS, true>();
     kernel.consume(place, lane_bits);
+  }
+  if (PAIR > 1) {  // the other program may arrive at this one's barriers until here
+    __syncwarp();
+    wait_for_team<PAIR>();
   }
 }
 

@@ -10,6 +10,13 @@ DEVICE void arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
 }
 
+// Arrives at the same barrier of another program of the cluster.
+DEVICE void arrive_at(Barrier* barrier, int program) {
+  unsigned address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(barrier)), "r"(program));
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(address) : "memory");
+}
+
 // Waits until the phase of this parity is complete.
 DEVICE void wait_barrier(Barrier* barrier, int parity) {
   asm volatile(
@@ -36,8 +43,17 @@ DEVICE void copy_bytes(void* to, const void* from, int bytes, Barrier* barrier) 
                :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
 
+// Begins to copy bytes to the same place of both programs of a pair. Each one's barrier counts them.
+DEVICE void copy_bytes_to_pair(void* to, const void* from, int bytes, Barrier* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
+               :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)), "h"((unsigned short)3) : "memory");
+}
+
 // Waits for the first COUNT threads of the program.
 template <int COUNT> DEVICE void wait_threads() { asm volatile("bar.sync 1, %0;" :: "n"(COUNT) : "memory"); }
+
+// Waits for the warpgroup that produces.
+DEVICE void wait_for_producers() { asm volatile("bar.sync 2, 128;" ::: "memory"); }
 
 template <int COUNT, bool MORE> DEVICE void take_registers() {
   if (MORE)

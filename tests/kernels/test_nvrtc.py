@@ -96,25 +96,38 @@ class Arguments(ctypes.Structure):
 
 
 class RecordingDriver:
-    """Has the driver's functions, all of which succeed, and records their names."""
+    """Has the driver's functions, all of which succeed, and records the sizes and attributes of launches."""
 
     def __init__(self) -> None:
-        self.calls: list[str] = []
+        self.launches: list[tuple[tuple[int, ...], dict[int, list[int]]]] = []
 
-    def __getattr__(self, name: str) -> Any:
-        def succeed(*_arguments: Any) -> int:
-            self.calls.append(name)
-            return 0
+    def __getattr__(self, _name: str) -> Any:
+        return lambda *_arguments: 0
 
-        return succeed
+    def cuLaunchKernelEx(self, config: Any, *_rest: Any) -> int:
+        fields = config._obj
+        attributes = [fields.attributes[index] for index in range(fields.num_attributes)]
+        sizes = (fields.grid_x, fields.block_x, fields.shared_bytes)
+        self.launches.append((sizes, {attribute.id: list(attribute.value[:3]) for attribute in attributes}))
+        return 0
+
+    def cuOccupancyMaxActiveClusters(self, count: Any, *_rest: Any) -> int:
+        count._obj.value = 33
+        return 0
 
 
-@pytest.mark.parametrize(("waits", "launch"), [(False, "cuLaunchKernel"), (True, "cuLaunchCooperativeKernel")])
-def test_programs_that_wait_for_each_other_are_launched_together(
-    waits: bool, launch: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_asks_for_what_its_programs_need_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = RecordingDriver()
     monkeypatch.setattr(nvrtc, "_library", lambda _name: driver)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    CudaCode(b"code").kernel("name", 32, 0, waits)(4, Arguments(1))
-    assert driver.calls[-1] == launch
+    code = CudaCode(b"code")
+    together, after_another, clusters = 2, 6, 4  # CUlaunchAttributeID
+    cases: list[tuple[dict[str, Any], dict[int, list[int]]]] = [
+        ({}, {}),
+        ({"waits": True}, {together: [1, 0, 0]}),
+        ({"overlaps": True, "cluster": 8}, {after_another: [1, 0, 0], clusters: [8, 1, 1]}),
+    ]
+    for options, attributes in cases:
+        code.kernel("name", 32, 1024, **options)(16, Arguments(1))
+        assert driver.launches[-1] == ((16, 32, 1024), attributes)
+    assert code.most_clusters(code.kernel("name", 32, 0, cluster=8), 8) == 33

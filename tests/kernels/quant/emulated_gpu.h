@@ -38,9 +38,9 @@ struct Program {
   Program** cluster;  // the programs of its cluster
   std::barrier<>* cluster_barrier;
   std::vector<unsigned char> window = std::vector<unsigned char>(WINDOW, 0xFF);  // numbers that nobody has written are NaN
-  std::barrier<> barrier, part_barrier;
+  std::barrier<> barrier, part_barrier, producers;
   std::vector<Warp> warps;
-  Program(int num_threads) : barrier(num_threads), part_barrier(num_threads / 3 * 2), warps(num_threads / 32) {}
+  Program(int num_threads) : barrier(num_threads), part_barrier(num_threads / 3 * 2), producers(num_threads / 3), warps(num_threads / 32) {}
 };
 inline thread_local Program* own;
 inline thread_local Index threadIdx, blockIdx;
@@ -91,17 +91,18 @@ template <int LEFT> void wait_copies() {
 inline void store_entries(unsigned byte, unsigned lanes, unsigned pair) {
   for (int i = 0; i < 4; i++) memcpy(at_window(TABLE_AT + byte * 256 + lanes * 16 + i * 4, 4), &pair, 4);
 }
-inline unsigned lane_part(unsigned lane) { return lane; }
+inline unsigned lane_part(unsigned bytes) { return bytes; }
+inline unsigned shared_address(const void* at) { return (const unsigned char*)at - own->window.data(); }
 inline unsigned lookup(unsigned word, int index, unsigned lane) {
-  return read<unsigned>(at_window(TABLE_AT + (word >> index * 8 & 255) * 256 + lane * 4, 4));
+  return read<unsigned>(at_window(TABLE_AT + (word >> index * 8 & 255) * 256 + lane, 4));
 }
 
 inline void store_floats(unsigned byte, unsigned lane, float low, float high) {
   const float pair[] = {low, high};
   memcpy(at_window(TABLE_AT + byte * 256 + lane * 8, 8), pair, 8);
 }
-inline F2 lookup_floats(unsigned word, int index, unsigned lane_bits) {
-  return read<F2>(at_window(TABLE_AT + (word >> index * 8 & 255) * 256 + lane_bits * 4, 8));
+inline F2 lookup_floats(unsigned word, int index, unsigned lane) {
+  return read<F2>(at_window(TABLE_AT + (word >> index * 8 & 255) * 256 + lane, 8));
 }
 
 inline float half_to_float(unsigned short bits) { _Float16 r; memcpy(&r, &bits, 2); return (float)r; }
@@ -186,6 +187,17 @@ inline void copy_bytes(void* to, const void* from, int bytes, Barrier* barrier) 
 template <int COUNT> void wait_threads() { own->part_barrier.arrive_and_wait(); }
 template <int COUNT, bool MORE> void take_registers() {}
 inline int load_ticket(const int* at) { std::this_thread::yield(); return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
+inline void wait_for_producers() { own->producers.arrive_and_wait(); }
+template <class T> T* of_program(T* at, int program) {
+  return (T*)(own->cluster[program]->window.data() + ((const unsigned char*)at - own->window.data()));
+}
+inline void arrive_at(Barrier* barrier, int program) { arrive(of_program(barrier, program)); }
+inline void copy_bytes_to_pair(void* to, const void* from, int bytes, Barrier* barrier) {
+  for (int program = 0; program < 2; program++) {
+    memcpy(of_program((unsigned char*)to, program), from, bytes);
+    change(of_program(barrier, program), 0, -bytes);
+  }
+}
 inline void show_to_wgmma() {}
 inline F4 load_shared_by_programs(const F4* at) { return read<F4>(at); }
 

@@ -60,7 +60,7 @@ def compiled(weight: TiledWeight, folder: Path) -> ctypes.CDLL:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("g++ compiles the emulation")
-    replaced = ("WARPS", "CLUSTER")
+    replaced = ("WARPS", "CLUSTER")  # a pair is as it is
     options = [option for option in weight.variant.options if option.startswith("-D") and not any(name in option for name in replaced)]
     options.append(f"-DCLUSTER={cluster_of(weight)}")
     options += [f"-D{name.upper()}_WARPS={min(warps, FEW_WARPS)}" for name, warps in weight.variant.few_warps.items()]
@@ -88,7 +88,7 @@ def emulated_kernels(
     if most_idle is not None:
         shapes = tuple(replace(shape, most_idle=most_idle) for shape in shapes)
     dequantize, arrange = kernel(len(KERNEL_SHAPES)), kernel(len(KERNEL_SHAPES) + 1)
-    return FourBitKernels(shapes, by_name, dequantize, arrange, dict.fromkeys(by_name, programs), cluster_of(weight))
+    return FourBitKernels(shapes, by_name, dequantize, arrange, dict.fromkeys(by_name, programs), cluster_of(weight), weight.variant.pair)
 
 
 @pytest.mark.parametrize("case", EMULATED)
