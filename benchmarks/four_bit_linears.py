@@ -5,9 +5,9 @@
 Weights are cold: each layer has its own, and the layers together are larger than the cache. Times are medians of the
 replays of one CUDA graph, scaled to 32 layers. The floor is the weights' bytes divided by the copy bandwidth measured
 in the same run. "served" is what TiledWeight chooses, "values" writes the values and calls cuBLAS, and "triton" is the
-scheme's own weight, which serves GPUs without the CUDA kernels. The others are kernels. A kernel for half of the tokens is launched twice. The
-fastest kernel of each line is named at its end. The largest relative error of each, compared with a product in
-float64, comes last.
+scheme's own weight, which serves GPUs without the CUDA kernels. The others are kernels. A kernel for half of the tokens
+is launched twice. The fastest kernel of each line is named at its end. The largest relative error of each, compared
+with a product in float64, comes last.
 """
 
 from __future__ import annotations
@@ -63,9 +63,7 @@ def fill(weight: QuantizedWeight, matrix: QuantizedMatrix) -> None:
 def candidates(tokens: int, kernels: FourBitKernels) -> list[KernelShape]:
     """Returns the kernels that may be the fastest for a number of tokens."""
     return [
-        shape
-        for shape in kernels.shapes
-        if tokens <= 2 * shape.launch_tokens and shape.tokens <= max(32, 2 * tokens)
+        shape for shape in kernels.shapes if tokens <= 2 * shape.launch_tokens and shape.tokens <= max(32, 2 * tokens)
     ]
 
 

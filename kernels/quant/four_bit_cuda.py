@@ -38,9 +38,10 @@ MANY_WARPS = 8
 WIDE_WARPS = 12
 WGMMA_CAPABILITY = (9, 0)  # no other GPU has wgmma
 MAX_PROGRAMS = 512  # of a launch for products: a weight has a ticket for each
-RESIDENT = 2
-CLUSTER = 8
-PAIR = 2
+# For dense weights, as measured on an H200: benchmarks/NOTES.md, "Launches of four bits that overlap".
+RESIDENT = 2  # programs of few_8 and few_16 that have room on an SM together
+CLUSTER = 8  # programs of a cluster of kernels for few tokens
+PAIR = 2  # programs of a cluster of kernels with wgmma
 DEQUANTIZE_WARPS = 8  # each writes a tile
 ARRANGE_THREADS = 128  # of a program
 ARRANGED_INPUTS = 32  # of a thread
@@ -249,7 +250,9 @@ def _kernels(variant: FourBitVariant, index: int) -> FourBitKernels | None:
 def _product(code: CudaCode, variant: FourBitVariant, shape: KernelShape) -> CudaKernel:
     overlaps = not variant.of_experts
     if shape.needs_wgmma:
-        return code.kernel(shape.name, WIDE_WARPS * 32, TABLE_BYTES + WIDE_BYTES, waits=True, overlaps=overlaps, cluster=variant.pair)
+        return code.kernel(
+            shape.name, WIDE_WARPS * 32, TABLE_BYTES + WIDE_BYTES, waits=True, overlaps=overlaps, cluster=variant.pair
+        )
     warps = variant.few_warps.get(shape.name)
     if warps is not None:
         shared_bytes = TABLE_BYTES + warps * (shape.tokens // 8) * WARP_SUMS_BYTES + FLAGS_BYTES
@@ -282,16 +285,18 @@ def launch(
     arguments.parts, arguments.outputs = parts.data_ptr(), outputs
     arguments.most_idle = shape.most_idle
     arguments.bias = None if bias_O is None else bias_O.data_ptr()
+    arranged = None  # x in the order of the codes' products
     if shape.needs_wgmma:
+        assert weight.quantized_from is not None
         arguments.rounded, arguments.item_tokens = DTYPE_INDEX[weight.quantized_from], shape.tokens
-        arranged = torch.empty(spans * shape.tokens * weight.num_inputs, dtype=weight.dtype, device=device)
+        arranged = torch.empty(spans * shape.tokens, weight.num_inputs, dtype=weight.dtype, device=device)
         arguments.arranged = arranged.data_ptr()
-        arrange_threads = spans * shape.tokens * (weight.num_inputs // ARRANGED_INPUTS)
     for first in range(0, len(x_TD), shape.launch_tokens):
         arguments.x, arguments.y = x_TD[first:].data_ptr(), y_TO[first:].data_ptr()
         arguments.tokens = min(shape.launch_tokens, len(x_TD) - first)
-        if shape.needs_wgmma:
-            kernels.arrange(-(-arrange_threads // ARRANGE_THREADS), arguments)
+        if arranged is not None:
+            assert kernels.arrange is not None
+            kernels.arrange(-(-arranged.numel() // (ARRANGE_THREADS * ARRANGED_INPUTS)), arguments)
         kernels.by_name[shape.name](programs, arguments)
     return y_TO
 

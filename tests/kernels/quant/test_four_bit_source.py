@@ -41,7 +41,7 @@ LAUNCHES = (
     (64 + 53, 1, BY_NAME["many_64"]),
     (27, 4, replace(BY_NAME["wide_32"], most_idle=0)),
     (27, 2, BY_NAME["wide_32"]),
-    (53, 1, BY_NAME["wide_64"]),
+    (53, 2, BY_NAME["wide_64"]),
     (128 + 22, 3, replace(BY_NAME["wide_128"], most_idle=0)),
     (150, 3, BY_NAME["wide_256"]),
 )
@@ -61,7 +61,11 @@ def compiled(weight: TiledWeight, folder: Path) -> ctypes.CDLL:
     if compiler is None:
         pytest.skip("g++ compiles the emulation")
     replaced = ("WARPS", "CLUSTER")  # a pair is as it is
-    options = [option for option in weight.variant.options if option.startswith("-D") and not any(name in option for name in replaced)]
+    options = [
+        option
+        for option in weight.variant.options
+        if option.startswith("-D") and not any(name in option for name in replaced)
+    ]
     options.append(f"-DCLUSTER={cluster_of(weight)}")
     options += [f"-D{name.upper()}_WARPS={min(warps, FEW_WARPS)}" for name, warps in weight.variant.few_warps.items()]
     for name, source in (("FOUR_BIT", "four_bit.cu"), ("WIDE", "four_bit_wide.cu")):
@@ -88,7 +92,9 @@ def emulated_kernels(
     if most_idle is not None:
         shapes = tuple(replace(shape, most_idle=most_idle) for shape in shapes)
     dequantize, arrange = kernel(len(KERNEL_SHAPES)), kernel(len(KERNEL_SHAPES) + 1)
-    return FourBitKernels(shapes, by_name, dequantize, arrange, dict.fromkeys(by_name, programs), cluster_of(weight), weight.variant.pair)
+    return FourBitKernels(
+        shapes, by_name, dequantize, arrange, dict.fromkeys(by_name, programs), cluster_of(weight), weight.variant.pair
+    )
 
 
 @pytest.mark.parametrize("case", EMULATED)
