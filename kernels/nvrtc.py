@@ -24,14 +24,13 @@ MAX_CACHED = 64  # Files in the cache; the ones that were written first are remo
 DIGEST_BYTES = hashlib.sha256().digest_size
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute of cuda.h, whose value is a union of 64 bytes: a number, or the three of a cluster."""
+    """CUlaunchAttribute of cuda.h, whose value is a union of 64 bytes. Only its int is used."""
 
-    _fields_ = (("id", ctypes.c_int), ("_pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
+    _fields_ = (("id", ctypes.c_int), ("_pad", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_int * 15))
 
 
 class _Config(ctypes.Structure):
@@ -59,35 +58,27 @@ class CudaCode:
         self._check(self._driver.cuModuleLoadData(ctypes.byref(self._module), machine_code))
 
     def kernel(
-        self, name: str, threads: int, shared_bytes: int, waits: bool = False, overlaps: bool = False, cluster: int = 1
+        self, name: str, threads: int, shared_bytes: int, waits: bool = False, overlaps: bool = False
     ) -> CudaKernel:
         """Returns a function of the code.
 
         If its programs wait for each other, none begins without room for all. If it overlaps, it may begin before the
         former kernel of its stream has ended, for which its programs must wait (griddepcontrol.wait, from compute
-        capability 9.0 on). The programs of a cluster run at the same time, and see each other's shared memory.
+        capability 9.0 on).
         """
-        function, flags = ctypes.c_void_p(), ((_COOPERATIVE, waits), (_PROGRAMMATIC, overlaps))
+        function = ctypes.c_void_p()
         self._check(self._driver.cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()))
         self._check(self._driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes))
-        chosen = [_Attribute(identity, 0, (1,)) for identity, is_set in flags if is_set]
-        if cluster > 1:
-            chosen.append(_Attribute(_CLUSTER, 0, (cluster, 1, 1)))
-        attributes = (_Attribute * len(chosen))(*chosen)
+        chosen = [identity for identity, is_set in ((_COOPERATIVE, waits), (_PROGRAMMATIC, overlaps)) if is_set]
+        attributes = (_Attribute * len(chosen))(*(_Attribute(identity, 0, 1) for identity in chosen))
         return CudaKernel(self, function, threads, shared_bytes, attributes)
 
     def launch(self, kernel: CudaKernel, programs: int, arguments: ctypes.Structure) -> None:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        config = kernel.config(programs, stream)
+        sizes = programs, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes
+        config = _Config(*sizes, stream, kernel.attributes, len(kernel.attributes))
         self._check(self._driver.cuLaunchKernelEx(ctypes.byref(config), kernel.function, pointers, ctypes.c_void_p()))
-
-    def most_clusters(self, kernel: CudaKernel, cluster: int) -> int:
-        """Returns how many clusters of so many programs run at the same time on the GPU."""
-        config, count = kernel.config(cluster, None), ctypes.c_int()
-        driver = self._driver
-        self._check(driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), kernel.function, ctypes.byref(config)))
-        return count.value
 
     def _check(self, status: int) -> None:
         if status == 0:
@@ -106,10 +97,6 @@ class CudaKernel:
     threads: int  # of a program
     shared_bytes: int  # of a program
     attributes: ctypes.Array[_Attribute]  # of each launch
-
-    def config(self, programs: int, stream: ctypes.c_void_p | None) -> _Config:
-        sizes = programs, 1, 1, self.threads, 1, 1, self.shared_bytes
-        return _Config(*sizes, stream, self.attributes, len(self.attributes))
 
     def __call__(self, programs: int, arguments: ctypes.Structure) -> None:
         """Launches on torch's current stream, also while that is captured. The kernel takes the structure by value."""

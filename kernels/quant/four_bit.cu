@@ -20,15 +20,12 @@
 //   EXPERTS  1 if the weight is that of all experts of a mixture: each tile of pairs multiplies its expert's rows
 //   FEW_8_WARPS, FEW_16_WARPS, FEW_32_WARPS  warps of a program, as many as have enough registers; 0 for no such kernel
 //   RESIDENT  programs of few_8 and few_16 that have room on an SM together
-//   CLUSTER  programs of a cluster of few_8, few_16 and few_32
-//   PAIR  programs of a cluster of the wide kernels: 2, or 1 for none
 #define BLOCK_BYTES 2048  // codes of 64 rows and 64 inputs
 #define STEPS 4          // products of 16 inputs in a block
 #define SCALE_BYTES (SCALE == 0 ? 4 : 2)
 #define MANY_WARPS 8
 #define MANY_ROWS 128
 #define X_PITCH (SUB == 4 ? 160 : 128)  // bytes of a token's 64 inputs in shared memory, see x_place()
-#define ARRANGE_THREADS 128
 #define SUMS_BYTES 36864   // shared memory of many()'s sums
 #define STAGE_BYTES 98304  // and of its copies in flight, behind them
 
@@ -48,15 +45,12 @@ struct Linear {
   const int* used_tiles;         // [1] number of tiles that have pairs
   const int* expert_of_tile;     // [used_tiles]
   const int* pair_of_tile;       // [used_tiles, tokens of a kernel's item], and -1 behind a tile's last pair
-  unsigned char* arranged;       // x as arrange() writes it
   int tokens, outputs, inputs;   // tokens: not used with EXPERTS; outputs: of one expert
-  int item_tokens;               // for arrange(): tokens of an item of the kernel that follows
   unsigned inverse;              // with EXPERTS: 2^32 / pairs that read the same row of x, rounded up, or 0 for one pair
   int least_blocks;              // with EXPERTS: blocks that a program has at least
   int most_idle;                 // blocks that a program may lack on average so that no item is shared
   int blocks_a_group;            // blocks of 64 inputs that share a scale; 1 if SUB > 1
-  int first_tile;                // for dequantize(): its first tile of 64 rows
-  int rounded;                   // for dequantize() and wide_256: the dtype before quantization, as SCALE
+  int first_tile, rounded;       // for dequantize(): its first tile of 64 rows, and the dtype before quantization, as SCALE
 };
 
 DEVICE float to_float(unsigned short bits) { return IS_HALF ? half_to_float(bits) : bfloat_to_float(bits); }
@@ -116,17 +110,14 @@ struct Run {
   int rows, spans;  // numbers of items along the rows and along the tokens
   int begin, end, blocks, total, programs;
   int unit;  // blocks that are not divided among programs: one, or those of an item
-  int own;   // this program's number
-  // If programs have clusters, the run is that of a cluster.
-  DEVICE Run(const Linear& p, int rows, int spans, int cluster = 1)
-      : rows(rows), spans(spans), blocks(p.inputs / 64), own(blockIdx.x / cluster) {
+  DEVICE Run(const Linear& p, int rows, int spans) : rows(rows), spans(spans), blocks(p.inputs / 64) {
     total = rows * spans * blocks;
-    programs = gridDim.x / cluster;
+    programs = gridDim.x;
     if (EXPERTS) programs = min(programs, (total + p.least_blocks - 1) / p.least_blocks);
     const int items = rows * spans, most = items ? (items + programs - 1) / programs : 0;
-    unit = (long long)most * blocks * programs - total <= (long long)p.most_idle * cluster * programs ? blocks : 1;
+    unit = (long long)most * blocks * programs - total <= (long long)p.most_idle * programs ? blocks : 1;
     begin = end = 0;
-    if (own < programs) begin = first_of(own), end = first_of(own + 1);
+    if ((int)blockIdx.x < programs) begin = first_of(blockIdx.x), end = first_of(blockIdx.x + 1);
   }
   DEVICE bool is_empty() const { return begin == end; }
   DEVICE int first_of(int program) const { return (int)((long long)program * (total / unit) / programs) * unit; }
@@ -205,7 +196,7 @@ template <int THREADS> DEVICE unsigned fill_table(const Linear& p) {
     if (i < 256 * 8) store_entries(i >> 3, i & 7, pair[k]);
   }
   __syncthreads();
-  return lane_part((threadIdx.x & 31) * 4);
+  return lane_part(threadIdx.x & 31);
 }
 
 DEVICE void store_sum(const Linear& p, int token, int row, float sum) {
@@ -248,7 +239,7 @@ template <int ROWS, int TOKENS, int THREADS> struct Sums {
   // Stores the item's sums if the program has all of it, or its part of them. All threads call it after put().
   DEVICE void store(const Item& item) const {
     const bool whole = run.has_whole(item.number);
-    float* own_part = part(run.own, item.number);
+    float* own_part = part(blockIdx.x, item.number);
     __syncthreads();
     for (int i = threadIdx.x; i < p.tokens * ROWS; i += THREADS) {
       const int token = i / ROWS, row = i % ROWS;
@@ -391,9 +382,13 @@ template <int NT> struct WarpSums {
       to[k * 32 + lane] = F4{{own[0], own[1], own[2], own[3]}};
     }
   }
-  DEVICE void add(int piece, const F4& r) {
+  DEVICE void add(const F4* from, int lane, bool of_programs) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) v[piece / NT][piece % NT][i] += r.v[i];
+    for (int k = 0; k < PIECES; k++) {
+      const F4 r = of_programs ? load_shared_by_programs(from + k * 32 + lane) : from[k * 32 + lane];
+#pragma unroll
+      for (int i = 0; i < 4; i++) v[k / NT][k % NT][i] += r.v[i];
+    }
   }
   DEVICE void store(const Linear& p, const Item& item, int lane) const {
     const int row = item.rows * 64 + (lane >> 2), t = lane & 3;
@@ -411,29 +406,27 @@ template <int NT> struct WarpSums {
   }
 };
 
-// Up to 8 * NT tokens. An item is 64 rows. Programs of a cluster are a team, whose warps are numbered through all of them.
-// A team's run is cut into as many runs as it has warps, so that a warp keeps an item's sums in registers and stores those
-// of whole items by itself. Only at the team's end are the sums of items added that several warps share: the warp in which
-// an item begins collects them, also from other programs' shared memory. A warp loads the next block's operands into
-// registers while it multiplies one: codes that went through shared memory would take a third of the bandwidth that
-// lookups leave.
+// Up to 8 * NT tokens. An item is 64 rows. A program's run is cut into as many runs as it has warps, so that a warp keeps
+// an item's sums in registers and stores those of whole items by itself. Only at the end of the program are the sums of
+// items added that several warps share: the warp in which an item begins collects them. A warp loads the next block's
+// operands into registers while it multiplies one: codes that went through shared memory would take a third of the
+// bandwidth that lookups leave.
 template <int NT, int WARPS> struct Few {
   using Sums = WarpSums<NT>;
-  static constexpr int SIZE = Sums::SIZE, TEAM = WARPS * CLUSTER;
+  static constexpr int SIZE = Sums::SIZE;
   const Linear& p;
   const Run run;
   const Groups groups;
-  const int lane, warp;  // warp: of the team
+  const int lane, warp;
 
   DEVICE Few(const Linear& p)
-      : p(p), run(p, p.outputs / 64, EXPERTS ? *p.used_tiles : 1, CLUSTER), groups(p), lane(threadIdx.x & 31),
-        warp(blockIdx.x % CLUSTER * WARPS + (threadIdx.x >> 5)) {}
+      : p(p), run(p, p.outputs / 64, EXPERTS ? *p.used_tiles : 1), groups(p), lane(threadIdx.x & 31), warp(threadIdx.x >> 5) {}
 
-  // Returns the first block of a warp's run. It is rounded up, so that warp 0 has a block if the team has one.
-  DEVICE int first_of(int warp) const { return run.begin + ((run.end - run.begin) * warp + TEAM - 1) / TEAM; }
-  // Returns where a warp of a program leaves its sums of an item that began before its run.
-  DEVICE F4* left(int warp) const { return (F4*)behind_table() + warp * SIZE; }
-  DEVICE int* is_last() const { return (int*)left(WARPS); }  // of the team's two shared items
+  // Returns the first block of a warp's run. It is rounded up, so that warp 0 has a block if the program has one.
+  DEVICE int first_of(int warp) const { return run.begin + ((run.end - run.begin) * warp + WARPS - 1) / WARPS; }
+  // Returns where a warp leaves its sums of an item that began before its run. Warp 0 has no such place.
+  DEVICE F4* left(int warp) const { return (F4*)behind_table() + (warp - 1) * SIZE; }
+  DEVICE int* is_last() const { return (int*)left(WARPS); }  // of the program's two shared items
   DEVICE F4* part(int program, int index) const { return (F4*)p.parts + (size_t)(program * 2 + index) * SIZE; }
 
   // Multiplies the warp's run. Returns the number of the item that the warp has to collect, or -1.
@@ -470,9 +463,9 @@ template <int NT, int WARPS> struct Few {
       if (first >= begin && last <= end)
         sums.store(p, item, lane);
       else if (first < begin && warp > 0)
-        sums.write(left(warp % WARPS), lane);
+        sums.write(left(warp), lane);
       else if (first < begin && last <= end)
-        sums.write(part(run.own, 0), lane);
+        sums.write(part(blockIdx.x, 0), lane);
       else
         return item.number;
     }
@@ -487,46 +480,35 @@ template <int NT, int WARPS> struct Few {
     }
     Sums sums;
     const int collected = multiply(sums);
-    wait_for_team<CLUSTER>();
-    if (collected >= 0) collect(sums, collected);
-    const bool shares = run.shared_item(0) >= 0 || run.shared_item(1) >= 0;
-    if (CLUSTER > 1 || shares) wait_for_team<CLUSTER>();  // others may read this program's memory until here
-    if (shares && (CLUSTER == 1 || blockIdx.x % CLUSTER == 0)) finish(sums);
-  }
-
-  // Adds to the sums of an item what the following warps have left, and stores them.
-  DEVICE void collect(Sums& sums, int item) const {
-    const int stop = min((item + 1) * run.blocks, run.end);
+    __syncthreads();
+    if (collected >= 0) {
+      const int stop = min((collected + 1) * run.blocks, run.end);
 #pragma unroll 1
-    for (int other = warp + 1; other < TEAM && first_of(other) < stop; other++) {
-      if (first_of(other) == first_of(other + 1)) continue;
-      const F4* from = left(other % WARPS) + lane;
-#pragma unroll
-      for (int k = 0; k < Sums::PIECES; k++)
-        sums.add(k, CLUSTER == 1 ? from[k * 32] : load_of_cluster(from + k * 32, other / WARPS));
+      for (int other = warp + 1; other < WARPS && first_of(other) < stop; other++)
+        if (first_of(other) < first_of(other + 1)) sums.add(left(other), lane, false);
+      if (run.has_whole(collected))
+        sums.store(p, run.item(collected), lane);
+      else
+        sums.write(part(blockIdx.x, run.part_of(blockIdx.x, collected)), lane);
     }
-    if (run.has_whole(item))
-      sums.store(p, run.item(item), lane);
-    else
-      sums.write(part(run.own, run.part_of(run.own, item)), lane);
+    finish(sums);
   }
 
-  // Adds the parts of the items that this team is the last one to finish. Both of its items wait until here, so that
-  // no products wait for another team's memory. The team's first program calls it.
+  // Adds the parts of the items that this program is the last one to finish. Both of its items wait until here, so that
+  // no products wait for another program's memory.
   DEVICE void finish(Sums& sums) const {
+    if (run.shared_item(0) < 0 && run.shared_item(1) < 0) return;
+    __syncthreads();
     if (threadIdx.x < 2) is_last()[threadIdx.x] = run.is_last(p, run.shared_item(threadIdx.x));
     __syncthreads();
     if (warp >= 2 || !is_last()[warp]) return;
     const Item item = run.item(run.shared_item(warp));
     const int first = run.first_owner(item.number), last = run.last_owner(item.number);
     sums.clear();
-    // All teams but the first one begin in the item, or they would not share it.
+    sums.add(part(first, run.part_of(first, item.number)), lane, true);
+    // All programs but the first one begin in the item, or they would not share it.
 #pragma unroll 1
-    for (int team = first; team <= last; team++) {
-      const F4* from = part(team, team == first ? run.part_of(first, item.number) : 0) + lane;
-#pragma unroll
-      for (int k = 0; k < Sums::PIECES; k++) sums.add(k, load_shared_by_programs(from + k * 32));
-    }
+    for (int program = first + 1; program <= last; program++) sums.add(part(program, 0), lane, true);
     sums.store(p, item, lane);
   }
 };

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.nvrtc import CudaCode, CudaCodeError, CudaKernel, machine_code
+from lorafleet.kernels.nvrtc import CudaCode, CudaCodeError, machine_code
 from lorafleet.kernels.quant.code_tiles import TILE
 
 if TYPE_CHECKING:
@@ -38,13 +38,8 @@ MANY_WARPS = 8
 WIDE_WARPS = 12
 WGMMA_CAPABILITY = (9, 0)  # no other GPU has wgmma
 MAX_PROGRAMS = 512  # of a launch for products: a weight has a ticket for each
-# For dense weights, as measured on an H200: benchmarks/NOTES.md, "Launches of four bits that overlap".
-RESIDENT = 2  # programs of few_8 and few_16 that have room on an SM together
-CLUSTER = 8  # programs of a cluster of kernels for few tokens
-PAIR = 2  # programs of a cluster of kernels with wgmma
+RESIDENT = 2  # programs of few_8 and few_16 on an SM: benchmarks/NOTES.md, "Launches of four bits that overlap"
 DEQUANTIZE_WARPS = 8  # each writes a tile
-ARRANGE_THREADS = 128  # of a program
-ARRANGED_INPUTS = 32  # of a thread
 
 
 class FourBitArguments(ctypes.Structure):
@@ -53,8 +48,8 @@ class FourBitArguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "pairs", "book")),
         *((name, ctypes.c_void_p) for name in ("x", "bias", "y", "parts", "tickets")),
-        *((name, ctypes.c_void_p) for name in ("used_tiles", "expert_of_tile", "pair_of_tile", "arranged")),
-        *((name, ctypes.c_int) for name in ("tokens", "outputs", "inputs", "item_tokens")),
+        *((name, ctypes.c_void_p) for name in ("used_tiles", "expert_of_tile", "pair_of_tile")),
+        *((name, ctypes.c_int) for name in ("tokens", "outputs", "inputs")),
         ("inverse", ctypes.c_uint),
         *((name, ctypes.c_int) for name in ("least_blocks", "most_idle", "blocks_a_group")),
         *((name, ctypes.c_int) for name in ("first_tile", "rounded")),
@@ -88,15 +83,9 @@ class FourBitVariant:
         """Returns how many programs of few_8 and few_16 have room on an SM together."""
         return 1 if self.of_experts else RESIDENT
 
-    @property
-    def cluster(self) -> int:
-        """Returns the number of programs of a cluster of the kernels for few tokens."""
-        return 1 if self.of_experts else CLUSTER
-
-    @property
-    def pair(self) -> int:
-        """Returns the number of programs that share their tokens in the kernels for many tokens."""
-        return 1 if self.of_experts else PAIR
+    def resident_of(self, shape: KernelShape) -> int:
+        """Returns how many programs of a kernel have room on an SM together."""
+        return self.resident if shape.name in ("few_8", "few_16") else 1
 
     @property
     def options(self) -> list[str]:
@@ -108,8 +97,6 @@ class FourBitVariant:
             f"-DZEROS={int(self.has_zeros)}",
             f"-DEXPERTS={int(self.of_experts)}",
             f"-DRESIDENT={self.resident}",
-            f"-DCLUSTER={self.cluster}",
-            f"-DPAIR={self.pair}",
             *(f"-D{name.upper()}_WARPS={warps}" for name, warps in self.few_warps.items()),
         ]
 
@@ -140,11 +127,6 @@ class KernelShape:
     )
 
     @property
-    def is_few(self) -> bool:
-        """Whether it is one of those whose programs have clusters."""
-        return self.name.startswith("few")
-
-    @property
     def needs_wgmma(self) -> bool:
         """Whether it is one of four_bit_wide.cu, whose programs wait for each other."""
         return self.name.startswith("wide")
@@ -161,8 +143,7 @@ KERNEL_SHAPES = (
     KernelShape("few_16", 16, 16, TILE, 8, 20),
     KernelShape("wide_32", 32, 32, 4 * TILE, 4, 8),
     KernelShape("wide_64", 64, 64, 4 * TILE, 4, 6),
-    KernelShape("wide_128", 128, 128, 4 * TILE, 4, 3, spans=2),
-    KernelShape("wide_256", 256, 256, 2 * TILE, 4, 0, serves_experts=False),
+    KernelShape("wide_128", 128, 256, 4 * TILE, 4, 3, spans=2),
     # Without wgmma:
     KernelShape("few_32", 32, 64, TILE, 8, 0, serves_experts=False),
     # for groups of 16 and 32, for which few_32 has no registers
@@ -178,10 +159,7 @@ class FourBitKernels:
     shapes: tuple[KernelShape, ...]  # in the order in which they are tried
     by_name: dict[str, Launch]
     dequantize: Launch
-    arrange: Launch | None  # what wide kernels for dense weights need before them; None if there are none
-    most_programs: dict[str, int]  # that run at the same time, of each kernel
-    cluster: int  # programs of a cluster of kernels for few tokens
-    pair: int  # and of those with wgmma
+    most_programs: dict[str, int]  # of each kernel, that run at the same time
 
     @property
     def most_tokens(self) -> int:
@@ -198,8 +176,7 @@ class FourBitKernels:
 
     def programs_for(self, shape: KernelShape, blocks: int) -> int:
         """Returns the number of programs for a product of that many blocks, which are 64 inputs of an item each."""
-        unit = self.cluster if shape.is_few else self.pair if shape.needs_wgmma else 1
-        return unit * min(self.most_programs[shape.name] // unit, -(-blocks // (unit * shape.least_blocks)))
+        return min(self.most_programs[shape.name], -(-blocks // shape.least_blocks))
 
 
 def source() -> str:
@@ -228,35 +205,26 @@ def _kernels(variant: FourBitVariant, index: int) -> FourBitKernels | None:
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # makes the device's context current in this thread
             code = CudaCode(machine_code(source(), variant.options, device))
-            kernels = {shape.name: _product(code, variant, shape) for shape in shapes}
-            products: dict[str, Launch] = dict(kernels.items())
-            most_programs = dict.fromkeys(kernels, properties.multi_processor_count)
-            for shape in shapes:
-                name, cluster = shape.name, variant.cluster if shape.is_few else variant.pair
-                if cluster > 1 and (shape.is_few or shape.needs_wgmma):
-                    most_programs[name] = cluster * code.most_clusters(kernels[name], cluster)
-                elif name in ("few_8", "few_16"):
-                    most_programs[name] *= variant.resident
-            most_programs = {name: min(MAX_PROGRAMS, count) for name, count in most_programs.items()}
+            products: dict[str, Launch] = {shape.name: _product(code, variant, shape, has_wgmma) for shape in shapes}
+            most_programs = {
+                shape.name: min(properties.multi_processor_count * variant.resident_of(shape), MAX_PROGRAMS)
+                for shape in shapes
+            }
             dequantize = code.kernel("dequantize", DEQUANTIZE_WARPS * 32, 0)
-            has_arrange = has_wgmma and not variant.of_experts
-            arrange = code.kernel("arrange", ARRANGE_THREADS, 0, overlaps=True) if has_arrange else None
-            return FourBitKernels(shapes, products, dequantize, arrange, most_programs, variant.cluster, variant.pair)
+            return FourBitKernels(shapes, products, dequantize, most_programs)
     except CudaCodeError as error:
         log.warning("weights of four bits are served by slower kernels: %s", error)
         return None
 
 
-def _product(code: CudaCode, variant: FourBitVariant, shape: KernelShape) -> CudaKernel:
-    overlaps = not variant.of_experts
+def _product(code: CudaCode, variant: FourBitVariant, shape: KernelShape, has_wgmma: bool) -> Launch:
+    overlaps = has_wgmma and not variant.of_experts
     if shape.needs_wgmma:
-        return code.kernel(
-            shape.name, WIDE_WARPS * 32, TABLE_BYTES + WIDE_BYTES, waits=True, overlaps=overlaps, cluster=variant.pair
-        )
+        return code.kernel(shape.name, WIDE_WARPS * 32, TABLE_BYTES + WIDE_BYTES, waits=True, overlaps=overlaps)
     warps = variant.few_warps.get(shape.name)
     if warps is not None:
-        shared_bytes = TABLE_BYTES + warps * (shape.tokens // 8) * WARP_SUMS_BYTES + FLAGS_BYTES
-        return code.kernel(shape.name, warps * 32, shared_bytes, overlaps=overlaps, cluster=variant.cluster)
+        shared_bytes = TABLE_BYTES + (warps - 1) * (shape.tokens // 8) * WARP_SUMS_BYTES + FLAGS_BYTES
+        return code.kernel(shape.name, warps * 32, shared_bytes, overlaps=overlaps)
     return code.kernel(shape.name, MANY_WARPS * 32, TABLE_BYTES + MANY_BYTES)
 
 
@@ -285,18 +253,9 @@ def launch(
     arguments.parts, arguments.outputs = parts.data_ptr(), outputs
     arguments.most_idle = shape.most_idle
     arguments.bias = None if bias_O is None else bias_O.data_ptr()
-    arranged = None  # x in the order of the codes' products
-    if shape.needs_wgmma:
-        assert weight.quantized_from is not None
-        arguments.rounded, arguments.item_tokens = DTYPE_INDEX[weight.quantized_from], shape.tokens
-        arranged = torch.empty(spans * shape.tokens, weight.num_inputs, dtype=weight.dtype, device=device)
-        arguments.arranged = arranged.data_ptr()
     for first in range(0, len(x_TD), shape.launch_tokens):
         arguments.x, arguments.y = x_TD[first:].data_ptr(), y_TO[first:].data_ptr()
         arguments.tokens = min(shape.launch_tokens, len(x_TD) - first)
-        if arranged is not None:
-            assert kernels.arrange is not None
-            kernels.arrange(-(-arranged.numel() // (ARRANGE_THREADS * ARRANGED_INPUTS)), arguments)
         kernels.by_name[shape.name](programs, arguments)
     return y_TO
 

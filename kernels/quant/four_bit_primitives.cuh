@@ -9,14 +9,13 @@
 
 struct __align__(8) U2 { unsigned v[2]; };
 struct __align__(16) U4 { unsigned v[4]; };
-struct __align__(8) F2 { float v[2]; };
 struct __align__(16) F4 { float v[4]; };
 
 // A table of 256 pairs lies at the start of shared memory, 32 times: 64 KB in all. The driver uses the first KB of the
-// shared window, and the highest byte of an address is the program's number in its cluster. So an entry's address is this
-// constant, which is part of the load's instruction, and one byte permutation.
+// shared window. An entry's address is this constant, which is part of the load's instruction, and one byte permutation.
 #define TABLE_AT 0x400u
 #define TABLE_BYTES 0x10000u
+#define BEHIND_TABLE (TABLE_AT + TABLE_BYTES)
 
 extern __shared__ unsigned char shared_start[];
 
@@ -83,24 +82,6 @@ DEVICE F4 load_shared_by_programs(const F4* at) {
   return r;
 }
 
-// Waits for all threads of the program, or of a cluster of programs, of which any may read another one's shared memory.
-template <int PROGRAMS> DEVICE void wait_for_team() {
-  if (PROGRAMS == 1)
-    __syncthreads();
-  else
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// Reads the shared memory of a program of the cluster, whose address there is that of `at` here.
-DEVICE F4 load_of_cluster(const F4* at, int program) {
-  F4 r;
-  unsigned address;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(at)), "r"(program));
-  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(r.v[0]), "=f"(r.v[1]), "=f"(r.v[2]), "=f"(r.v[3]) : "r"(address) : "memory");
-  return r;
-}
-
 template <int BYTES> DEVICE void copy_to_shared(void* to, const void* from, bool inside = true) {
   const int bytes = inside ? BYTES : 0;  // the rest is filled with zeros
   if constexpr (BYTES == 16)
@@ -117,16 +98,14 @@ template <int LEFT> DEVICE void wait_copies() { asm volatile("cp.async.wait_grou
 
 // Writes the pair of a byte for four lanes.
 DEVICE void store_entries(unsigned byte, unsigned lanes, unsigned pair) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" :: "r"(shared_address(shared_start) + byte * 256 + lanes * 16), "r"(pair) : "memory");
+  asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" :: "r"(TABLE_AT + byte * 256 + lanes * 16), "r"(pair) : "memory");
 }
 
-// Returns what lookup() needs of a lane, whose numbers lie so many bytes behind those of lane 0. It stays behind the
-// barrier after the table is written.
-DEVICE unsigned lane_part(unsigned bytes) {
-  const unsigned program = shared_address(shared_start) - TABLE_AT;
-  if (program & 0xFFFFFF) __trap();
+// Returns what lookup() needs of a lane. It stays behind the barrier after the table is written.
+DEVICE unsigned lane_part(unsigned lane) {
+  if (shared_address(shared_start) != TABLE_AT) __trap();
   unsigned r;
-  asm volatile("mov.u32 %0, %1;" : "=r"(r) : "r"(bytes | program >> 8) : "memory");
+  asm volatile("mov.u32 %0, %1;" : "=r"(r) : "r"(lane * 4) : "memory");
   return r;
 }
 
@@ -134,18 +113,6 @@ DEVICE unsigned lane_part(unsigned bytes) {
 DEVICE unsigned lookup(unsigned word, int index, unsigned lane) {
   unsigned r;
   asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(r) : "r"(__byte_perm(word, lane, 0x6504 | (index << 4))), "n"(TABLE_AT));
-  return r;
-}
-
-// The two numbers of a byte in float32, in the same place of a table that has 64 bits for each byte and lane.
-DEVICE void store_floats(unsigned byte, unsigned lane, float low, float high) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" 
-               :: "r"(shared_address(shared_start) + byte * 256 + lane * 8), "f"(low), "f"(high) : "memory");
-}
-DEVICE F2 lookup_floats(unsigned word, int index, unsigned lane) {
-  F2 r;
-  asm("ld.shared.v2.f32 {%0, %1}, [%2 + %3];"
-      : "=f"(r.v[0]), "=f"(r.v[1]) : "r"(__byte_perm(word, lane, 0x6504 | (index << 4))), "n"(TABLE_AT));
   return r;
 }
 
@@ -174,12 +141,6 @@ DEVICE float bfloat_to_float(unsigned short bits) { return __uint_as_float((unsi
 DEVICE unsigned short to_half(float value) {
   unsigned short r;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(value));
-  return r;
-}
-
-DEVICE unsigned to_pair(float low, float high) {
-  unsigned r;
-  asm("cvt.rn." NUMBER "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
 

@@ -1,57 +1,43 @@
 // x @ W.T with weights of four bits, for 17 tokens and more, on GPUs of compute capability 9.0. It follows four_bit.cu, whose
 // packing, table of pairs, runs and parts it shares.
 //
-// Idea: a warpgroup looks its rows' codes up once and multiplies them by up to 256 tokens with wgmma, whose first operand
-// lies in registers and whose second operand, x, lies in shared memory. One more warpgroup produces: it copies codes, scales
-// and x to shared memory, several blocks of 64 inputs ahead. arrange() has written x before with its inputs in the order of
-// the codes' products, so that a block of x is one copy. With EXPERTS the producer gathers x by itself. A fence before
-// wgmma waits for all loads of a warp, so each warp of the producer then has a block of its own.
-//
-// Up to 128 tokens, scales multiply the sums of a group in float32. A warpgroup has two tiles of 64 rows: while one is
-// multiplied, the other one's codes are looked up and its sums are scaled. For more tokens there are no registers for sums
-// of groups, so each value is multiplied by its scale and rounded as dequantize() does, before the product.
-//
+// Idea: a warpgroup looks its rows' codes up once and multiplies them by up to 128 tokens with wgmma, whose first operand
+// lies in registers and whose second operand, x, lies in shared memory. A warpgroup has two tiles of 64 rows: while one is
+// multiplied, the other one's codes are looked up and its sums are scaled. One more warpgroup produces: it copies codes and
+// scales to shared memory, several blocks of 64 inputs ahead, and writes x there with its inputs in the order of the codes'
+// products. A fence before wgmma waits for all loads of a warp, so each warp of the producer has a block of its own.
 // Programs that share an item wait for each other, and each adds up a share of the parts: one program alone would take longer
 // to add them than the products take. So they must all run at once.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define MULTIPLIERS 2  // warpgroups that multiply
 #define WIDE_THREADS ((MULTIPLIERS + 1) * 128)
 #define WIDE_BYTES 163840  // shared memory behind the table
-#define PRODUCER_REGISTERS (!EXPERTS ? 24 : SUB == 1 ? 56 : 72)
-#define MULTIPLIER_REGISTERS ((504 - PRODUCER_REGISTERS) / 2)
 
 // Describes B [16, N] in shared memory: two rows of core matrices, `core` bytes apart, whose matrices are 128 bytes apart.
 DEVICE unsigned long long matrix(unsigned at, int core) {
-  return (unsigned long long)(at >> 4 & 0x3FFF) | (unsigned long long)(core >> 4) << 16 | (unsigned long long)(128 >> 4) << 32;
+  return (unsigned long long)(at >> 4) | (unsigned long long)(core >> 4) << 16 | (unsigned long long)(128 >> 4) << 32;
 }
 
-// What kernels for many tokens share: their operands in shared memory, and items' sums. An item is SPANS * N tokens, and
-// TILES tiles of 64 rows for each warpgroup.
-template <int N, int SPANS, int TILES> struct WideItems {
-  static constexpr int TOKENS = N * SPANS, ROWS = MULTIPLIERS * TILES * 64, UNITS = TILES * SPANS;  // of a program
-  // Bytes of a stage: x; behind x of all stages codes, scales and zeros of each tile.
+// An item is 256 rows and SPANS * N tokens. A warpgroup has two tiles of 64 rows.
+template <int N, int SPANS> struct Wide {
+  static constexpr int TOKENS = N * SPANS, TILES = 2, ROWS = MULTIPLIERS * TILES * 64, UNITS = TILES * SPANS;
+  // Bytes of a stage: x; behind x of all stages codes, scales and zeros of four tiles.
   static constexpr int STAGE = TOKENS * 128, SCALES = 64 * SUB * SCALE_BYTES, ZERO_BYTES = ZEROS ? 64 * SUB : 0;
   static constexpr int TILE_BYTES = BLOCK_BYTES + SCALES + ZERO_BYTES, OPERANDS = ROWS / 64 * TILE_BYTES;
   static constexpr int FITTING = (WIDE_BYTES - 256) / (STAGE + OPERANDS), STAGES = FITTING < 6 ? FITTING : 6;
   static constexpr int CORE = TOKENS * 16;  // bytes of 8 inputs of all tokens
   static constexpr int GROUP_STEPS = STEPS / SUB;
-#if EXPERTS
   // A piece of x is 8 tokens by 32 inputs. A warp of the producer loads as many at a time as its registers hold.
   static constexpr int PIECES = TOKENS / 4 < 8 ? TOKENS / 4 : 8, BATCHES = TOKENS / 4 / PIECES;
-#endif
+  static constexpr int PRODUCER_REGISTERS = SUB == 1 ? 56 : 72, MULTIPLIER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
   const Linear& p;
   const Run run;
   const Groups groups;
   const int lane, g, t, warp;  // warp: of its warpgroup
-  const int rank;  // of the program in its pair
 
-  DEVICE WideItems(const Linear& p)
-      : p(p), run(p, (p.outputs + ROWS * PAIR - 1) / (ROWS * PAIR),
-                  EXPERTS ? *p.used_tiles : (p.tokens + TOKENS - 1) / TOKENS, PAIR),
-        groups(p), lane(threadIdx.x & 31), g(lane >> 2), t(lane & 3), warp(threadIdx.x >> 5 & 3), rank(blockIdx.x % PAIR) {}
-
-  // Returns the first of the program's tiles of 64 rows.
-  DEVICE int first_tile(const Item& item) const { return (item.rows * PAIR + rank) * (ROWS / 64); }
+  DEVICE Wide(const Linear& p)
+      : p(p), run(p, (p.outputs + ROWS - 1) / ROWS, EXPERTS ? *p.used_tiles : (p.tokens + TOKENS - 1) / TOKENS), groups(p),
+        lane(threadIdx.x & 31), g(lane >> 2), t(lane & 3), warp(threadIdx.x >> 5 & 3) {}
 
   DEVICE unsigned char* operands(int stage, int tile) const {
     return behind_table() + STAGES * STAGE + (stage * (ROWS / 64) + tile) * TILE_BYTES;
@@ -61,55 +47,10 @@ template <int N, int SPANS, int TILES> struct WideItems {
 
   // Returns the block of a tile of 64 rows. It is that of the last tile for those behind it, which are not stored.
   DEVICE int held_block(const Place& place, int index) const {
-    const int tiles = p.outputs / 64, tile = min(first_tile(place.item) + index, tiles - 1);
+    const int tiles = p.outputs / 64, tile = min(place.item.rows * (ROWS / 64) + index, tiles - 1);
     return ((EXPERTS ? __ldg(p.expert_of_tile + place.item.span) * tiles : 0) + tile) * run.blocks + place.block;
   }
 
-  // Begins to copy the operands of a tile to a stage. One thread of a warp calls it.
-  DEVICE void copy_tile(const Place& place, int stage, int tile) const {
-    const int block = held_block(place, tile);
-    const size_t group = (size_t)groups.first_of(block) * 64;
-    unsigned char* to = operands(stage, tile);
-    Barrier* barrier = filled() + stage;
-    copy_bytes(to, p.codes + (size_t)block * BLOCK_BYTES, BLOCK_BYTES, barrier);
-    copy_bytes(to + BLOCK_BYTES, p.scales + group * SCALE_BYTES, SCALES, barrier);
-    if (ZEROS) copy_bytes(to + BLOCK_BYTES + SCALES, p.zeros + group, ZERO_BYTES, barrier);
-  }
-
-  // Begins to copy a thread's share of a stage's operands.
-  DEVICE void copy_weight(const Place& place, int stage) const {
-#if EXPERTS  // lanes of any warp of the producer
-    expect_bytes(filled() + stage, TILE_BYTES);
-    copy_tile(place, stage, lane);
-#else  // a lane of each warp of the producer, which copies a part of x, too
-    arrive_and_expect(filled() + stage, STAGE / 4 + (warp < ROWS / 64 ? TILE_BYTES : 0));
-    if (warp < ROWS / 64) copy_tile(place, stage, warp);
-#endif
-  }
-
-  // Begins the barriers. One thread calls it.
-  DEVICE void begin_barriers() const {
-    for (int i = 0; i < STAGES; i++) {
-      begin_barrier(filled() + i, EXPERTS ? 32 : 4);
-      begin_barrier(used() + i, MULTIPLIERS * 4 * PAIR);
-    }
-    show_barriers();
-  }
-
-  // Begins the copies of the first stages' weights, while the former kernel may still write x. The producer calls it.
-  DEVICE void begin_copies(Place place) const {
-#if EXPERTS
-    if (warp > 0 || lane >= ROWS / 64) return;
-#else
-    if (lane > 0) return;
-#endif
-    for (int i = 0; i < STAGES && place.at < run.end; i++) {
-      copy_weight(place, i);
-      place.move(1, run);
-    }
-  }
-
-#if EXPERTS
   DEVICE void load_x(U4* x, const Place& place, int batch) const {
 #pragma unroll
     for (int i = 0; i < PIECES; i += 2) {
@@ -135,6 +76,35 @@ template <int N, int SPANS, int TILES> struct WideItems {
       }
   }
 
+  // Begins to copy the operands of a stage. A lane copies those of a tile.
+  DEVICE void copy_operands(const Place& place, int stage) const {
+    if (lane >= ROWS / 64) return;
+    const int block = held_block(place, lane);
+    const size_t group = (size_t)groups.first_of(block) * 64;
+    unsigned char* to = operands(stage, lane);
+    Barrier* barrier = filled() + stage;
+    expect_bytes(barrier, TILE_BYTES);
+    copy_bytes(to, p.codes + (size_t)block * BLOCK_BYTES, BLOCK_BYTES, barrier);
+    copy_bytes(to + BLOCK_BYTES, p.scales + group * SCALE_BYTES, SCALES, barrier);
+    if (ZEROS) copy_bytes(to + BLOCK_BYTES + SCALES, p.zeros + group, ZERO_BYTES, barrier);
+  }
+
+  // Begins the barriers and the copies of all stages. A warp calls it.
+  DEVICE void begin_copies(Place place) const {
+    if (lane == 0) {
+      for (int i = 0; i < STAGES; i++) {
+        begin_barrier(filled() + i, 32);
+        begin_barrier(used() + i, MULTIPLIERS * 4);
+      }
+      show_barriers();
+    }
+    __syncwarp();
+    for (int i = 0; i < STAGES && place.at < run.end; i++) {
+      copy_operands(place, i);
+      place.move(1, run);
+    }
+  }
+
   // Warps take blocks in turn. Each waits for its own loads and stores before wgmma may see them.
   DEVICE void produce(Place place) const {
     for (int i = 0; i < warp; i++) place.move(1, run);
@@ -144,7 +114,7 @@ template <int N, int SPANS, int TILES> struct WideItems {
       const int stage = i % STAGES;
       load_x(x, place, 0);
       wait_barrier(used() + stage, i / STAGES + 1 & 1);
-      if (i >= STAGES && lane < ROWS / 64) copy_weight(place, stage);  // the first ones are in flight already
+      if (i >= STAGES) copy_operands(place, stage);  // the first ones are in flight already
       store_x(x, stage, 0);
 #pragma unroll 1
       for (int batch = 1; batch < BATCHES; batch++) {
@@ -158,44 +128,6 @@ template <int N, int SPANS, int TILES> struct WideItems {
     }
   }
 
-#else
-  // Bytes of x that a warp of the producer copies. Programs of a pair multiply the same tokens, and each copies a half to both.
-  static constexpr int PART = STAGE / 4 / PAIR;
-
-  DEVICE void copy_x(const Place& place, int stage) const {
-    const int at = (rank * 4 + warp) * PART;
-    const unsigned char* from = p.arranged + ((size_t)place.item.span * run.blocks + place.block) * STAGE + at;
-    unsigned char* to = behind_table() + stage * STAGE + at;
-    if (PAIR == 1)
-      copy_bytes(to, from, PART, filled() + stage);
-    else
-      copy_bytes_to_pair(to, from, PART, filled() + stage);
-  }
-
-  DEVICE void produce(Place place) const {
-    if (lane != 0) return;
-#pragma unroll 1
-    for (int i = 0; place.at < run.end; i++) {
-      const int stage = i % STAGES;
-      if (i >= STAGES) {
-        wait_barrier(used() + stage, i / STAGES + 1 & 1);
-        copy_weight(place, stage);
-      }
-      copy_x(place, stage);
-      place.move(1, run);
-    }
-  }
-#endif
-
-  // Lets the producers of the pair fill a stage again. A warp calls it.
-  DEVICE void release(int stage) const {
-    if (PAIR == 1) {
-      if (lane == 0) arrive(used() + stage);
-    } else if (lane < PAIR) {
-      arrive_at(used() + stage, lane);
-    }
-  }
-
   // Returns the scale of row g or g + 8 of a warp's 16 rows.
   DEVICE float scale(int stage, int m, int s, int h) const {
     const unsigned char* scales = operands(stage, (threadIdx.x >> 7) * TILES + m) + BLOCK_BYTES;
@@ -205,106 +137,9 @@ template <int N, int SPANS, int TILES> struct WideItems {
     return SCALE == 1 ? bfloat_to_float(bits) : half_to_float(bits);
   }
 
-  // Returns the row of y of a token of eight, or -1.
-  DEVICE int y_row_of(const Item& item, int u, int n, int token) const {
-    return y_row(p, item.span, TOKENS, u % SPANS * N + n * 8 + token);
-  }
-
-  // The sums of a program's part lie by thread. All programs have the same threads for the same sums.
-  DEVICE F4* part(int program, int index) const { return (F4*)(p.parts + (size_t)((program * 2 + index) * PAIR + rank) * TOKENS * ROWS); }
-
-  // Stores eight tokens' sums. Pairs of tokens become pairs of rows, which are side by side in y.
-  DEVICE void store(const Item& item, int u, int n, const float* sums) const {
-    const int tile = first_tile(item) + (threadIdx.x >> 7) * TILES + u / SPANS;
-    if (tile >= p.outputs / 64) return;
-    const int row = tile * 64 + warp * 16, token = y_row_of(item, u, n, g);
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const float bias = p.bias ? to_float(p.bias[row + h * 8 + g]) : 0.f;
-      const unsigned low = to_number(sums[h * 2] + bias), high = to_number(sums[h * 2 + 1] + bias);
-      const unsigned pair = transpose(low | high << 16);
-      if (token >= 0) *(unsigned*)(p.y + (size_t)token * p.outputs + row + h * 8 + t * 2) = pair;
-    }
-  }
-
-  DEVICE void close_item(const Item& item, float (*sums)[N / 8][4]) const {
-    const bool whole = run.has_whole(item.number);
-    F4* to = part(run.own, run.part_of(run.own, item.number));
-#pragma unroll
-    for (int u = 0; u < UNITS; u++)
-#pragma unroll
-      for (int n = 0; n < N / 8; n++) {
-        // With experts a whole item's tiles of rows are looked up at once, without a branch for each eight tokens.
-        if (!(EXPERTS && whole) && y_row_of(item, u, n, 0) < 0) continue;
-        if (whole)
-          store(item, u, n, sums[u][n]);
-        else
-          to[(u * (N / 8) + n) * MULTIPLIERS * 128 + threadIdx.x] = F4{{sums[u][n][0], sums[u][n][1], sums[u][n][2], sums[u][n][3]}};
-      }
-  }
-
-  // Adds the parts of shared items. All programs of an item wait for each other and share its sums, so all must run at once.
-  DEVICE void finish() const {
-    if (run.shared_item(0) < 0 && run.shared_item(1) < 0) return;
-    wait_threads<MULTIPLIERS * 128>();
-    if (threadIdx.x < 2 && run.shared_item(threadIdx.x) >= 0) {
-      __threadfence();
-      atomicAdd(run.ticket(p, run.shared_item(threadIdx.x)), 1);
-    }
-#pragma unroll 1
-    for (int which = 0; which < 2; which++) {
-      if (run.shared_item(which) < 0) continue;
-      const Item item = run.item(run.shared_item(which));
-      const int first = run.first_owner(item.number), count = run.last_owner(item.number) - first + 1;
-      int* ticket = run.ticket(p, item.number);
-      if (threadIdx.x == 0) {
-        while (load_ticket(ticket) < count * PAIR) {}
-        __threadfence();
-      }
-      wait_threads<MULTIPLIERS * 128>();
-      const F4* parts = part(first, run.part_of(first, item.number)) + threadIdx.x;
-      const F4* others = part(first, 0) + threadIdx.x;
-      const int own = run.own - first;
-#pragma unroll 1
-      for (int i = own; i < UNITS * (N / 8); i += 2 * count) {  // two at a time, so that more loads are in flight
-        F4 sum[2] = {};
-#pragma unroll 4
-        for (int k = 0; k < count; k++) {
-          const F4* from = k == 0 ? parts : others + k * 2 * PAIR * (TOKENS * ROWS / 4);
-#pragma unroll
-          for (int j = 0; j < 2; j++) {
-            const int at = i + j * count;
-            if (at >= UNITS * (N / 8)) continue;
-            const F4 r = load_shared_by_programs(from + at * MULTIPLIERS * 128);
-#pragma unroll
-            for (int l = 0; l < 4; l++) sum[j].v[l] += r.v[l];
-          }
-        }
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          const int at = i + j * count;
-          if (at < UNITS * (N / 8) && y_row_of(item, at / (N / 8), at % (N / 8), 0) >= 0)
-            store(item, at / (N / 8), at % (N / 8), sum[j].v);
-        }
-      }
-      if (threadIdx.x == 0 && atomicAdd(ticket, 1) == 2 * count * PAIR - 1) *ticket = 0;
-    }
-  }
-
-};
-
-// Up to 128 tokens. An item is 256 rows and SPANS * N tokens.
-template <int N, int SPANS> struct Wide : WideItems<N, SPANS, 2> {
-  using Items = WideItems<N, SPANS, 2>;
-  using Items::p, Items::run, Items::lane, Items::g, Items::warp;
-  static constexpr int TILES = 2, STAGE = Items::STAGE, STAGES = Items::STAGES, CORE = Items::CORE, SCALES = Items::SCALES;
-  static constexpr int GROUP_STEPS = Items::GROUP_STEPS, UNITS = Items::UNITS;
-
-  DEVICE Wide(const Linear& p) : Items(p) {}
-
   // Looks up the codes of a group or a block, of 16 rows for a warp.
   DEVICE void decode(unsigned (*a)[4], int stage, int m, int s, unsigned lane_bits) const {
-    const unsigned char* from = Items::operands(stage, (threadIdx.x >> 7) * TILES + m);
+    const unsigned char* from = operands(stage, (threadIdx.x >> 7) * TILES + m);
     const U4 code = *(const U4*)(from + warp * 512 + lane * 16);
     unsigned zero[2];
 #pragma unroll
@@ -319,7 +154,7 @@ template <int N, int SPANS> struct Wide : WideItems<N, SPANS, 2> {
   }
 
   DEVICE void issue(float (*c)[4], unsigned (*a)[4], int stage, int s, int span) const {
-    const unsigned x = shared_address(behind_table()) + stage * STAGE + s * GROUP_STEPS * 2 * CORE + span * N * 16;
+    const unsigned x = BEHIND_TABLE + stage * STAGE + s * GROUP_STEPS * 2 * CORE + span * N * 16;
     begin_wgmma();
 #pragma unroll
     for (int q = 0; q < GROUP_STEPS; q++) Wgmma<N>::run(c, a[q], matrix(x + q * 2 * CORE, CORE), q > 0);
@@ -328,11 +163,49 @@ template <int N, int SPANS> struct Wide : WideItems<N, SPANS, 2> {
 
   // Adds products of a tile, times their scales.
   DEVICE void add(float (*sums)[4], const float (*c)[4], int stage, int m, int s) const {
-    const float scales[2] = {Items::scale(stage, m, s, 0), Items::scale(stage, m, s, 1)};
+    const float scales[2] = {scale(stage, m, s, 0), scale(stage, m, s, 1)};
 #pragma unroll
     for (int n = 0; n < N / 8; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++) sums[n][i] += scales[i >> 1] * c[n][i];
+  }
+
+  // Returns the row of y of a token of eight, or -1.
+  DEVICE int y_row_of(const Item& item, int u, int n, int token) const {
+    return y_row(p, item.span, TOKENS, u % SPANS * N + n * 8 + token);
+  }
+
+  // The sums of a program's part lie by thread. All programs have the same threads for the same sums.
+  DEVICE F4* part(int program, int index) const { return (F4*)(p.parts + (size_t)(program * 2 + index) * TOKENS * ROWS); }
+
+  // Stores eight tokens' sums. Pairs of tokens become pairs of rows, which are side by side in y.
+  DEVICE void store(const Item& item, int u, int n, const float* sums) const {
+    const int tile = item.rows * (ROWS / 64) + (threadIdx.x >> 7) * TILES + u / SPANS;
+    if (tile >= p.outputs / 64) return;
+    const int row = tile * 64 + warp * 16, token = y_row_of(item, u, n, g);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float bias = p.bias ? to_float(p.bias[row + h * 8 + g]) : 0.f;
+      const unsigned low = to_number(sums[h * 2] + bias), high = to_number(sums[h * 2 + 1] + bias);
+      const unsigned pair = transpose(low | high << 16);
+      if (token >= 0) *(unsigned*)(p.y + (size_t)token * p.outputs + row + h * 8 + t * 2) = pair;
+    }
+  }
+
+  DEVICE void close_item(const Item& item, float (*sums)[N / 8][4]) const {
+    const bool whole = run.has_whole(item.number);
+    F4* to = part(blockIdx.x, run.part_of(blockIdx.x, item.number));
+#pragma unroll
+    for (int u = 0; u < UNITS; u++)
+#pragma unroll
+      for (int n = 0; n < N / 8; n++) {
+        // With experts a whole item's tiles of rows are looked up at once, without a branch for each eight tokens.
+        if (!(EXPERTS && whole) && y_row_of(item, u, n, 0) < 0) continue;
+        if (whole)
+          store(item, u, n, sums[u][n]);
+        else
+          to[(u * (N / 8) + n) * MULTIPLIERS * 128 + threadIdx.x] = F4{{sums[u][n][0], sums[u][n][1], sums[u][n][2], sums[u][n][3]}};
+      }
   }
 
   // Multiplies a block, whose values of tile 0 are in `a` already, and looks up those of the next block's tile 0. The next
@@ -357,7 +230,7 @@ template <int N, int SPANS> struct Wide : WideItems<N, SPANS, 2> {
             } else if (s < SUB - 1) {
               decode(a[0], stage, 0, s + 1, lane_bits);
             } else if (next >= 0) {
-              wait_barrier(Items::filled() + next, next_phase);
+              wait_barrier(filled() + next, next_phase);
               decode(a[0], next, 0, 0, lane_bits);
             }
           }
@@ -377,7 +250,7 @@ template <int N, int SPANS> struct Wide : WideItems<N, SPANS, 2> {
   DEVICE void consume(Place place, unsigned lane_bits) const {
     unsigned a[TILES][GROUP_STEPS][4];
     int stage = 0, phase = 0;
-    wait_barrier(Items::filled(), 0);
+    wait_barrier(filled(), 0);
     decode(a[0], 0, 0, 0, lane_bits);
 #pragma unroll 1
     while (place.at < run.end) {
@@ -389,155 +262,75 @@ template <int N, int SPANS> struct Wide : WideItems<N, SPANS, 2> {
         if (++stage == STAGES) stage = 0, phase ^= 1;
         multiply(sums, a, now, place.at + step + 1 < run.end ? stage : -1, phase, lane_bits);
         __syncwarp();  // all lanes have read their scales
-        Items::release(now);
-      }
-      Items::close_item(place.item, sums);
-      place.move(steps, run);
-    }
-    Items::finish();
-  }
-
-};
-
-#if !EXPERTS
-// Up to 256 tokens. An item is 128 rows and 256 tokens. Values are rounded after they are multiplied by their scales.
-struct Rounded : WideItems<256, 1, 1> {
-  static constexpr int N = 256;
-
-  DEVICE Rounded(const Linear& p) : WideItems(p) {}
-
-  // Writes the values of 16 rows of a block for a warp.
-  DEVICE void decode(unsigned (*a)[4], int stage, unsigned lane_bits) const {
-    const unsigned char* from = operands(stage, threadIdx.x >> 7);
-    const U4 code = *(const U4*)(from + warp * 512 + lane * 16);
-    const bool twice = p.rounded == (IS_HALF ? 1 : 2);
-#pragma unroll
-    for (int s = 0; s < SUB; s++) {
-      float scales[2], zero[2];
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        scales[h] = scale(stage, 0, s, h);
-        zero[h] = ZEROS ? (float)from[BLOCK_BYTES + SCALES + s * 64 + g * 8 + h * 4 + warp] - 8.f : 0.f;
-      }
-#pragma unroll
-      for (int q = s * GROUP_STEPS; q < (s + 1) * GROUP_STEPS; q++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          F2 r = lookup_floats(code.v[q], i, lane_bits);
-#pragma unroll
-          for (int k = 0; k < 2; k++) {
-            r.v[k] = (r.v[k] - zero[i & 1]) * scales[i & 1];
-            if (twice) r.v[k] = IS_HALF ? bfloat_to_float(to_bfloat(r.v[k])) : half_to_float(to_half(r.v[k]));
-          }
-          a[q][i] = to_pair(r.v[0], r.v[1]);
-        }
-    }
-  }
-
-  DEVICE void consume(Place place, unsigned lane_bits) const {
-    unsigned a[STEPS][4], next[STEPS][4];
-    int stage = 0, phase = 0;
-    wait_barrier(filled(), 0);
-    decode(a, 0, lane_bits);
-#pragma unroll 1
-    while (place.at < run.end) {
-      float sums[1][N / 8][4] = {};
-      const int steps = min(run.blocks - place.block, run.end - place.at);
-#pragma unroll 1
-      for (int step = 0; step < steps; step++) {
-        const int now = stage;
-        if (++stage == STAGES) stage = 0, phase ^= 1;
-        const unsigned x = shared_address(behind_table()) + now * STAGE;
-        begin_wgmma();
-#pragma unroll
-        for (int q = 0; q < STEPS; q++) Wgmma<N>::run(sums[0], a[q], matrix(x + q * 2 * CORE, CORE), true);
-        close_wgmma();
-        if (place.at + step + 1 < run.end) {
-          wait_barrier(filled() + stage, phase);
-          decode(next, stage, lane_bits);
-        }
-        wait_wgmma<0>(sums[0]);
-#pragma unroll
-        for (int k = 0; k < STEPS * 4; k++) a[k / 4][k % 4] = next[k / 4][k % 4];
-        release(now);
+        if (lane == 0) arrive(used() + now);
       }
       close_item(place.item, sums);
       place.move(steps, run);
     }
     finish();
   }
-};
-#endif
 
-// Fills the table of the numbers of a byte in float32.
-template <int THREADS> DEVICE unsigned fill_float_table(const Linear& p) {
-  for (int i = threadIdx.x; i < 256 * 32; i += THREADS) store_floats(i >> 5, i & 31, p.book[i >> 5 & 15], p.book[i >> 9]);
-  __syncthreads();
-  return lane_part((threadIdx.x & 31) * 8);
-}
-
-template <class Kernel, bool ROUNDED> DEVICE void run_wide(const Linear& p) {
-  begin_next();
-  const Kernel kernel(p);
-  if (kernel.run.is_empty()) {
-    wait_for_former();
-    return;
-  }
-  const bool produces = threadIdx.x >= MULTIPLIERS * 128;
-  const Place place = kernel.run.place(kernel.run.begin);
-  if (threadIdx.x == WIDE_THREADS - 128) kernel.begin_barriers();
-  if (produces) {
-    wait_for_producers();
-    kernel.begin_copies(place);
-  }
-  const unsigned lane_bits = ROUNDED ? fill_float_table<WIDE_THREADS>(p) : fill_table<WIDE_THREADS>(p);
-  if (PAIR > 1) wait_for_team<PAIR>();  // the other program's barriers are ready
-  wait_for_former();
-  if (produces) {
-    take_registers<PRODUCER_REGISTERS, false>();
-    kernel.produce(place);
-  } else {
-    take_registers<MULTIPLIER_REGISTERS, true>();
-    kernel.consume(place, lane_bits);
-  }
-  if (PAIR > 1) {  // the other program may arrive at this one's barriers until here
-    __syncwarp();
-    wait_for_team<PAIR>();
-  }
-}
-
-KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_32(const Linear p) { run_wide<Wide<32, 1>, false>(p); }
-KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_64(const Linear p) { run_wide<Wide<64, 1>, false>(p); }
-KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_128(const Linear p) { run_wide<Wide<64, 2>, false>(p); }
-#if !EXPERTS
-KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_256(const Linear p) { run_wide<Rounded, true>(p); }
-
-// Writes x to p.arranged with its inputs in the order of the codes' products, for items of p.item_tokens tokens: the blocks
-// of 64 inputs of each, and in a block eight core matrices of wgmma, which are 8 tokens by 8 inputs, and of which a token's
-// are 16 bytes. Eight threads in a row have eight tokens. A thread moves 32 inputs.
-KERNEL void __launch_bounds__(ARRANGE_THREADS) arrange(const Linear p) {
-  begin_next();
-  wait_for_former();
-  const int pieces = p.inputs / 32, index = blockIdx.x * ARRANGE_THREADS + threadIdx.x;
-  const int token = index / (pieces * 8) * 8 + (index & 7), piece = (index >> 3) % pieces;
-  const int span = token / p.item_tokens, at = token - span * p.item_tokens;
-  if (span * p.item_tokens >= p.tokens) return;
-  U4 x[4], r[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++)
-    x[i] = token < p.tokens ? load_x_16(p.x + (size_t)token * p.inputs + piece * 32 + i * 8) : U4{{0, 0, 0, 0}};
-#pragma unroll
-  for (int i = 0; i < 4; i++)
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-      if (SUB == 4)
-        r[(i >> 1) * 2 + (k & 1)].v[(i & 1) * 2 + (k >> 1)] = x[i].v[k];
-      else
-        r[k].v[i] = x[i].v[k];
+  // Adds the parts of shared items. All programs of an item wait for each other and share its sums, so all must run at once.
+  DEVICE void finish() const {
+    if (run.shared_item(0) < 0 && run.shared_item(1) < 0) return;
+    wait_threads<MULTIPLIERS * 128>();
+    if (threadIdx.x < 2 && run.shared_item(threadIdx.x) >= 0) {
+      __threadfence();
+      atomicAdd(run.ticket(p, run.shared_item(threadIdx.x)), 1);
     }
-  unsigned char* to = p.arranged + (((size_t)span * (p.inputs / 64) + piece / 2) * 8 + piece % 2 * 4) * p.item_tokens * 16;
+#pragma unroll 1
+    for (int which = 0; which < 2; which++) {
+      if (run.shared_item(which) < 0) continue;
+      const Item item = run.item(run.shared_item(which));
+      const int first = run.first_owner(item.number), count = run.last_owner(item.number) - first + 1;
+      int* ticket = run.ticket(p, item.number);
+      if (threadIdx.x == 0) {
+        while (load_ticket(ticket) < count) {}
+        __threadfence();
+      }
+      wait_threads<MULTIPLIERS * 128>();
+      const F4* parts = part(first, run.part_of(first, item.number)) + threadIdx.x;
+      const F4* others = part(first, 0) + threadIdx.x;
+      const int own = blockIdx.x - first;
+#pragma unroll 2
+      for (int i = own; i < UNITS * (N / 8); i += count) {
+        const int u = i / (N / 8), n = i % (N / 8);
+        if (y_row_of(item, u, n, 0) < 0) continue;
+        F4 sum = load_shared_by_programs(parts + i * MULTIPLIERS * 128);
+#pragma unroll 8
+        for (int k = 1; k < count; k++) {
+          const F4 r = load_shared_by_programs(others + (k * 2 * (TOKENS * ROWS / 4) + i * MULTIPLIERS * 128));
 #pragma unroll
-  for (int k = 0; k < 4; k++) *(U4*)(to + (k * p.item_tokens + at) * 16) = r[k];
-}
-#endif
+          for (int j = 0; j < 4; j++) sum.v[j] += r.v[j];
+        }
+        store(item, u, n, sum.v);
+      }
+      if (threadIdx.x == 0 && atomicAdd(ticket, 1) == 2 * count - 1) *ticket = 0;
+    }
+  }
+
+  DEVICE void work() const {
+    const bool produces = threadIdx.x >= MULTIPLIERS * 128;
+    begin_next();
+    if (run.is_empty()) {
+      wait_for_former();
+      return;
+    }
+    const Place place = run.place(run.begin);
+    if (produces && warp == 0) begin_copies(place);
+    const unsigned lane_bits = fill_table<WIDE_THREADS>(p);
+    wait_for_former();
+    if (produces) {
+      take_registers<PRODUCER_REGISTERS, false>();
+      produce(place);
+    } else {
+      take_registers<MULTIPLIER_REGISTERS, true>();
+      consume(place, lane_bits);
+    }
+  }
+};
+
+KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_32(const Linear p) { Wide<32, 1>(p).work(); }
+KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_64(const Linear p) { Wide<64, 1>(p).work(); }
+KERNEL void __launch_bounds__(WIDE_THREADS, 1) wide_128(const Linear p) { Wide<64, 2>(p).work(); }
 #endif

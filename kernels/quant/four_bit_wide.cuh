@@ -10,13 +10,6 @@ DEVICE void arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
 }
 
-// Arrives at the same barrier of another program of the cluster.
-DEVICE void arrive_at(Barrier* barrier, int program) {
-  unsigned address;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(barrier)), "r"(program));
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(address) : "memory");
-}
-
 // Waits until the phase of this parity is complete.
 DEVICE void wait_barrier(Barrier* barrier, int parity) {
   asm volatile(
@@ -32,28 +25,14 @@ DEVICE void expect_bytes(Barrier* barrier, int bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
-// Arrives, and adds to the bytes that must be copied before the phase is complete.
-DEVICE void arrive_and_expect(Barrier* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
-}
-
 // Begins to copy bytes, a multiple of 16, from global to shared memory.
 DEVICE void copy_bytes(void* to, const void* from, int bytes, Barrier* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
 
-// Begins to copy bytes to the same place of both programs of a pair. Each one's barrier counts them.
-DEVICE void copy_bytes_to_pair(void* to, const void* from, int bytes, Barrier* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
-               :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)), "h"((unsigned short)3) : "memory");
-}
-
 // Waits for the first COUNT threads of the program.
 template <int COUNT> DEVICE void wait_threads() { asm volatile("bar.sync 1, %0;" :: "n"(COUNT) : "memory"); }
-
-// Waits for the warpgroup that produces.
-DEVICE void wait_for_producers() { asm volatile("bar.sync 2, 128;" ::: "memory"); }
 
 template <int COUNT, bool MORE> DEVICE void take_registers() {
   if (MORE)
@@ -110,22 +89,6 @@ template <> struct Wgmma<64> {
                  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
                  "%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, adds, 1, 1, 0;\n}"
                  : C4(0), C4(1), C4(2), C4(3), C4(4), C4(5), C4(6), C4(7) : A_B_ADDS);
-  }
-};
-template <> struct Wgmma<256> {
-  static DEVICE void run(float (*c)[4], const unsigned* a, unsigned long long b, bool adds) {
-    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %133, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n256k16.f32." NUMBER "." NUMBER " "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,"
-                 "%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,"
-                 "%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,"
-                 "%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,"
-                 "%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127}, {%128,%129,%130,%131}, %132, adds, 1, 1, 0;\n}"
-                 : C4(0), C4(1), C4(2), C4(3), C4(4), C4(5), C4(6), C4(7),
-                   C4(8), C4(9), C4(10), C4(11), C4(12), C4(13), C4(14), C4(15),
-                   C4(16), C4(17), C4(18), C4(19), C4(20), C4(21), C4(22), C4(23),
-                   C4(24), C4(25), C4(26), C4(27), C4(28), C4(29), C4(30), C4(31)
-                 : A_B_ADDS);
   }
 };
 #endif

@@ -99,7 +99,7 @@ class RecordingDriver:
     """Has the driver's functions, all of which succeed, and records the sizes and attributes of launches."""
 
     def __init__(self) -> None:
-        self.launches: list[tuple[tuple[int, ...], dict[int, list[int]]]] = []
+        self.launches: list[tuple[tuple[int, ...], dict[int, int]]] = []
 
     def __getattr__(self, _name: str) -> Any:
         return lambda *_arguments: 0
@@ -108,26 +108,21 @@ class RecordingDriver:
         fields = config._obj
         attributes = [fields.attributes[index] for index in range(fields.num_attributes)]
         sizes = (fields.grid_x, fields.block_x, fields.shared_bytes)
-        self.launches.append((sizes, {attribute.id: list(attribute.value[:3]) for attribute in attributes}))
-        return 0
-
-    def cuOccupancyMaxActiveClusters(self, count: Any, *_rest: Any) -> int:
-        count._obj.value = 33
+        self.launches.append((sizes, {attribute.id: attribute.value for attribute in attributes}))
         return 0
 
 
-def test_a_launch_asks_for_what_its_programs_need_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_says_whether_its_programs_wait_for_each_other_or_for_the_former_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     driver = RecordingDriver()
     monkeypatch.setattr(nvrtc, "_library", lambda _name: driver)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    code = CudaCode(b"code")
-    together, after_another, clusters = 2, 6, 4  # CUlaunchAttributeID
-    cases: list[tuple[dict[str, Any], dict[int, list[int]]]] = [
-        ({}, {}),
-        ({"waits": True}, {together: [1, 0, 0]}),
-        ({"overlaps": True, "cluster": 8}, {after_another: [1, 0, 0], clusters: [8, 1, 1]}),
-    ]
-    for options, attributes in cases:
-        code.kernel("name", 32, 1024, **options)(16, Arguments(1))
-        assert driver.launches[-1] == ((16, 32, 1024), attributes)
-    assert code.most_clusters(code.kernel("name", 32, 0, cluster=8), 8) == 33
+    together, overlapped = 2, 6  # CUlaunchAttributeID
+    for waits, overlaps, attributes in (
+        (False, False, {}),
+        (True, False, {together: 1}),
+        (True, True, {together: 1, overlapped: 1}),
+    ):
+        CudaCode(b"code").kernel("name", 32, 1024, waits, overlaps)(4, Arguments(1))
+        assert driver.launches[-1] == ((4, 32, 1024), attributes)

@@ -25,7 +25,6 @@ using std::min;
 
 struct alignas(8) U2 { unsigned v[2]; };
 struct alignas(16) U4 { unsigned v[4]; };
-struct alignas(8) F2 { float v[2]; };
 struct alignas(16) F4 { float v[4]; };
 struct Index { int x; };
 
@@ -35,12 +34,10 @@ struct Warp {
   unsigned a[32][4], b[32][2];
 };
 struct Program {
-  Program** cluster;  // the programs of its cluster
-  std::barrier<>* cluster_barrier;
   std::vector<unsigned char> window = std::vector<unsigned char>(WINDOW, 0xFF);  // numbers that nobody has written are NaN
-  std::barrier<> barrier, part_barrier, producers;
+  std::barrier<> barrier, part_barrier;
   std::vector<Warp> warps;
-  Program(int num_threads) : barrier(num_threads), part_barrier(num_threads / 3 * 2), producers(num_threads / 3), warps(num_threads / 32) {}
+  Program(int num_threads) : barrier(num_threads), part_barrier(num_threads / 3 * 2), warps(num_threads / 32) {}
 };
 inline thread_local Program* own;
 inline thread_local Index threadIdx, blockIdx;
@@ -73,10 +70,6 @@ inline U2 load_x_8(const void* at) { return read<U2>(at); }
 inline void begin_next() {}
 inline void wait_for_former() {}
 inline float load_shared_by_programs(const float* at) { return *at; }
-template <int PROGRAMS> void wait_for_team() { PROGRAMS == 1 ? __syncthreads() : own->cluster_barrier->arrive_and_wait(); }
-inline F4 load_of_cluster(const F4* at, int program) {
-  return read<F4>(own->cluster[program]->window.data() + ((const unsigned char*)at - own->window.data()));
-}
 
 template <int BYTES> void copy_to_shared(void* to, const void* from, bool inside = true) {
   const size_t offset = (unsigned char*)to - own->window.data();
@@ -91,18 +84,9 @@ template <int LEFT> void wait_copies() {
 inline void store_entries(unsigned byte, unsigned lanes, unsigned pair) {
   for (int i = 0; i < 4; i++) memcpy(at_window(TABLE_AT + byte * 256 + lanes * 16 + i * 4, 4), &pair, 4);
 }
-inline unsigned lane_part(unsigned bytes) { return bytes; }
-inline unsigned shared_address(const void* at) { return (const unsigned char*)at - own->window.data(); }
+inline unsigned lane_part(unsigned lane) { return lane; }
 inline unsigned lookup(unsigned word, int index, unsigned lane) {
-  return read<unsigned>(at_window(TABLE_AT + (word >> index * 8 & 255) * 256 + lane, 4));
-}
-
-inline void store_floats(unsigned byte, unsigned lane, float low, float high) {
-  const float pair[] = {low, high};
-  memcpy(at_window(TABLE_AT + byte * 256 + lane * 8, 8), pair, 8);
-}
-inline F2 lookup_floats(unsigned word, int index, unsigned lane) {
-  return read<F2>(at_window(TABLE_AT + (word >> index * 8 & 255) * 256 + lane, 8));
+  return read<unsigned>(at_window(TABLE_AT + (word >> index * 8 & 255) * 256 + lane * 4, 4));
 }
 
 inline float half_to_float(unsigned short bits) { _Float16 r; memcpy(&r, &bits, 2); return (float)r; }
@@ -111,10 +95,6 @@ inline unsigned short to_half(float value) { _Float16 h = (_Float16)value; unsig
 inline unsigned short to_bfloat(float value) {
   unsigned bits; memcpy(&bits, &value, 4);
   return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-}
-inline unsigned to_pair(float low, float high) {
-  const auto bits = [](float value) { return (unsigned)(IS_HALF ? to_half(value) : to_bfloat(value)); };
-  return bits(low) | bits(high) << 16;
 }
 inline float number_at(unsigned pair, int index) {
   const unsigned short bits = pair >> index * 16;
@@ -148,7 +128,7 @@ inline void mma(float* c, const unsigned* a, U2 b) {
 
 // What GPUs of compute capability 9.0 have. Products of wgmma happen as late as they may, too.
 #define __CUDA_ARCH_FEAT_SM90_ALL
-struct Barrier { int count, arrived, phases, bytes; };
+struct Barrier { int count, arrived, phases; };
 inline std::mutex of_barriers;
 inline std::condition_variable completed;
 struct Product {
@@ -161,43 +141,27 @@ struct Product {
 inline thread_local std::deque<std::vector<Product>> products;
 inline thread_local std::vector<Product> open_products;
 
-inline void begin_barrier(Barrier* barrier, int arrivals) { *barrier = {arrivals, 0, 0, 0}; }
-inline void change(Barrier* barrier, int arrivals, int bytes) {
+inline void begin_barrier(Barrier* barrier, int arrivals) { *barrier = {arrivals, 0, 0}; }
+inline void arrive(Barrier* barrier) {
   std::lock_guard lock(of_barriers);
-  barrier->bytes += bytes;
-  barrier->arrived += arrivals;
-  if (barrier->arrived < barrier->count || barrier->bytes) return;
+  if (++barrier->arrived < barrier->count) return;
   barrier->arrived = 0;
   barrier->phases++;
   completed.notify_all();
 }
-inline void arrive(Barrier* barrier) { change(barrier, 1, 0); }
 inline void wait_barrier(Barrier* barrier, int parity) {
   std::unique_lock lock(of_barriers);
   completed.wait(lock, [&] { return (barrier->phases & 1) != parity; });
 }
 inline void show_barriers() {}
-inline void expect_bytes(Barrier* barrier, int bytes) { change(barrier, 0, bytes); }
-inline void arrive_and_expect(Barrier* barrier, int bytes) { change(barrier, 1, bytes); }
-inline void copy_bytes(void* to, const void* from, int bytes, Barrier* barrier) {
+inline void expect_bytes(Barrier*, int) {}
+inline void copy_bytes(void* to, const void* from, int bytes, Barrier*) {
   if ((size_t)from % 16 || ((unsigned char*)to - own->window.data()) % 16 || bytes % 16) abort();
   memcpy(to, from, bytes);
-  change(barrier, 0, -bytes);
 }
 template <int COUNT> void wait_threads() { own->part_barrier.arrive_and_wait(); }
 template <int COUNT, bool MORE> void take_registers() {}
 inline int load_ticket(const int* at) { std::this_thread::yield(); return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
-inline void wait_for_producers() { own->producers.arrive_and_wait(); }
-template <class T> T* of_program(T* at, int program) {
-  return (T*)(own->cluster[program]->window.data() + ((const unsigned char*)at - own->window.data()));
-}
-inline void arrive_at(Barrier* barrier, int program) { arrive(of_program(barrier, program)); }
-inline void copy_bytes_to_pair(void* to, const void* from, int bytes, Barrier* barrier) {
-  for (int program = 0; program < 2; program++) {
-    memcpy(of_program((unsigned char*)to, program), from, bytes);
-    change(of_program(barrier, program), 0, -bytes);
-  }
-}
 inline void show_to_wgmma() {}
 inline F4 load_shared_by_programs(const F4* at) { return read<F4>(at); }
 
@@ -247,19 +211,11 @@ template <int LEFT, int NT> void wait_wgmma(float (&)[NT][4]) {
 template <class Arguments> void launch(void (*kernel)(Arguments), int num_programs, int num_threads, const Arguments* arguments) {
   gridDim.x = num_programs;
   std::vector<std::unique_ptr<Program>> programs;
-  std::vector<Program*> pointers;
   std::vector<std::thread> threads;
   for (int program = 0; program < num_programs; program++) {
     programs.push_back(std::make_unique<Program>(num_threads));
-    pointers.push_back(programs.back().get());
-  }
-  std::deque<std::barrier<>> barriers;
-  for (int program = 0; program < num_programs; program++) {
-    if (program % CLUSTER == 0) barriers.emplace_back(CLUSTER * num_threads);
-    programs[program]->cluster = pointers.data() + program / CLUSTER * CLUSTER;
-    programs[program]->cluster_barrier = &barriers.back();
     for (int i = 0; i < num_threads; i++)
-      threads.emplace_back([=, at = pointers[program]] {
+      threads.emplace_back([=, at = programs.back().get()] {
         own = at;
         threadIdx.x = i;
         blockIdx.x = program;
@@ -276,17 +232,16 @@ template <class Arguments> void launch(void (*kernel)(Arguments), int num_progra
 extern "C" void emulate(int kernel, int programs, const Linear* arguments) {
   using Kernel = void (*)(Linear);
 #if EXPERTS
-  const Kernel few_of_32 = nullptr, many_of_32 = nullptr, many_of_64 = nullptr, wide_of_256 = nullptr, arranges = nullptr;
+  const Kernel few_of_32 = nullptr, many_of_32 = nullptr, many_of_64 = nullptr;
 #else
-  const Kernel many_of_32 = many_32, many_of_64 = many_64, wide_of_256 = wide_256, arranges = arrange;
+  const Kernel many_of_32 = many_32, many_of_64 = many_64;
 #if FEW_32_WARPS
   const Kernel few_of_32 = few_32;
 #else
   const Kernel few_of_32 = nullptr;
 #endif
 #endif
-  const Kernel kernels[] = {few_8, few_16, wide_32, wide_64, wide_128, wide_of_256, few_of_32, many_of_32, many_of_64, dequantize,
-                            arranges};
-  const int warps[] = {FEW_8_WARPS, FEW_16_WARPS, 12, 12, 12, 12, FEW_32_WARPS, MANY_WARPS, MANY_WARPS, 8, 4};  // as KERNEL_SHAPES
+  const Kernel kernels[] = {few_8, few_16, wide_32, wide_64, wide_128, few_of_32, many_of_32, many_of_64, dequantize};
+  const int warps[] = {FEW_8_WARPS, FEW_16_WARPS, 12, 12, 12, FEW_32_WARPS, MANY_WARPS, MANY_WARPS, 8};  // as KERNEL_SHAPES
   launch<Linear>(kernels[kernel], programs, warps[kernel] * 32, arguments);
 }

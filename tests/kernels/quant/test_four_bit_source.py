@@ -27,7 +27,6 @@ from tests.kernels.quant.four_bit_cases import CASES, filled
 
 HERE, SOURCES = Path(__file__).parent, Path(four_bit_cuda.__file__).parent
 FEW_WARPS = 4  # of the emulated kernels for few tokens: a thread of the host takes longer to begin than a GPU's
-MOST_CLUSTER = 2  # programs of a cluster, likewise
 EMULATED = ["nf4", "int4 with zeros, groups of 32", "nvfp4"]  # one of each number of groups in a block
 BY_NAME = {shape.name: shape for shape in KERNEL_SHAPES}
 # Programs that share an item, that have several, that have whole ones, and that have none. 117 tokens are two launches
@@ -41,9 +40,8 @@ LAUNCHES = (
     (64 + 53, 1, BY_NAME["many_64"]),
     (27, 4, replace(BY_NAME["wide_32"], most_idle=0)),
     (27, 2, BY_NAME["wide_32"]),
-    (53, 2, BY_NAME["wide_64"]),
+    (53, 1, BY_NAME["wide_64"]),
     (128 + 22, 3, replace(BY_NAME["wide_128"], most_idle=0)),
-    (150, 3, BY_NAME["wide_256"]),
 )
 
 
@@ -52,21 +50,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("emulated")
 
 
-def cluster_of(weight: TiledWeight) -> int:
-    return min(weight.variant.cluster, MOST_CLUSTER)
-
-
 def compiled(weight: TiledWeight, folder: Path) -> ctypes.CDLL:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("g++ compiles the emulation")
-    replaced = ("WARPS", "CLUSTER")  # a pair is as it is
-    options = [
-        option
-        for option in weight.variant.options
-        if option.startswith("-D") and not any(name in option for name in replaced)
-    ]
-    options.append(f"-DCLUSTER={cluster_of(weight)}")
+    options = [option for option in weight.variant.options if option.startswith("-D") and "WARPS" not in option]
     options += [f"-D{name.upper()}_WARPS={min(warps, FEW_WARPS)}" for name, warps in weight.variant.few_warps.items()]
     for name, source in (("FOUR_BIT", "four_bit.cu"), ("WIDE", "four_bit_wide.cu")):
         options.append(f'-D{name}_SOURCE="{SOURCES / source}"')
@@ -91,10 +79,7 @@ def emulated_kernels(
     shapes = weight.variant.shapes(has_wgmma=True)
     if most_idle is not None:
         shapes = tuple(replace(shape, most_idle=most_idle) for shape in shapes)
-    dequantize, arrange = kernel(len(KERNEL_SHAPES)), kernel(len(KERNEL_SHAPES) + 1)
-    return FourBitKernels(
-        shapes, by_name, dequantize, arrange, dict.fromkeys(by_name, programs), cluster_of(weight), weight.variant.pair
-    )
+    return FourBitKernels(shapes, by_name, kernel(len(KERNEL_SHAPES)), dict.fromkeys(by_name, programs))
 
 
 @pytest.mark.parametrize("case", EMULATED)
