@@ -28,13 +28,13 @@ _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute of cuda.h, whose value is a union of 64 bytes. Only its int is used."""
+    """Has the fields of CUlaunchAttribute in cuda.h. Its value is a union of 64 bytes, of which only the int is used."""
 
     _fields_ = (("id", ctypes.c_int), ("_pad", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_int * 15))
 
 
 class _Config(ctypes.Structure):
-    """CUlaunchConfig of cuda.h."""
+    """Has the fields of CUlaunchConfig in cuda.h."""
 
     _fields_ = (
         *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")),
