@@ -64,12 +64,14 @@ def make_engine(
     max_length: int,
     num_adapters: int = 0,
     speculative_config: SpeculativeConfig | None = None,
+    model: dict[str, Any] | None = None,
 ) -> tuple[Engine, list[LoRARequest]]:
     """Returns an engine as a server configures it, and its adapters, which are all in slots.
 
-    The prefix cache is off, and --engine-option is applied last.
+    The prefix cache is off, and --engine-option is applied last. `model` is the config.json of another model than the
+    one that the arguments describe.
     """
-    model = llama_config(args, max_length)
+    model = model or llama_config(args, max_length)
     (folder / "config.json").write_text(json.dumps(model))
     lora = None
     if num_adapters:

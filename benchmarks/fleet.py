@@ -5,13 +5,16 @@
     python benchmarks/fleet.py --device cuda --replicas 4 --simulate     # what the simulation predicts of it
     python benchmarks/fleet.py --then "python benchmarks/chaos.py --attach {server} --models says0,says1"
 
-Each rule gets a server of its own, and all rules get the same calls: first some that are not counted, so that no rule
-is judged by empty caches, then S-LoRA's and Dynamo's workloads (placement_workloads.py), conversations of several turns
-(conversations.py), and `saturation`, a closed loop (with `saturation, base`, without adapters). A closed loop on
-several replicas is followed by one on one of them at its own port, while the others are idle, unless a server of one
-replica is measured as well. The client is a process of its own. Other programs may follow on the first server
+Each rule gets a server of its own, and all rules get the same calls: first some that are not counted, one for each
+adapter and then a load like S-LoRA's, so that no rule is judged by empty caches; then S-LoRA's and Dynamo's workloads
+(placement_workloads.py), conversations of several turns (conversations.py), and `saturation`, a closed loop (with
+`saturation, base`, without adapters). `saturation, one replica` is a closed loop on one of the replicas at its own
+port, while the others are idle. The client is a process of its own. Other programs may follow on the first server
 (`--then`). For them it also has the adapters says0 to says7, each of which answers every prompt with one token of its
 own (random_llama.py).
+
+With `--at-once 2`, the servers of two rules start together and wait for each other's measurements, which saves time.
+Both must fit on the GPUs, so `--server-args` should have `--kv-cache-tokens`.
 
 Columns: TTFT from when a request was due; `worst` is the TTFT p50 of the adapter that is worse than 90 % of all;
 `hits` are prompt tokens from the prefix cache, beside those that one cache without bounds would have; `reads` and
@@ -30,11 +33,11 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -43,7 +46,7 @@ from benchmark_results import Case, write_results
 from conversations import Conversations, count_endless_hits
 from conversations import draw as draw_conversations
 from fleet_simulation import predict
-from http_load import Call, Job, run_apart
+from http_load import Call, Job, ReportLost, run_apart
 from latency import Outcome, Percentiles, summarize
 from local_server import LocalServer, running
 from lorafleet.cluster.routing.rule_names import RoutingRule
@@ -54,15 +57,16 @@ from simulated_replica import RANK_BYTES
 
 RULES: tuple[RoutingRule, ...] = get_args(RoutingRule)
 SLORA, CONVERSATIONS, SATURATION, BASE = "S-LoRA, alpha .3", "conversations", "saturation", "saturation, base"
-LOOPS = (SATURATION, BASE)
+ALONE = {f"{workload}, one replica": workload for workload in (SATURATION, BASE)}
+LOOPS = (SATURATION, BASE, *ALONE)
 BLOCK_SIZE = 16
 NUM_ONE_TOKEN_ADAPTERS = 8
-# Relative to S-LoRA's: their load has peaks, and a replica should sustain them.
-RATE_SHARES = {"Dynamo, diurnal": 0.7, "Dynamo, flash": 0.7, "Dynamo, switching": 0.7}
 MORE_CALLS = 4  # A closed loop gets so many times the calls of a workload, so that it never runs out of them.
 LOOP_SHARE = 0.6  # The time of a closed loop, relative to that of the other workloads.
 RAMP = 0.2  # The part of a closed loop's time in which tokens are not counted, since its batches still grow.
 WARM_UP_SEED = 1000
+FIRST_STREAMS = 8  # Streams for each replica that request every adapter once, before the warm-up.
+FIRST_S = 30.0  # The time in which they do so.
 MAX_ERRORS, ERROR_CHARS = 3, 160  # Printed of each workload.
 UNITS = {
     **dict.fromkeys(("ttft_p50", "ttft_p99", "gap_p50", "gap_p99", "ttft_worst_adapters"), "s"),
@@ -80,7 +84,7 @@ class Size:
     max_loras: int
     max_cpu_loras: int
     lora_memory_gib: float | None  # Memory for adapters on a GPU; None is the server's default.
-    rate: float  # Requests per second and replica; RATE_SHARES has the workloads with fewer.
+    rate: float  # Requests per second and replica, as the mean over a workload. Those with peaks exceed it.
     duration_s: float
     warm_up_s: float  # Time of the calls that are not counted.
     longest: int  # Prompts and answers are cut to this many tokens.
@@ -110,6 +114,7 @@ def served(args: argparse.Namespace, size: Size, folder: Path, rule: str, replic
     if size.lora_memory_gib is not None:
         command += ["--lora-memory-gib", str(size.lora_memory_gib)]
     command += ["--num-replicas", str(replicas), "--routing", rule]
+    command += ["--catalog-uri", str(folder / f"catalogue-{rule}-{replicas}")]  # Other servers may run meanwhile.
     with running(command, folder / f"{rule}-{replicas}.log") as server:
         server.settle()
         yield server
@@ -133,8 +138,7 @@ def write_files(device: str, folder: Path, load: Load) -> None:
 
 def load_of(workload: str, size: Size, replicas: int) -> Load:
     """Returns the parameters of one of WORKLOADS."""
-    rate = RATE_SHARES.get(workload, 1.0) * size.rate * replicas
-    return Load(workload, rate, size.duration_s, size.adapters, size.seed)
+    return Load(workload, size.rate * replicas, size.duration_s, size.adapters, size.seed)
 
 
 def warm_up_size(size: Size) -> Size:
@@ -168,7 +172,7 @@ def draw_calls(workload: str, size: Size, replicas: int) -> list[Call]:
     return [
         Call(
             arrival.at_s,
-            "base" if arrival.adapter is None or workload == BASE else names[arrival.adapter],
+            "base" if arrival.adapter is None or ALONE.get(workload, workload) == BASE else names[arrival.adapter],
             random.integers(*size.token_ids, min(arrival.num_input, size.longest)).tolist(),
             min(arrival.num_output, size.longest),
         )
@@ -177,8 +181,10 @@ def draw_calls(workload: str, size: Size, replicas: int) -> list[Call]:
 
 
 def warm_up(server: LocalServer, size: Size, replicas: int) -> None:
-    """Sends calls that are like S-LoRA's, but drawn by another seed."""
+    """Requests each adapter once, and then sends calls that are like S-LoRA's, but drawn by another seed."""
     if size.warm_up_s:
+        first = [Call(0.0, f"a{number}", [size.token_ids[0]], 1) for number in range(size.adapters)]
+        run_apart(Job(server.url, first, FIRST_STREAMS * replicas, FIRST_S))
         run_apart(Job(server.url, draw_calls(SLORA, warm_up_size(size), replicas)))
 
 
@@ -327,9 +333,12 @@ def arguments() -> argparse.Namespace:
         metavar="COMMAND",
         help="run this on the first server after its workloads; {server} stands for URL,PID and {url} for its URL",
     )
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="the servers of N rules run at a time")
     parser.add_argument("--server-args", default="", help="additional options of `lorafleet serve`, as one string")
     parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args()
+    if args.at_once < 1:
+        parser.error(f"--at-once is {args.at_once}; it must be at least 1")
     if any(name in args.once for name in args.workloads[: len(args.workloads) - len(args.once)]):
         parser.error(
             "--once must have the last workloads: others after them would find warmer caches with the first rule"
@@ -338,12 +347,13 @@ def arguments() -> argparse.Namespace:
 
 
 class Run:
-    """Measures all cases, and has the figures of those that are complete."""
+    """Measures all cases, and has the figures of those that are complete. The first rule is the first that is given."""
 
     def __init__(self, args: argparse.Namespace, size: Size) -> None:
         self.cases: list[Case] = []
         self._args = args
         self._size = size
+        self._first_size = size  # Before --load changes the rate: warm-ups and closed loops are the same for all rules.
         self._end_s = time.monotonic() + args.limit_s
         self._commands: list[str] = args.then
         self._load: float | None = args.load
@@ -352,42 +362,64 @@ class Run:
         for replicas in self._size.replicas:
             for rule in self._args.rules:
                 loads = [load_of(SLORA, warm_up_size(self._size), replicas)] if self._size.warm_up_s else []
-                for workload in [name for name in self._workloads(rule) if name in WORKLOADS]:
+                more = self._workloads("once") if rule == self._args.rules[0] else []
+                for workload in [name for name in [*self._workloads("all"), *more] if name in WORKLOADS]:
                     loads.append(load_of(workload, self._size, replicas))
                     self._add(workload, rule, replicas, predict_row(loads, rule, replicas, self._size))
 
     def measure(self, folder: Path) -> None:
+        rules = self._args.rules
         for replicas in self._size.replicas:
-            for rule in self._args.rules:
+            for begin in range(0, len(rules), self._args.at_once):
                 if self._is_over():
-                    print(f"left out: {rule}, {replicas} replicas")
+                    print(f"left out: {', '.join(rules[begin:])}, {replicas} replicas")
+                    break
+                self._measure_servers(folder, rules[begin : begin + self._args.at_once], replicas)
+
+    def _measure_servers(self, folder: Path, rules: Sequence[str], replicas: int) -> None:
+        """Starts the servers of these rules at once, and measures one after another."""
+
+        def start(rule: str) -> LocalServer:
+            return stack.enter_context(served(self._args, self._size, folder, rule, replicas))
+
+        with ExitStack() as stack, ThreadPoolExecutor(len(rules)) as pool:
+            servers = dict(zip(rules, pool.map(start, rules), strict=True))
+            for rule, server in servers.items():
+                try:
+                    warm_up(server, self._first_size, replicas)
+                except ReportLost as error:
+                    print(f"the warm-up of {rule} failed, {error}", flush=True)
                     continue
-                with served(self._args, self._size, folder, rule, replicas) as server:
-                    warm_up(server, self._size, replicas)
-                    self._measure_server(server, rule, replicas)
-                    self._follow(server)
+                for workload in self._workloads("all"):
+                    self._measure_case(server, workload, rule, replicas)
+            if (first := servers.get(self._args.rules[0])) is not None:
+                for workload in self._workloads("once"):
+                    self._measure_case(first, workload, rules[0], replicas)
+                self._follow(first)
 
-    def _measure_server(self, server: LocalServer, rule: str, replicas: int) -> None:
-        for workload in self._workloads(rule):
-            self._measure_case(server, server.url, workload, rule, replicas)
-            if workload in LOOPS and 1 not in self._size.replicas:
-                self._measure_case(server, server.replica_url(), workload, rule, 1)
-
-    def _measure_case(self, server: LocalServer, url: str, workload: str, rule: str, replicas: int) -> None:
+    def _measure_case(self, server: LocalServer, workload: str, rule: str, replicas: int) -> None:
         if self._is_over():
             print(f"left out: {workload}, {rule}, {replicas} replicas")
             return
-        figures = measure(server, url, workload, self._size, replicas)
-        self._add(workload, rule, replicas, figures)
+        url = server.url
+        if workload in ALONE:
+            url, replicas = server.replica_url(), 1
+        size = self._first_size if workload in LOOPS else self._size
+        try:
+            figures = measure(server, url, workload, size, replicas)
+        except ReportLost as error:
+            print(f"failed: {workload}, {rule}, {replicas} replicas, {error}", flush=True)
+            return
+        self._add(ALONE.get(workload, workload), rule, replicas, figures)
         if workload == SATURATION and self._load is not None:
-            tokens = fmean(call.max_tokens for call in draw_calls(SLORA, self._size, replicas))
+            tokens = fmean(call.max_tokens for call in draw_calls(SATURATION, size, replicas))
             rate = self._load * (figures["tokens_per_s"] or 0.0) / tokens / replicas
             self._size, self._load = replace(self._size, rate=round(rate, 1)), None
             print(f"rate: {self._size.rate} requests per second and replica")
 
-    def _workloads(self, rule: str) -> list[str]:
-        is_first = rule == self._args.rules[0]
-        return [workload for workload in self._args.workloads if is_first or workload not in self._args.once]
+    def _workloads(self, whose: Literal["all", "once"]) -> list[str]:
+        """Returns the workloads that all rules get, or those that only the first one gets."""
+        return [name for name in self._args.workloads if (name in self._args.once) == (whose == "once")]
 
     def _add(self, workload: str, rule: str, replicas: int, figures: dict[str, float | None]) -> None:
         settings = {"workload": workload, "rule": rule, "replicas": replicas, "rate": self._size.rate}

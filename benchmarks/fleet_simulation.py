@@ -18,6 +18,7 @@ from placement_workloads import Load
 from slora_workload import Arrival
 
 PAUSE_S = 5.0  # Time after the last arrival of a row until the next row.
+FIRST_RATE = 8.0  # Requests per second and replica for each adapter's first request; a disk reads as fast on average.
 ARMS = {  # The arm of each rule.
     rule: next(arm for arm, its_rule in placement_arms.RULES.items() if its_rule == rule)
     for rule in placement_arms.RULES.values()
@@ -25,8 +26,12 @@ ARMS = {  # The arm of each rule.
 
 
 def predict(loads: Sequence[Load], rule: RoutingRule, replicas: int, num_slots: int, max_cpu_loras: int) -> Result:
-    """Returns the figures of the last load, after the others on the same server."""
+    """Returns the figures of the last load, after the others on the same server. If there are others, each adapter is
+    requested once before them, with a prompt of one token."""
     arrivals: list[Arrival] = []
+    if len(loads) > 1:
+        rate = FIRST_RATE * replicas
+        arrivals = [Arrival(number / rate, 1, 1, number) for number in range(loads[0].num_adapters)]
     begin_s = 0.0
     for load in loads:
         begin_s = arrivals[-1].at_s + PAUSE_S if arrivals else 0.0

@@ -49,6 +49,10 @@ class Report(msgspec.Struct):
     wall_s: float
 
 
+class ReportLost(Exception):
+    """The process of a job ended without a whole report."""
+
+
 class _Choice(msgspec.Struct):
     text: str
 
@@ -175,10 +179,14 @@ async def run(job: Job) -> Report:
 
 
 def run_apart(job: Job) -> Report:
-    """Runs the job in a process of its own."""
+    """Runs the job in a process of its own. Raises ReportLost if it reports nothing that can be read."""
     command, given = [sys.executable, __file__], msgspec.json.encode(job)
-    done = subprocess.run(command, input=given, stdout=subprocess.PIPE, check=True)
-    return msgspec.json.decode(done.stdout, type=Report)
+    done = subprocess.run(command, input=given, stdout=subprocess.PIPE, check=False)
+    try:
+        return msgspec.json.decode(done.stdout, type=Report)
+    except msgspec.DecodeError as error:
+        text = f"the load's process ended with status {done.returncode} and {len(done.stdout)} bytes: {error}"
+        raise ReportLost(text) from error
 
 
 def _request(host: str, path: str, call: Call, job: Job) -> bytes:
@@ -199,9 +207,15 @@ def _request(host: str, path: str, call: Call, job: Job) -> bytes:
     return f"{head}\r\n\r\n".encode() + body
 
 
+def write_whole(number: int, content: bytes) -> None:
+    """Writes all of the content to a file descriptor. Under `python -u`, sys.stdout.buffer.write may write a part."""
+    with open(number, "wb", closefd=False) as file:
+        file.write(content)
+
+
 def main() -> None:
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
-    sys.stdout.buffer.write(msgspec.json.encode(uvloop.run(run(job))))
+    write_whole(sys.stdout.fileno(), msgspec.json.encode(uvloop.run(run(job))))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """Measures the whole engine on a mixture of experts in Qwen3-30B-A3B's shape, with fewer layers and random weights.
 
-    python benchmarks/moe_engine.py [--layers 6] [--batches 1 8 64 256] [--quantization none fp8 nf4 int4] [--json FILE]
+    python benchmarks/moe_engine.py [--layers 6] [--batches 1 8 64 256] [--quantization none fp8 nf4 int4]
+        [--kinds none attention experts] [--attention-backend triton] [--json FILE]
 
 It measures milliseconds per decode step and prefill tokens per second, timed as in engine_e2e.py: without adapters,
 with 8 adapters of rank 16 on attention alone, and with 8 on attention and all experts. These take turns three times,
 and the median counts; request i uses adapter i modulo their number. The floor is the time to read what a step needs, at
 the copy bandwidth of the same run: attention, routers, head, KV cache, the experts that so many tokens choose if all
 are equally likely, and the adapters' parts for these. --quantization quantizes attention and experts at the start.
+--kinds leaves out the other kinds of adapters.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ import statistics
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from engine_driver import copy_bandwidth, decode_step_ms, load, prefill_tokens_per_s
-from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.engine_config import AttentionName, EngineConfig
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.workers.engine import Engine
@@ -46,6 +48,7 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 1000000.0,
     "torch_dtype": "bfloat16",
 }
+KINDS = "none", "attention", "experts"  # what the adapters are on
 BYTES = 2  # The size of a bfloat16.
 # The size of a quantized number, including its share of the scales.
 QUANTIZED_BYTES = {"none": BYTES, "fp8": 1.0, "nf4": 0.5 + 4 / 64, "int4": 0.5 + 2 / 128}
@@ -71,9 +74,10 @@ def _chosen(tokens: int) -> float:
     return EXPERTS * (1 - (1 - PER_TOKEN / EXPERTS) ** tokens)
 
 
-def _options(model: Path, quantization: str, most: int) -> EngineConfig:
+def _options(model: Path, quantization: str, most: int, backend: AttentionName) -> EngineConfig:
     return EngineConfig(
         model=str(model),
+        attention_backend=backend,
         device="cuda",
         load_format="dummy",
         quantization=None if quantization == "none" else quantization,
@@ -105,6 +109,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--quantization", nargs="+", choices=list(QUANTIZED_BYTES), default=["none"])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--attention-backend", choices=get_args(AttentionName), default="auto")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)6d ms %(message)s")
@@ -120,8 +126,9 @@ def main() -> None:
             "experts": write_alike_adapters(Path(root) / "experts", config, ADAPTERS, RANK),
         }
         for quantization in arguments.quantization:
-            engine = build_engine(_options(model, quantization, max(arguments.batches)))
-            loras = {"none": [], **{kind: load(engine, paths) for kind, paths in made.items()}}
+            most = max(arguments.batches)
+            engine = build_engine(_options(model, quantization, most, arguments.attention_backend))
+            loras = {kind: load(engine, made[kind]) if kind in made else [] for kind in arguments.kinds}
             for kind, batch, times, prefill in _measure(engine, loras, arguments.batches):
                 step_ms, adapters = statistics.median(times), len(loras[kind])
                 floor = (

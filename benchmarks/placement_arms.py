@@ -21,7 +21,7 @@ from lorafleet.cluster.routing.rendezvous import Rendezvous, key_of
 from lorafleet.cluster.routing.routing import ReplicaLoad, Tier
 from lorafleet.cluster.routing.rule_names import RoutingRule
 from lorafleet.cluster.routing.simple_rules import make_chooser
-from simulated_replica import FILL_BYTES_S, READ_BASE_S, READ_BYTES_S, Replica, Request
+from simulated_replica import FILL_BYTES_S, Replica, Request
 
 Report = tuple[str, ReplicaLoad, list[int], list[tuple[int, Tier | None]]]
 
@@ -154,8 +154,7 @@ class Clairvoyant(_Blind):
         if not coming:
             wait += replica.slot_wait_s(now) + self.MOVE_S
         if tier is None:
-            read = READ_BASE_S + self.sizes[adapter] / READ_BYTES_S
-            wait += replica.disk_wait_s(now) + 2 * read
+            wait += replica.disk_wait_s(now) + 2 * replica.read_s(adapter)
         return wait
 
 

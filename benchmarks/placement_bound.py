@@ -21,6 +21,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from statistics import fmean
 
 import numpy as np
@@ -28,21 +29,17 @@ import numpy as np
 import placement_workloads
 from placement import CPU_ADAPTERS, DURATION_S, NUM_REPLICAS, NUM_SLOTS, RATES, RATIOS, WARM_UP_S
 from placement_workloads import Load
-from simulated_replica import CHUNK, FILL_BYTES_S, PREFILL_TOKENS_S, RANK_BYTES, READ_BASE_S, READ_BYTES_S, STEP_S
+from simulated_replica import CHUNK, FILL_BYTES_S, PREFILL_TOKENS_S, RANK_BYTES, STEP_S, read_s
 from simulated_storage import DIGEST_BYTES_S, LINK_BYTES_S, NEAR_BASE_S, S3_BASE_S, S3_BYTES_S
 from slora_workload import Arrival
 
 PLACES = NUM_REPLICAS * (CPU_ADAPTERS + NUM_SLOTS)  # Adapters in all memories, if none of them is held twice.
 
 
-def _read_s(size: int) -> float:
-    return READ_BASE_S + size / READ_BYTES_S
-
-
 SOURCES: dict[str, Callable[[int], float]] = {  # Seconds until an adapter of so many bytes is in host memory.
-    "disk": _read_s,
-    "s3": lambda size: S3_BASE_S + size / S3_BYTES_S + size / DIGEST_BYTES_S + _read_s(size),
-    "neighbor": lambda size: NEAR_BASE_S + size / LINK_BYTES_S + size / DIGEST_BYTES_S + _read_s(size),
+    "disk": partial(read_s, is_new=True),
+    "s3": lambda size: S3_BASE_S + size / S3_BYTES_S + size / DIGEST_BYTES_S + read_s(size, is_new=False),
+    "neighbor": lambda size: NEAR_BASE_S + size / LINK_BYTES_S + size / DIGEST_BYTES_S + read_s(size, is_new=False),
 }
 
 

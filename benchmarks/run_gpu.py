@@ -70,8 +70,9 @@ RUNS = (
     Run("tensor_parallel_2", "tensor_parallel.py --sizes 1 2", 600, num_gpus=2),
     Run(
         "fleet",
-        "fleet.py --device cuda --replicas 4 --load 0.7 --duration-s 60 --workloads saturation 'S-LoRA, alpha .3' "
-        "'Dynamo, flash' 'Dynamo, diurnal' conversations",
+        "fleet.py --device cuda --replicas 4 --max-loras 64 --load 0.7 --duration-s 60 --workloads saturation "
+        "'S-LoRA, alpha .3' 'Dynamo, flash' 'Dynamo, diurnal' conversations 'saturation, one replica' "
+        "--once 'saturation, one replica'",
         2400,
         num_gpus=4,
     ),

@@ -1,8 +1,9 @@
 """Simulates one replica by events: slots, host memory, a disk, prefill and decode, with the times of an 8B on one H200.
 
-The times are README's ("Measured"): a decode step by batch with 64 adapters, prefill tokens per second, 1.6 ms to fill
-a slot with 84 MB, and 0.1 s to read the same from disk, one adapter after another. Prompts are computed in chunks of
-512 beside the running sequences. The simulation has no preemption, no limit of KV blocks and no prefix hits.
+The times are those of docs/measured.md and benchmarks/NOTES.md: a decode step by batch with 64 adapters, prefill tokens
+per second, 1.6 ms to fill a slot with 84 MB. A replica reads one adapter after another from disk: 84 MB in 91 ms for
+the first time, when their digest is computed, and in 45 ms later. Prompts are computed in chunks of 512 beside the
+running sequences. The simulation has no preemption, no limit of KV blocks and no prefix hits.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from lorafleet.workers.slots.eviction import Credits, Demand
 from simulated_storage import LINK_BYTES_S, NEAR_BASE_S, Storage
 from slora_workload import Arrival
 
-STEPS_S = ((1, 4.86e-3), (8, 5.32e-3), (64, 8.43e-3), (256, 15.21e-3))
-PREFILL_TOKENS_S = 40e3
+STEPS_S = ((1, 4.98e-3), (8, 5.43e-3), (64, 8.34e-3), (256, 15.17e-3))
+PREFILL_TOKENS_S = 39e3
 CHUNK = 512
 MAX_RUNNING = 256
 RANK_BYTES = 84_000_000 // 16
 FILL_BYTES_S = 53e9
-READ_BASE_S, READ_BYTES_S = 0.01, 0.93e9
+READ_BASE_S, KNOWN_BYTES_S = 0.031, 6e9
+NEW_BYTES_S = 1.4e9  # The first time, with the digest.
 FETCHES = 16  # Adapters that a replica fetches to its node at a time.
 
 
@@ -36,6 +38,11 @@ def step_s(batch: int) -> float:
     index = min(bisect_left(STEPS_S, (batch, 0.0)), len(STEPS_S) - 1)
     (x0, y0), (x1, y1) = STEPS_S[index - 1], STEPS_S[index]
     return y0 + (y1 - y0) * (batch - x0) / (x1 - x0)
+
+
+def read_s(num_bytes: int, *, is_new: bool) -> float:
+    """Returns the seconds until an adapter on the disk is in host memory."""
+    return READ_BASE_S + num_bytes / (NEW_BYTES_S if is_new else KNOWN_BYTES_S)
 
 
 STEP_S = [step_s(batch) for batch in range(MAX_RUNNING + 1)]
@@ -111,6 +118,7 @@ class Replica:
     _slot_credits: Credits = field(init=False)
     _waiting_in_slots: int = 0  # The number of waiting adapters that have a slot.
     _reading: int | None = None
+    _known: set[int] = field(default_factory=set)  # Adapters that were read from the node's own files.
     _fetching: set[int] = field(default_factory=set)
     _disk_free_s: float = 0.0
     _copy_free_s: float = 0.0
@@ -161,7 +169,7 @@ class Replica:
     def disk_wait_s(self, now: float) -> float:
         """Returns the seconds until the disk would begin to read one more adapter."""
         waiting = [adapter for _, adapter in self._unread if adapter != self._reading]
-        return max(0.0, self._disk_free_s - now) + sum(self._read_s(adapter) for adapter in waiting)
+        return max(0.0, self._disk_free_s - now) + sum(self.read_s(adapter) for adapter in waiting)
 
     def batch_wait_s(self) -> float:
         """Returns the seconds until one more prompt would start, apart from residency, at the present step times."""
@@ -228,6 +236,7 @@ class Replica:
             self.cpu.remove(adapter)
             self._cpu_credits.evict(str(adapter))
             self.changed[adapter] = None
+        self._known.clear()
         self.storage.empty(self.name)
 
     def _list_of(self, adapter: int) -> list[tuple[int, int]]:
@@ -329,7 +338,7 @@ class Replica:
             return
         self._reading = adapter
         self.counts.read_bytes += self.sizes[adapter]
-        self._disk_free_s = now + self._read_s(adapter)
+        self._disk_free_s = now + self.read_s(adapter)
         self.plan(self._disk_free_s, self._read)
 
     def _next_wish(self, now: float) -> int | None:
@@ -355,15 +364,17 @@ class Replica:
         self.storage.store(self.name, adapter)
         self._read_next(now)
 
-    def _read_s(self, adapter: int) -> float:
+    def read_s(self, adapter: int) -> float:
+        """Returns the seconds of one read here. What was fetched from elsewhere was hashed before it was stored."""
         if self.storage.kind == "local and memory" and any(adapter in other.cpu for other in self.others):
             return NEAR_BASE_S + self.sizes[adapter] / LINK_BYTES_S
-        return READ_BASE_S + self.sizes[adapter] / READ_BYTES_S
+        return read_s(self.sizes[adapter], is_new=self.storage.is_local and adapter not in self._known)
 
     def _read(self, now: float) -> None:
         adapter = self._reading
         assert adapter is not None
         self._reading = None
+        self._known.add(adapter)
         while len(self.cpu) >= self.cpu_adapters:
             victim = self._cpu_victim(now)
             self.cpu.remove(victim)

@@ -8,7 +8,9 @@ again and again at the full cost of a step. `ngram` drafts from the repeated tex
 arm of --right has drafts of which each token is right with this probability, as a drafter of that quality would make.
 
 With --draft-layers, a draft model of that many layers drafts in the arms of --right, so that they have its full cost.
-Its drafts would all be right. The arms replace some of their tokens by wrong ones.
+Its drafts would all be right. The arms replace some of their tokens by wrong ones. With --mtp, the model has the shape
+of a family of families_decode.py, with as many layers as are measured there, and its own layer for several tokens (MTP)
+drafts in the same way.
 
 The second form drafts by n-grams from the answers of a real model to a repetitive prompt.
 
@@ -26,12 +28,14 @@ import tempfile
 import time
 from collections.abc import Sequence as Many
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmark_results import Case, write_results
 from engine_driver import abort, good_outputs, make_speculation, settle
 from engine_setup import add_engine_arguments, llama_config, make_engine
+from families_decode import COMMON, FAMILIES
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.protocol.engine_config import EngineConfig, SpeculativeConfig
 from lorafleet.protocol.lora_request import LoRARequest
@@ -42,12 +46,14 @@ from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.schedule.sequence import Sequence
 from lorafleet.workers.speculation.drafter import Drafter, Wanted
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
+from lorafleet.workers.speculation.mtp_head import MTPHead
 from lorafleet.workers.speculation.ngram_drafter import NgramDrafter
 from lorafleet.workers.speculation.speculation import Speculation
 from lorafleet.workers.startup import build_engine
 
 UNITS = {"plain_tokens_per_s": "tokens/s", "tokens_per_s": "tokens/s", "ratio": "", "accepted": ""}
 PHRASE = "Paris is the capital of France. Rome is the capital of Italy. "
+MTP_FAMILIES = "glm-4.5-air", "qwen3.5-9b", "qwen3.5-35b-a3b"
 WRONG = 3  # A token that no answer has.
 
 
@@ -146,6 +152,12 @@ def draft_options(folder: Path, args: argparse.Namespace, max_length: int) -> Sp
     return SpeculativeConfig("draft_model", num_speculative_tokens=args.drafts, model=str(folder))
 
 
+def family_config(family: str) -> dict[str, Any]:
+    """Returns the config.json of a family's shape."""
+    _, num_layers, config = FAMILIES[family]
+    return COMMON | config | {"num_hidden_layers": num_layers}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
@@ -154,6 +166,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--draft-layers", type=int, default=0, help="layers of a draft model; 0: there is none")
     parser.add_argument("--draft-hidden", type=int, default=2048)
+    parser.add_argument("--mtp", choices=MTP_FAMILIES, help="family whose own layer for several tokens drafts")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
@@ -161,6 +174,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     add_engine_arguments(parser)
     args = parser.parse_args()
+    if args.mtp and (args.adapters or args.draft_layers or args.model):
+        parser.error("--mtp goes with none of --adapters, --draft-layers and --model")
     arms = ["ngram"] if args.model else ["ngram", *map(str, args.right)]
     cases: list[Case] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -172,16 +187,20 @@ def main() -> None:
             text = Tokenizer.from_folder(Path(args.model)).encode(8 * PHRASE)
         else:
             length = args.prompt + args.tokens + 1
+            model = None
             if args.draft_layers:
                 options = draft_options(Path(folder) / "draft", args, length)
-            engine, loras = make_engine(Path(folder), args, max(args.batches), length, args.adapters, options)
-            text = torch.randint(10, args.vocabulary - 256, (args.prompt,)).tolist()
+            elif args.mtp:
+                options = SpeculativeConfig("mtp", num_speculative_tokens=args.drafts)
+                model = family_config(args.mtp)
+            engine, loras = make_engine(Path(folder), args, max(args.batches), length, args.adapters, options, model)
+            text = torch.randint(10, engine.runner.steps.model.config.vocab_size - 256, (args.prompt,)).tolist()
         assert engine.scheduler.speculation is not None
         drafter = engine.scheduler.speculation.drafter
         draft_model = drafter if isinstance(drafter, ModelDrafter) else None
         if not args.model:
             for steps in (engine.runner.steps, *(() if draft_model is None else (draft_model.steps,))):
-                assert isinstance(steps.model, DecoderModel)
+                assert isinstance(steps.model, DecoderModel | MTPHead)
                 with torch.inference_mode():
                     steps.model.norm.weight.zero_()
         for batch in args.batches:

@@ -24,11 +24,11 @@ MAX_CACHED = 64  # Files in the cache; the ones that were written first are remo
 DIGEST_BYTES = hashlib.sha256().digest_size
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-_PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class _Attribute(ctypes.Structure):
-    """Has the fields of CUlaunchAttribute in cuda.h. Its value is a union of 64 bytes, of which only the int is used."""
+    """Has the fields of CUlaunchAttribute in cuda.h, whose value is a union of 64 bytes. Only its int is used."""
 
     _fields_ = (("id", ctypes.c_int), ("_pad", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_int * 15))
 
@@ -58,18 +58,19 @@ class CudaCode:
         self._check(self._driver.cuModuleLoadData(ctypes.byref(self._module), machine_code))
 
     def kernel(
-        self, name: str, threads: int, shared_bytes: int, waits: bool = False, overlaps: bool = False
+        self, name: str, threads: int, shared_bytes: int, waits: bool = False, early: bool = False
     ) -> CudaKernel:
         """Returns a function of the code.
 
-        If its programs wait for each other, none begins without room for all. If it overlaps, it may begin before the
-        former kernel of its stream has ended, for which its programs must wait (griddepcontrol.wait, from compute
-        capability 9.0 on).
+        Args:
+            waits: Whether its programs wait for each other. Then none begins without room for all.
+            early: Whether a launch may begin before the one ahead of it in the stream has ended. Then its programs have
+                to wait for that one by an instruction of their own.
         """
         function = ctypes.c_void_p()
         self._check(self._driver.cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()))
         self._check(self._driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes))
-        chosen = [identity for identity, is_set in ((_COOPERATIVE, waits), (_PROGRAMMATIC, overlaps)) if is_set]
+        chosen = [identity for identity, is_set in ((_COOPERATIVE, waits), (_EARLY, early)) if is_set]
         attributes = (_Attribute * len(chosen))(*(_Attribute(identity, 0, 1) for identity in chosen))
         return CudaKernel(self, function, threads, shared_bytes, attributes)
 

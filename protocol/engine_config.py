@@ -36,6 +36,9 @@ _DRAFT_BOUNDS = {
     "prompt_lookup_min": Range(1, 16),
 }
 
+# vLLM's names of "mtp" for the families that have such layers here.
+_MTP_NAMES = ("deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp", "qwen3_5_mtp")
+
 # Options that servers or LLM declare again, with a default or a check of their own (AppArgs, LLMOptions).
 QueuedRequests = Annotated[
     int | None,
@@ -71,8 +74,19 @@ class SpeculativeConfig:
     __pydantic_config__: ClassVar[Mapping[str, str]] = {"extra": "forbid"}
 
     # ngram: drafts are copied from where the last tokens stood before. draft_model: a small model computes them.
-    # eagle3: a head that was trained for the base computes them from its hidden states.
-    method: Literal["ngram", "draft_model", "eagle3"]
+    # eagle3: a head that was trained for the base computes them from its hidden states. mtp: the base's checkpoint has
+    # such a head. vLLM's names of it for single families mean the same, and become "mtp".
+    method: Literal[
+        "ngram",
+        "draft_model",
+        "eagle3",
+        "mtp",
+        "deepseek_mtp",
+        "glm4_moe_mtp",
+        "glm4_moe_lite_mtp",
+        "qwen3_next_mtp",
+        "qwen3_5_mtp",
+    ]
     num_speculative_tokens: int = 4  # Most draft tokens of one sequence in a step.
     # For ngram: last tokens of a sequence that are compared. Of two places, the longer match counts.
     prompt_lookup_max: int = LOOKUP_LENGTHS[0]
@@ -86,10 +100,12 @@ class SpeculativeConfig:
         return 1 + self.num_speculative_tokens
 
     def __post_init__(self) -> None:
-        if self.method not in ("ngram", "draft_model", "eagle3"):
+        if self.method in _MTP_NAMES:
+            object.__setattr__(self, "method", "mtp")
+        if self.method not in ("ngram", "draft_model", "eagle3", "mtp"):
             raise ConfigError(
-                f"speculative_config: method={self.method!r} is not served. The methods are 'ngram', which needs no "
-                "model, 'draft_model' and 'eagle3'."
+                f"speculative_config: method={self.method!r} is not served. The methods are 'ngram' and 'mtp', which "
+                "need no model, 'draft_model' and 'eagle3'."
             )
         self._check_model()
         for name, bounds in _DRAFT_BOUNDS.items():
@@ -104,19 +120,18 @@ class SpeculativeConfig:
 
     def _check_model(self) -> None:
         """Raises ConfigError for a model that is missing or unused, and for fields that its method does not read."""
-        if self.method == "ngram":
-            if self.model is not None:
-                raise ConfigError(
-                    f"speculative_config: model={self.model!r} has no use with method='ngram'. Leave it out, or give "
-                    "method='draft_model'."
-                )
-            return
-        if type(self.model) is not str or not self.model:
+        has_model = self.method in ("draft_model", "eagle3")
+        if not has_model and self.model is not None:
+            raise ConfigError(
+                f"speculative_config: model={self.model!r} has no use with method={self.method!r}. Leave it out, or "
+                "give method='draft_model'."
+            )
+        if has_model and (type(self.model) is not str or not self.model):
             raise ConfigError(
                 f"speculative_config: model={self.model!r} must be the folder of a draft model or head with "
                 f"method={self.method!r}. Give one, or method='ngram'."
             )
-        if (self.prompt_lookup_max, self.prompt_lookup_min) != LOOKUP_LENGTHS:
+        if self.method != "ngram" and (self.prompt_lookup_max, self.prompt_lookup_min) != LOOKUP_LENGTHS:
             raise ConfigError(
                 f"speculative_config: prompt_lookup_max and prompt_lookup_min have no use with "
                 f"method={self.method!r}. Leave them out."
@@ -239,8 +254,8 @@ class EngineOptions:
         Option(
             "Draft several tokens of an answer and check them in one step, where that is faster; the answers stay the "
             'same. JSON as in vLLM: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, '
-            '"prompt_lookup_min": 2}, or {"method": "draft_model", "model": FOLDER}, or the same with eagle3. Default: '
-            "no drafts."
+            '"prompt_lookup_min": 2}, or {"method": "draft_model", "model": FOLDER}, or the same with eagle3, '
+            'or {"method": "mtp"}. Default: no drafts.'
         ),
     ] = None
     attention_backend: Annotated[AttentionName, Option("auto: the fastest one installed.")] = "auto"

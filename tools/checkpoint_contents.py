@@ -25,6 +25,7 @@ VALUE_BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
+MTP = "layers for several tokens (MTP)"
 # The first pattern that is found in a tensor's name says its kind.
 _KINDS = (
     ("scales of weights", re.compile(r"\.(?:weight_scale\w*|weight\.\w.*|qzeros|scales|g_idx|\w+_zero_point)$")),
@@ -49,14 +50,19 @@ class TensorGroup:
     num_bytes: int
 
 
-def read_contents(folder: Path) -> list[TensorGroup]:
-    """Returns the groups of tensors, the largest first. Raises ConfigError for files that cannot be read."""
+def read_contents(folder: Path, mtp_names: tuple[str, ...] = ()) -> list[TensorGroup]:
+    """Returns the groups of tensors, the largest first. Raises ConfigError for files that cannot be read.
+
+    Args:
+        mtp_names: Beginnings of the names of tensors that predict more than the next token. They are one kind, MTP.
+    """
     found: dict[tuple[str, str], list[int]] = defaultdict(list)
     for path in checkpoint_files(folder):
         for name, dtype, num_values in _headed(path):
             if dtype not in VALUE_BITS:
                 raise ConfigError(f"{path}: the tensor {name!r} has the dtype {dtype}, whose size is unknown.", "model")
-            found[kind_of_tensor(name), dtype].append(num_values)
+            kind = MTP if name.startswith(mtp_names) else kind_of_tensor(name)
+            found[kind, dtype].append(num_values)
     groups = [
         TensorGroup(kind, dtype, len(sizes), sum(sizes), sum(size * VALUE_BITS[dtype] // 8 for size in sizes))
         for (kind, dtype), sizes in found.items()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import ConfigError
-from lorafleet.tools.checkpoint_contents import TensorGroup, read_contents
+from lorafleet.tools.checkpoint_contents import MTP, TensorGroup, read_contents
 from lorafleet.workers.auto_options import base_dtype
 from lorafleet.workers.bases.checkpoint import read_model_config
 from lorafleet.workers.bases.model_config import ModelConfig
@@ -56,6 +56,7 @@ class CheckpointInspection:
     num_parameters: int = 0  # Numbers of the served model before quantization.
     tensors: list[TensorGroup] = field(default_factory=list)  # In the files, those of a part for pictures included.
     shares: list[GPUShare] = field(default_factory=list)
+    drafts_itself: bool = False  # It has a layer for several tokens (MTP) that can draft. `shares` do not count it.
     refusal: str | None = None  # The server's error message; None if it serves the checkpoint.
     error: str | None = None  # The class of the error.
 
@@ -86,6 +87,10 @@ def inspect_checkpoint(config: EngineConfig, card: Card | None, sizes: tuple[int
             return _of_module(found, folder)
         model = read_model_config(folder)
         found = replace(found, architecture=model.architecture, context_limit=model.context_limit)
+        if model.mtp_names:
+            found = replace(found, tensors=read_contents(folder, model.mtp_names))
+            has_mtp = any(group.kind == MTP for group in found.tensors)
+            found = replace(found, drafts_itself=has_mtp and model.mtp is not None)
         shares = [_share(replace(config, tensor_parallel_size=size), card) for size in sizes]
         engine = MetaEngine.build(replace(config, tensor_parallel_size=1), card)
     except ConfigError as error:

@@ -6,15 +6,16 @@ Layouts and old fields are always corrected. A kind that has an exact plain LoRA
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+from lorafleet.protocol.adapter_formats.adapter_files import DRAFT_NAMES, OPTIONAL_NAMES, AdapterFolder
 from lorafleet.protocol.errors import AdapterUnsupported, ConfigError
 from lorafleet.tools.base_checkpoint import BaseModel
-from lorafleet.tools.copied_tokenizer import copy_file, tokenizer_files
+from lorafleet.tools.copied_tokenizer import MAX_BYTES, copy_file, tokenizer_files
 from lorafleet.tools.kind_names import is_plain, kind_of, why_never_plain
 from lorafleet.tools.layouts import read_layout
 from lorafleet.tools.low_rank import Reduced, reduce_rank
@@ -93,7 +94,8 @@ def convert_several(
     adapters = [_plain(read_layout(source), base) for source in sources]
     mixture, reduced = mix(adapters, weights, how)
     changes = [f"{how.method} of {len(adapters)} adapters"]
-    written = _write(mixture.to_files(changes), target, dtype, "LoRA", sources[0])
+    # The draft LoRA of one of them predicts the mixture's answers badly.
+    written = _write(mixture.to_files(changes), target, dtype, "LoRA", sources[0], OPTIONAL_NAMES.keys() - DRAFT_NAMES)
     return replace(written, max_rank=mixture.max_rank, reduced=reduced)
 
 
@@ -113,11 +115,20 @@ def _base_name(files: PEFTFiles) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _write(files: PEFTFiles, target: Path, dtype: torch.dtype | None, kind: str, tokenizer_of: Path) -> Conversion:
+def _write(
+    files: PEFTFiles,
+    target: Path,
+    dtype: torch.dtype | None,
+    kind: str,
+    source: Path,
+    optional: Collection[str] = OPTIONAL_NAMES,
+) -> Conversion:
+    """`optional` names the files that are copied from `source` where it has them, beside its tokenizer."""
     if dtype is not None:
         files = replace(files, tensors=cast_all(files.tensors, dtype))
     with new_folder(target) as folder:
         files.write(folder)
-        for name in tokenizer_files(tokenizer_of):
-            copy_file(tokenizer_of, folder, name)
+        names = set(tokenizer_files(source)).union(name for name in optional if AdapterFolder.at(source).has(name))
+        for name in sorted(names):
+            copy_file(source, folder, name, OPTIONAL_NAMES.get(name, MAX_BYTES))
     return Conversion(kind, files.changes, None)

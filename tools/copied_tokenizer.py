@@ -26,9 +26,11 @@ def tokenizer_files(folder: Path) -> list[str]:
     return [name for name in TOKENIZER_FILES if AdapterFolder.at(folder).has(name)]
 
 
-def copy_file(source: Path, target: Path, name: str) -> None:
-    """Copies one file of a folder. Raises AdapterMalformed if it is not a regular file there, or too large."""
-    with AdapterFolder.at(source).open(name, MAX_BYTES) as file:
+def copy_file(source: Path, target: Path, name: str, max_bytes: int = MAX_BYTES) -> None:
+    """Copies one file of a folder. `name` may lead into a sub-folder, which is created. Raises AdapterMalformed if it
+    is not a regular file there, or has more than `max_bytes`."""
+    with AdapterFolder.at(source).open(name, max_bytes) as file:
         data = bytearray(file.size)
         file.read_into(memoryview(data), hashlib.sha256())
+        (target / name).parent.mkdir(exist_ok=True)
         (target / name).write_bytes(data)

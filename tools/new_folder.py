@@ -34,8 +34,8 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise ConfigError(f"{path} cannot be created: {error.strerror}.") from error
     try:
         yield draft
-        for file in draft.iterdir():
-            file.chmod(0o644)  # safetensors writes files that only their owner can read
+        for entry in draft.rglob("*"):
+            entry.chmod(0o755 if entry.is_dir() else 0o644)  # safetensors writes files that only their owner can read
         draft.rename(path)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)

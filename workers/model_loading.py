@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.workers.bases.checkpoint_model import CheckpointModel
 from lorafleet.workers.bases.model_config import ModelConfig
 from lorafleet.workers.bases.weights import Progress, fill_randomly, load_weights
 from lorafleet.workers.models.decoder import DecoderModel
@@ -50,7 +51,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 @torch.inference_mode()
-def fill_model(config: EngineConfig, model: DecoderModel, progress: Progress | None = None) -> None:
+def fill_model(config: EngineConfig, model: CheckpointModel, progress: Progress | None = None) -> None:
     """Fills the model with the checkpoint's weights, or with random ones for `load_format="dummy"`."""
     if config.load_format == "dummy":
         fill_randomly(model)

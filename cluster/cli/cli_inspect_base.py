@@ -122,6 +122,9 @@ def _text(found: CheckpointInspection, config: EngineConfig, card: Card | None) 
         )
         for group in found.tensors
     ]
+    if found.drafts_itself:
+        option = """--speculative-config '{"method": "mtp"}'"""
+        rows.append(("drafts", f"with its own layer for several tokens (MTP) and {option}, which adds to the figures"))
     if found.refusal is not None:
         rows.append(("refused", f"{found.refusal} [{found.error}]"))
     lines = [f"{name:<14}{text}" for name, text in rows]

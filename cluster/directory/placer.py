@@ -142,10 +142,10 @@ class Placer:
                 yield
 
     def _weights(self, now: float) -> dict[str, float]:
-        """Returns the replicas' weights. The first replicas are all alike. One that joins later starts small, and gets
-        its adapters a few at a time."""
+        """Returns the replicas' weights. Those that join before any adapter has a home are all alike. One that joins
+        later starts small, and gets its adapters a few at a time."""
         present = self._residency.loads.keys() - self._leaving
-        first = not self._known_since
+        first = not self._homes
         known = {replica_id: self._known_since.get(replica_id, now - WARM_UP_S * first) for replica_id in present}
         self._known_since = known
         return {name: min(1.0, max(NEW_WEIGHT, (now - since) / WARM_UP_S)) for name, since in known.items()}

@@ -17,6 +17,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from lorafleet.cluster.routing.held_counts import HeldCounts
 from lorafleet.cluster.routing.prefix_table import PrefixTable
 from lorafleet.cluster.routing.rendezvous import Rendezvous, key_of
 from lorafleet.cluster.routing.route import prefix_tokens
@@ -45,12 +46,13 @@ class Costs:
     proportions matter."""
 
     token_s: float = 1 / 42e3  # For each token of prefill.
-    request_s: float = 0.5e-3  # Added to a first token by each request that runs or waits already.
+    request_s: float = 3e-3  # For each request that runs or waits there already: mostly what all wait later.
     fill_byte_s: float = 1 / 53e9  # For each byte copied from host memory to a slot.
     read_byte_s: float = 1 / 0.9e9  # For each byte read from disk to host memory, with digest, checks and packing.
     place_s: float = 0.1  # Until a place in a full batch is free, for each request that waits for one.
-    slot_s: float = 0.2  # Until a slot is released if all are in use, for each adapter that waits for one.
+    slot_s: float = 0.7  # Until a slot is released if all are in use, for each adapter that waits for one.
     move_s: float = 0.1  # The cost to others of filling a slot: an adapter is evicted and comes back.
+    full_s: float = 0.3  # The cost to others of a read by the replica that holds the most adapters; less by others.
 
 
 @dataclass(slots=True)
@@ -62,6 +64,7 @@ class _Replica:
     reading_s: float = 0.0  # For reading the adapters that are queued already.
     free_slots: int = 1
     free_places: int = 256
+    num_held: int = 0  # Adapters in its host memory and slots.
     kept_since_s: float = -FOR_EVER_S  # What was sent before has left the prefix cache.
     coming: set[str] = field(default_factory=set)  # Adapters brought by requests since its last report.
 
@@ -80,6 +83,7 @@ class ReplicaChooser:
         self._wait_R = np.zeros(0)
         self._slot_R = np.zeros(0)  # Including the wait for a slot.
         self._cold_R = np.zeros(0)  # Including the waits for a slot and for the disk.
+        self._held = HeldCounts(0)
         self._rendezvous = Rendezvous({})
         self._tiers: dict[str, dict[str, Tier]] = {}
         self._homes: dict[str, tuple[str, ...]] = {}
@@ -98,8 +102,10 @@ class ReplicaChooser:
         for index, replica in enumerate(self._live):
             replica.index = index
         self._wait_R, self._slot_R, self._cold_R = np.zeros((3, len(self._live)))
+        self._held = HeldCounts(len(self._live))
         for replica in self._live:
             self._set_wait(replica)
+            self._held.set(replica.index, replica.num_held)
 
     def set_load(self, replica_id: str, load: ReplicaLoad) -> None:
         """Records a replica's report. The report includes what was sent there before it."""
@@ -115,6 +121,11 @@ class ReplicaChooser:
 
     def set_tier(self, replica_id: str, adapter: str, tier: Tier | None) -> None:
         holders = self._tiers.setdefault(adapter, {})
+        replica = self._known.get(replica_id) if tier is None else self._replica(replica_id)
+        if replica is not None:  # Otherwise it is forgotten already.
+            replica.num_held += (tier is not None) - (replica_id in holders)
+            if replica.index >= 0:
+                self._held.set(replica.index, replica.num_held)
         if tier is None:
             holders.pop(replica_id, None)
             if not holders:
@@ -131,7 +142,7 @@ class ReplicaChooser:
             self._num_bytes.pop(adapter, None)
 
     def forget(self, replica_id: str) -> None:
-        """Removes the load of a replica that may not be chosen anymore. set_tier() removes what it held."""
+        """Removes the load of a replica that may not be chosen anymore. set_tier() has removed what it held."""
         replica = self._known.get(replica_id)
         if replica is not None and replica.index < 0:
             self._forget_sent(replica)
@@ -230,7 +241,7 @@ class ReplicaChooser:
         if adapter and not found:
             found.append(self._live[self._rendezvous.home(key_of(adapter))])
         if adapter and adapter not in self._tiers and adapter not in self._homes:
-            found.append(self._live[int(self._cold_R.argmin())])
+            found.append(self._live[self._held.emptiest(self._cold_R, self._costs.full_s)])
         waits_R = self._slot_R if adapter else self._wait_R
         found.append(self._live[int(waits_R.argmin())])
         return found
@@ -249,7 +260,8 @@ class ReplicaChooser:
         slot_s += costs.move_s + self._slot_wait_s(replica)
         if tier == "cpu":
             return slot_s
-        return slot_s + replica.reading_s + num_bytes * costs.read_byte_s
+        full_s = costs.full_s * self._held.share(replica.index)
+        return slot_s + replica.reading_s + full_s + num_bytes * costs.read_byte_s
 
     def _slot_wait_s(self, replica: _Replica) -> float:
         if replica.free_slots > 0:

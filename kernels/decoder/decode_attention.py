@@ -17,6 +17,8 @@ from torch import Tensor
 from lorafleet.kernels.decoder.decode_attention_triton import decode_kernel, merge_kernel
 from lorafleet.kernels.decoder.head_tiles import LEAST_ROWS, heads_of_tile, is_wide, parts_of_head, values_like_keys
 from lorafleet.kernels.decoder.key_spans import SpanRule
+from lorafleet.kernels.linear.linear_tuning import may_start_early
+from lorafleet.kernels.linear.split_sums_triton import early_launch
 
 SMS = 132  # of an H200; other GPUs get the same spans, and so the same results
 PROGRAMS = 4 * SMS  # programs that fill the GPU
@@ -179,7 +181,7 @@ def decode_attention(
     )
     if num_partial == 0:
         return
-    block_v = max(16, triton.next_power_of_2(value_dim))
+    block_v, early = max(16, triton.next_power_of_2(value_dim)), may_start_early(q_THD.device)
     merge_kernel[(heads, len(batch.merges_M3), most_rows)](
         partial,
         sums,
@@ -192,5 +194,7 @@ def decode_attention(
         block_v=block_v,
         block_s=max(1, min(32, MERGED_NUMBERS // block_v)),
         most_rows=most_rows,
+        early=early,
         num_warps=4,
+        **early_launch(early),
     )

@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lorafleet.kernels.jit import jit
 
@@ -185,7 +186,11 @@ def merge_kernel(
     block_v: tl.constexpr,
     block_s: tl.constexpr,
     most_rows: tl.constexpr,
+    early: tl.constexpr,
 ) -> None:
+    if early:
+        gdc_launch_dependents()
+        gdc_wait()
     head = tl.program_id(0)
     merge = merges_ptr + tl.program_id(1) * 3
     seq = tl.load(merge)

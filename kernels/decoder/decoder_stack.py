@@ -18,6 +18,7 @@ from torch import Tensor
 from lorafleet.kernels.decoder.gated_mul import gated_mul
 from lorafleet.kernels.decoder.rms_norm import NormWeight, add_rms_norm
 from lorafleet.kernels.decoder.rope_store import rotate_and_store
+from lorafleet.kernels.decoder.scratch import Scratch
 from lorafleet.kernels.linear.linear_tuning import LinearShape
 from lorafleet.kernels.linear.split_linear import gated_linear, split_linear
 from lorafleet.kernels.lora.apply_lora import linear_with_lora
@@ -25,8 +26,10 @@ from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.kernels.lora.lora_batch import TILE_TOKENS, LoRABatch, count_tiles, static_tile_counts
 from lorafleet.kernels.lora.packed_lora import AdapterTable, LoRATables, PackedLoRA, SlotWeights, with_scales_behind
 from lorafleet.kernels.lora.sm_split import SMSplit, split_for
-from lorafleet.kernels.quant.base_weight import BaseWeight, PlainWeight
+from lorafleet.kernels.quant.base_gemms import gemms_of
+from lorafleet.kernels.quant.base_weight import BaseWeight, PlainWeight, Scheme
 from lorafleet.kernels.quant.fp8 import FP8
+from lorafleet.kernels.quant.tiled_weight import empty_weight
 
 LINEARS = {
     "qkv": (4096, (4096, 1024, 1024)),
@@ -44,10 +47,12 @@ Linear = Callable[[Tensor, BaseWeight, PackedLoRA], LinearOutput]
 class Stack:
     """Random weights and adapters of `num_layers` layers. Zeros would run faster than real data.
 
-    Every layer has its own weights, so that with enough layers none is in the cache. A and B have lora_dtype.
+    Every layer has its own weights, so that with enough layers none is in the cache. A and B have lora_dtype. Without a
+    scheme, the base's weights are plain.
     """
 
-    def __init__(self, num_layers: int, lora_dtype: torch.dtype = DTYPE) -> None:
+    def __init__(self, num_layers: int, lora_dtype: torch.dtype = DTYPE, scheme: Scheme | None = None) -> None:
+        scratch = Scratch(DTYPE, DEVICE)
         self.num_layers = num_layers
         self.lora_dtype = lora_dtype
         self.tables = LoRATables(num_layers * len(LINEARS), MAX_SLOTS, DEVICE)
@@ -55,7 +60,10 @@ class Stack:
         self.packed: list[PackedLoRA] = []
         for _, (size, outs) in itertools.product(range(num_layers), LINEARS.values()):
             self.packed.append(PackedLoRA(len(self.packed), size, outs, self.tables))
-            self.weights.append(PlainWeight(_random(sum(outs), size, std=size**-0.5)))
+            self.weights.append(_random_weight(sum(outs), size, scheme, scratch))
+        gemms = gemms_of(self.weights)
+        assert gemms is not None
+        self.gemms = gemms
         self._ranks: list[int] = []
 
     def load(self, rank_of_slot: list[int]) -> None:
@@ -118,6 +126,15 @@ class _Readers:
 
     def _norm(self, out: LinearOutput) -> Tensor:
         return add_rms_norm(out, self.residual, NormWeight(self.weight), 1e-5)
+
+
+def _random_weight(outputs: int, inputs: int, scheme: Scheme | None, scratch: Scratch) -> BaseWeight:
+    values_OD = _random(outputs, inputs, std=inputs**-0.5)
+    if scheme is None:
+        return PlainWeight(values_OD)
+    weight = empty_weight(scheme, outputs, inputs, DTYPE, DEVICE, scratch)
+    weight.fill(0, scheme.quantize(values_OD), (slice(0, outputs), slice(0, inputs)))
+    return weight
 
 
 def _random_slot(packed: PackedLoRA, rank: int, dtype: torch.dtype) -> SlotWeights:

@@ -19,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lorafleet.kernels.decoder.gated_mul import Activation
 from lorafleet.kernels.extras.affine_triton import scaled_and_shifted
 from lorafleet.kernels.jit import jit
+from lorafleet.kernels.linear.linear_tuning import may_start_early
 from lorafleet.kernels.linear.split_sums_triton import early_launch, total
 from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.kernels.softplus_triton import softplus
@@ -41,11 +42,13 @@ def _gated_mul_kernel(
     has_gate: tl.constexpr,
     num_sums: tl.constexpr,
     early: tl.constexpr,
+    leads: tl.constexpr,
     block_i: tl.constexpr,
 ) -> None:
     width: tl.constexpr = 2 * size if has_gate else size
-    if early:
+    if leads:
         gdc_launch_dependents()
+    if early:
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * block_i + tl.arange(0, block_i)
@@ -101,6 +104,7 @@ def gated_mul_triton(
         has_gate=has_gate,
         num_sums=gate_up.num_sums,
         early=gate_up.early,
+        leads=may_start_early(x_TI.device),
         block_i=BLOCK_I,
         num_warps=4,
         **early_launch(gate_up.early),

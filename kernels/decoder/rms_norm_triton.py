@@ -23,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lorafleet.kernels.decoder.rms_norm import NormWeight
 from lorafleet.kernels.extras.affine_triton import own_vector, scaled_and_shifted
 from lorafleet.kernels.jit import jit
+from lorafleet.kernels.linear.linear_tuning import may_start_early
 from lorafleet.kernels.linear.split_sums_triton import early_launch, total
 from lorafleet.kernels.lora.linear_output import LinearOutput
 
@@ -75,10 +76,12 @@ def _rms_norm_kernel(
     is_scaled: tl.constexpr,
     num_sums: tl.constexpr,
     early: tl.constexpr,
+    leads: tl.constexpr,
     block_d: tl.constexpr,
 ) -> None:
-    if early:
+    if leads:
         gdc_launch_dependents()
+    if early:
         gdc_wait()
     d = tl.arange(0, block_d)
     inside = d < size
@@ -187,6 +190,7 @@ def rms_norm_triton(
         is_scaled=scale != 1.0,
         num_sums=x.num_sums,
         early=x.early,
+        leads=may_start_early(x_TD.device),
         block_d=block_d,
         num_warps=min(MOST_WARPS, max(1, block_d // (32 * ELEMENTS_A_THREAD))),
         **early_launch(x.early),

@@ -25,7 +25,7 @@ from lorafleet.kernels.lora.linear_output import LinearOutput, SplitSums
 
 
 @jit()
-def _request_rows(
+def request_rows(
     w_ptr: tl.tensor, first_row: tl.tensor, first_d: tl.tensor, inputs: tl.tensor, rows: tl.constexpr,
     prefetch: tl.constexpr, chunk: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -72,9 +72,9 @@ def _split_linear_kernel(
     if early:
         gdc_launch_dependents()
         if prefetch > 0:
-            _request_rows(w_ptr, first_o, first_d, inputs, block_o, prefetch, chunk)
+            request_rows(w_ptr, first_o, first_d, inputs, block_o, prefetch, chunk)
             if gated:
-                _request_rows(w_ptr, outputs + first_o, first_d, inputs, block_o, prefetch, chunk)
+                request_rows(w_ptr, outputs + first_o, first_d, inputs, block_o, prefetch, chunk)
         gdc_wait()
     o = first_o + tl.arange(0, block_o)
     t = tl.arange(0, block_t)

@@ -1,7 +1,8 @@
-"""Tells cuBLAS to plan GEMMs for some of the GPU's SMs, so that kernels of another stream find room on the others.
+"""Plans GEMMs for some of the GPU's SMs, so that kernels of another stream find room on the others.
 
-The number is a hint: cuBLAS chooses its tiles and grids for it. It belongs to the handle with which torch calls cuBLAS
-for products without a bias. torch leaves products with a bias to cuBLASLt, which does not read it.
+For cuBLAS the number is a hint: it chooses its tiles and grids for it. It belongs to the handle with which torch calls
+cuBLAS for products without a bias. torch leaves products with a bias to cuBLASLt, which does not read it. The kernels
+for weights of four bits (kernels/quant/four_bit_cuda.py) launch that many programs.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -21,18 +23,34 @@ log = logging.getLogger(__name__)
 ALL_SMS = 0  # cuBLAS's own default
 
 
+class _Limit(threading.local):
+    num_sms: int | None = None  # None outside of gemms_limited_to()
+
+
+_limit = _Limit()
+
+
+def sms_for_gemms(num_sms: int) -> int:
+    """Returns how many of a GPU's SMs a GEMM that this thread launches now should use."""
+    return num_sms if _limit.num_sms is None else min(num_sms, _limit.num_sms)
+
+
 @contextmanager
 def gemms_limited_to(num_sms: int | None) -> Iterator[None]:
     """Limits the GEMMs that this thread launches or captures in the block. None changes nothing."""
-    library = None if num_sms is None else _cublas()
-    if num_sms is None or library is None:
+    if num_sms is None:
         yield
         return
-    _set_target(library, num_sms)
+    library, before = _cublas(), _limit.num_sms
+    if library is not None:
+        _set_target(library, num_sms)
+    _limit.num_sms = num_sms
     try:
         yield
     finally:
-        _set_target(library, ALL_SMS)
+        _limit.num_sms = before
+        if library is not None:
+            _set_target(library, ALL_SMS)
 
 
 @cache

@@ -1,8 +1,9 @@
 """The split of the GPU between a decode step's LoRA kernels and the base GEMMs beside them.
 
-cuBLAS's kernels fill whole SMs, so LoRA kernels on a side stream mostly wait for them. They run beside the GEMMs if
-cuBLAS leaves some SMs free, and if the GEMMs' stream has the higher priority, so that each GEMM's programs are placed
-first and the LoRA kernels take what is left. The best split differs by class of step: it is data in
+cuBLAS's kernels fill whole SMs, and so do those for weights of four bits, so LoRA kernels on a side stream mostly wait
+for them. They run beside the GEMMs if those leave some SMs free, and if the GEMMs' stream has the higher priority, so
+that each GEMM's programs are placed first and the LoRA kernels take what is left. Programs of e4m3 GEMMs leave room on
+every SM, so only the priorities matter. The best split differs by class of step: it is data in
 tuned/<GPU>.sm_split.json, measured by `python -m lorafleet.kernels.lora.tune_sm_split`. Steps of a GPU or class without
 data are not split. A split is fixed when a CUDA graph is captured. It is never used for steps without adapters.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +30,8 @@ MIN_GEMM_SMS = 16
 HIGH_PRIORITY = -1  # a stream's default priority, 0, is the lowest
 
 First = Literal["gemm", "lora"]
+# The GEMMs of a model's base, by which splits are measured: cuBLAS's, or those of kernels/quant for its weights.
+GEMMs = Literal["plain", "four bits", "e4m3"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,33 +66,35 @@ class StepClass:
     tokens: int  # one of TOKEN_BOUNDS
     tiles: str  # class_of the number of tiles: few, some or many
     wide: bool  # whether ranks may be larger than NARROW_RANK
+    gemms: GEMMs = "plain"
 
     @classmethod
-    def of(cls, num_tokens: int, num_tiles: int, max_rank: int) -> StepClass | None:
+    def of(cls, num_tokens: int, num_tiles: int, max_rank: int, gemms: GEMMs = "plain") -> StepClass | None:
         """Returns the class of a step with this many tokens and tiles, or None if it has too many tokens."""
         bound = next((bound for bound in TOKEN_BOUNDS if num_tokens <= bound), None)
         if bound is None:
             return None
-        return cls(bound, class_of(num_tiles, prefill=False), max_rank > NARROW_RANK)
+        return cls(bound, class_of(num_tiles, prefill=False), max_rank > NARROW_RANK, gemms)
 
     @property
     def name(self) -> str:
         """The key of the class in a data file."""
-        return f"{self.tokens} tokens, {self.tiles} tiles, {'wide' if self.wide else 'narrow'} ranks"
+        name = f"{self.tokens} tokens, {self.tiles} tiles, {'wide' if self.wide else 'narrow'} ranks"
+        return name if self.gemms == "plain" else f"{name}, {self.gemms}"
 
 
-def split_for(device: torch.device, num_tokens: int, num_tiles: int, max_rank: int) -> SMSplit:
+def split_for(device: torch.device, num_tokens: int, num_tiles: int, max_rank: int, gemms: GEMMs = "plain") -> SMSplit:
     """Returns the split of a decode step with adapters of up to max_rank."""
     if device.type != "cuda":
         return UNSPLIT
-    return choose(_of_gpu(torch.cuda.get_device_name(device)), StepClass.of(num_tokens, num_tiles, max_rank))
+    return choose(_of_gpu(torch.cuda.get_device_name(device)), StepClass.of(num_tokens, num_tiles, max_rank, gemms))
 
 
 def choose(splits: Mapping[str, SMSplit], step: StepClass | None) -> SMSplit:
     """Returns the split of the class. If only the class with other ranks was measured, its split is used."""
     if step is None:
         return UNSPLIT
-    other = StepClass(step.tokens, step.tiles, not step.wide)
+    other = replace(step, wide=not step.wide)
     return splits.get(step.name) or splits.get(other.name) or UNSPLIT
 
 

@@ -1,11 +1,12 @@
 """Measures how decode steps should split this machine's GPU between the base GEMMs and the LoRA kernels beside them.
 
-    python -m lorafleet.kernels.lora.tune_sm_split [--cases 64x8 64x64 ... | all] [--layers 32] [--seconds 90]
-        [--data FILE] [--json FILE]
+    python -m lorafleet.kernels.lora.tune_sm_split [--cases 64x8 64x64 ... | all] [--base plain|nf4|fp8] [--layers 32]
+        [--seconds 90] [--data FILE] [--json FILE]
 
 Each class of steps (kernels/lora/sm_split.py) is measured by one case: a step of a number of tokens of a number of
 adapters, with rank 16 or with mixed ranks. Every split takes turns with the unsplit step and with the base alone in
-CUDA graphs of all layers, whose weights are not in the cache. The fastest is written where the engine reads it, or to
+CUDA graphs of all layers, whose weights are not in the cache. --base selects the base's weights; nf4 stands for all
+weights of four bits. The fastest is written where the engine reads it, or to
 --data, if it is faster than the unsplit step by more than the noise. --json gets every time measured. Both files are
 written after each case. A case that fails is reported and skipped; the exit status is then 1.
 """
@@ -28,14 +29,24 @@ from lorafleet.kernels.lora.gemm_sms import gemms_limited_to
 from lorafleet.kernels.lora.sm_split import (
     MIN_GEMM_SMS,
     UNSPLIT,
+    GEMMs,
     SMSplit,
     StepClass,
     read_splits,
     split_path,
     write_splits,
 )
+from lorafleet.kernels.quant.base_weight import Scheme
+from lorafleet.kernels.quant.nf4 import NF4Scheme
+from lorafleet.kernels.quant.scaled_weight import ScaledScheme
 
-SMS_LEFT = (16, 24, 32, 36, 44, 52)  # numbers of SMs that cuBLAS leaves to the LoRA kernels; 16 to 40 % of an H200's
+# Numbers of SMs that the GEMMs leave to the LoRA kernels. For cuBLAS they are 16 to 40 % of an H200's.
+SMS_LEFT: dict[GEMMs, tuple[int, ...]] = {
+    "plain": (16, 24, 32, 36, 44, 52),
+    "four bits": (4, 8, 12, 16, 20, 24, 28, 32),
+    "e4m3": (),
+}
+SCHEMES: dict[str, Scheme | None] = {"plain": None, "nf4": NF4Scheme(), "fp8": ScaledScheme()}
 MIXED_RANKS = (8, 16, 32, 64)
 MIXED = "-mixed"
 NOISE = 0.005  # as a fraction of a step's time
@@ -84,9 +95,9 @@ class Measured:
         return best if self.lora_ms[best] < self.lora_ms[UNSPLIT] * (1 - NOISE) else UNSPLIT
 
 
-def candidates(num_sms: int) -> list[SMSplit]:
+def candidates(num_sms: int, gemms: GEMMs = "plain") -> list[SMSplit]:
     """Returns the splits to try on a GPU of that many SMs, the unsplit step first."""
-    sizes = [None, *(num_sms - left for left in SMS_LEFT if num_sms - left >= MIN_GEMM_SMS)]
+    sizes = [None, *(num_sms - left for left in SMS_LEFT[gemms] if num_sms - left >= MIN_GEMM_SMS)]
     return [UNSPLIT, *(SMSplit(size, first) for size in sizes for first in ("gemm", "lora"))]
 
 
@@ -95,10 +106,10 @@ def measure(stack: Stack, case: SplitCase) -> Measured:
     x_of_size = stack.inputs(case.num_tokens)
     slots = [t % case.num_adapters for t in range(case.num_tokens)]
     batch = smallest_batch(slots, case.rank_of_slot, stack.tables)
-    step = StepClass.of(case.num_tokens, batch.num_tiles, max(case.ranks))
+    step = StepClass.of(case.num_tokens, batch.num_tiles, max(case.ranks), stack.gemms)
     if step is None:
         raise ValueError(f"{case.name} has more tokens than a step that may be split")
-    splits = candidates(torch.cuda.get_device_properties().multi_processor_count)
+    splits = candidates(torch.cuda.get_device_properties().multi_processor_count, stack.gemms)
     limits = dict.fromkeys(split.gemm_sms for split in splits if split.gemm_sms is not None)
     graphs = {"base": _captured_base(stack, x_of_size, None)}
     for gemm_sms in limits:
@@ -150,6 +161,7 @@ def main() -> int:
     started = time.monotonic()
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--cases", nargs="+", default=CASES, help="tokens x adapters, as 64x8 or 64x8-mixed, or all")
+    parser.add_argument("--base", choices=list(SCHEMES), default="plain")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no case after this many seconds")
     parser.add_argument("--data", type=Path, help="the file of splits to write; the default is the engine's")
@@ -159,7 +171,7 @@ def main() -> int:
     gpu = torch.cuda.get_device_name()
     data: Path = args.data or split_path(gpu)
     splits = read_splits(split_path(gpu)) | read_splits(data)
-    stack = Stack(args.layers)
+    stack = Stack(args.layers, scheme=SCHEMES[args.base])
     print(f"{gpu}, {args.layers} layers, {time.monotonic() - started:.0f} s to start", flush=True)
     rows, failed = [], False
     for case in cases:

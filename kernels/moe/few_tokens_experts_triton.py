@@ -221,15 +221,17 @@ def _outer_kernel(
 
 def few_token_mixture_triton(x_TD: Tensor, mixture: FewTokenMixture, out_TK: Tensor | None) -> LinearOutput:
     gate_up_EUD, down_EDI, shared, early = mixture.gate_up_EUD, mixture.down_EDI, mixture.shared, mixture.router.early
+    assert isinstance(gate_up_EUD, Tensor) and isinstance(down_EDI, Tensor)
     (num_tokens, size), inner, per_token = x_TD.shape, down_EDI.shape[2], mixture.router.rule.per_token
     assert is_gated(mixture.activation) and gate_up_EUD.shape[1:] == (2 * inner, size) and down_EDI.shape[1] == size
     assert gate_up_EUD.is_contiguous() and down_EDI.is_contiguous() and x_TD.dtype == gate_up_EUD.dtype
     # Without a shared expert its programs are compiled but not launched, so they need any weights.
     shared_gate_up_UD, shared_down_DI, shared_inner = gate_up_EUD, down_EDI, 0
     if shared is not None:
+        assert isinstance(shared.gate_up_UD, Tensor) and isinstance(shared.down_DI, Tensor)
         shared_gate_up_UD, shared_down_DI, shared_inner = shared.gate_up_UD, shared.down_DI, shared.down_DI.shape[1]
-        assert shared.gate_up_UD.shape == (2 * shared_inner, size) and shared.gate_up_UD.is_contiguous()
-        assert shared.down_DI.shape == (size, shared_inner) and shared.down_DI.is_contiguous()
+        assert shared_gate_up_UD.shape == (2 * shared_inner, size) and shared_gate_up_UD.is_contiguous()
+        assert shared_down_DI.shape == (size, shared_inner) and shared_down_DI.is_contiguous()
     expert_TK, weight_TJ = few_token_choice_triton(x_TD, mixture.router, shared, out_TK)
     rows = token_rows(num_tokens)
     of_inner, of_outer = ONE_TOKEN if rows == 1 else SOME_TOKENS

@@ -8,6 +8,9 @@ Otherwise a kernel splits or rounds it before, with a scale for each row.
 Small products divide the inputs among programs. Each stores its part of the tile, and the last one to arrive at the
 tile's counter adds the parts, in a fixed order, so every run gives the same bits. It also resets the counter.
 
+On a GPU, a launch begins before the kernel ahead of it has ended (programmatic dependent launch). It requests the
+beginning of its rows of W, which no kernel writes, into the L2 cache, and then waits for x.
+
 Memory: x [T, D] or its pairs [T, N, D], codes [O, D], scales of W [O, G], scales of x [T, 1], y [T, O], all row-major.
 Parts are [K, tiles, block_o, block_t].
 """
@@ -20,13 +23,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from lorafleet.kernels.jit import jit
+from lorafleet.kernels.linear.linear_tuning import may_start_early
+from lorafleet.kernels.linear.split_linear_triton import request_rows
+from lorafleet.kernels.linear.split_sums_triton import early_launch
 from lorafleet.kernels.lora.split_sum_triton import MAX_SPLITS, MIN_STEPS
 from lorafleet.kernels.quant.e4m3_pairs import pair_block
 from lorafleet.kernels.quant.e4m3_pairs_triton import pair_product, split_block, split_pairs_triton
 from lorafleet.kernels.quant.e4m3_tuning import E4M3Shape, e4m3_tuning
 from lorafleet.kernels.quant.fp8 import FP8
+
+PREFETCH_CHUNK = 512  # bytes of a row that are requested at a time
 
 
 # Sizes that change from step to step are not specialized: a new batch must never wait for a compiler.
@@ -53,6 +62,9 @@ def _e4m3_linear_kernel(
     block_t: tl.constexpr,
     block_d: tl.constexpr,
     stages: tl.constexpr,
+    early: tl.constexpr,
+    prefetch: tl.constexpr,
+    chunk: tl.constexpr,
 ) -> None:
     # Programs that share codes are neighbors, so that the second one finds them in the L2 cache.
     t = tl.program_id(0) * block_t + tl.arange(0, block_t)
@@ -62,6 +74,10 @@ def _e4m3_linear_kernel(
     x_row = tl.program_id(0) * (block_t * rows_a_token) + tl.arange(0, block_t * rows_a_token)
     first = tl.program_id(2) * steps_a_split * block_d
     last = tl.minimum(first + steps_a_split * block_d, inputs)
+    if early:
+        if prefetch > 0:
+            request_rows(code_ptr, tl.program_id(1) * block_o, first, inputs, block_o, prefetch, chunk)
+        gdc_wait()
     d = tl.arange(0, block_d)
     x_tile = x_ptr + x_row[None, :].to(tl.int64) * inputs + d[:, None]
     row = tl.where(o_inside, o, 0)  # rows beyond the last are computed from another one, and not stored
@@ -139,6 +155,8 @@ def e4m3_linear_triton(
     wanted = min(MAX_SPLITS, shape.programs // num_tiles, steps // MIN_STEPS) if num_tiles <= len(arrived_M) else 1
     steps_a_split = triton.cdiv(steps, max(1, wanted))
     splits = triton.cdiv(steps, steps_a_split)
+    early = may_start_early(x_TD.device)
+    is_inside = outputs % shape.block_o == 0 and shape.prefetch <= inputs - (splits - 1) * steps_a_split * block_d
     y_TO = torch.empty(num_tokens, outputs, dtype=x_TD.dtype, device=x_TD.device)
     part = y_TO
     if splits > 1:
@@ -167,6 +185,10 @@ def e4m3_linear_triton(
         block_t=shape.block_t,
         block_d=block_d,
         stages=shape.stages,
+        early=early,
+        prefetch=shape.prefetch if is_inside else 0,  # every request must lie in W
+        chunk=min(shape.prefetch, PREFETCH_CHUNK),
         num_warps=shape.warps,
+        **early_launch(early),
     )
     return y_TO

@@ -15,8 +15,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lorafleet.kernels.jit import jit
+from lorafleet.kernels.linear.linear_tuning import may_start_early
+from lorafleet.kernels.linear.split_sums_triton import early_launch
 from lorafleet.kernels.quant.e4m3_pairs import LEAST_EXPONENT, LOW_FACTOR, E4M3Pairs
 from lorafleet.kernels.quant.fp8 import FP8
 
@@ -79,8 +82,12 @@ def _split_kernel(
     scale_ptr: tl.tensor,
     inputs: tl.constexpr,
     rounds_x: tl.constexpr,
+    early: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
+    if early:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, block)
     inside = d < inputs
@@ -98,15 +105,17 @@ def split_pairs_triton(x_TD: Tensor, rounds_x: bool = False) -> E4M3Pairs:
     num_tokens, inputs = x_TD.shape
     code_TND = torch.empty(num_tokens, 1 if rounds_x else 2, inputs, dtype=FP8, device=x_TD.device)
     scale_TB = torch.empty(num_tokens, 1, dtype=torch.float32, device=x_TD.device)
-    block = triton.next_power_of_2(inputs)
+    block, early = triton.next_power_of_2(inputs), may_start_early(x_TD.device)
     _split_kernel[(num_tokens,)](
         x_TD,
         code_TND,
         scale_TB,
         inputs=inputs,
         rounds_x=rounds_x,
+        early=early,
         block=block,
         num_warps=min(MOST_WARPS, max(1, block // (32 * ELEMENTS_A_THREAD))),
+        **early_launch(early),
     )
     return E4M3Pairs(code_TND, scale_TB)
 

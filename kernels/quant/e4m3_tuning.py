@@ -34,6 +34,8 @@ class E4M3Shape:
     # The GEMM splits x itself, which saves a launch and repeats the work in each program. Not for an x that is rounded.
     splits_inside: bool = False
     programs: int = 264  # programs of a launch, which decide into how many splits the inputs are divided
+    # Inputs of each row of W that are requested before the kernel ahead has ended; 0 or a power of two from 128 on.
+    prefetch: int = 256
 
 
 @dataclass(frozen=True, slots=True)

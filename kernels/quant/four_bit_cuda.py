@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.lora.gemm_sms import sms_for_gemms
 from lorafleet.kernels.nvrtc import CudaCode, CudaCodeError, machine_code
 from lorafleet.kernels.quant.code_tiles import TILE
 
@@ -159,7 +160,8 @@ class FourBitKernels:
     shapes: tuple[KernelShape, ...]  # in the order in which they are tried
     by_name: dict[str, Launch]
     dequantize: Launch
-    most_programs: dict[str, int]  # of each kernel, that run at the same time
+    num_sms: int
+    resident: dict[str, int]  # programs of each kernel that run on an SM at the same time
 
     @property
     def most_tokens(self) -> int:
@@ -176,7 +178,8 @@ class FourBitKernels:
 
     def programs_for(self, shape: KernelShape, blocks: int) -> int:
         """Returns the number of programs for a product of that many blocks, which are 64 inputs of an item each."""
-        return min(self.most_programs[shape.name], -(-blocks // shape.least_blocks))
+        most = min(sms_for_gemms(self.num_sms) * self.resident[shape.name], MAX_PROGRAMS)
+        return min(most, -(-blocks // shape.least_blocks))
 
 
 def source() -> str:
@@ -206,25 +209,22 @@ def _kernels(variant: FourBitVariant, index: int) -> FourBitKernels | None:
             torch.cuda.synchronize()  # makes the device's context current in this thread
             code = CudaCode(machine_code(source(), variant.options, device))
             products: dict[str, Launch] = {shape.name: _product(code, variant, shape, has_wgmma) for shape in shapes}
-            most_programs = {
-                shape.name: min(properties.multi_processor_count * variant.resident_of(shape), MAX_PROGRAMS)
-                for shape in shapes
-            }
+            resident = {shape.name: variant.resident_of(shape) for shape in shapes}
             dequantize = code.kernel("dequantize", DEQUANTIZE_WARPS * 32, 0)
-            return FourBitKernels(shapes, products, dequantize, most_programs)
+            return FourBitKernels(shapes, products, dequantize, properties.multi_processor_count, resident)
     except CudaCodeError as error:
         log.warning("weights of four bits are served by slower kernels: %s", error)
         return None
 
 
 def _product(code: CudaCode, variant: FourBitVariant, shape: KernelShape, has_wgmma: bool) -> Launch:
-    overlaps = has_wgmma and not variant.of_experts
+    early = has_wgmma and not variant.of_experts
     if shape.needs_wgmma:
-        return code.kernel(shape.name, WIDE_WARPS * 32, TABLE_BYTES + WIDE_BYTES, waits=True, overlaps=overlaps)
+        return code.kernel(shape.name, WIDE_WARPS * 32, TABLE_BYTES + WIDE_BYTES, waits=True, early=early)
     warps = variant.few_warps.get(shape.name)
     if warps is not None:
         shared_bytes = TABLE_BYTES + (warps - 1) * (shape.tokens // 8) * WARP_SUMS_BYTES + FLAGS_BYTES
-        return code.kernel(shape.name, warps * 32, shared_bytes, overlaps=overlaps)
+        return code.kernel(shape.name, warps * 32, shared_bytes, early=early)
     return code.kernel(shape.name, MANY_WARPS * 32, TABLE_BYTES + MANY_BYTES)
 
 

@@ -21,6 +21,9 @@ extern __shared__ unsigned char shared_start[];
 
 DEVICE unsigned shared_address(const void* at) { return (unsigned)__cvta_generic_to_shared(at); }
 
+// Returns the shared memory of a kernel that has no table.
+DEVICE unsigned char* all_shared() { return shared_start; }
+
 // Returns the shared memory behind the table.
 DEVICE unsigned char* behind_table() { return shared_start + TABLE_BYTES; }
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorafleet.kernels.decoder.scratch import Scratch
-from lorafleet.kernels.quant.base_weight import QuantizedMatrix, Scheme
+from lorafleet.kernels.quant.base_weight import QuantizedMatrix, QuantizedWeight, Scheme
 from lorafleet.kernels.quant.code_tiles import (
     TILE,
     empty_codes,
@@ -69,6 +69,14 @@ def tiled_weight(
     if four_bit_kernels(weight.variant, device) is None:
         return None
     return TiledWeight(scheme, rows, inputs, dtype, device, scratch, of_experts)
+
+
+def empty_weight(
+    scheme: Scheme, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device, scratch: Scratch
+) -> QuantizedWeight:
+    """Returns an empty weight of this rank's sizes, of the kind that multiplies fastest on the device."""
+    tiled = tiled_weight(scheme, outputs, inputs, dtype, device, scratch)
+    return tiled or scheme.empty(outputs, inputs, dtype, device, scratch)
 
 
 def is_tileable(scheme: Scheme, outputs: int, inputs: int, dtype: torch.dtype) -> bool:

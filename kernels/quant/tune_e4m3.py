@@ -45,6 +45,7 @@ MEASURED_TOKENS = {16: 8}  # tokens that are measured for a class, if not the mo
 NOISE = 0.005  # as a fraction of a class's time
 ROUNDING_GAIN = 0.1  # x is rounded where that saves more than this fraction of the time
 FIELDS: dict[str, tuple[Any, ...]] = {
+    "prefetch": (0, 256, 512, 1024, 2048),
     "splits_inside": (False, True),
     "programs": (132, 264, 396, 528, 792),
     "block_o": (64, 128, 256),

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
-from http_load import Call, Job, Report, run
+import http_load
+from http_load import Call, Job, Report, ReportLost, run, run_apart, write_whole
 
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
@@ -100,3 +106,37 @@ async def test_a_stream_of_a_closed_loop_waits_for_its_last_answer() -> None:
     assert [outcome.error for outcome in report.outcomes] == [None] * 7
     assert most == 3
     assert late.outcomes == [], "the time is over before the first call"
+
+
+def test_a_report_is_written_whole_although_signals_cut_writes() -> None:
+    """A pipe holds 64 KiB, so the writer waits for the reader, and a signal ends the write before all is written."""
+    source, target = os.pipe()
+    content = os.urandom(1 << 20)
+    received = bytearray()
+
+    def read() -> None:
+        while part := os.read(source, 1 << 15):
+            received.extend(part)
+            time.sleep(2e-3)
+
+    reader = threading.Thread(target=read)
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    reader.start()
+    signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-3)
+    try:
+        write_whole(target, content)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        os.close(target)
+    reader.join()
+    os.close(source)
+    assert received == content
+
+
+def test_a_process_that_ends_without_a_report_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "half.py"
+    program.write_text("import sys; sys.stdin.read(); print('{', end=''); sys.exit(3)")
+    monkeypatch.setattr(http_load, "__file__", str(program))
+    with pytest.raises(ReportLost, match="status 3 and 1 bytes"):
+        run_apart(Job("http://127.0.0.1:1", []))

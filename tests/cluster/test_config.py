@@ -41,6 +41,8 @@ def test_speculative_decoding_is_configured_by_vllms_json_or_by_fields(as_text: 
     args = parse_args({"model": "m", "speculative_config": json.dumps(given) if as_text else given})
     assert args.engine_config().speculative_config == SpeculativeConfig("ngram", num_speculative_tokens=3)
     assert parse_args({"model": "m"}).engine_config().speculative_config is None
+    args = parse_args({"model": "m", "speculative_config": {"method": "qwen3_5_mtp"}})
+    assert args.engine_config().speculative_config == SpeculativeConfig("mtp")
 
 
 @pytest.mark.parametrize(

@@ -118,11 +118,12 @@ def test_a_launch_says_whether_its_programs_wait_for_each_other_or_for_the_forme
     driver = RecordingDriver()
     monkeypatch.setattr(nvrtc, "_library", lambda _name: driver)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    together, overlapped = 2, 6  # CUlaunchAttributeID
-    for waits, overlaps, attributes in (
+    together, early = 2, 6  # CUlaunchAttributeID
+    for waits, is_early, attributes in (
         (False, False, {}),
         (True, False, {together: 1}),
-        (True, True, {together: 1, overlapped: 1}),
+        (False, True, {early: 1}),
+        (True, True, {together: 1, early: 1}),
     ):
-        CudaCode(b"code").kernel("name", 32, 1024, waits, overlaps)(4, Arguments(1))
+        CudaCode(b"code").kernel("name", 32, 1024, waits, is_early)(4, Arguments(1))
         assert driver.launches[-1] == ((4, 32, 1024), attributes)

@@ -21,6 +21,9 @@ def test_it_is_vllms_dict_or_an_object_or_nothing() -> None:
     [
         ({"method": "ngram", "draft": "x"}, "'draft' is not known. Known: method, num_speculative_tokens"),
         ({"method": "ngram", "model": "x"}, "model='x' has no use with method='ngram'"),
+        ({"method": "mtp", "model": "x"}, "model='x' has no use with method='mtp'"),
+        ({"method": "mtp", "prompt_lookup_min": 3}, "have no use with method='mtp'"),
+        ({"method": "mimo_mtp"}, "method='mimo_mtp' is not served. The methods are 'ngram' and 'mtp'"),
         ({"method": "draft_model"}, "model=None must be the folder of a draft model"),
         ({"method": "draft_model", "model": "x", "prompt_lookup_max": 3}, "have no use with method='draft_model'"),
         ({"num_speculative_tokens": 4}, "method is missing. Give method='ngram'"),
@@ -37,6 +40,13 @@ def test_it_is_vllms_dict_or_an_object_or_nothing() -> None:
 def test_a_mistake_in_it_is_named(given: dict[str, object], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         SpeculativeConfig.of(given)
+
+
+@pytest.mark.parametrize(
+    "name", ["mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp", "qwen3_5_mtp"]
+)
+def test_vllms_names_of_mtp_mean_one_method(name: str) -> None:
+    assert SpeculativeConfig.of({"method": name, "num_speculative_tokens": 2}) == SpeculativeConfig("mtp", 2)
 
 
 def test_a_step_may_choose_more_tokens_than_it_has_sequences_only_with_drafts() -> None:

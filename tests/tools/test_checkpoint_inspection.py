@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from family_cases import CASES, FamilyCase, make_case
+from lorafleet.cluster.cli.cli_inspect_base import BaseOptions, inspect_base
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import LorafleetError
 from lorafleet.protocol.lora_config import LoRAConfig
@@ -19,6 +20,7 @@ from lorafleet.tools.checkpoint_inspection import CARDS, inspect_checkpoint
 from lorafleet.workers import kv_cache_sizing, memory_estimate
 from lorafleet.workers.memory_estimate import Card, MetaEngine
 from lorafleet.workers.startup import build_rank
+from tests.workers.speculation.mtp_reference import make_mtp_checkpoint
 from tiny_models import make_model
 
 CACHE_BYTES = 3 << 20
@@ -155,6 +157,18 @@ def test_kinds_of_tensors_add_up_to_the_files(base: Path) -> None:
     assert sum(g.num_values for g in groups) == found.num_parameters
     assert found.linears == {"plain": 8}
     assert found.dtype == str(torch.float32).removeprefix("torch.")
+
+
+def test_a_layer_for_several_tokens_is_named(tmp_path: Path) -> None:
+    base = make_mtp_checkpoint(tmp_path / "base", "glm4_moe")
+    found = inspect_checkpoint(EngineConfig(str(base)), None, (1,))
+    kinds = [group.kind for group in found.tensors]
+    assert kinds.count("layers for several tokens (MTP)") == 1
+    assert found.drafts_itself
+    text, _ = inspect_base(str(base), LoRAConfig(), BaseOptions(*[None] * 8), 1, as_json=False)
+    assert "with its own layer for several tokens (MTP) and --speculative-config" in text
+    without = make_case(tmp_path / "without", CASES["glm4_moe"])
+    assert not inspect_checkpoint(EngineConfig(str(without)), None, (1,)).drafts_itself
 
 
 def test_a_module_of_transformers_is_named_as_such(tmp_path: Path) -> None:

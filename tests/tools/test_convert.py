@@ -12,7 +12,8 @@ from peft import LoKrConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from lorafleet.protocol.errors import AdapterMalformed, AdapterUnsupported, ConfigError
-from lorafleet.tools.convert import convert
+from lorafleet.tools.convert import convert, convert_several
+from lorafleet.tools.mix_adapters import Mixing
 from tests.tools.conftest import assert_same_deltas, deltas, load_base, logits, rewrite, set_config
 from tiny_models import make_model
 
@@ -203,3 +204,20 @@ def test_the_adapters_tokenizer_comes_along_but_no_code(make_adapter, tmp_path):
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
         "adapter_config.json", "adapter_model.safetensors", "tokenizer.json",
     ]  # fmt: skip
+
+
+def test_what_a_server_reads_beside_the_weights_comes_along(make_adapter, tmp_path):
+    source = make_adapter()
+    (source / "lorafleet.json").write_text("{}")
+    (source / "draft").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (source / "draft" / name).write_bytes((source / name).read_bytes())
+    convert(source, tmp_path / "one", None)
+    convert_several([source, source], [0.5, 0.5], tmp_path / "mixed", None, Mixing("cat"))
+    copied = sorted(str(p.relative_to(tmp_path / "one")) for p in (tmp_path / "one").rglob("*.*"))
+    assert copied == [
+        "adapter_config.json", "adapter_model.safetensors", "draft/adapter_config.json",
+        "draft/adapter_model.safetensors", "lorafleet.json",
+    ]  # fmt: skip
+    assert (tmp_path / "mixed" / "lorafleet.json").is_file()
+    assert not (tmp_path / "mixed" / "draft").exists()  # it was trained for one of them

@@ -5,14 +5,17 @@ workers/bases/families/ has a description of each architecture, and workers/base
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lorafleet.protocol.config_json import read_json
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
 from lorafleet.workers.bases.families.architectures import FAMILIES
 from lorafleet.workers.bases.families.config_fields import ConfigFields
 from lorafleet.workers.bases.model_config import ModelConfig
+from lorafleet.workers.bases.module_names import OF_BASE
 from lorafleet.workers.bases.quantization import stored_quantization
 from lorafleet.workers.bases.stored_tensors import StoredTensors
 from lorafleet.workers.bases.text_part import text_config, text_name, ties_contradict
@@ -44,13 +47,44 @@ def read_model_config(folder: Path) -> ModelConfig:
     eos = (read_json(generation) if generation.exists() else {}).get("eos_token_id")
     if eos is None:
         eos = fields.raw.get("eos_token_id")
-    stored = fields.raw.get("quantization_config") or raw.get("quantization_config")
     return replace(
         model,
         is_text_part=family.is_wrapper,
         eos_token_ids=eos_token_ids(eos, model.vocab_size),
-        quantization=stored_quantization(stored, folder, model.names, model.mtp_names),
+        quantization=stored_quantization(_quantization(raw), folder, model.names, model.mtp_names),
     )
+
+
+def read_mtp_config(folder: Path, target: ModelConfig) -> ModelConfig:
+    """Returns the layer of `target` that predicts one token more, as a model of one layer. Its linears are quantized as
+    the checkpoint in `folder` has them, or as the server's option says."""
+    assert target.mtp is not None
+    names = replace(target.names, part=target.mtp.names)
+    quantization = target.quantization
+    if quantization is None or quantization.stored is not None:
+        stored = _quantization(read_json(folder / "config.json"))
+        quantization = stored_quantization(stored, folder, names, (OF_BASE,), may_be_plain=True)
+    return replace(
+        target,
+        layers=(target.mtp.layer,),
+        experts=None if target.experts is None else replace(target.experts, layers=frozenset({0})),
+        final_norm="norm",
+        names=names,
+        mtp_names=(OF_BASE,),
+        quantization=quantization,
+    )
+
+
+def has_mtp_tensors(folder: Path, mtp_names: tuple[str, ...]) -> bool:
+    """Returns whether the checkpoint has any tensor whose name begins so."""
+    with StoredTensors(folder) as tensors:
+        return any(text_name(name).startswith(mtp_names) for name in tensors.names())
+
+
+def _quantization(raw: dict[str, Any]) -> Mapping[str, Any] | None:
+    """Returns the quantization_config of the language model, or that of the whole checkpoint."""
+    found: Mapping[str, Any] | None = (raw.get("text_config") or {}).get("quantization_config")
+    return found or raw.get("quantization_config")
 
 
 def _has_head(folder: Path) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lorafleet.kernels.moe.expert_codes import ExpertCodes, ExpertMatrix
+from lorafleet.workers.bases.checkpoint_model import CheckpointModel
 from lorafleet.workers.bases.experts_config import ExpertsConfig
 from lorafleet.workers.bases.stored_tensors import Stored
 from lorafleet.workers.bases.tensor_parts import (
@@ -25,7 +26,6 @@ from lorafleet.workers.bases.tensor_parts import (
     StackedRounding,
     TensorSource,
 )
-from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.models.sparse_mlp import SparseMLP
 
 _OF_ERNIE = "moe_statics."  # Ernie stores the vectors in this module as [1, E].
@@ -88,7 +88,7 @@ class _Mixture:
         return {name: vector.data for name, vector in named.items() if name is not None and vector is not None}
 
 
-def expert_parts(model: DecoderModel) -> dict[str, ModelPart]:
+def expert_parts(model: CheckpointModel) -> dict[str, ModelPart]:
     """Returns the parts of every expert's own tensors, and of the vectors beside the routers."""
     parts: dict[str, ModelPart] = {}
     for mixture in _mixtures(model):
@@ -106,7 +106,7 @@ def expert_parts(model: DecoderModel) -> dict[str, ModelPart]:
     return parts
 
 
-def stacked_sources(model: DecoderModel) -> dict[str, TensorSource]:
+def stacked_sources(model: CheckpointModel) -> dict[str, TensorSource]:
     """Returns the sources that hold all experts of a layer in one tensor."""
     sources: dict[str, TensorSource] = {}
     for mixture in _mixtures(model):
@@ -118,7 +118,7 @@ def stacked_sources(model: DecoderModel) -> dict[str, TensorSource]:
     return sources
 
 
-def _mixtures(model: DecoderModel) -> Iterator[_Mixture]:
+def _mixtures(model: CheckpointModel) -> Iterator[_Mixture]:
     experts = model.config.experts
     if experts is None:
         return

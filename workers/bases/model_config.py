@@ -14,6 +14,7 @@ from lorafleet.workers.bases.altup_config import LAUREL_NORM, ROUTER_NORM, AltUp
 from lorafleet.workers.bases.experts_config import ExpertsConfig
 from lorafleet.workers.bases.layer_config import AnyAttention, AttentionConfig, LayerConfig
 from lorafleet.workers.bases.module_names import COMMON_NAMES, ModuleNames
+from lorafleet.workers.bases.mtp_config import MTPConfig
 from lorafleet.workers.bases.per_layer_config import OUT_NORM, PROJECTION_NORM, PerLayerConfig
 from lorafleet.workers.bases.projection import Projection
 from lorafleet.workers.bases.quantization import Quantization
@@ -56,8 +57,9 @@ class ModelConfig:
     head_bias: bool = False
     is_text_part: bool = False  # the checkpoint has a part for pictures too
     names: ModuleNames = COMMON_NAMES  # those of the checkpoint's and adapters' modules
-    # Beginnings of the names of tensors that predict more than the next token. They are not read.
+    # Beginnings of the names of tensors that predict more than the next token. They do not belong to the decoder.
     mtp_names: tuple[str, ...] = ()
+    mtp: MTPConfig | None = None  # the layer that they make; None if there is none, or none that can draft
     quantization: Quantization | None = None  # None if all weights are in dtype
 
     @property

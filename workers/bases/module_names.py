@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 Pairs = tuple[tuple[str, str], ...]
 
+OF_BASE = "base."  # The engine's name of all tensors of a checkpoint outside of ModuleNames.part.
+
 _EMBEDDING = "embed_tokens"
 _IN_LAYER = re.compile(r"((?:model\.)?layers\.[0-9]+\.)(.+)", re.DOTALL)
 
@@ -28,13 +30,22 @@ class ModuleNames:
     embedding: str = "embed_tokens"
     newest: Pairs = ()  # Names that the newest transformers gives modules, and adapters made with it.
     older: Pairs = ()  # Names in published checkpoints and in older adapters, where they differ from the newest.
+    # For a part of a checkpoint alone: beginnings of the names of its tensors, each with the engine's beginning that
+    # takes its place. The first fitting one counts. Other tensors are those of the base, see OF_BASE.
+    part: Pairs = ()
 
     def engine_name(self, name: str) -> str:
         """Returns the engine's name of a module or tensor that has any of its names."""
+        if self.part:
+            name = next((ours + name[len(theirs) :] for theirs, ours in self.part if name.startswith(theirs)), OF_BASE)
         if name.startswith(self.root):
             name = f"model.{name.removeprefix(self.root)}"
         name = _with_embedding(name, self.embedding, _EMBEDDING)
         return _renamed(name, tuple((theirs, ours) for ours, theirs in self.older + self.newest))
+
+    def name_in_part(self, name: str) -> str:
+        """Returns the name in the files of what the engine calls `name`, as far as `part` says it."""
+        return next((theirs + name[len(ours) :] for theirs, ours in self.part if name.startswith(ours)), name)
 
     def own_names(self, name: str) -> tuple[str, ...]:
         """Returns the family's names of what the engine calls `name`: the newest, then the older ones that differ."""

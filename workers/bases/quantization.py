@@ -75,12 +75,18 @@ class Quantization:
 
 
 def stored_quantization(
-    config: Mapping[str, Any] | None, folder: Path, names: ModuleNames = COMMON_NAMES, unread: tuple[str, ...] = ()
+    config: Mapping[str, Any] | None,
+    folder: Path,
+    names: ModuleNames = COMMON_NAMES,
+    unread: tuple[str, ...] = (),
+    *,
+    may_be_plain: bool = False,
 ) -> Quantization | None:
     """Reads the quantization_config of config.json. Raises UnsupportedModel with a remedy if it is not served.
 
-    `names` are those of the checkpoint's modules, and `unread` is as in StoredLinears.
-    Without one, hf_quant_config.json is read, if it exists.
+    `names` are those of the checkpoint's modules, and `unread` is as in StoredLinears. `may_be_plain` is for a part of
+    a quantized checkpoint, and None is returned if no linear of it is quantized.
+    Without a quantization_config, hf_quant_config.json is read, if it exists.
     """
     config = config or modelopt_settings(folder)
     if not config or quantizes_only_kv(config):
@@ -98,6 +104,8 @@ def stored_quantization(
             f"are never quantized. Quantize the model again without it: {WITHOUT_HEAD}. {REMEDY}",
             "model",
         )
+    if not stored.schemes and may_be_plain:
+        return None
     if not stored.schemes:
         raise UnsupportedModel(
             f"quantization_config says {method}, but {folder} stores no linear quantized. Remove it if the weights are "

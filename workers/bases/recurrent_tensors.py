@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from lorafleet.workers.bases.checkpoint_model import CheckpointModel
 from lorafleet.workers.bases.layer_config import DeltaNetConfig
 from lorafleet.workers.bases.projection import Units
 from lorafleet.workers.bases.recurrence_config import Mamba2Config, ShortConvConfig
 from lorafleet.workers.bases.tensor_parts import ModelPart, PlainPart
-from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.models.delta_net import DeltaNet
 from lorafleet.workers.models.mamba2 import Mamba2
 from lorafleet.workers.models.short_conv import ShortConv
 from lorafleet.workers.tp.shard import Shard
 
 
-def recurrent_parts(model: DecoderModel) -> dict[str, ModelPart]:
+def recurrent_parts(model: CheckpointModel) -> dict[str, ModelPart]:
     """Returns the parts of every recurrent layer, by the names of the checkpoint's tensors."""
     return {
         f"model.layers.{i}.{name}": part

@@ -1,4 +1,4 @@
-"""Fills a DecoderModel from a checkpoint's safetensors files, one or sharded, and checks that nothing is missing.
+"""Fills a model from a checkpoint's safetensors files, one or sharded, and checks that nothing is missing.
 
 Tensors are copied one after another into the packed parameters, so that the host never holds the whole model twice. A
 tensor-parallel rank reads its own part of each.
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lorafleet.kernels.quant.base_weight import BaseWeight, QuantizedMatrix, QuantizedWeight, Scheme
 from lorafleet.protocol.errors import ConfigError
+from lorafleet.workers.bases.checkpoint_model import CheckpointModel
 from lorafleet.workers.bases.expert_tensors import expert_parts, stacked_sources
 from lorafleet.workers.bases.formats.checkpoint_format import LINEAR, LinearTensors
 from lorafleet.workers.bases.linear_schemes import linear_scheme
@@ -28,7 +29,6 @@ from lorafleet.workers.bases.recurrent_tensors import recurrent_parts
 from lorafleet.workers.bases.stored_tensors import MovedTensor, Stored, StoredTensors
 from lorafleet.workers.bases.tensor_parts import ModelPart, PlainPart, QuantizedPart, TensorSource
 from lorafleet.workers.bases.text_part import is_of_pictures, text_name
-from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.models.layers import Norm
 from lorafleet.workers.models.vocab_table import VocabTable
 
@@ -41,7 +41,7 @@ ONE_BY_DEFAULT = "scalar", "router.scale", "output_scale"  # ends of names; rand
 Progress = Callable[[int, int], None]  # tensors done, tensors in all
 
 
-def load_weights(model: DecoderModel, folder: Path, progress: Progress | None = None) -> None:
+def load_weights(model: CheckpointModel, folder: Path, progress: Progress | None = None) -> None:
     """Fills the model from the checkpoint. Raises ConfigError naming a missing, unknown or misshapen tensor."""
     parts = _parts(model)
     sources = {name: TensorSource((part,), (name,)) for name, part in parts.items()} | stacked_sources(model)
@@ -88,10 +88,11 @@ def load_weights(model: DecoderModel, folder: Path, progress: Progress | None = 
                 progress(len(seen), len(parts))
     missing = sorted(set(parts) - seen)
     if missing:
-        raise ConfigError(f"{folder} lacks {len(missing)} tensors; the first is {missing[0]!r}.", "model")
+        first = model.config.names.name_in_part(missing[0])
+        raise ConfigError(f"{folder} lacks {len(missing)} tensors; the first is {first!r}.", "model")
 
 
-def held_tensors(model: DecoderModel) -> dict[str, Callable[[], Tensor]]:
+def held_tensors(model: CheckpointModel) -> dict[str, Callable[[], Tensor]]:
     """Returns this rank's part of every tensor, by the checkpoint's name.
 
     Each is a function that returns the values as they are in the checkpoint, in the serving dtype.
@@ -135,7 +136,7 @@ def read_kv_scales(
     return [(scales.get((layer, "k"), 1.0), scales.get((layer, "v"), 1.0)) for layer in has_cache]
 
 
-def fill_randomly(model: DecoderModel) -> None:
+def fill_randomly(model: CheckpointModel) -> None:
     """Fills the model with random weights that keep activations in range.
 
     Speed does not depend on the weights, unless they are zero. Weights that several ranks hold are the same on each.
@@ -173,7 +174,7 @@ def _is_of_quantized(name: str, quantization: Quantization | None) -> bool:
     )
 
 
-def _quantized_matrices(model: DecoderModel, tensors: StoredTensors) -> Iterator[tuple[str, QuantizedMatrix]]:
+def _quantized_matrices(model: CheckpointModel, tensors: StoredTensors) -> Iterator[tuple[str, QuantizedMatrix]]:
     """Yields the linears that are stored quantized, by the name that their plain weights would have.
 
     They are decoded on the model's device.
@@ -197,7 +198,7 @@ def _fill(source: TensorSource, name: str, stored: Stored, path: Path) -> None:
         part.fill(stored)
 
 
-def _parts(model: DecoderModel) -> dict[str, ModelPart]:
+def _parts(model: CheckpointModel) -> dict[str, ModelPart]:
     """Returns the parts by the names of the checkpoint's tensors, with those of experts one by one."""
     config, shard = model.config, model.shard
 
@@ -223,12 +224,12 @@ def _parts(model: DecoderModel) -> dict[str, ModelPart]:
         device = model.norm.weight.device
         return QuantizedPart(cast(QuantizedWeight, weight), scheme, is_rounded, device, first, count, places, whole)
 
-    parts: dict[str, ModelPart] = {"model.embed_tokens.weight": vocabulary(model.embed_tokens)}
-    if not config.tie_word_embeddings:
-        parts["lm_head.weight"] = vocabulary(model.lm_head)
-        if model.lm_head.bias is not None:
-            held = model.lm_head.bias.data[: model.lm_head.num_tokens]
-            parts["lm_head.bias"] = PlainPart(held, [(shard.vocabulary,)], [config.vocab_size])
+    parts: dict[str, ModelPart] = {}
+    for name, table in model.tables().items():
+        parts[f"{name}.weight"] = vocabulary(table)
+        if table.bias is not None:
+            held = table.bias.data[: table.num_tokens]
+            parts[f"{name}.bias"] = PlainPart(held, [(shard.vocabulary,)], [config.vocab_size])
     for name, vector in model.vectors().items():
         whole = tuple(slice(0, size) for size in vector.shape)
         parts[f"model.{name}"] = PlainPart(vector.data, [whole], list(vector.shape))

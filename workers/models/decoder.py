@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from lorafleet.kernels.lora.lora_batch import LoRABatch
 from lorafleet.workers.attention.attention_backend import AttentionBackend, KVCache
-from lorafleet.workers.bases.linear_schemes import experts_scheme, linear_scheme
 from lorafleet.workers.bases.model_config import ModelConfig
 from lorafleet.workers.bases.per_layer_config import PROJECTION_NORM, TABLE
 from lorafleet.workers.device.state_cache import StepStates
@@ -27,7 +26,7 @@ from lorafleet.workers.models.decoder_layer import DecoderLayer
 from lorafleet.workers.models.delta_net import DeltaNet
 from lorafleet.workers.models.feature_taps import FeatureTaps
 from lorafleet.workers.models.layers import Norm, PackedLinear, ResidualSum
-from lorafleet.workers.models.linear_weights import LinearWeights
+from lorafleet.workers.models.linear_weights import LinearWeights, hold_weights
 from lorafleet.workers.models.mamba2 import Mamba2, ParallelMixer
 from lorafleet.workers.models.mlp import MLP
 from lorafleet.workers.models.per_layer_embedding import PerLayerEmbedding
@@ -68,15 +67,9 @@ class DecoderModel(nn.Module):
         self.per_layer: PerLayerEmbedding | None = None
         if config.per_layer is not None:
             self.per_layer = PerLayerEmbedding(config, config.per_layer, group, dtype, device)
-        self.taps: FeatureTaps | None = None  # Set while an EAGLE-3 head drafts from the hidden states.
+        self.taps: FeatureTaps | None = None  # Set while a head drafts from the hidden states.
         self.streams = None if config.altup is None else Streams(config, config.altup, dtype, device)
-        weights = LinearWeights(dtype, device)
-        for names, linear in self.packed_linears():
-            scheme = linear_scheme(config, names)
-            linear.weight = weights.empty(scheme, sum(linear.out_features), linear.in_features, linear.dtype)
-        for name, mixture in self.mixtures():
-            gate_up = weights.experts(experts_scheme(config, name, mixture.experts.first_leaves), mixture.gate_up_shape)
-            mixture.hold(gate_up, weights.experts(experts_scheme(config, name, ["down_proj"]), mixture.down_shape))
+        hold_weights(config, self.packed_linears(), self.mixtures(), LinearWeights(dtype, device))
         ropes = [attention.rope for attention in config.attentions]
         self.rotations = Rotations(ropes, device, config.adapters_rope)
         # rounded to the model's dtype
@@ -118,7 +111,7 @@ class DecoderModel(nn.Module):
                 self.taps.take(layer.index, residual_TD)
             x_TD = layer(x_TD, residual_TD, step, next_sum)
         if self.taps is not None:
-            self.taps.store(slot_mapping_T)
+            self.taps.store(x_TD, slot_mapping_T)
         return x_TD
 
     def logits(self, x_TD: Tensor) -> Tensor:
@@ -128,6 +121,11 @@ class DecoderModel(nn.Module):
     def gather_logits(self, logits_TW: Tensor) -> Tensor:
         """Returns [T, V] on every rank, from what logits() returned on each."""
         return self.lm_head.gather(logits_TW)
+
+    def tables(self) -> dict[str, VocabTable]:
+        """Returns this rank's part of the tables of the vocabulary, by their whole module path."""
+        embedding = {"model.embed_tokens": self.embed_tokens}
+        return embedding if self.config.tie_word_embeddings else embedding | {"lm_head": self.lm_head}
 
     def decoder_layers(self) -> Iterator[DecoderLayer]:
         return (cast(DecoderLayer, layer) for layer in self.layers)

@@ -1,4 +1,4 @@
-"""Takes hidden states of the target out of its forward passes, as the features that an EAGLE-3 head drafts from.
+"""Takes hidden states of the target out of its forward passes, as the features that a head drafts from.
 
 A token's feature lies beside its keys and values: it has their slot. So whoever finds a cached prefix finds its
 features too, and nothing has to be moved if a sequence is preempted.
@@ -18,12 +18,13 @@ class FeatureTaps:
 
     Args:
         layers: The layers whose inputs are taken, ascending.
-        fused: Weight of the linear that makes a feature of them, [E, D * number of layers].
+        fused: Weight of the linear that makes a feature of them, [E, D * number of layers]. None if the feature is the
+            last norm's output.
         features_NE: Where features are written.
         first_row: Row of KV slot 0.
     """
 
-    def __init__(self, layers: tuple[int, ...], fused: Tensor, features_NE: Tensor, first_row: int) -> None:
+    def __init__(self, layers: tuple[int, ...], fused: Tensor | None, features_NE: Tensor, first_row: int) -> None:
         self._layers = layers
         self._fused = fused
         self._features_NE = features_NE
@@ -35,8 +36,9 @@ class FeatureTaps:
         if layer in self._layers:
             self._taken.append(residual_TD.clone())
 
-    def store(self, slot_mapping_T: Tensor) -> None:
-        """Writes the features of a forward pass, whose tokens have these KV slots."""
-        feature_TE = F.linear(torch.cat(self._taken, dim=1), self._fused)
+    def store(self, last_TD: Tensor, slot_mapping_T: Tensor) -> None:
+        """Writes the features of a forward pass, whose tokens have these KV slots. last_TD is its last norm's
+        output."""
+        feature_TE = last_TD if self._fused is None else F.linear(torch.cat(self._taken, dim=1), self._fused)
         self._taken = []
         self._features_NE.index_copy_(0, slot_mapping_T + self._first_row, feature_TE)

@@ -23,15 +23,20 @@ from lorafleet.kernels.moe.expert_activation import ExpertActivation, activate_e
 from lorafleet.kernels.moe.expert_codes import ExpertCodes, ExpertMatrix
 from lorafleet.kernels.moe.expert_lora import ExpertLoRA
 from lorafleet.kernels.moe.few_tokens import (
+    MOST_TOKENS,
     FewTokenMixture,
     FewTokenRouter,
+    SharedMatrix,
     SharedWeights,
     few_token_choice,
     few_token_mixture,
+    serves_tokens,
 )
 from lorafleet.kernels.moe.moe import ExpertMatrices, Routing, experts_mlp, route
 from lorafleet.kernels.moe.moe_torch import SharedOutput
 from lorafleet.kernels.quant.base_weight import PlainWeight
+from lorafleet.kernels.quant.scaled_weight import ScaledWeight
+from lorafleet.kernels.quant.tiled_weight import TiledWeight
 from lorafleet.workers.bases.experts_config import ExpertsConfig
 from lorafleet.workers.bases.projection import Projection
 from lorafleet.workers.models.layers import PackedLinear, parameter
@@ -61,10 +66,14 @@ class SharedExpert(nn.Module):
         return SharedOutput(y_TD, None if self.weight_gate is None else apply_affine(self.weight_gate(x_TD, batch)))
 
     @property
-    def weights(self) -> SharedWeights:
-        """The weights, which are plain."""
-        gate_1D = None if self.weight_gate is None else self.weight_gate.weight.dequantized()
-        return SharedWeights(self.gate_up_proj.weight.dequantized(), self.down_proj.weight.dequantized(), gate_1D)
+    def weights(self) -> SharedWeights | None:
+        """The weights for the kernels of few tokens, or None if there are other kinds than those read."""
+        gate = None if self.weight_gate is None else _matrix_of(self.weight_gate)
+        gate_up_UD, down_DI = _matrix_of(self.gate_up_proj), _matrix_of(self.down_proj)
+        is_other = self.weight_gate is not None and not isinstance(gate, Tensor)
+        if is_other or gate_up_UD is None or down_DI is None:
+            return None
+        return SharedWeights(gate_up_UD, down_DI, gate if isinstance(gate, Tensor) else None)
 
     def packed_linears(self) -> list[PackedLinear]:
         return [linear for linear in (self.gate_up_proj, self.down_proj, self.weight_gate) if linear is not None]
@@ -168,22 +177,22 @@ class SparseMLP(nn.Module):
         logits_TE = apply_affine(self.gate(x_TD.float() if self.experts.router_float32 else x_TD, batch))
         return route(logits_TE, self.experts.rule, self.correction_E, self.scale_E, out_TK)
 
-    def for_few_tokens(self, early: bool) -> FewTokenMixture | FewTokenRouter | None:
+    def for_few_tokens(self, num_tokens: int, early: bool) -> FewTokenMixture | FewTokenRouter | None:
         """Returns what the kernels for few tokens read: those of the whole mixture, or of its router, or None."""
         experts, gate_up_EUD, down_EDI = self.experts, self.gate_up_EUD, self.down_EDI
-        # A FixedWeight's bits must not change. Without a shared expert the kernels have not been compared on a GPU.
-        if experts.router_bias or type(self.gate.weight) is not PlainWeight or self.shared is None:
+        if experts.router_bias or type(self.gate.weight) is not PlainWeight:  # A FixedWeight's bits must not change.
             return None
         weight_ED = self.gate.weight.dequantized()
         router = FewTokenRouter(weight_ED, experts.rule, self.correction_E, self.scale_E, early)
+        its_router = router if num_tokens <= MOST_TOKENS else None
         is_other = experts.biases or experts.scales_input or not experts.is_gated or self.latent is not None
         if is_other or experts.beside is not None:
-            return router
-        if isinstance(gate_up_EUD, ExpertCodes) or isinstance(down_EDI, ExpertCodes):
-            return router
-        if any(type(linear.weight) is not PlainWeight for linear in self.packed_linears()):
-            return router
-        return FewTokenMixture(router, gate_up_EUD.data, down_EDI.data, experts.activation, self.shared.weights)
+            return its_router
+        shared = None if self.shared is None else self.shared.weights
+        if self.shared is not None and shared is None:
+            return its_router
+        mixture = FewTokenMixture(router, _plain(gate_up_EUD), _plain(down_EDI), experts.activation, shared)
+        return mixture if serves_tokens(mixture, num_tokens) else its_router
 
     def weight_kinds(self) -> list[type[object]]:
         """Returns the classes of the weights of gate_up and down: PlainWeight, or that of the quantized weight."""
@@ -198,3 +207,16 @@ class SparseMLP(nn.Module):
 
     def _vector(self, name: str | None, device: torch.device) -> nn.Parameter | None:
         return None if name is None else parameter(self.experts.count, dtype=torch.float32, device=device)
+
+
+def _plain(matrix: ExpertMatrix) -> ExpertMatrix:
+    """Returns the tensor of a plain parameter."""
+    return matrix if isinstance(matrix, ExpertCodes) else matrix.data
+
+
+def _matrix_of(linear: PackedLinear) -> SharedMatrix | None:
+    """Returns a linear's weight as the kernels for few tokens take it, or None if they do not."""
+    weight = linear.weight
+    if isinstance(weight, (ScaledWeight, TiledWeight)):
+        return weight
+    return weight.dequantized() if type(weight) is PlainWeight else None

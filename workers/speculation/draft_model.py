@@ -1,4 +1,4 @@
-"""Loads a draft model or an EAGLE-3 head beside the base, and builds what runs it.
+"""Loads a draft model or a head beside the base, and builds what runs it.
 
 KV cache, attention, CUDA graphs and adapter slots are the engine's own parts, with a configuration of their own. The
 model is whole on one GPU. Under tensor parallelism that is rank 0's, where drafts are decided.
@@ -34,10 +34,10 @@ from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.slots.base_weights import ModelWeights
 from lorafleet.workers.slots.loader import AdapterLoader
 from lorafleet.workers.slots.model_manager import LoRAModelManager
+from lorafleet.workers.speculation.draft_heads import DraftHead, load_head
 from lorafleet.workers.speculation.draft_slots import DraftSlots
 from lorafleet.workers.speculation.draft_tokenizer import check_same_tokenizer
-from lorafleet.workers.speculation.eagle_files import load_eagle_weights, read_eagle_config
-from lorafleet.workers.speculation.eagle_head import EagleHead, EagleRows
+from lorafleet.workers.speculation.feature_rows import FeatureRows
 from lorafleet.workers.speculation.model_drafter import CAUGHT_UP_TOKENS, ModelDrafter
 from lorafleet.workers.step.decode_capture import DecodeCapture
 from lorafleet.workers.step.decode_graphs import DecodeGraphs
@@ -61,7 +61,7 @@ class DraftModel:
     """A draft model with its weights and adapter slots, before it has a KV cache."""
 
     config: EngineConfig  # The engine's, as far as it concerns the draft model.
-    model: DecoderModel | EagleHead
+    model: DecoderModel | DraftHead
     spec: AttentionSpec
     manager: LoRAModelManager | None  # None if there are no adapters.
     loader: AdapterLoader | None  # Packs the draft LoRAs. None if there are no adapters.
@@ -80,16 +80,16 @@ class DraftModel:
         return steps + most_tokens * base_token_bytes * own // (own + base_token_bytes)
 
     @property
-    def rows(self) -> EagleRows | None:
-        return self.model.drafts if isinstance(self.model, EagleHead) else None
+    def rows(self) -> FeatureRows | None:
+        return self.model.drafts if isinstance(self.model, DraftHead) else None
 
     def attach(self, target: EngineModel, num_blocks: int) -> None:
         """Has the target write features for a head, for each slot of its KV cache of so many blocks. Call it before the
         target's graphs are captured."""
-        if isinstance(self.model, EagleHead):
+        if isinstance(self.model, DraftHead):
             assert isinstance(target, DecoderModel)
             self.model.drafts.allocate(num_blocks * self.config.block_size)
-            target.taps = self.model.drafts.taps(target.config.num_layers, self.model.fused)
+            target.taps = self.model.taps()
 
     def drafter(self, num_blocks: int, max_model_len: int, base_vocab: int) -> ModelDrafter:
         """Allocates a KV cache of so many blocks, and captures the graphs."""
@@ -133,7 +133,7 @@ def load_drafting_model(config: EngineConfig, base: EngineModel, device: torch.d
     """Loads the model of speculative_config, or returns None if there is none. Raises ConfigError if it cannot draft
     for this engine."""
     options = config.speculative_config
-    if options is None or options.model is None:
+    if options is None or options.method == "ngram":
         return None
     if config.lora is not None and config.lora.share_lora_memory:
         raise ConfigError(
@@ -141,10 +141,13 @@ def load_drafting_model(config: EngineConfig, base: EngineModel, device: torch.d
             "out.",
             "speculative_config",
         )
-    own = draft_config(config, options.model)
-    if options.method == "eagle3":
-        return _load_head(config, own, base, device)
-    folder = Path(options.model)
+    own = draft_config(config, options.model or config.model)  # The base's checkpoint has the MTP layer.
+    if options.method != "draft_model":
+        head = load_head(config, own, base, device)
+        dtype = base.embed_tokens.weight.dtype
+        spec = attention_spec(head.shard.local, own.block_size, dtype, kv_dtype(own, dtype, device), device, {})
+        return DraftModel(own, head, spec, None, None, config.most_sampled, options.most_rows)
+    folder = Path(own.model)
     model_config = read_draft_config(folder)
     check_same_tokenizer(Path(config.model), folder, base.config.vocab_size, model_config.vocab_size)
     dtype = base_dtype(own, model_config, folder)
@@ -154,38 +157,6 @@ def load_drafting_model(config: EngineConfig, base: EngineModel, device: torch.d
     if config.lora is not None:
         manager, loader = _build_adapters(draft_lora_config(config.lora), own, model, dtype, device)
     return DraftModel(own, model, spec, manager, loader, config.most_sampled, options.most_rows)
-
-
-def _load_head(config: EngineConfig, own: EngineConfig, base: EngineModel, device: torch.device) -> DraftModel:
-    """Loads an EAGLE-3 head, which shares the base's embedding."""
-    reason = None
-    if not isinstance(base, DecoderModel):
-        reason = "with a base that transformers' own module runs"
-    elif config.tensor_parallel_size > 1:
-        reason = f"with tensor_parallel_size={config.tensor_parallel_size}, since it reads whole hidden states"
-    elif config.kv_host_gib:
-        reason = f"with kv_host_gib={config.kv_host_gib}, since features do not leave the GPU with KV blocks"
-    if reason is not None or not isinstance(base, DecoderModel):
-        raise ConfigError(
-            f"speculative_config: method='eagle3' is not served {reason}. Leave one of them out, or use "
-            "method='draft_model'.",
-            "speculative_config",
-        )
-    folder, dtype = Path(own.model), base.embed_tokens.weight.dtype
-    read = read_eagle_config(folder, base.config)
-    head = EagleHead(
-        read.layer,
-        base,
-        dtype,
-        device,
-        norms_residual=read.norms_residual,
-        most_tokens=own.max_num_batched_tokens,
-        most_rows=config.most_sampled,
-    )
-    load_eagle_weights(head, folder)
-    spec = attention_spec(head.shard.local, own.block_size, dtype, kv_dtype(own, dtype, device), device, {})
-    assert config.speculative_config is not None
-    return DraftModel(own, head, spec, None, None, config.most_sampled, config.speculative_config.most_rows)
 
 
 def draft_config(config: EngineConfig, folder: str) -> EngineConfig:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lorafleet.protocol.config_json import integer, read_json
 from lorafleet.protocol.errors import ConfigError
+from lorafleet.protocol.strict_json import shown
 from lorafleet.workers.bases.families.architectures import FAMILIES
 from lorafleet.workers.bases.families.config_fields import ConfigFields
 from lorafleet.workers.bases.model_config import ModelConfig
@@ -36,8 +38,7 @@ def read_eagle_config(folder: Path, target: ModelConfig) -> EagleConfig:
     fields = ConfigFields(raw, family.defaults)
     config = family.describe(fields)
     drafted = integer(raw, "draft_vocab_size", config.vocab_size)
-    listed = raw.get("eagle_config") or {}
-    tapped = raw.get("eagle_aux_hidden_state_layer_ids") or listed.get("eagle_aux_hidden_state_layer_ids")
+    tapped = _tapped(raw)
     reason = None
     if config.num_layers != 1:
         reason = f"has {config.num_layers} layers; only heads of one layer are served"
@@ -50,8 +51,8 @@ def read_eagle_config(folder: Path, target: ModelConfig) -> EagleConfig:
         reason = f"drafts {drafted} tokens, more than the {config.vocab_size} of its target"
     elif target.num_layers < 6:
         reason = f"needs a target of 6 layers or more; this one has {target.num_layers}"
-    elif tapped is not None and tuple(tapped) != tapped_layers(target.num_layers):
-        reason = f"reads the layers {tapped}; only {list(tapped_layers(target.num_layers))} are served"
+    elif tapped is not None and tapped != list(tapped_layers(target.num_layers)):
+        reason = f"reads the layers {shown(tapped)}; only {list(tapped_layers(target.num_layers))} are served"
     elif target.altup is not None or target.embed_scale != 1.0:
         reason = "is for a target with one residual stream, whose embedding is not scaled"
     elif config.rope.depends_on_length:
@@ -60,6 +61,13 @@ def read_eagle_config(folder: Path, target: ModelConfig) -> EagleConfig:
         raise _refusal(folder, reason)
     layer = replace(config, vocab_size=drafted, tie_word_embeddings=False, eos_token_ids=())
     return EagleConfig(layer, fields.flag("norm_before_residual"))
+
+
+def _tapped(raw: dict[str, Any]) -> object:
+    """Returns the target's layers that the head reads, as its config.json names them; None if it names none."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    listed = raw.get("eagle_config")
+    return raw.get(name) or (listed.get(name) if isinstance(listed, dict) else listed) or None
 
 
 @torch.inference_mode()

@@ -7,7 +7,7 @@ any model of the engine does.
 Source: EAGLE-3 (arXiv 2503.01840). The names of tensors are those of its checkpoints.
 """
 
-# T tokens · B rows that sample · D hidden size · N rows of features · W the head's vocabulary
+# T tokens · D hidden size · W the head's vocabulary
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from lorafleet.kernels.lora.lora_batch import LoRABatch
 from lorafleet.workers.attention.attention_backend import AttentionBackend, KVCache
 from lorafleet.workers.bases.model_config import ModelConfig
-from lorafleet.workers.device.host_copy import to_device
 from lorafleet.workers.device.state_cache import StepStates
 from lorafleet.workers.models.attention import Attention, StepContext
 from lorafleet.workers.models.decoder import DecoderModel
@@ -28,6 +27,7 @@ from lorafleet.workers.models.linear_weights import LinearWeights
 from lorafleet.workers.models.rope import Rotations
 from lorafleet.workers.models.sparse_mlp import SparseMLP
 from lorafleet.workers.models.vocab_table import VocabTable
+from lorafleet.workers.speculation.feature_rows import FeatureRows
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.row_parallel_sum import RankSum
 from lorafleet.workers.tp.shard import Shard
@@ -80,7 +80,8 @@ class EagleHead(nn.Module):
         self.fused = parameter(config.hidden_size, NUM_TAPS * target.config.hidden_size, dtype=dtype, device=device)
         self.rotations = Rotations([attention.rope for attention in config.attentions], device)
         self._norms_residual = norms_residual
-        self.drafts = EagleRows(config, dtype, device, most_tokens, most_rows)
+        self._num_target_layers = target.config.num_layers
+        self.drafts = FeatureRows(config, dtype, device, most_tokens, most_rows)
 
     @property
     def embed_tokens(self) -> VocabTable:
@@ -119,6 +120,10 @@ class EagleHead(nn.Module):
     def gather_logits(self, logits_TW: Tensor) -> Tensor:
         return self.lm_head.gather(logits_TW)
 
+    def taps(self) -> FeatureTaps:
+        """Returns what writes the features in the target's steps."""
+        return self.drafts.taps(tapped_layers(self._num_target_layers), self.fused)
+
     def packed_linears(self) -> list[tuple[tuple[str, ...], PackedLinear]]:
         """Returns none, since adapters do not change the head."""
         return []
@@ -142,52 +147,3 @@ class EagleHead(nn.Module):
         )
         for linear in self.layer.packed_linears():
             linear.weight = weights.empty(None, sum(linear.out_features), linear.in_features, linear.dtype)
-
-
-class EagleRows:
-    """The features, and what else a step of the head reads and writes beside StepInputs. Nothing of it ever moves, so
-    that captured graphs can read it."""
-
-    def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, most_tokens: int, most_rows: int
-    ) -> None:
-        self.most_rows = most_rows
-        self.target_id_W = torch.arange(config.vocab_size, device=device)  # The target's number of each drafted token.
-        self.hidden_TD = torch.zeros(most_tokens, config.hidden_size, dtype=dtype, device=device)
-        # One for each token that the last step has chosen, then one for each KV slot of the target.
-        self.features_ND = torch.zeros(most_rows, config.hidden_size, dtype=dtype, device=device)
-        self._source_T = torch.zeros(most_tokens, dtype=torch.int64, device=device)
-        self._in_order_B = torch.arange(most_rows, device=device)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of a token's feature."""
-        return self.features_ND.shape[1] * self.features_ND.itemsize
-
-    def allocate(self, num_slots: int) -> None:
-        """Allocates the features of as many KV slots as the target has."""
-        rows = self.most_rows + num_slots
-        self.features_ND = self.features_ND.new_zeros(rows, self.features_ND.shape[1])
-
-    def taps(self, num_layers: int, fused: Tensor) -> FeatureTaps:
-        """Returns the taps of a target with this many layers."""
-        return FeatureTaps(tapped_layers(num_layers), fused, self.features_ND, self.most_rows)
-
-    def features_of(self, num_tokens: int) -> Tensor:
-        """Returns the features of the step's tokens, in memory of its own."""
-        return self.features_ND[self._source_T[:num_tokens]]
-
-    def begin(self, sources: list[int]) -> None:
-        """Queues the row of features_ND that each token of the next step reads."""
-        count = len(sources)
-        if count <= self.most_rows and sources == list(range(count)):
-            self._source_T[:count].copy_(self._in_order_B[:count])
-        else:
-            self._source_T[:count].copy_(to_device(sources, torch.int64, self._source_T.device), non_blocking=True)
-
-    def end(self, sampling: list[int], sampled_B: Tensor) -> None:
-        """Takes over the hidden states of the rows that have sampled, and replaces the tokens by the target's."""
-        count = len(sampling)
-        rows_B = to_device(sampling, torch.int64, sampled_B.device)
-        self.features_ND[:count].copy_(self.hidden_TD[rows_B])
-        sampled_B[:count].copy_(self.target_id_W[sampled_B[:count]])

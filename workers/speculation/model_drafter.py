@@ -23,7 +23,7 @@ from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.speculation.draft_slots import DraftSlots
 from lorafleet.workers.speculation.drafter import Wanted
-from lorafleet.workers.speculation.eagle_head import EagleRows
+from lorafleet.workers.speculation.feature_rows import FeatureRows
 from lorafleet.workers.speculation.followed_sequence import FollowedSequence
 from lorafleet.workers.step.planner import plan_step
 from lorafleet.workers.step.step_runner import StepRunner
@@ -55,7 +55,7 @@ class ModelDrafter:
         base_vocab: int,
         longest: int,
         most_rows: int,
-        rows: EagleRows | None = None,
+        rows: FeatureRows | None = None,
     ) -> None:
         self.kv = kv
         self.steps = steps

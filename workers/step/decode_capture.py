@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.lora.lora_batch import LoRABatch
-from lorafleet.kernels.lora.sm_split import HIGH_PRIORITY, UNSPLIT, SMSplit, split_for
-from lorafleet.kernels.quant.base_weight import PlainWeight
+from lorafleet.kernels.lora.sm_split import HIGH_PRIORITY, UNSPLIT, GEMMs, SMSplit, split_for
+from lorafleet.kernels.quant.base_gemms import gemms_of
 from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch, DraftRows, KVCache
 from lorafleet.workers.device.sampler import greedy_of_ranks
 from lorafleet.workers.device.state_cache import StateCache, StepStates
@@ -94,7 +94,7 @@ class DecodeCapture:
         # workspace, for each stream.
         self._main = {priority: torch.cuda.Stream(device, priority) for priority in (0, HIGH_PRIORITY)}
         self._side = {priority: torch.cuda.Stream(device, priority) for priority in (0, HIGH_PRIORITY)}
-        self._may_split = may_split(model)
+        self._gemms = split_gemms(model)
 
     @torch.inference_mode()
     def capture(self, key: DecodeKey) -> DecodeGraph | None:
@@ -142,8 +142,8 @@ class DecodeCapture:
             key.num_rows, key.num_tiles, takes_rare=key.takes_rare, takes_experts=key.takes_experts
         )
         split = UNSPLIT  # no split was measured with Kronecker products
-        if self._may_split and not key.takes_rare:
-            split = split_for(self._device, key.num_rows, key.num_tiles, self._loras.max_rank)
+        if self._gemms is not None and not key.takes_rare:
+            split = split_for(self._device, key.num_rows, key.num_tiles, self._loras.max_rank, self._gemms)
         self._run_beside(lora, split)
         return lora
 
@@ -223,8 +223,9 @@ class DecodeCapture:
             yield
 
 
-def may_split(model: EngineModel) -> bool:
-    """Returns whether the splits of the GPU were measured with a model like this one: its linears are whole and plain,
-    so cuBLAS multiplies them, and it has no experts."""
-    plain = all(isinstance(linear.weight, PlainWeight) for _, linear in model.packed_linears())
-    return plain and model.shard.size == 1 and not model.mixtures()
+def split_gemms(model: EngineModel) -> GEMMs | None:
+    """Returns the GEMMs of the model's linears if the splits of the GPU were measured with a model like this one: its
+    linears are whole and of one kind, and it has no experts."""
+    if model.shard.size > 1 or model.mixtures():
+        return None
+    return gemms_of(linear.weight for _, linear in model.packed_linears())

@@ -8,6 +8,7 @@ import { tarOf } from "./tar.js";
 const CONFIG = "adapter_config.json";
 const WEIGHTS = ["adapter_model.safetensors", "adapter_model.bin"];
 const LANGUAGE = ["chat_template.jinja", "generation_config.json", "lorafleet.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"]; // sent if they exist
+const DRAFT = ["draft/adapter_config.json", "draft/adapter_model.safetensors"]; // a LoRA for the draft model, sent if it exists
 
 /** `name` is the adapter that gets a version; "" asks for one. `tenant` is the key's; null may push for any tenant. */
 export function askPush({ name = "", tenant = null, after }) {
@@ -16,7 +17,7 @@ export function askPush({ name = "", tenant = null, after }) {
     text: "Choose a folder that PEFT has saved. Its files are checked and loaded before any request is served with them.",
     fields: [
       ...(name ? [] : [{ name: "name", label: "Name", required: true, maxlength: 256, hint: "Requests name it as their model." }]),
-      { name: "folder", label: "Folder on this machine", type: "file", webkitdirectory: true, hint: `Its ${CONFIG} and ${WEIGHTS[0]} are sent, and its tokenizer and chat template if it has them.` },
+      { name: "folder", label: "Folder on this machine", type: "file", webkitdirectory: true, hint: `Its ${CONFIG} and ${WEIGHTS[0]} are sent, and its tokenizer, chat template and draft LoRA if it has them.` },
       { name: "source", label: "Or a path or URI that the server reads", placeholder: "s3://bucket/adapter" },
       { name: "replicas", label: "Replicas that must load it first", type: "number", min: 1, step: 1, value: 1, required: true },
       ...(tenant === null && !name ? [{ name: "pin", label: "Number of replicas to pin it to", type: "number", min: 1, step: 1, placeholder: "not pinned" }, { name: "tenant", label: "Tenant", placeholder: "public" }] : []),
@@ -47,14 +48,14 @@ async function push(name, values, under) {
   return upload(`${adapterPath(name, "files")}?${query}`, tarOf(filesOf(values.folder)), under);
 }
 
-/** Selects the files that a server reads, at the top of the folder. The folder of a training run has many more. */
+/** Selects the files that a server reads. The folder of a training run has many more. */
 export function filesOf(folder) {
-  const top = new Map(folder.filter((file) => file.webkitRelativePath.split("/").length === 2).map((file) => [file.name, file]));
-  const weights = WEIGHTS.find((name) => top.has(name));
-  if (!top.has(CONFIG) || weights === undefined) {
-    throw new Error(`The folder has no ${top.has(CONFIG) ? WEIGHTS.join(" or ") : CONFIG}; choose the folder that PEFT has saved.`);
+  const named = new Map(folder.map((file) => [file.webkitRelativePath.split("/").slice(1).join("/"), file]));
+  const weights = WEIGHTS.find((name) => named.has(name));
+  if (!named.has(CONFIG) || weights === undefined) {
+    throw new Error(`The folder has no ${named.has(CONFIG) ? WEIGHTS.join(" or ") : CONFIG}; choose the folder that PEFT has saved.`);
   }
-  return Object.fromEntries([CONFIG, weights, ...LANGUAGE].filter((name) => top.has(name)).map((name) => [name, top.get(name)]));
+  return Object.fromEntries([CONFIG, weights, ...LANGUAGE, ...DRAFT].filter((name) => named.has(name)).map((name) => [name, named.get(name)]));
 }
 
 /** Uploads with XMLHttpRequest, since fetch does not report an upload's progress. */

@@ -5,6 +5,7 @@ With tenants' keys: test_keys_in_chromium.py.
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,19 @@ def test_a_folder_that_is_no_adapter_is_refused_before_it_is_sent(open_page: Ope
     page.get_by_label("Folder on this machine").set_input_files(tmp_path)
     page.locator("#form-submit").click()
     expect(page.locator("#form-trouble")).to_contain_text("adapter_config.json")
+
+
+def test_the_draft_lora_of_a_folder_is_sent(open_page: Open, tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "drafted"
+    shutil.copytree(tiny_model.parent / "a0", folder)
+    (folder / "draft").mkdir()
+    shutil.copy(folder / "adapter_config.json", folder / "draft")
+    page = open_page("adapters", key=ADMIN_KEY)
+    page.get_by_role("button", name="Push adapter").click()
+    page.get_by_label("Name", exact=True).fill("console-drafted")
+    page.get_by_label("Folder on this machine").set_input_files(folder)
+    page.locator("#form-submit").click()
+    expect(page.locator("#form-trouble")).to_contain_text("draft/adapter_model.safetensors is missing")
 
 
 def test_the_playground_streams_one_prompt_to_several_models(open_page: Open, shared_server: SharedServer) -> None:

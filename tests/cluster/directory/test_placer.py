@@ -40,6 +40,25 @@ def test_what_is_asked_for_is_placed_until_it_is_forgotten() -> None:
     assert cluster.placer.counts.placed == 0
 
 
+def test_replicas_that_start_one_after_another_share_the_first_adapters_evenly() -> None:
+    cluster = Cluster("a")
+    cluster.round(0.0)
+    cluster.report("b", {})
+    cluster.round(10.0)
+    cluster.report("a", {f"x{i}": 1000 for i in range(16)})
+    homes = [home for homes in cluster.round(11.0).values() for home in homes]
+    assert 6 <= homes.count("b") <= 10
+
+
+def test_a_replica_that_joins_others_with_adapters_gets_its_share_gradually() -> None:
+    cluster = Cluster("a")
+    cluster.report("a", {f"x{i}": 1000 for i in range(16)})
+    cluster.round(0.0)
+    cluster.report("b", {})
+    cluster.report("a", {f"x{i}": 1000 for i in range(16)})
+    assert sum("b" in homes for homes in cluster.round(1.0).values()) <= 2
+
+
 def test_a_pinned_adapter_is_placed_where_it_is_pinned() -> None:
     cluster = Cluster("a", "b", "c")
     cluster.pinned = {"sql": ("c", "a")}

@@ -57,6 +57,44 @@ def test_a_swamped_holder_spills_to_the_least_busy() -> None:
     assert made.rank("sql")[0] == "c"
 
 
+def test_a_copy_in_host_memory_beats_a_slot_beside_a_much_larger_batch() -> None:
+    def ranked(num_running: int) -> list[str]:
+        loads = {
+            "a": ReplicaLoad(num_running=num_running, free_slots=4),
+            "b": ReplicaLoad(num_running=20, free_slots=4),
+        }
+        return chooser("ab", loads, a=("sql", "gpu"), b=("sql", "cpu")).rank("sql")
+
+    assert ranked(40) == ["a", "b"]
+    assert ranked(80) == ["b", "a"]
+
+
+def test_an_adapter_that_nobody_holds_is_read_where_the_fewest_are_held() -> None:
+    made = chooser("abc")
+    for replica_id, num_held in (("a", 40), ("b", 10), ("c", 30)):
+        for number in range(num_held):
+            made.set_tier(replica_id, f"{replica_id}{number}", "cpu")
+    names = [f"new{number}" for number in range(20)]
+    assert {made.rank(name)[0] for name in names} == {"b"}
+    for number in range(10):
+        made.set_tier("b", f"b{number}", "gpu")  # It counts once.
+    assert {made.rank(name)[0] for name in names} == {"b"}
+    for number in range(40):
+        made.set_tier("a", f"a{number}", None)
+    assert {made.rank(name)[0] for name in names} == {"a"}
+
+
+def test_what_a_forgotten_replica_held_does_not_count_when_it_comes_back() -> None:
+    made = chooser("ab", b=("sql", "cpu"))
+    made.set_replicas("a")
+    made.forget("b")
+    made.set_tier("b", "sql", None)
+    made.set_replicas("ab")
+    for replica_id, adapter in (("a", "x"), ("b", "y"), ("b", "z")):
+        made.set_tier(replica_id, adapter, "cpu")
+    assert made.rank("new")[0] == "a"
+
+
 def test_a_busier_holder_still_beats_a_read() -> None:
     made = chooser("abc", {"a": busy(2000)}, a=("sql", "gpu"))
     assert made.rank("sql")[0] == "a"

@@ -3,7 +3,9 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from lorafleet.kernels.lora.lora_tuning import CLASSES, FOLDER
 from lorafleet.kernels.lora.sm_split import (
     TOKEN_BOUNDS,
     UNSPLIT,
+    GEMMs,
     SMSplit,
     StepClass,
     choose,
@@ -26,6 +29,7 @@ from lorafleet.kernels.lora.sm_split import (
     write_splits,
 )
 from lorafleet.kernels.quant.base_weight import PlainWeight
+from lorafleet.kernels.quant.four_bit_cuda import FourBitKernels, KernelShape
 from tests.kernels.harness import needs_gpu, poison_free_memory
 from tests.kernels.lora_cases import RANKS_OF_SLOTS, make_inputs, make_packed, reference, slots_of_tokens
 
@@ -55,6 +59,14 @@ def test_a_class_uses_its_own_split_before_that_of_other_ranks() -> None:
     assert choose({wide.name: GEMM_FIRST, narrow.name: LORA_FIRST}, wide) == GEMM_FIRST
     assert choose({wide.name: GEMM_FIRST}, narrow) == GEMM_FIRST
     assert choose({wide.name: GEMM_FIRST, narrow.name: UNSPLIT}, narrow) == UNSPLIT
+
+
+def test_gemms_of_another_kind_have_splits_of_their_own() -> None:
+    plain, coded = StepClass(64, "some", wide=False), StepClass(64, "some", wide=False, gemms="four bits")
+    assert coded.name == f"{plain.name}, four bits"
+    assert choose({plain.name: GEMM_FIRST}, coded) == UNSPLIT
+    assert choose({plain.name: GEMM_FIRST, coded.name: LORA_FIRST}, coded) == LORA_FIRST
+    assert choose({coded.name: LORA_FIRST}, StepClass(64, "some", wide=True, gemms="four bits")) == LORA_FIRST
 
 
 def test_a_class_without_data_is_not_split() -> None:
@@ -94,10 +106,29 @@ def test_a_split_that_makes_no_sense_is_refused(tmp_path: Path, fields: dict[str
 
 
 def test_data_files_name_classes_that_exist() -> None:
-    names = {StepClass(t, c, w).name for t in TOKEN_BOUNDS for c in CLASSES for w in (False, True) if c != "prefill"}
+    kinds = [(c, w, g) for c in CLASSES for w in (False, True) for g in get_args(GEMMs) if c != "prefill"]
+    names = {StepClass(t, *kind).name for t in TOKEN_BOUNDS for kind in kinds}
     for path in FOLDER.glob("*.sm_split.json"):
         assert read_splits(path).keys() <= names
     assert split_path("NVIDIA H200").parent == FOLDER
+
+
+def test_own_kernels_leave_sms_within_the_block_alone_and_in_its_thread() -> None:
+    kernels = FourBitKernels((), {}, lambda *_: None, 132)
+    shape = KernelShape("few_8", 8, 8, 64, 8)
+    assert kernels.programs_for(shape, 10_000) == 132
+    with gemms_limited_to(112):
+        assert kernels.programs_for(shape, 10_000) == 112
+        with gemms_limited_to(16):
+            assert kernels.programs_for(shape, 10_000) == 16
+        assert kernels.programs_for(shape, 80) == 10, "fewer programs than the limit need no limit"
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(kernels.programs_for, shape, 10_000).result() == 132
+        with gemms_limited_to(None):
+            assert kernels.programs_for(shape, 10_000) == 112
+    with pytest.raises(KeyError), gemms_limited_to(96):
+        raise KeyError
+    assert kernels.programs_for(shape, 10_000) == 132
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch has a cuBLAS to limit")

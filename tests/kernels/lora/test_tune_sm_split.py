@@ -36,6 +36,11 @@ def test_an_h200_tries_these_numbers_of_sms_in_both_orders() -> None:
     assert candidates(40)[-1] == SMSplit(16, "lora"), "a small GPU keeps enough SMs for its GEMMs"
 
 
+def test_gemms_of_kernels_of_our_own_try_other_numbers_of_sms() -> None:
+    assert {split.gemm_sms for split in candidates(132, "four bits")} == {None, *range(100, 129, 4)}
+    assert candidates(132, "e4m3") == [UNSPLIT, SMSplit(None, "gemm"), SMSplit(None, "lora")]
+
+
 def test_a_split_is_chosen_only_if_it_wins_more_than_the_noise() -> None:
     split = SMSplit(88, "gemm")
     assert Measured(STEP, 5.0, {}, {UNSPLIT: 7.0, split: 6.99}).best == UNSPLIT

@@ -1,4 +1,4 @@
-// Runs four_bit.cu on a CPU: threads of the host are those of all programs, which run at the same time. It has
+// Runs four_bit.cu, or few_tokens_codes.cu, on a CPU: threads of the host are those of all programs, which run at the same time. It has
 // the primitives of four_bit_primitives.cuh, with the register layouts of PTX's mma.m16n8k16. Asynchronous copies happen
 // as late as they may, so that a missing wait is noticed.
 #pragma once
@@ -10,6 +10,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -37,6 +38,8 @@ struct Program {
   std::vector<unsigned char> window = std::vector<unsigned char>(WINDOW, 0xFF);  // numbers that nobody has written are NaN
   std::barrier<> barrier, part_barrier;
   std::vector<Warp> warps;
+  std::mutex of_teams;
+  std::map<int, std::unique_ptr<std::barrier<>>> teams;
   Program(int num_threads) : barrier(num_threads), part_barrier(num_threads / 3 * 2), warps(num_threads / 32) {}
 };
 inline thread_local Program* own;
@@ -57,6 +60,7 @@ inline int __ldg(const int* at) { return *at; }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
 inline float __uint_as_float(unsigned bits) { float r; memcpy(&r, &bits, 4); return r; }
 
+inline unsigned char* all_shared() { return at_window(DRIVER, 0); }
 inline unsigned char* behind_table() { return at_window(BEHIND_TABLE, 0); }
 template <class T> T read(const void* at) {
   if ((size_t)at % sizeof(T)) abort();
@@ -226,6 +230,33 @@ template <class Arguments> void launch(void (*kernel)(Arguments), int num_progra
   for (auto& thread : threads) thread.join();
 }
 
+#ifdef FEW_TOKENS_SOURCE
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const unsigned long long bytes = (unsigned long long)b << 32 | a;
+  unsigned r = 0;
+  for (int i = 0; i < 4; i++) r |= (unsigned)(bytes >> (selector >> i * 4 & 7) * 8 & 255) << i * 8;
+  return r;
+}
+
+template <int TEAM> void wait_team(int team) {
+  std::barrier<>* barrier;
+  {
+    std::lock_guard lock(own->of_teams);
+    auto& its = own->teams[team];
+    if (!its) its = std::make_unique<std::barrier<>>(TEAM * 32);
+    barrier = its.get();
+  }
+  barrier->arrive_and_wait();
+}
+
+#include FEW_TOKENS_SOURCE
+
+extern "C" void emulate(int kernel, int programs, const FewTokens* arguments) {
+  using Kernel = void (*)(FewTokens);
+  const Kernel kernels[] = {inner_8, inner_16, inner_tiles_8, inner_tiles_16, outer_8, outer_16, outer_tiles_8, outer_tiles_16};
+  launch<FewTokens>(kernels[kernel], programs, THREADS, arguments);
+}
+#else
 #include FOUR_BIT_SOURCE
 #include WIDE_SOURCE
 
@@ -245,3 +276,4 @@ extern "C" void emulate(int kernel, int programs, const Linear* arguments) {
   const int warps[] = {FEW_8_WARPS, FEW_16_WARPS, 12, 12, 12, FEW_32_WARPS, MANY_WARPS, MANY_WARPS, 8};  // as KERNEL_SHAPES
   launch<Linear>(kernels[kernel], programs, warps[kernel] * 32, arguments);
 }
+#endif

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.decoder.gated_mul import gated_mul
+from lorafleet.kernels.decoder.rms_norm import NormWeight, rms_norm
+from lorafleet.kernels.decoder.scratch import Scratch
+from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.kernels.quant.e4m3_pairs import joined, pair_block, split_pairs
 from lorafleet.kernels.quant.fp8 import FP8
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from lorafleet.kernels.quant.scaled_weight import ScaledScheme
+from tests.kernels.harness import needs_gpu, needs_triton, poison_free_memory, run_interpreted
 
 BLOCK = 32
 
@@ -120,6 +127,42 @@ def test_the_gemm_in_the_interpreter(splits_inside: bool) -> None:
     )
 
 
+@needs_triton
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "programs", "requested"),
+    [
+        (256, 4096, 4, 512),  # one split of 4096
+        (256, 4096, 64, 512),  # splits of 512, all whole
+        (256, 4160, 64, 0),  # the last split has 64
+        (300, 4096, 4, 0),  # the last tile has rows beyond W
+    ],
+)
+def test_a_product_begins_early_and_requests_nothing_beyond_w(
+    monkeypatch: pytest.MonkeyPatch, outputs: int, inputs: int, programs: int, requested: int
+) -> None:
+    from lorafleet.kernels.quant import e4m3_linear_triton as module
+    from lorafleet.kernels.quant.e4m3_tuning import E4M3Shape
+
+    launches: list[dict[str, object]] = []
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *_, **constants: launches.append(constants | {"grid": grid})
+
+    monkeypatch.setattr(module, "_e4m3_linear_kernel", Recorder())
+    x, code = torch.zeros(8, inputs, dtype=torch.bfloat16), torch.zeros(outputs, inputs).to(FP8)
+    shape, arrived = (
+        E4M3Shape(64, 16, 4, 4, splits_inside=True, programs=programs, prefetch=512),
+        torch.zeros(64, dtype=torch.int32),
+    )
+    for capable in (True, False):
+        monkeypatch.setattr(module, "may_start_early", lambda _, capable=capable: capable)
+        module.e4m3_linear_triton(x, code, torch.ones(outputs, 1), None, arrived, shape=shape)
+    early, late = launches
+    assert early["early"] and early["launch_pdl"] and early["prefetch"] == requested
+    assert not late["early"] and "launch_pdl" not in late
+
+
 class TestOnGPU:
     pytestmark = needs_gpu
 
@@ -157,6 +200,41 @@ class TestOnGPU:
         multiplied = joined(split_pairs(x, rounds_x=True)) if rounds_x else x.float()
         exact = multiplied.double() @ (code.double() * scale.double().repeat_interleave(inputs // groups, 1)).T
         assert (got[0].double() - exact).norm() / exact.norm() < 2.5e-3
+
+    @pytest.mark.parametrize("tokens", [1, 8, 64])
+    def test_a_product_that_begins_early_reads_what_the_kernels_ahead_write(self, tokens: int) -> None:
+        """A norm writes x, one product reads it, and another one reads SiLU(gate) * up of the first one's output."""
+        device, weights = torch.device("cuda"), []
+        scratch = Scratch(torch.bfloat16, device)
+        for outputs, inputs in ((8192, 4096), (4096, 4096)):
+            weight = ScaledScheme().empty(outputs, inputs, torch.bfloat16, device, scratch)
+            weight.code_OD.copy_((torch.randn(outputs, inputs, device="cuda") * 60).clamp(-448, 448).to(FP8))
+            weight.scale_OG.fill_(inputs**-0.5 / 60)
+            weights.append(weight)
+        norm = NormWeight(torch.rand(4096, device="cuda").bfloat16())
+        x = torch.randn(tokens, 4096, device="cuda").bfloat16()
+
+        def work(pause: Callable[[], None]) -> torch.Tensor:
+            hidden = x
+            for _ in range(8):
+                hidden = rms_norm(hidden, norm, 1e-5)
+                pause()
+                inner = gated_mul(LinearOutput(weights[0].linear(hidden, None)))
+                pause()
+                hidden = weights[1].linear(inner, None)
+                pause()
+            return hidden
+
+        want = work(torch.cuda.synchronize)
+        stream = torch.cuda.Stream()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            got = work(lambda: None)
+        for _ in range(20):
+            got.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(got, want)
 
     @pytest.mark.parametrize("tokens", [3, 40])
     def test_one_infinite_number_makes_its_token_nan_and_no_other(self, tokens: int) -> None:

@@ -79,7 +79,7 @@ def emulated_kernels(
     shapes = weight.variant.shapes(has_wgmma=True)
     if most_idle is not None:
         shapes = tuple(replace(shape, most_idle=most_idle) for shape in shapes)
-    return FourBitKernels(shapes, by_name, kernel(len(KERNEL_SHAPES)), dict.fromkeys(by_name, programs))
+    return FourBitKernels(shapes, by_name, kernel(len(KERNEL_SHAPES)), programs, dict.fromkeys(by_name, 1))
 
 
 @pytest.mark.parametrize("case", EMULATED)

@@ -89,7 +89,7 @@ def check(
         columns,
         groups,
         normal(channels, 4),
-        torch.rand(heads, generator=random).to(device).log(),
+        torch.rand(heads, generator=random).to(device).mul(8).log(),
         normal(heads).float(),
         1.0,
         normal(v_dim),

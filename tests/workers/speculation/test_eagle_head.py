@@ -179,6 +179,8 @@ def test_graphs_of_a_head_are_captured_again_after_a_sleep_since_the_embedding_m
         ({"num_hidden_layers": 2}, "has 2 layers; only heads of one layer are served"),
         ({"vocab_size": 400}, "is for a target of hidden size 64 and 400 tokens; this one has 64 and 320"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, r"reads the layers \[1, 2, 3\]; only \[2,"),
+        ({"eagle_config": "layers"}, r"reads the layers .layers.; only \[2,"),
+        ({"eagle_aux_hidden_state_layer_ids": 7}, r"reads the layers 7; only \[2,"),
         ({"draft_vocab_size": 100}, r"has lm_head\.weight of shape \[200, 64\] in place of \[100, 64\]"),
     ],
     ids=str,

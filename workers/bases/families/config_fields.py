@@ -70,19 +70,22 @@ class ConfigFields:
         return self.integer("hidden_size", 4096)
 
     def mtp_layers(self, default: int) -> tuple[str, ...]:
-        """Returns the beginnings of the names of layers behind the last, which predict further tokens and are not read.
+        """Returns the beginnings of the names of layers behind the last, which predict further tokens.
 
         `default` is the family's number of such layers.
         """
-        count = self.raw.get("num_nextn_predict_layers")
+        count = self.num_mtp_layers("num_nextn_predict_layers", default)
+        return tuple(f"model.layers.{self.num_layers + i}." for i in range(count))
+
+    def num_mtp_layers(self, key: str, default: int) -> int:
+        """Returns the number of layers that predict further tokens, which config.json has under this key."""
+        count = self.raw.get(key)
         count = default if count is None else count
         if type(count) is not int or not 0 <= count <= MAX_MTP_LAYERS:
             raise ConfigError(
-                f"config.json has num_nextn_predict_layers={count!r}; it must be an integer of at most "
-                f"{MAX_MTP_LAYERS}.",
-                "model",
+                f"config.json has {key}={count!r}; it must be an integer of at most {MAX_MTP_LAYERS}.", "model"
             )
-        return tuple(f"model.layers.{self.num_layers + i}." for i in range(count))
+        return count
 
     def max_positions(self, default: int) -> int:
         return self.integer("max_position_embeddings", default)

@@ -1,8 +1,7 @@
 """Describes DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash: latent attention, and mixtures of many small experts behind
 the first layers.
 
-config.json counts layers that predict further tokens (MTP) separately. Checkpoints have them behind the last layer, and
-they are not read.
+config.json counts layers that predict further tokens (MTP) separately. Checkpoints have them behind the last layer.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from lorafleet.workers.bases.families.config_fields import ConfigFields
 from lorafleet.workers.bases.families.family import Family
 from lorafleet.workers.bases.layer_config import LatentAttentionConfig, LayerConfig
 from lorafleet.workers.bases.model_config import ModelConfig
+from lorafleet.workers.bases.mtp_config import deepseek_mtp
 from lorafleet.workers.bases.rope_config import RopeConfig
 from lorafleet.workers.bases.rope_parameters import read_rope
 
@@ -48,11 +48,12 @@ def _glm4_moe_lite(fields: ConfigFields) -> ModelConfig:
 
 def _model(fields: ConfigFields, experts: ExpertsConfig, positions: int, eps: float = 1e-6) -> ModelConfig:
     fields.refuse("mlp_bias", False)
-    layer = LayerConfig(_attention(fields, positions), fields.mlp())
+    layer, mtp_names = LayerConfig(_attention(fields, positions), fields.mlp()), fields.mtp_layers(0)
     return replace(
         fields.model(fields.equal_layers(layer), positions, eps=eps),
         experts=experts if experts.layers else None,
-        mtp_names=fields.mtp_layers(0),
+        mtp_names=mtp_names,
+        mtp=deepseek_mtp(layer, mtp_names[0]) if mtp_names else None,
     )
 
 

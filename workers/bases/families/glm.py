@@ -10,6 +10,7 @@ from lorafleet.workers.bases.families.config_fields import ConfigFields
 from lorafleet.workers.bases.families.family import Family
 from lorafleet.workers.bases.layer_config import LayerConfig, LayerNorms
 from lorafleet.workers.bases.model_config import ModelConfig
+from lorafleet.workers.bases.mtp_config import deepseek_mtp
 
 POSITIONS = 131072
 FOUR_NORMS = LayerNorms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
@@ -35,13 +36,15 @@ def _glm4_moe(fields: ConfigFields) -> ModelConfig:
         qkv_bias=fields.flag("attention_bias"),
         qk_norm="head" if fields.flag("use_qk_norm") else None,
     )
-    model = fields.model(fields.equal_layers(LayerConfig(attention, fields.mlp())), POSITIONS, eps=1e-5)
+    layer, mtp_names = LayerConfig(attention, fields.mlp()), fields.mtp_layers(1)
+    model = fields.model(fields.equal_layers(layer), POSITIONS, eps=1e-5)
     first_sparse = fields.raw.get("first_k_dense_replace", 1)
     layers = frozenset(range(first_sparse, fields.num_layers))
     return replace(
         model,
         experts=_experts(fields, layers) if layers else None,
-        mtp_names=fields.mtp_layers(1),
+        mtp_names=mtp_names,
+        mtp=deepseek_mtp(layer, mtp_names[0]) if mtp_names else None,
     )
 
 
@@ -79,7 +82,7 @@ GLM4 = Family(
 GLM4_MOE = Family(
     "Glm4MoeForCausalLM",
     "GLM-4.5, 4.5-Air, 4.6, 4.7",
-    "a mixture with shared experts behind dense layers; the layers that predict further tokens are not read",
+    "a mixture with shared experts behind dense layers",
     _glm4_moe,
     {
         "vocab_size": 151552,

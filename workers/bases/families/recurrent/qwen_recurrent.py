@@ -11,6 +11,7 @@ from lorafleet.workers.bases.families.family import Family
 from lorafleet.workers.bases.families.qwen import POSITIONS
 from lorafleet.workers.bases.layer_config import AttentionConfig, DeltaNetConfig, DeltaNetLayout, LayerConfig
 from lorafleet.workers.bases.model_config import ModelConfig, NormStyle
+from lorafleet.workers.bases.mtp_config import qwen_mtp
 
 _FULL, _RECURRENT = "full_attention", "linear_attention"
 
@@ -50,8 +51,8 @@ def _model(fields: ConfigFields, *, kv_heads: int, mlp_default: int, layout: Del
         raise UnsupportedModel("layer_types without full_attention are not supported; at least one layer must have it.")
     mlp = fields.mlp(mlp_default)
     model = fields.model(tuple(LayerConfig(mixers[kind], mlp) for kind in kinds), POSITIONS)
-    # Tensors of "mtp." predict further tokens, which serving does without.
-    return replace(model, norm=NormStyle(model.norm.eps, adds_one=True), mtp_names=("mtp.",))
+    mtp = qwen_mtp(LayerConfig(mixers[_FULL], mlp)) if fields.num_mtp_layers("mtp_num_hidden_layers", 1) else None
+    return replace(model, norm=NormStyle(model.norm.eps, adds_one=True), mtp_names=("mtp.",), mtp=mtp)
 
 
 def _attention(fields: ConfigFields, kv_heads: int) -> AttentionConfig:

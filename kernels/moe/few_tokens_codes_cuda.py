@@ -1,0 +1,306 @@
+"""Compiles and launches few_tokens_codes.cu: quantized experts of a decode step in two launches after the router's two.
+kernels/moe/few_tokens.py has the twin.
+
+More than MOST_TOKENS tokens take two launches more: cuBLAS multiplies the router, and the pairs are sorted into tiles.
+Codes of eight bits are e4m3 in a ScaledWeight, and those of four bits lie in a TiledWeight. A shared expert has to have
+the same kind of codes as the others.
+"""
+
+# T tokens · K experts a token · J = K, or K + 1 with a shared expert · D hidden size · I intermediate size
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lorafleet.kernels.lora.linear_output import LinearOutput, SplitSums
+from lorafleet.kernels.moe.expert_activation import ExpertActivation, is_gated
+from lorafleet.kernels.moe.expert_activation_triton import formula_of
+from lorafleet.kernels.moe.expert_codes import ExpertCodes
+from lorafleet.kernels.moe.few_tokens import MOST_TOKENS, FewTokenMixture
+from lorafleet.kernels.moe.few_tokens_choice_triton import few_token_choice_triton
+from lorafleet.kernels.moe.moe_route_triton import route_triton
+from lorafleet.kernels.moe.moe_tiles_triton import ExpertTiles, make_tiles
+from lorafleet.kernels.nvrtc import CudaCode, CudaCodeError, machine_code
+from lorafleet.kernels.quant import four_bit_cuda
+from lorafleet.kernels.quant.code_tiles import TILE
+from lorafleet.kernels.quant.four_bit_cuda import DTYPE_INDEX, TABLE_BYTES
+from lorafleet.kernels.quant.fp8 import FP8
+from lorafleet.kernels.quant.scaled_weight import ScaledWeight
+from lorafleet.kernels.quant.tiled_weight import TiledWeight
+
+log = logging.getLogger(__name__)
+
+WARPS = 16
+MOST_PAIRS = 1023
+ROOM = 0xD000  # bytes of shared memory for sums and the choice
+LEAST_CAPABILITY = (9, 0)
+FORMULAS = ("silu", "gelu_tanh", "clamped_swiglu")
+INNER_TEAM, OUTER_TEAM, TILES_TEAM = 16, 4, 4  # warps of a team; TILES_TEAM is for gate and up
+# Blocks of a warp in flight, for the same; by bits of a code, and for four bits with several groups in a block.
+DEPTHS = {8: (2, 3, 2), 4: (2, 3, 4)}
+SMALL_GROUP_DEPTHS = 2, 2, 2
+# Pairs of a tile, and the largest average number of pairs of an expert for which it is used.
+TILES = (8, 5), (16, 10)
+NAMES = tuple(
+    f"{part}_{kind}{columns}" for part in ("inner", "outer") for kind in ("", "tiles_") for columns in (8, 16)
+)
+Codes = ScaledWeight | TiledWeight
+
+
+class MatrixArguments(ctypes.Structure):
+    """struct Matrix in few_tokens_codes.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros")),
+        *((name, ctypes.c_int) for name in ("inputs", "blocks_a_group")),
+    )
+
+
+class FewTokenArguments(ctypes.Structure):
+    """The arguments of all kernels: struct FewTokens in few_tokens_codes.cu."""
+
+    _fields_ = (
+        ("routed", MatrixArguments),
+        ("shared", MatrixArguments),
+        *((name, ctypes.c_void_p) for name in ("pairs", "x", "shared_x", "experts")),
+        *((name, ctypes.c_void_p) for name in ("used_tiles", "expert_of_tile", "pair_of_tile", "weights")),
+        *((name, ctypes.c_void_p) for name in ("inner", "shared_inner", "sums")),
+        *((name, ctypes.c_int) for name in ("tokens", "per_token", "outputs", "shared_outputs")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit")),
+    )
+
+
+Launch = Callable[[int, FewTokenArguments], None]  # Takes the number of programs.
+
+
+@dataclass(frozen=True, slots=True)
+class CodesVariant:
+    """The weights and numbers that one compilation of few_tokens_codes.cu serves."""
+
+    dtype: torch.dtype  # of x: bfloat16 or float16
+    bits: int
+    scale_dtype: torch.dtype
+    groups_a_block: int  # as in FourBitVariant
+    has_zeros: bool
+    formula: str
+    early: bool
+
+    @property
+    def options(self) -> list[str]:
+        depths = DEPTHS[self.bits] if self.groups_a_block == 1 else SMALL_GROUP_DEPTHS
+        return [
+            "--std=c++17",
+            f"-DIS_HALF={int(self.dtype == torch.float16)}",
+            f"-DBITS={self.bits}",
+            f"-DSCALE={DTYPE_INDEX[self.scale_dtype]}",
+            f"-DSUB={self.groups_a_block}",
+            f"-DZEROS={int(self.has_zeros)}",
+            f"-DFORMULA={FORMULAS.index(self.formula)}",
+            f"-DWARPS={WARPS}",
+            f"-DROOM={ROOM}",
+            f"-DINNER_TEAM={INNER_TEAM}",
+            f"-DOUTER_TEAM={OUTER_TEAM}",
+            f"-DTILES_TEAM={TILES_TEAM}",
+            *(f"-D{name}_DEPTH={depth}" for name, depth in zip(("INNER", "OUTER", "TILES"), depths, strict=True)),
+        ]
+
+    @classmethod
+    def of(cls, weight: Codes, activation: ExpertActivation, early: bool) -> CodesVariant:
+        formula = str(formula_of(activation)["formula"])
+        if isinstance(weight, ScaledWeight):
+            return cls(weight.dtype, 8, torch.float32, 1, False, formula, early)
+        own = weight.variant
+        return cls(own.dtype, 4, own.scale_dtype, own.groups_a_block, own.has_zeros, formula, early)
+
+
+@dataclass(frozen=True, slots=True)
+class CodesKernels:
+    """The compiled kernels of a variant on one GPU."""
+
+    by_name: dict[str, Launch]
+    num_sms: int
+
+
+def source() -> str:
+    primitives = Path(four_bit_cuda.__file__).with_name("four_bit_primitives.cuh")
+    return primitives.read_text() + Path(__file__).with_name("few_tokens_codes.cu").read_text()
+
+
+def serves(mixture: FewTokenMixture, num_tokens: int) -> bool:
+    """Returns whether the kernels can compute the mixture's experts, which are on a GPU, for so many tokens."""
+    weights, per_token = _weights(mixture), mixture.router.rule.per_token
+    if weights is None or not is_gated(mixture.activation) or per_token * MOST_TOKENS > MOST_PAIRS:
+        return False
+    if num_tokens > MOST_TOKENS and tile_pairs(num_tokens * per_token, len(mixture.router.router_ED)) is None:
+        return False
+    variants = {CodesVariant.of(weight, mixture.activation, mixture.router.early) for weight in weights}
+    if len(variants) > 1 or weights[0].dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if not all(
+        _is_e4m3(weight) if isinstance(weight, ScaledWeight) else _has_book(weight, weights) for weight in weights
+    ):
+        return False
+    return codes_kernels(variants.pop(), _device(weights[0])) is not None
+
+
+def codes_kernels(variant: CodesVariant, device: torch.device) -> CodesKernels | None:
+    """Returns the kernels, or None if this machine cannot compile or run them. The cause is logged once."""
+    return _kernels(variant, torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _kernels(variant: CodesVariant, index: int) -> CodesKernels | None:
+    device = torch.device("cuda", index)
+    if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return None
+    shared_bytes = TABLE_BYTES + ROOM if variant.bits == 4 else ROOM
+    try:
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # makes the device's context current in this thread
+            code = CudaCode(machine_code(source(), variant.options, device))
+            by_name: dict[str, Launch] = {
+                name: code.kernel(name, WARPS * 32, shared_bytes, early=variant.early) for name in NAMES
+            }
+            return CodesKernels(by_name, torch.cuda.get_device_properties(device).multi_processor_count)
+    except CudaCodeError as error:
+        log.warning("quantized experts of few tokens are served by slower kernels: %s", error)
+        return None
+
+
+def tile_pairs(num_pairs: int, num_experts: int) -> int | None:
+    """Returns the pairs of a tile, or None if there are too many pairs for the kernels."""
+    return next((pairs for pairs, most in TILES if num_pairs <= most * num_experts), None)
+
+
+def few_token_codes_cuda(x_TD: Tensor, mixture: FewTokenMixture, out_TK: Tensor | None) -> LinearOutput:
+    """Returns few_token_mixture() of a mixture for which serves() holds."""
+    weights = _weights(mixture)
+    assert weights is not None
+    variant = CodesVariant.of(weights[0], mixture.activation, mixture.router.early)
+    kernels = codes_kernels(variant, x_TD.device)
+    assert kernels is not None  # or serves() would have returned False
+    if len(x_TD) <= MOST_TOKENS:
+        choice = few_token_choice_triton(x_TD, mixture.router, mixture.shared, out_TK)
+        return launch(x_TD, mixture, choice, None, kernels)
+    choice, num_experts = _choice_of_more(x_TD, mixture, out_TK), len(mixture.router.router_ED)
+    pairs = tile_pairs(choice[0].numel(), num_experts)
+    assert pairs is not None
+    return launch(x_TD, mixture, choice, make_tiles(choice[0], num_experts, pairs), kernels)
+
+
+def _choice_of_more(x_TD: Tensor, mixture: FewTokenMixture, out_TK: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns few_token_choice_triton() for any number of tokens."""
+    router, shared = mixture.router, mixture.shared
+    logits_TE = F.linear(x_TD.to(router.router_ED.dtype), router.router_ED)
+    weight_TJ = torch.empty(len(x_TD), mixture.num_summands, dtype=torch.float32, device=x_TD.device)
+    if shared is not None:
+        gate_T1 = 1.0 if shared.gate_1D is None else F.linear(x_TD, shared.gate_1D).float().sigmoid_()
+        weight_TJ[:, -1:] = gate_T1
+    return route_triton(
+        logits_TE, router.rule, router.correction_E, router.scale_E, out_TK, weight_TJ, early=router.early
+    )
+
+
+def launch(
+    x_TD: Tensor,
+    mixture: FewTokenMixture,
+    choice: tuple[Tensor, Tensor],
+    tiles: ExpertTiles | None,
+    kernels: CodesKernels,
+) -> LinearOutput:
+    """Returns the mixture's output for the experts int32 [T, K] and the weights float32 [T, J] of a choice.
+
+    tiles has the pairs of the choice; it is None for few tokens.
+    """
+    weights, (expert_TK, weight_TJ) = _weights(mixture), choice
+    assert weights is not None and isinstance(mixture.down_EDI, ExpertCodes)
+    gate_up, down, *of_shared = weights
+    (num_tokens, size), per_token, inner = x_TD.shape, expert_TK.shape[1], mixture.down_EDI.shape[2]
+    shared_inner = of_shared[0].num_outputs // 2 if of_shared else 0
+    assert x_TD.is_contiguous() and x_TD.dtype == gate_up.dtype and x_TD.data_ptr() % 16 == 0
+    assert expert_TK.is_contiguous() and weight_TJ.is_contiguous() and weight_TJ.shape[1] == mixture.num_summands
+    assert tiles is not None or num_tokens <= MOST_TOKENS
+    assert mixture.down_EDI.shape[1] == size
+    inner_NI = x_TD.new_empty(per_token * num_tokens, inner)
+    shared_TI = x_TD.new_empty(num_tokens, shared_inner)
+    part_JTD = torch.empty(mixture.num_summands, num_tokens, size, dtype=torch.float32, device=x_TD.device)
+    formula = formula_of(mixture.activation)
+    arguments = FewTokenArguments(
+        routed=_matrix(gate_up),
+        x=x_TD.data_ptr(),
+        shared_x=x_TD.data_ptr(),
+        experts=expert_TK.data_ptr(),
+        weights=weight_TJ.data_ptr(),
+        inner=inner_NI.data_ptr(),
+        shared_inner=shared_TI.data_ptr(),
+        sums=part_JTD.data_ptr(),
+        tokens=num_tokens,
+        per_token=per_token,
+        outputs=inner,
+        shared_outputs=shared_inner,
+        alpha=float(formula["alpha"]),
+        limit=float(formula["limit"]),
+    )
+    if isinstance(gate_up, TiledWeight):
+        arguments.pairs = gate_up.pairs.data_ptr()
+    if of_shared:
+        arguments.shared = _matrix(of_shared[0])
+    name = f"{8 if num_tokens <= 8 else 16}"
+    if tiles is not None:
+        name = f"tiles_{tiles.tile_pairs}"
+        arguments.used_tiles, arguments.expert_of_tile = tiles.used_1.data_ptr(), tiles.expert_M.data_ptr()
+        arguments.pair_of_tile = tiles.pair_MB.data_ptr()
+    kernels.by_name[f"inner_{name}"](kernels.num_sms, arguments)
+    arguments.routed, arguments.x, arguments.outputs = _matrix(down), inner_NI.data_ptr(), size
+    if of_shared:
+        arguments.shared, arguments.shared_x, arguments.shared_outputs = (
+            _matrix(of_shared[1]),
+            shared_TI.data_ptr(),
+            size,
+        )
+    kernels.by_name[f"outer_{name}"](kernels.num_sms, arguments)
+    return LinearOutput(torch.empty_like(x_TD), sums=SplitSums(part_JTD, mixture.router.early))
+
+
+def _weights(mixture: FewTokenMixture) -> list[Codes] | None:
+    """Returns the weights of gate_up and down, then those of the shared expert; None if one has other codes."""
+    found: list[object] = [
+        matrix.weight if isinstance(matrix, ExpertCodes) else None for matrix in (mixture.gate_up_EUD, mixture.down_EDI)
+    ]
+    if mixture.shared is not None:
+        found += [mixture.shared.gate_up_UD, mixture.shared.down_DI]
+    weights = [weight for weight in found if isinstance(weight, (ScaledWeight, TiledWeight))]
+    return weights if len(weights) == len(found) else None
+
+
+def _is_e4m3(weight: ScaledWeight) -> bool:
+    """Returns whether the kernels read the codes."""
+    return weight.code_OD.dtype == FP8 and weight.group % TILE == weight.code_OD.shape[1] % TILE == 0
+
+
+def _has_book(weight: TiledWeight, weights: list[Codes]) -> bool:
+    """Returns whether all weights have the same values for codes, since a launch has one table."""
+    return all(isinstance(other, TiledWeight) and torch.equal(weight.pairs, other.pairs) for other in weights)
+
+
+def _matrix(weight: Codes) -> MatrixArguments:
+    if isinstance(weight, ScaledWeight):
+        code, scale, zero, inputs = weight.code_OD, weight.scale_OG, None, weight.code_OD.shape[1]
+    else:
+        code, scale, zero, inputs = weight.codes, weight.scales, weight.zeros, weight.num_inputs
+    assert code.is_contiguous() and scale.is_contiguous()
+    zeros = None if zero is None else zero.data_ptr()
+    return MatrixArguments(code.data_ptr(), scale.data_ptr(), zeros, inputs, max(1, weight.group // TILE))
+
+
+def _device(weight: Codes) -> torch.device:
+    return weight.code_OD.device if isinstance(weight, ScaledWeight) else weight.codes.device

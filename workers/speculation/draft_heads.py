@@ -1,0 +1,87 @@
+"""Loads the head that drafts from the base's hidden states: an EAGLE-3 head, or the checkpoint's own layer for one
+token more (MTP)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.errors import ConfigError
+from lorafleet.workers.bases.checkpoint import has_mtp_tensors, read_mtp_config
+from lorafleet.workers.model_loading import fill_model
+from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.models.engine_model import EngineModel
+from lorafleet.workers.speculation.eagle_files import load_eagle_weights, read_eagle_config
+from lorafleet.workers.speculation.eagle_head import EagleHead
+from lorafleet.workers.speculation.mtp_head import MTPHead
+
+DraftHead = EagleHead | MTPHead
+
+
+def load_head(config: EngineConfig, own: EngineConfig, base: EngineModel, device: torch.device) -> DraftHead:
+    """Returns the head that the options ask for, which shares the base's embedding. Raises ConfigError if it cannot
+    draft for this engine.
+
+    Args:
+        own: The head's configuration, from draft_config().
+    """
+    assert config.speculative_config is not None
+    method, reason = config.speculative_config.method, None
+    if not isinstance(base, DecoderModel):
+        reason = "with a base that transformers' own module runs"
+    elif config.tensor_parallel_size > 1:
+        reason = f"with tensor_parallel_size={config.tensor_parallel_size}, since it reads whole hidden states"
+    elif config.kv_host_gib:
+        reason = f"with kv_host_gib={config.kv_host_gib}, since features do not leave the GPU with KV blocks"
+    if reason is not None or not isinstance(base, DecoderModel):
+        raise ConfigError(
+            f"speculative_config: method={method!r} is not served {reason}. Leave one of them out, or use "
+            "method='draft_model'.",
+            "speculative_config",
+        )
+    load = _load_mtp if method == "mtp" else _load_eagle
+    return load(config, own, base, device)
+
+
+def _load_eagle(config: EngineConfig, own: EngineConfig, base: DecoderModel, device: torch.device) -> EagleHead:
+    folder = Path(own.model)
+    read = read_eagle_config(folder, base.config)
+    head = EagleHead(
+        read.layer,
+        base,
+        base.embed_tokens.weight.dtype,
+        device,
+        norms_residual=read.norms_residual,
+        most_tokens=own.max_num_batched_tokens,
+        most_rows=config.most_sampled,
+    )
+    load_eagle_weights(head, folder)
+    return head
+
+
+def _load_mtp(config: EngineConfig, own: EngineConfig, base: DecoderModel, device: torch.device) -> MTPHead:
+    folder, target = Path(config.model), base.config
+    reason = None
+    if target.mtp is None:
+        reason = f"its config.json ({target.architecture}) describes none that can draft"
+    elif config.load_format != "dummy" and not has_mtp_tensors(folder, target.mtp_names):
+        reason = f"it has no tensor whose name begins with {' or '.join(map(repr, target.mtp_names))}"
+    if reason is not None:
+        raise ConfigError(
+            f"speculative_config: method='mtp' needs a checkpoint with a layer for several tokens (MTP), and "
+            f"{config.model!r} has none: {reason}. Serve the original checkpoint if it was left out there, or use "
+            "method='ngram' or 'draft_model'.",
+            "speculative_config",
+        )
+    head = MTPHead(
+        read_mtp_config(folder, target),
+        base,
+        base.embed_tokens.weight.dtype,
+        device,
+        most_tokens=own.max_num_batched_tokens,
+        most_rows=config.most_sampled,
+    )
+    fill_model(own, head)
+    return head
