@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors import torch as torch_file
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 EXPONENT = 120 << 7  # The exponent of a bfloat16 for values of 2^-7 to 2^-6, about as large as trained ones.
+DRAFTED = 32_000  # Tokens that a head drafts.
 ONE_TOKEN_RANK = 8
 ONE_TOKEN_SCALE = 512.0
 
@@ -27,6 +30,33 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def write_head(folder: Path, config: dict[str, Any]) -> None:
+    """Writes an EAGLE-3 head for a Llama of this shape, with random weights. It drafts the first tokens of the
+    vocabulary."""
+    folder.mkdir(parents=True)
+    hidden, inner, drafted = config["hidden_size"], config["intermediate_size"], min(DRAFTED, config["vocab_size"])
+    kv_size = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    fields = config | {"num_hidden_layers": 1, "draft_vocab_size": drafted}
+    (folder / "config.json").write_text(json.dumps(fields))
+    dtype = getattr(torch, config["torch_dtype"])
+    shapes = {
+        "fc": (hidden, 3 * hidden),
+        "lm_head": (drafted, hidden),
+        "midlayer.self_attn.q_proj": (hidden, 2 * hidden),
+        "midlayer.self_attn.k_proj": (kv_size, 2 * hidden),
+        "midlayer.self_attn.v_proj": (kv_size, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, hidden),
+        "midlayer.mlp.gate_proj": (inner, hidden),
+        "midlayer.mlp.up_proj": (inner, hidden),
+        "midlayer.mlp.down_proj": (hidden, inner),
+    }
+    norms = "norm", "midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm"
+    tensors = {f"{name}.weight": torch.ones(hidden, dtype=dtype) for name in norms}
+    for name, shape in shapes.items():
+        tensors[f"{name}.weight"] = torch.empty(shape, dtype=dtype).normal_(std=shape[1] ** -0.5)
+    torch_file.save_file(tensors | {"d2t": torch.zeros(drafted, dtype=torch.int64)}, folder / "model.safetensors")
 
 
 def write_adapters(folder: Path, config: dict[str, Any], count: int, rank: int, experts: bool = True) -> None:

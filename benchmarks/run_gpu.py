@@ -60,6 +60,7 @@ RUNS = (
     Run("state_turns", "state_turns.py", 150),
     Run("kv_tiers", "kv_tiers.py", 300),
     Run("speculative", "speculative.py --batches 1 8 16 32 64 --adapters 8", 300),
+    Run("speculative_load", "speculative_load.py --right 0.1 0.3 0.7", 300),
     Run("quantized_linears", "quantized_linears.py --layers 4", 240, writes_json=False),
     Run("quantized_engine", "engine_e2e.py --batches 1 64 256 --adapters 0 8 --quantization none nf4 fp8", 600),
     Run("delta_rule", "delta_rule.py", 120),

@@ -8,9 +8,10 @@ again and again at the full cost of a step. `ngram` drafts from the repeated tex
 arm of --right has drafts of which each token is right with this probability, as a drafter of that quality would make.
 
 With --draft-layers, a draft model of that many layers drafts in the arms of --right, so that they have its full cost.
-Its drafts would all be right. The arms replace some of their tokens by wrong ones. With --mtp, the model has the shape
-of a family of families_decode.py, with as many layers as are measured there, and its own layer for several tokens (MTP)
-drafts in the same way.
+Its drafts would all be right. The arms replace some of their tokens by wrong ones. --draft-head has an EAGLE-3 head
+instead, with random weights in the shape of the target's layers and 32,000 tokens that it drafts. With --mtp, the model
+has the shape of a family of families_decode.py, with as many layers as are measured there, and its own layer for
+several tokens (MTP) drafts in the same way.
 
 The second form drafts by n-grams from the answers of a real model to a repetitive prompt.
 
@@ -45,11 +46,13 @@ from lorafleet.workers.engine import Engine
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.schedule.sequence import Sequence
 from lorafleet.workers.speculation.drafter import Drafter, Wanted
+from lorafleet.workers.speculation.eagle_head import EagleHead
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from lorafleet.workers.speculation.mtp_head import MTPHead
 from lorafleet.workers.speculation.ngram_drafter import NgramDrafter
 from lorafleet.workers.speculation.speculation import Speculation
 from lorafleet.workers.startup import build_engine
+from random_llama import write_head
 
 UNITS = {"plain_tokens_per_s": "tokens/s", "tokens_per_s": "tokens/s", "ratio": "", "accepted": ""}
 PHRASE = "Paris is the capital of France. Rome is the capital of Italy. "
@@ -144,12 +147,40 @@ def compare(
     return cases
 
 
+def let_answers_be_token_0(engine: Engine) -> ModelDrafter | None:
+    """Zeroes the last norm of the target, and of the draft model if there is one. Returns the draft model."""
+    assert engine.scheduler.speculation is not None
+    drafter = engine.scheduler.speculation.drafter
+    draft_model = drafter if isinstance(drafter, ModelDrafter) else None
+    for steps in (engine.runner.steps, *(() if draft_model is None else (draft_model.steps,))):
+        assert isinstance(steps.model, DecoderModel | EagleHead | MTPHead)
+        norm = steps.model.last.norm if isinstance(steps.model, EagleHead) else steps.model.norm
+        assert norm is not None
+        with torch.inference_mode():
+            norm.weight.zero_()
+    return draft_model
+
+
 def draft_options(folder: Path, args: argparse.Namespace, max_length: int) -> SpeculativeConfig:
-    """Writes the configuration of a draft model with random weights."""
+    """Writes the configuration of a draft model with random weights, or a head, and returns what drafts by it. Returns
+    the options of n-grams if there is neither."""
+    if args.draft_head:
+        write_head(folder, llama_config(args, max_length))
+        return SpeculativeConfig("eagle3", num_speculative_tokens=args.drafts, model=str(folder))
+    if not args.draft_layers:
+        return SpeculativeConfig("ngram", num_speculative_tokens=args.drafts)
     folder.mkdir()
     shape = argparse.Namespace(**(vars(args) | {"layers": args.draft_layers, "hidden": args.draft_hidden}))
     (folder / "config.json").write_text(json.dumps(llama_config(shape, max_length)))
     return SpeculativeConfig("draft_model", num_speculative_tokens=args.drafts, model=str(folder))
+
+
+def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of what drafts beside known drafts."""
+    parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--draft-layers", type=int, default=0, help="layers of a draft model; 0: there is none")
+    parser.add_argument("--draft-hidden", type=int, default=2048)
+    parser.add_argument("--draft-head", action="store_true", help="an EAGLE-3 head drafts")
 
 
 def family_config(family: str) -> dict[str, Any]:
@@ -163,9 +194,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--adapters", type=int, default=0)
     parser.add_argument("--right", type=float, nargs="*", default=[0.7])
-    parser.add_argument("--drafts", type=int, default=4)
-    parser.add_argument("--draft-layers", type=int, default=0, help="layers of a draft model; 0: there is none")
-    parser.add_argument("--draft-hidden", type=int, default=2048)
+    add_draft_arguments(parser)
     parser.add_argument("--mtp", choices=MTP_FAMILIES, help="family whose own layer for several tokens drafts")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=256)
@@ -179,30 +208,22 @@ def main() -> None:
     arms = ["ngram"] if args.model else ["ngram", *map(str, args.right)]
     cases: list[Case] = []
     with tempfile.TemporaryDirectory() as folder:
-        options = SpeculativeConfig("ngram", num_speculative_tokens=args.drafts)
         if args.model:
+            options = SpeculativeConfig("ngram", num_speculative_tokens=args.drafts)
             config = EngineConfig(args.model, device=args.device, speculative_config=options)
             engine, loras = build_engine(config), []
             settle(engine)
             text = Tokenizer.from_folder(Path(args.model)).encode(8 * PHRASE)
         else:
             length = args.prompt + args.tokens + 1
+            options = draft_options(Path(folder) / "draft", args, length)
             model = None
-            if args.draft_layers:
-                options = draft_options(Path(folder) / "draft", args, length)
-            elif args.mtp:
+            if args.mtp:
                 options = SpeculativeConfig("mtp", num_speculative_tokens=args.drafts)
                 model = family_config(args.mtp)
             engine, loras = make_engine(Path(folder), args, max(args.batches), length, args.adapters, options, model)
             text = torch.randint(10, engine.runner.steps.model.config.vocab_size - 256, (args.prompt,)).tolist()
-        assert engine.scheduler.speculation is not None
-        drafter = engine.scheduler.speculation.drafter
-        draft_model = drafter if isinstance(drafter, ModelDrafter) else None
-        if not args.model:
-            for steps in (engine.runner.steps, *(() if draft_model is None else (draft_model.steps,))):
-                assert isinstance(steps.model, DecoderModel | MTPHead)
-                with torch.inference_mode():
-                    steps.model.norm.weight.zero_()
+        draft_model = None if args.model else let_answers_be_token_0(engine)
         for batch in args.batches:
             cases += compare(engine, draft_model, arms, [text[i % 8 :] for i in range(batch)], args, loras)
         engine.close()

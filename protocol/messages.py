@@ -120,7 +120,7 @@ class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """The output of one step for one sequence. The last one has a finish_reason."""
 
     request_id: str

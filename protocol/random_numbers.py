@@ -9,12 +9,18 @@ from __future__ import annotations
 
 from hashlib import sha256
 
+import numpy as np
+
+UInt64s = np.ndarray[tuple[int], np.dtype[np.uint64]]
+Float64s = np.ndarray[tuple[int], np.dtype[np.float64]]
+
 _MASK = 2**64 - 1
 
 
-def uniform(seed: int, position: int) -> float:
-    """Returns a number in [0, 1) with 53 random bits."""
-    return (_splitmix(_splitmix(seed & _MASK) ^ position) >> 11) * 2.0**-53
+def uniform(seed_B: UInt64s, position_B: UInt64s) -> Float64s:
+    """Returns a number in [0, 1) with 53 random bits for each seed, modulo 2^64, and position."""
+    bits_B = _splitmix(_splitmix(seed_B) ^ position_B) >> np.uint64(11)
+    return bits_B * np.float64(2.0**-53)
 
 
 def child_seed(seed: int, index: int) -> int:
@@ -25,7 +31,7 @@ def child_seed(seed: int, index: int) -> int:
     """
     if index == 0:
         return seed
-    mixed = _splitmix(_splitmix(_splitmix(seed & _MASK)) ^ index)
+    mixed = _mixed(_mixed(_mixed(seed & _MASK)) ^ index)
     return mixed - 2**64 if mixed >= 2**63 else mixed
 
 
@@ -34,8 +40,12 @@ def named_seed(seed: int, name: str) -> int:
     return child_seed(seed, int.from_bytes(sha256(name.encode()).digest()[:8]))
 
 
-def _splitmix(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
+def _mixed(x: int) -> int:
+    return int(_splitmix(np.array([x], np.uint64))[0])
+
+
+def _splitmix(x_B: UInt64s) -> UInt64s:
+    x_B = x_B + np.uint64(0x9E3779B97F4A7C15)  # modulo 2^64, as the products
+    x_B = (x_B ^ (x_B >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x_B = (x_B ^ (x_B >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x_B ^ (x_B >> np.uint64(31))

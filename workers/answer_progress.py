@@ -26,6 +26,10 @@ class AnswerProgress:
                 behind them.
             num_drafts: Number of draft tokens that the step has verified.
         """
+        if end < sequence.quiet_until and num_drafts == 0 and sequence.stop_ids.isdisjoint(sampled.tokens):
+            [sequence.tokens[end]] = sampled.tokens
+            self.num_generated_tokens += 1
+            return TokenOutput(request_id=sequence.request_id, token_ids=sampled.tokens)
         self._scheduler.commit(sequence, end)
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs += sampled.prompt
@@ -33,25 +37,20 @@ class AnswerProgress:
             _add_routed(sequence, end, sampled, num_drafts, 0)
             return None
         assert sequence.tokens[end] == UNKNOWN
-        tokens, finish_reason = _until_finished(sequence, sampled.tokens, end + 1 - sequence.num_prompt)
+        num_generated = end + 1 - sequence.num_prompt  # With the first of the sampled tokens.
+        tokens, finish_reason = _until_finished(sequence, sampled.tokens, num_generated)
         sequence.tokens[end : end + 1] = tokens
-        _add_routed(sequence, end, sampled, num_drafts, len(tokens) - 1)
+        self.num_generated_tokens += len(tokens)
+        output = TokenOutput(request_id=sequence.request_id, token_ids=tokens, finish_reason=finish_reason)
         if num_drafts:
             self._accept(sequence, end, len(tokens) - 1)
-        num_generated = end + 1 - sequence.num_prompt  # With the first of the sampled tokens.
-        pools = sequence.pooling is not None  # it has sampled a token all the same, which is dropped
-        self.num_generated_tokens += 0 if pools else len(tokens)
-        output = TokenOutput(
-            request_id=sequence.request_id,
-            token_ids=[] if pools else tokens,
-            embedding=sampled.embedding,
-            logprobs=sampled.logprobs[: len(tokens)] or None,
-            finish_reason=finish_reason,
-        )
-        if num_drafts:
             output.drafts = DraftCounts(1, num_drafts, len(sampled.tokens) - 1)
-        if sequence.routed is not None:
-            output.routed_experts = sequence.routed.take()
+        if not sequence.is_plain:
+            _add_routed(sequence, end, sampled, num_drafts, len(tokens) - 1)
+            self._add_values(sequence, sampled, output)
+        elif not sequence.switched:
+            last = sequence.num_prompt + sequence.max_tokens - 1
+            sequence.quiet_until = min(self._scheduler.memory.quiet_until(end), last)
         if num_generated == 1:
             self._describe_start(sequence, output)
         if sequence.switched:
@@ -63,13 +62,21 @@ class AnswerProgress:
             output.stop_token_id = tokens[-1]
         return output
 
+    def _add_values(self, sequence: Sequence, sampled: Sampled, output: TokenOutput) -> None:
+        """Adds to an output what the sequence wants besides tokens."""
+        output.logprobs = sampled.logprobs[: len(output.token_ids)] or None
+        if sequence.routed is not None:
+            output.routed_experts = sequence.routed.take()
+        if sequence.pooling is not None:  # it has sampled a token all the same, which is dropped
+            self.num_generated_tokens -= len(output.token_ids)
+            output.token_ids, output.embedding = [], sampled.embedding
+
     def _accept(self, sequence: Sequence, end: int, num_accepted: int) -> None:
         """Records that the step has computed so many more tokens of the sequence, which were drafts."""
         self._scheduler.memory.verified(sequence, num_accepted)
         sequence.num_computed += num_accepted
         self._scheduler.commit(sequence, end + num_accepted)
-        for _ in range(num_accepted):
-            self._scheduler.waiting.count_output(sequence)
+        self._scheduler.waiting.count_outputs([sequence.flow] * num_accepted)
 
     def _describe_start(self, sequence: Sequence, output: TokenOutput) -> None:
         """Adds to the first output what is known of the sequence's start."""

@@ -24,6 +24,7 @@ from lorafleet.workers.engine_statistics import EngineStatistics
 from lorafleet.workers.pending_grammars import PendingGrammars
 from lorafleet.workers.request_intake import RequestIntake
 from lorafleet.workers.schedule.admission import QueueAdmission
+from lorafleet.workers.schedule.prompts_ahead import computes_prompts
 from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.schedule.sequence import Sequence
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
@@ -216,9 +217,10 @@ class Engine:
 
     def _drafts_need_tokens(self) -> bool:
         """Returns whether drafts are in flight, or cannot be made before the tokens in flight are known."""
-        return self._speculation is not None and self._speculation.needs_tokens(
-            self.pipeline.chunks, self.scheduler.running, self.scheduler.most_in_step
-        )
+        if self._speculation is None:
+            return False
+        running = [] if computes_prompts(self.scheduler) else self.scheduler.running
+        return self._speculation.needs_tokens(self.pipeline.chunks, running, self.scheduler.most_in_step)
 
     def _fail_unprepared(self, faults: list[tuple[Sequence, Exception]]) -> list[TokenOutput]:
         """Ends the sequences whose sampling could not be prepared."""

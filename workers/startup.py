@@ -281,8 +281,11 @@ def _build_steps(
         drafted = None
         if config.speculative_config is not None:
             first_seqs = FIRST_SIZES if model.group.size == 1 else None
+            most_sampled = config.most_sampled
+            if states is not None:
+                most_sampled = min(most_sampled, config.max_num_seqs + len(states.draft_slots))
             drafted = DraftedSizes.of(
-                config.speculative_config.most_rows, config.max_num_seqs, config.most_sampled, first_seqs
+                config.speculative_config.most_rows, config.max_num_seqs, most_sampled, first_seqs
             )
         decode_graphs = DecodeGraphs(
             capture, sizes, first_sizes, slots, longest, bool(model.mixtures()), drafted=drafted

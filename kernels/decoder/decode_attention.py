@@ -182,13 +182,15 @@ def decode_attention(
     if num_partial == 0:
         return
     block_v, early = max(16, triton.next_power_of_2(value_dim)), may_start_early(q_THD.device)
-    merge_kernel[(heads, len(batch.merges_M3), most_rows)](
+    num_merges = len(batch.merges_M3)
+    merge_kernel[(heads, max(1, num_merges // most_rows), most_rows)](
         partial,
         sums,
         out_THV,
         batch.merges_M3,
         rows_B3,
         sinks_H,
+        num_merges,
         heads=heads,
         value_dim=value_dim,
         block_v=block_v,

@@ -9,7 +9,9 @@ once, so a captured launch serves any batch.
 
 If sequences have drafts, a program takes all rows of its sequence, up to most_rows, and one read of the keys and values
 serves them too. Row r of a sequence sees one key less than row r + 1. rows is [B, 3] then: a sequence's first row, the
-number of its rows, and its keys. Each row of a tile has window and chunk of its own.
+number of its rows, and its keys. Each row of a tile has window and chunk of its own. A program of the second kernel
+takes one row of several merges, since as many programs as rows and merges would take half as long as the first kernel
+even if none had a sequence.
 
 If values lie in the keys, as in latent attention, a tile of keys is read once and multiplied twice. Keys of 576 numbers
 are taken as a power of two, which holds the values, and the tail behind it.
@@ -173,7 +175,7 @@ def decode_kernel(
         tl.store(sums_ptr + row, largest + tl.log2(total), mask=row_mask)
 
 
-@jit(do_not_specialize=["merges_ptr", "rows_ptr"])
+@jit(do_not_specialize=["merges_ptr", "rows_ptr", "num_merges"])
 def merge_kernel(
     partial_ptr: tl.tensor,
     sums_ptr: tl.tensor,
@@ -181,6 +183,7 @@ def merge_kernel(
     merges_ptr: tl.tensor,
     rows_ptr: tl.tensor | None,
     sinks_ptr: tl.tensor | None,
+    num_merges: tl.tensor,
     heads: tl.constexpr,
     value_dim: tl.constexpr,
     block_v: tl.constexpr,
@@ -192,18 +195,48 @@ def merge_kernel(
         gdc_launch_dependents()
         gdc_wait()
     head = tl.program_id(0)
-    merge = merges_ptr + tl.program_id(1) * 3
-    seq = tl.load(merge)
+    if most_rows == 1:
+        merge = merges_ptr + tl.program_id(1) * 3
+        seq = tl.load(merge)
+        if seq < 0:
+            return
+        _merge_row(
+            partial_ptr, sums_ptr, out_ptr, sinks_ptr, merge, seq, head, 0,
+            heads, value_dim, block_v, block_s, most_rows,
+        )  # fmt: skip
+    else:
+        place = tl.program_id(2)
+        for index in range(tl.program_id(1), num_merges, tl.num_programs(1)):
+            merge = merges_ptr + index * 3
+            seq = tl.load(merge)
+            num_rows = tl.load(rows_ptr + seq * 3 + 1, mask=seq >= 0, other=0)
+            if place < num_rows:
+                row_of = tl.load(rows_ptr + seq * 3) + place
+                _merge_row(
+                    partial_ptr, sums_ptr, out_ptr, sinks_ptr, merge, row_of, head, place,
+                    heads, value_dim, block_v, block_s, most_rows,
+                )  # fmt: skip
+
+
+@jit()
+def _merge_row(
+    partial_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    sinks_ptr: tl.tensor | None,
+    merge: tl.tensor,
+    row_of: tl.tensor,
+    head: tl.tensor,
+    place: tl.tensor,
+    heads: tl.constexpr,
+    value_dim: tl.constexpr,
+    block_v: tl.constexpr,
+    block_s: tl.constexpr,
+    most_rows: tl.constexpr,
+) -> None:
+    """Writes a head's result of one row of the step, which is at this place among those of its sequence."""
     first = tl.load(merge + 1)
     count = tl.load(merge + 2)
-    if seq < 0:
-        return
-    place = tl.program_id(2)
-    row_of = seq
-    if most_rows > 1:
-        if place >= tl.load(rows_ptr + seq * 3 + 1):
-            return
-        row_of = tl.load(rows_ptr + seq * 3) + place
     d = tl.arange(0, block_v)
     s = tl.arange(0, block_s)
     inside_value = d < value_dim

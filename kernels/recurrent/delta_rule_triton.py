@@ -97,7 +97,7 @@ def _delta_rule_kernel(
 ) -> None:
     head, sequence = tl.program_id(1), tl.program_id(2)
     start, end = tl.load(start_ptr + sequence).to(tl.int64), tl.load(start_ptr + sequence + 1).to(tl.int64)
-    if end - start > most_tokens:
+    if end - start > most_tokens or end == start:
         return
     k, v = tl.arange(0, block_k), tl.program_id(0) * block_v + tl.arange(0, block_v)
     slot = tl.load(slot_ptr + sequence).to(tl.int64)

@@ -43,6 +43,7 @@ class RecurrentBatch:
     # has such a slot, and sequences with one have at most FEW_TOKENS tokens.
     kept_T: Tensor | None = None
     kept: Sequence[int] = ()  # The same on the host.
+    numbers: Tensor | None = None  # The buffer, in the order of the fields: slot_B first.
 
     @classmethod
     def build(
@@ -68,17 +69,43 @@ class RecurrentBatch:
         sizes = [num_seqs, num_seqs, num_seqs + 1, starts[-1], len(kept), *map(len, chunks)]
         slot_B, is_new_B, start_B, sequence_T, kept_T, *parts = memory.split(sizes)
         long = LongSequences(*parts) if chunks[0] else None
-        return cls(list(query_lens), slot_B, is_new_B, start_B, sequence_T, long, kept_T if kept else None, kept)
+        return cls(
+            list(query_lens), slot_B, is_new_B, start_B, sequence_T, long, kept_T if kept else None, kept, memory
+        )
 
-    def refill(self, slots: Sequence[int], is_new: Sequence[bool], padding_slot: int) -> None:
-        """Replaces the states of a batch of one token for each sequence, in place. Rows without a sequence get
-        `padding_slot`."""
-        padding = len(self.query_lens) - len(slots)
+    @classmethod
+    def of_drafts(cls, num_rows: int, num_seqs: int, padding_slot: int, device: torch.device) -> RecurrentBatch:
+        """Builds a batch of at most so many rows and sequences that may have drafts, for a captured step and refill().
+        It has more sequences, for the rows that no sequence has."""
+        lens = [0] * num_seqs + _pieces(num_rows)
+        count = len(lens)
+        return cls.build(lens, [padding_slot] * count, [True] * count, device, [NOT_KEPT] * num_rows)
+
+    def refill(
+        self,
+        query_lens: Sequence[int],
+        slots: Sequence[int],
+        is_new: Sequence[bool],
+        padding_slot: int,
+        kept: Sequence[int] = (),
+    ) -> None:
+        """Replaces the sequences of a captured step in place, by one copy. Rows without a sequence get `padding_slot`.
+
+        In a batch of one token for each sequence, the sequences keep their rows. The arguments are as in build(), and
+        `query_lens` and `kept` on the host keep what the batch was built with.
+        """
+        assert self.numbers is not None
+        padding = len(self.slot_B) - len(slots)
         values = [*slots, *[padding_slot] * padding, *map(int, is_new), *[1] * padding]
-        is_cuda = self.slot_B.is_cuda
-        host = torch.tensor(values, dtype=torch.int32, pin_memory=is_cuda)
-        for held_B, given_B in zip((self.slot_B, self.is_new_B), host.chunk(2), strict=True):
-            held_B.copy_(given_B, non_blocking=True)
+        if self.kept_T is not None:
+            num_left = len(self.sequence_T) - sum(query_lens)
+            pieces = _pieces(num_left)
+            lens = [*query_lens, *pieces, *[0] * (padding - len(pieces))]
+            sequences = [b for b, count in enumerate(lens) for _ in range(count)]
+            values += [*accumulate(lens, initial=0), *sequences, *(kept or [NOT_KEPT] * sum(query_lens))]
+            values += [NOT_KEPT] * num_left
+        host = torch.tensor(values, dtype=torch.int32, pin_memory=self.numbers.is_cuda)
+        self.numbers[: len(values)].copy_(host, non_blocking=True)
 
     def read(self, state_S: Tensor, sequences: slice | Tensor = slice(None)) -> Tensor:
         """Returns a copy of the states [B, ...] of these sequences, which are zero where a sequence begins."""
@@ -109,6 +136,12 @@ class RecurrentBatch:
         starts = accumulate(self.query_lens, initial=0)
         pairs = enumerate(zip(starts, self.query_lens, strict=False))
         return [(b, slice(start, start + count)) for b, (start, count) in pairs if count > 1]
+
+
+def _pieces(num_rows: int) -> list[int]:
+    """Divides rows among sequences that are computed token by token."""
+    whole, rest = divmod(num_rows, FEW_TOKENS)
+    return [FEW_TOKENS] * whole + [rest] * (rest > 0)
 
 
 def _chunks(query_lens: Sequence[int], starts: Sequence[int]) -> tuple[list[int], list[int], list[int], list[int]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,7 +38,9 @@ class DrawFields(NamedTuple):
     frequency: float = 0.0
 
 
+COUNTS_ROW = DrawFields._fields.index("counts_row")
 NUM_FIELDS = len(DrawFields._fields)
+DrawTable = np.ndarray[tuple[int, int], np.dtype[np.float64]]  # [B, F], the fields of a row as in DrawFields
 
 
 class Drawn(NamedTuple):
@@ -49,10 +52,11 @@ class Drawn(NamedTuple):
     logprobs_PV: Tensor | None
 
 
-def draw_tokens(logits_BV: Tensor, rows: list[DrawFields], counts_SV: Tensor, wanted: Sequence[int] = ()) -> Drawn:
+def draw_tokens(logits_BV: Tensor, table_BF: DrawTable, counts_SV: Tensor, wanted: Sequence[int] = ()) -> Drawn:
     """Chooses one token per row, without waiting for the device.
 
     Args:
+        table_BF: float64, the DrawFields of each row.
         logits_BV: float32, bfloat16 or float16. float32 logits may be overwritten.
         counts_SV: int32, how often the tokens of sequences occur, see penalties.py. Its vocabulary may be wider or
             narrower than the logits'.
@@ -61,11 +65,12 @@ def draw_tokens(logits_BV: Tensor, rows: list[DrawFields], counts_SV: Tensor, wa
     if logits_BV.is_cuda:
         from lorafleet.kernels.sampling.draw_tokens_triton import draw_tokens_triton  # triton is optional on a CPU
 
-        table_BF = torch.tensor(rows, dtype=torch.float64).pin_memory().to(logits_BV.device, non_blocking=True)
-        penalizes = any(row.counts_row != NO_COUNTS for row in rows)
-        token_B, bounds = draw_tokens_triton(logits_BV, table_BF, counts_SV, penalizes=penalizes)
+        device_BF = torch.from_numpy(table_BF).pin_memory().to(logits_BV.device, non_blocking=True)
+        penalizes = bool((table_BF[:, COUNTS_ROW] != NO_COUNTS).any())
+        token_B, bounds = draw_tokens_triton(logits_BV, device_BF, counts_SV, penalizes=penalizes)
         return Drawn(token_B, bounds.logprobs(wanted) if wanted else None)
     logits_BV = logits_BV.float()
+    rows = [_fields(row) for row in table_BF.tolist()]
     for i, row in enumerate(rows):
         if row.counts_row != NO_COUNTS:
             penalize(logits_BV[i], counts_SV[row.counts_row], row.repetition, row.presence, row.frequency)
@@ -87,7 +92,15 @@ def warm_up(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
     plain = DrawFields(1.0, vocab_size, 1.0, NEVER, 0.0, vocab_size - 1)
     for logits_dtype, row in ((dtype, plain), (dtype, plain._replace(counts_row=0)), (torch.float32, plain)):
         logits_BV = torch.zeros((1, vocab_size), dtype=logits_dtype, device=device)
-        draw_tokens(logits_BV, [row], torch.zeros((1, vocab_size), dtype=torch.int32, device=device))
+        draw_tokens(logits_BV, np.array([row]), torch.zeros((1, vocab_size), dtype=torch.int32, device=device))
+
+
+def _fields(row: list[float]) -> DrawFields:
+    """Returns a row of the table with its integers as such."""
+    fields = DrawFields._make(row)
+    return fields._replace(
+        top_k=int(fields.top_k), last_token=int(fields.last_token), counts_row=int(fields.counts_row)
+    )
 
 
 def _kept(logits_BV: Tensor, rows: list[DrawFields]) -> Tensor:

@@ -14,6 +14,7 @@ import long_context
 import sampling
 import saturation
 import speculative
+import speculative_load
 from benchmark_results import Results, read_results
 from lorafleet.workers.speculation.step_pace import StepPace
 
@@ -133,3 +134,22 @@ def test_speculative_has_the_cost_of_a_draft_model_in_the_arms_of_known_quality(
     words = ("--batches", "2", "--right", "1", "--prompt", "16", "--tokens", "24", "--draft-layers", "1")
     results = run(monkeypatch, tmp_path, speculative, *words, "--draft-hidden", "128", "--repeats", "1", *ONE_THREAD)
     assert results.figure("accepted", batch=2, drafts="1.0") == 1
+
+
+def test_speculative_has_the_cost_of_a_head(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(StepPace, "price", lambda *_: 0.0)
+    monkeypatch.setattr(StepPace, "is_faster", lambda *_: True)
+    words = ("--batches", "2", "--right", "1", "--prompt", "16", "--tokens", "24", "--draft-head", "--layers", "7")
+    results = run(monkeypatch, tmp_path, speculative, *words, "--hidden", "128", "--repeats", "1", *ONE_THREAD)
+    assert results.figure("accepted", batch=2, drafts="1.0") == 1
+
+
+def test_a_moving_load_is_measured_in_each_stage_and_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = ("--streams", "1", "3", "1", "--adapters", "2", "--right", "0.5", "--prompt", "16", "--tokens", "8")
+    results = run(monkeypatch, tmp_path, speculative_load, *words, "--repeats", "1", *ONE_THREAD)
+    assert [case.settings["streams"] for case in results.cases] == [1, 3, 1, "all"]
+    for case in results.cases:
+        assert case.figures.keys() == speculative_load.UNITS.keys()
+        assert case.figures["ratio"] == pytest.approx(case.figures["tokens_per_s"] / case.figures["plain_tokens_per_s"])

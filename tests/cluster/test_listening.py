@@ -22,6 +22,7 @@ from tests.cluster.sockets import listening_ports, reachable_from_elsewhere
 from tests.cluster.two_ranks import TwoRanks
 
 pytestmark = pytest.mark.xdist_group("two_ranks")
+ANSWER_S = 5.0  # The test lasts as long as this: some ports that speak no HTTP never answer.
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_no_process_of_rays_answers_http_without_the_token(server: TwoRanks) -> 
         title = " ".join(command(process))
         if not any(name in title for name in ours):
             titles |= dict.fromkeys(listening_ports(process), title[-60:])
-    with ThreadPoolExecutor(max(1, len(titles))) as pool:  # all at once: some that speak no HTTP never answer
+    with ThreadPoolExecutor(max(1, len(titles))) as pool:
         answers = [*zip(titles.values(), pool.map(_status, titles), strict=True)]
     statuses = {status for _, status in answers} - {None}
     assert statuses, "some speak HTTP: else this test sees nothing"
@@ -83,7 +84,7 @@ def test_no_process_of_rays_answers_http_without_the_token(server: TwoRanks) -> 
 def _status(port: int) -> int | None:
     """Of an HTTP answer; None where there is none, as of a port that speaks gRPC."""
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=20).status_code
+        return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=ANSWER_S).status_code
     except httpx.HTTPError:
         return None
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 DEMO = Path(__file__).parents[2] / "demo"
 MAX_BYTES = 8 * 2**20
-PER_KIND = 4  # held-out prompts of each kind of question
+PER_KIND = 2  # held-out prompts of each kind of question
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,7 +47,7 @@ def test_no_held_out_prompt_was_trained() -> None:
 
 
 def test_the_sample_covers_every_kind_of_question(sample: list[Question]) -> None:
-    assert len(sample) >= 35
+    assert len(sample) >= 18
     assert {question.kind for question in sample} == {question.kind for question in split_world().held_out}
 
 

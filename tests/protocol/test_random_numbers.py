@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from itertools import pairwise
+from itertools import pairwise, product
 
+import numpy as np
 import pytest
 
 from lorafleet.protocol.random_numbers import child_seed, named_seed, uniform
@@ -28,9 +29,13 @@ def seeds_of(seed: int, n: int) -> list[int]:
 
 
 def test_uniform_numbers_are_uniform_over_seeds_and_positions():
-    assert abs(deviations([uniform(seed, position) for seed in range(100) for position in range(100)])) < 4
-    assert uniform(42, 7) == uniform(42, 7) != uniform(42, 8)
-    assert 0 <= uniform(-(2**63), 0) < 1
+    seeds, positions = (np.array(numbers, np.uint64) for numbers in zip(*product(range(100), range(100)), strict=True))
+    assert abs(deviations(uniform(seeds, positions).tolist())) < 4
+    seeds, positions = np.array([42, 42, 42, 2**63], np.uint64), np.array([7, 7, 8, 0], np.uint64)
+    first, again, other, last = uniform(seeds, positions)
+    assert first == again != other
+    assert first == 0.08603176010658542  # as ever, since clients repeat a seed to repeat an answer
+    assert 0 <= last < 1
 
 
 def test_the_first_sample_has_the_seed_itself():

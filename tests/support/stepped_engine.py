@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.startup import build_engine
 
 NUM_TOKENS = 12
+PATIENCE_S = 120  # Work of other threads takes long on a busy machine.
 
 
 class SteppedEngine:
@@ -52,11 +54,10 @@ class SteppedEngine:
                 self.ended[output.request_id] = output.finish_reason
 
     def until(self, condition: Callable[[], bool]) -> None:
-        for _ in range(200_000):  # A step without work takes some 20 us, and work of other threads many of them.
-            if condition():
-                return
+        ends = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < ends, "it never came"
             self.step()
-        raise AssertionError("it never came")
 
     def order(self, control: EngineControl) -> None:
         """Has an order carried out. Raises what it raises."""

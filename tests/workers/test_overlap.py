@@ -126,8 +126,8 @@ def test_a_sequence_whose_edits_fail_ends_alone_and_what_it_shares_of_its_prompt
             return prepare(index, sequence)
 
         monkeypatch.setattr(engine.runner._editor, "prepare", trip)
-        params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, repetition_penalty=1.0)
-        for name in ("trips", "one", "two"):
+        for name, penalty in (("trips", 1.1), ("one", 1.0), ("two", 1.0)):
+            params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, repetition_penalty=penalty)
             engine.add(EngineRequest(request_id=name, prompt_token_ids=prompt(60), params=params))
         outputs = []
         while engine.has_work:

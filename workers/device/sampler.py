@@ -1,61 +1,17 @@
-"""Computes tokens and logprobs from logits, for all rows of a step at once.
-
-Random draws are a function of (seed, position) alone, see random_numbers.py.
-"""
+"""Computes greedy tokens and logprobs from logits, for all rows of a step at once."""
 
 # B rows (tokens that are chosen in this step) · V vocabulary · W a rank's part of it · N ranks
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence as Many
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.sampling.draw_tokens import NEVER, NO_COUNTS, DrawFields
 from lorafleet.protocol.messages import TokenLogprobs
-from lorafleet.protocol.random_numbers import uniform
-from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.device.host_copy import Download
-from lorafleet.workers.device.logit_edits import EditedRow
 from lorafleet.workers.tp.group import TPGroup
 
 MOST_PARTS = 64  # parts of a row of logits
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
-    """The values on which one row's draw depends."""
-
-    params: SamplingParams
-    num_tokens: int  # of prompt and answer, before the token that is chosen
-    seed: int
-    vocab_size: int  # of the row's own vocabulary, which may be smaller than the step's
-
-
-def draw_fields(rows: list[SamplingRow], edited: Many[EditedRow], num_tokens: int) -> list[DrawFields]:
-    """Returns what draw_tokens takes of each row. The logits, of num_tokens tokens, must have the edits of
-    LogitEditor.apply by then."""
-    counts_rows = {row.index: row.counts_row for row in edited}
-    return [_draw_fields(row, counts_rows.get(i, NO_COUNTS), num_tokens) for i, row in enumerate(rows)]
-
-
-def _draw_fields(row: SamplingRow, counts_row: int, num_tokens: int) -> DrawFields:
-    params = row.params
-    return DrawFields(
-        temperature=0.0 if params.greedy else params.temperature,
-        top_k=params.top_k if params.top_k > 0 else num_tokens,
-        top_p=params.top_p,
-        log_min_p=math.log(params.min_p) if params.min_p > 0 else NEVER,
-        draw=0.0 if params.greedy else uniform(row.seed, row.num_tokens),
-        last_token=row.vocab_size - 1,
-        counts_row=counts_row,
-        repetition=params.repetition_penalty,
-        presence=params.presence_penalty,
-        frequency=params.frequency_penalty,
-    )
 
 
 def greedy(logits_BV: Tensor) -> Tensor:

@@ -109,3 +109,15 @@ class StateCache:
         slots, is_new = [self.padding_slot] * len(query_lens), [True] * len(query_lens)
         kept = [self.draft_slots[0]] * sum(query_lens) if has_drafts else []
         return StepStates(self.layers, RecurrentBatch.build(query_lens, slots, is_new, self._device, kept))
+
+    def of_captured(self, num_rows: int, num_seqs: int, *, has_drafts: bool) -> StepStates:
+        """Returns the states of a step that is captured, for refill(). No sequence has them yet. Without drafts, each
+        row is a sequence of its own."""
+        if not has_drafts:
+            return self.of_padding([1] * num_rows)
+        return StepStates(self.layers, RecurrentBatch.of_drafts(num_rows, num_seqs, self.padding_slot, self._device))
+
+    def refill(self, states: StepStates, plan: StepPlan) -> None:
+        """Gives a captured step the states of a plan's sequences, and its other rows the padding's."""
+        lens = plan.attention.query_lens
+        states.batch.refill(lens, plan.state_slots, plan.begins, self.padding_slot, plan.kept_states)

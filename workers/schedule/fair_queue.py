@@ -20,8 +20,8 @@ Otherwise every request would evict another adapter, and a step would hold one r
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Container, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable, Iterator
 from heapq import heappop, heappush
 from itertools import count
 from operator import attrgetter
@@ -90,9 +90,10 @@ class FairQueue:
             self.started_tokens += len(sequence.tokens)
             _charge(sequence.flow, PROMPT_WEIGHT * sequence.num_uncomputed)
 
-    def count_output(self, sequence: Sequence) -> None:
-        """Charges for one more answer token of a started sequence."""
-        _charge(sequence.flow, OUTPUT_WEIGHT)
+    def count_outputs(self, flows: Iterable[Flow]) -> None:
+        """Charges for answer tokens of started sequences: one for each time that a flow is in `flows`."""
+        for flow, num_tokens in Counter(flows).items():
+            _charge(flow, OUTPUT_WEIGHT * num_tokens)
 
     def finish(self, sequence: Sequence) -> None:
         """Removes a sequence that has ended or been aborted, whether it waited or ran."""

@@ -27,7 +27,8 @@ from lorafleet.workers.bases.rope_config import RopeConfig
 from lorafleet.workers.schedule.adapter_slots import AdapterSlots, SlotView
 from lorafleet.workers.schedule.fair_queue import FairQueue
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
-from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
+from lorafleet.workers.schedule.prompts_ahead import computes_prompts
+from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Flow, Sequence
 from lorafleet.workers.schedule.sequence_memory import SequenceMemory
 from lorafleet.workers.schedule.slot_claims import SlotClaims
 from lorafleet.workers.schedule.state_slots import StateSlots
@@ -125,13 +126,15 @@ class Scheduler:
 
     def launched(self, chunks: list[Chunk]) -> None:
         """Records that the step of these chunks is in flight. The next step goes on behind it."""
+        flows: list[Flow] = []
         for chunk in chunks:
-            sequence = chunk.sequence
-            sequence.num_computed += chunk.num_own
-            self.memory.launched(chunk)
-            if sequence.num_computed == len(sequence.tokens):
-                sequence.tokens.append(UNKNOWN)
-                self.waiting.count_output(sequence)
+            sequence, tokens = chunk.sequence, chunk.sequence.tokens
+            sequence.num_computed += chunk.num_tokens - len(chunk.drafts)
+            if sequence.num_computed == len(tokens):
+                tokens.append(UNKNOWN)
+                flows.append(sequence.flow)
+        self.memory.launched(chunks)
+        self.waiting.count_outputs(flows)
 
     def commit(self, sequence: Sequence, num_known: int) -> None:
         """Publishes the full blocks of the first num_known tokens, which have been computed and are known."""
@@ -174,11 +177,13 @@ class Scheduler:
         decodes: list[Chunk] = []
         drafted: list[Chunk] = []
         prompts: list[Chunk] = []
-        # The last token of the others is already in flight, or they wait for their blocks from a tier.
-        unfinished = [s for s in poorest_first(self.running) if s.num_generated < s.max_tokens and s.arrival is None]
-        drafts = {} if self.speculation is None else self.speculation.choose(unfinished, self.most_in_step)
+        unfinished = _unfinished(poorest_first(self.running))
+        drafts = _chosen_drafts(self, unfinished)
         allowance = self.budget.allowance(unfinished, self.waiting, sum(map(len, drafts.values())))
         for sequence in unfinished:
+            if sequence.num_computed < sequence.decodes_until and sequence.next_chunk is not None and not drafts:
+                decodes.append(sequence.next_chunk)
+                continue
             is_decode = sequence.num_uncomputed == 1
             num_tokens = 1 if is_decode else self.memory.until_stop(sequence, allowance.tokens_for(sequence))
             if num_tokens == 0 or sequence.blocks is None:
@@ -223,12 +228,10 @@ class Scheduler:
         """Makes a chunk, and publishes the prompt blocks that it computes. They may be shared from now on, even in
         this step.
 
-        For each layer, a step stores all keys and values before it reads any. So n samples of one prompt compute it
-        once.
+        For each layer, a step stores all keys and values before it reads any. So n samples compute a prompt once.
         """
-        end = min(sequence.num_computed + num_tokens, sequence.num_prompt)
-        if sequence.num_computed < end:
-            self.commit(sequence, end)
+        if sequence.num_computed < sequence.num_prompt:
+            self.commit(sequence, min(sequence.num_computed + num_tokens, sequence.num_prompt))
         return self.memory.chunk(sequence, num_tokens)
 
     def _grow_or_preempt(self, sequence: Sequence, num_tokens: int, unfinished: list[Sequence]) -> bool:
@@ -288,3 +291,18 @@ class Scheduler:
         sequence.num_computed = 0
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs = []
+
+
+def _unfinished(running: Many[Sequence]) -> list[Sequence]:
+    """Returns the sequences that the next step computes tokens of. The last token of the others is already in flight,
+    or they wait for their blocks from a tier."""
+    return [
+        s for s in running if s.num_computed < s.decodes_until or (s.num_generated < s.max_tokens and s.arrival is None)
+    ]
+
+
+def _chosen_drafts(scheduler: Scheduler, unfinished: list[Sequence]) -> dict[Sequence, list[int]]:
+    """Returns the drafts that the next step verifies. Steps that compute prompts have none."""
+    if scheduler.speculation is None or computes_prompts(scheduler):
+        return {}
+    return scheduler.speculation.choose(unfinished, scheduler.most_in_step)

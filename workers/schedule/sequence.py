@@ -91,6 +91,8 @@ class Sequence:
     language: str = ""  # EngineRequest.language.
     context_length: int | None = None  # EngineRequest.context_length.
     version_demand: VersionDemand = "any"  # EngineRequest.version_demand.
+    takes_best: bool = field(init=False)  # Its tokens have the largest logits of the model, and nobody sees logits.
+    is_plain: bool = field(init=False)  # Nothing is computed of its logits and states but its next tokens.
     # What it holds
     slot: int | None = None  # The adapter's slot while the sequence holds it.
     blocks: SequenceBlocks | None = None  # None while the sequence waits.
@@ -98,6 +100,11 @@ class Sequence:
     # Slots for the states behind its own tokens of a step with drafts and behind each draft but the last.
     draft_slots: list[int] = field(default_factory=list)
     snapshots: SequenceSnapshots | None = None  # None while it waits, or if there are no snapshots.
+    next_chunk: Chunk | None = None  # Its next token alone; the same object in each step while it runs.
+    # Bounds of num_computed below which nothing is due but the next token: for the scheduler in a step, and for
+    # AnswerProgress behind it. They are 0 if something may be due in each step, and once the sequence has stopped.
+    decodes_until: int = 0
+    quiet_until: int = 0
     arrival: Arrival | None = None  # Set while its KV blocks come back from a tier; it is in no step then.
     avoids_tiers: bool = False  # A state did not come back for it, so it is computed without the tiers.
     grammar: Grammar | None = None  # Set if the answer has one, until the sequence ends.
@@ -125,6 +132,12 @@ class Sequence:
     times: SequenceTimes | None = None  # None if the request is not traced.
 
     def __post_init__(self) -> None:
+        params = self.params
+        shows_logits = params.edits_logits or params.logprobs is not None or params.structured_outputs is not None
+        self.takes_best = params.greedy and not shows_logits
+        self.is_plain = (
+            not shows_logits and params.prompt_logprobs is None and self.pooling is None and self.routed is None
+        )
         self.num_rotated = self.num_prompt
 
     @property
@@ -166,11 +179,6 @@ class Chunk:
     resumes_from: int | None = None  # Slot from which the sequence's recurrent states are copied before the step.
     snapshot: int | None = None  # Slot to which they are copied after the step.
     drafts: Many[int] = ()  # Tokens that may follow the sequence's own. The step verifies them.
-
-    @property
-    def num_own(self) -> int:
-        """Number of its tokens that are the sequence's own."""
-        return self.num_tokens - len(self.drafts)
 
     @property
     def samples(self) -> bool:

@@ -114,7 +114,8 @@ class SequenceMemory:
         if self.tiers is not None:
             self.tiers.stopped(sequence)
         self._kv.release(sequence.blocks)
-        sequence.blocks = None
+        sequence.blocks = sequence.next_chunk = None
+        sequence.decodes_until = sequence.quiet_until = 0
         if sequence.slot is not None and self._loras is not None:
             self._loras.slots.let_go(sequence.slot)
             sequence.slot = None
@@ -205,12 +206,29 @@ class SequenceMemory:
         )
 
     def chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:
-        return Chunk(sequence, num_tokens) if self.snapshots is None else self.snapshots.chunk(sequence, num_tokens)
-
-    def launched(self, chunk: Chunk) -> None:
-        """Records that the step of the chunk is in flight, and that its sequence goes on behind it."""
         if self.snapshots is not None:
-            self.snapshots.launched(chunk)
+            return self.snapshots.chunk(sequence, num_tokens)
+        if num_tokens > 1:
+            return Chunk(sequence, num_tokens)
+        if sequence.next_chunk is None:
+            sequence.next_chunk = Chunk(sequence, 1)
+        is_decode = sequence.num_generated > 0 and sequence.num_uncomputed == 1
+        if is_decode and sequence.blocks is not None and not self._rope.depends_on_length:
+            num_held = len(sequence.blocks.table) * self._kv.block_size
+            sequence.decodes_until = min(num_held, sequence.num_prompt + sequence.max_tokens - 1)
+        return sequence.next_chunk
+
+    def quiet_until(self, num_known: int) -> int:
+        """Returns up to which number of known tokens commit() has nothing to do, once it has been called for
+        num_known."""
+        size = self._kv.block_size
+        return 0 if self.snapshots is not None else (num_known // size + 1) * size
+
+    def launched(self, chunks: Many[Chunk]) -> None:
+        """Records that the step of these chunks is in flight, and that their sequences go on behind it."""
+        if self.snapshots is not None:
+            for chunk in chunks:
+                self.snapshots.launched(chunk)
 
     def verified(self, sequence: Sequence, num_accepted: int) -> None:
         """Records how many drafts of a step were accepted. The sequence goes on with the state behind them."""
@@ -227,7 +245,8 @@ class SequenceMemory:
     def commit(self, sequence: Sequence, num_known: int) -> None:
         """Publishes the full blocks of the first num_known tokens, and the snapshot behind one of them."""
         assert sequence.blocks is not None
-        self._kv.commit(sequence.blocks, sequence.tokens, num_known)
+        if num_known // self._kv.block_size > len(sequence.blocks.nodes):
+            self._kv.commit(sequence.blocks, sequence.tokens, num_known)
         if self.snapshots is not None:
             self.snapshots.publish(sequence)
 

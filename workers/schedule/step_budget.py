@@ -161,14 +161,17 @@ class StepBudget:
     def allowance(self, unfinished: Many[Sequence], waiting: FairQueue, num_drafts: int = 0) -> PromptAllowance:
         """Returns the prompt tokens that the next step may compute beside the decodes of the unfinished sequences, and
         so many draft tokens."""
-        decodes = [sequence for sequence in unfinished if sequence.num_uncomputed == 1]
-        backlog = _Backlog([sequence for sequence in unfinished if sequence.num_uncomputed > 1], waiting)
-        num_adapted = sum(sequence.slot is not None for sequence in decodes)
+        decodes = [sequence for sequence in unfinished if len(sequence.tokens) - sequence.num_computed == 1]
+        has_prompts = len(decodes) < len(unfinished)
+        prompts = [sequence for sequence in unfinished if sequence.num_uncomputed > 1] if has_prompts else []
+        backlog = _Backlog(prompts, waiting)
         cost, limits = self._fit.cost, self.limits
-        decodes_s = cost.decodes(len(decodes), num_adapted, sum(len(sequence.tokens) for sequence in decodes))
-        decodes_s += cost.token * num_drafts
         num_decoded = len(decodes) + num_drafts
-        num_tokens, seconds = limits.max_tokens - num_decoded, math.inf
+        num_tokens, seconds, decodes_s = limits.max_tokens - num_decoded, math.inf, 0.0
+        if backlog:  # otherwise nothing asks for seconds
+            num_adapted = sum([sequence.slot is not None for sequence in decodes])
+            decodes_s = cost.decodes(len(decodes), num_adapted, sum([len(sequence.tokens) for sequence in decodes]))
+            decodes_s += cost.token * num_drafts
         if decodes and backlog:
             num_tokens = min(num_tokens, self._most_beside(num_decoded))
             seconds = self._seconds_beside(decodes_s, backlog, cost)

@@ -49,8 +49,8 @@ def read_eagle_config(folder: Path, target: ModelConfig) -> EagleConfig:
         )
     elif drafted > config.vocab_size:
         reason = f"drafts {drafted} tokens, more than the {config.vocab_size} of its target"
-    elif target.num_layers < 6:
-        reason = f"needs a target of 6 layers or more; this one has {target.num_layers}"
+    elif target.num_layers < 7:
+        reason = f"needs a target of 7 layers or more; this one has {target.num_layers}"
     elif tapped is not None and tapped != list(tapped_layers(target.num_layers)):
         reason = f"reads the layers {shown(tapped)}; only {list(tapped_layers(target.num_layers))} are served"
     elif target.altup is not None or target.embed_scale != 1.0:

@@ -3,7 +3,8 @@
 A step with drafts takes longer. It computes more tokens, and steps do not overlap, since drafts follow known tokens. So
 tokens are drafted only if the step should give more tokens per second than one without drafts. What is needed for that
 is measured: how often drafts are accepted (acceptance.py), and how long steps take (step_pace.py). Now and then a step
-has no drafts, or drafts that should not pay, to learn whether that has changed.
+has no drafts, or drafts that should not pay, to learn whether that has changed (draft_turns.py). Steps that compute
+prompts have no drafts, since how long such steps take depends on much else.
 
 Where a grammar forces the next tokens, these are the drafts. They are always right, so they say nothing about others.
 """
@@ -19,15 +20,14 @@ from lorafleet.protocol.step_metrics import StepShape
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.schedule.step_budget import StepBudget
 from lorafleet.workers.speculation.acceptance import Acceptance
+from lorafleet.workers.speculation.draft_turns import DraftTurns
 from lorafleet.workers.speculation.drafter import Drafter, Wanted
 from lorafleet.workers.speculation.step_pace import StepPace
 
 MOST_ADAPTERS = 1024  # Adapters whose acceptance is remembered between their sequences.
 FIRST_ACCEPTANCE = 0.5  # Probability that a draft token is right, before any of an adapter was verified.
-PROBE_STEPS = 128  # Steps without drafts after which drafts are verified though that should not pay.
-PROBE_TOKENS = 2  # Draft tokens of one sequence then.
-DRAFTED_STEPS = 128  # Steps with drafts after which some have none.
-PLAIN_STEPS = 3  # Number of these. The first one is not timed, since it did not overlap with the step before.
+PROBE_TOKENS = 2  # Draft tokens of one sequence that are verified though that should not pay.
+PROBE_SEQUENCES = 8  # Sequences that have them in one step.
 
 
 class Speculation:
@@ -62,10 +62,9 @@ class Speculation:
         self._acceptances: dict[Sequence, Acceptance] = {}
         self._of_adapters: LRUCache[str, Acceptance] = LRUCache(MOST_ADAPTERS)  # By digest; "" for the base.
         self._forced: dict[Sequence, list[int]] = {}  # Drafts that a grammar forces, of the last choose().
-        self._num_drafted = 0  # Steps with drafts in a row.
-        self._num_plain = PROBE_STEPS  # Steps without drafts since the last one with drafts. The first is a probe.
-        self._num_due = PLAIN_STEPS  # Steps that must have no drafts.
+        self._turns = DraftTurns()
         self._drafting_s = 0.0  # Seconds that a drafter which takes its time took since the last step ended.
+        self._unpaid_s = 0.0  # Those of earlier steps without drafts, since the last one with drafts.
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
@@ -79,6 +78,7 @@ class Speculation:
         token.
 
         Args:
+            running: The sequences that might have drafts in the next step.
             num_sequences: As in choose().
         """
         if any(chunk.drafts for chunk in in_flight):
@@ -110,17 +110,18 @@ class Speculation:
     def observe(self, shape: StepShape, num_drafts: int, seconds: float) -> float:
         """Takes in the duration of a step with this many draft tokens. Returns the seconds that it took without the
         drafter's part."""
-        undrafted_s, self._drafting_s = max(0.0, seconds - self._drafting_s), 0.0
-        self._num_drafted = self._num_drafted + 1 if num_drafts else 0
-        self._num_plain = 0 if num_drafts else self._num_plain + 1
-        if num_drafts and self._num_drafted >= DRAFTED_STEPS:
-            self._num_due = PLAIN_STEPS
-        elif not num_drafts:
-            self._num_due = max(0, self._num_due - 1)
-        if shape.kind == "decode" and self._num_plain != 1:
+        drafting_s, self._drafting_s = self._drafting_s, 0.0
+        undrafted_s = max(0.0, seconds - drafting_s)
+        if num_drafts:
+            self._pace.waited(self._unpaid_s)
+            self._unpaid_s = 0.0
+        elif not self._turns.is_probe:  # A probe finds a drafter that has not worked for long.
+            self._unpaid_s += drafting_s
+        num_decodes, has_prompts = shape.num_tokens - num_drafts, shape.kind != "decode"
+        if self._turns.ended(num_decodes, has_drafts=num_drafts > 0, has_prompts=has_prompts):
             # A drafter may take its time and have nothing, as while a model catches up with a long prompt.
             paced_s = seconds if num_drafts else undrafted_s
-            self._pace.observe(shape.num_tokens - num_drafts, num_drafts, paced_s, self._budget.token_s)
+            self._pace.observe(num_decodes, num_drafts, paced_s, self._budget.token_s)
         return undrafted_s
 
     def _propose(
@@ -153,19 +154,21 @@ class Speculation:
     ) -> list[Wanted]:
         """Returns the sequences for which each draft token should be worth its time. The arguments are as above."""
         self._forced = {}
-        if self._num_due > 0 or not drafting:
+        if self._turns.is_plain or not drafting:
             return []
         price = self._pace.price(len(decodes), self._budget.token_s)
         room = min(self._most_sampled, self._budget.limits.max_tokens) - num_sequences
         room = min(room, self._most_drafts)
         wanted: list[Wanted] = []
+        num_probed = 0
         for sequence in drafting:
             most = min(self._most_tokens, sequence.num_remaining - 1, room)
             if most <= 0:
                 continue
             forced = _forced(sequence)[:most]
             count = self._acceptance(sequence).worthwhile(most, price)
-            count = max(count, min(most, PROBE_TOKENS)) if self._is_probe else count
+            if self._turns.is_probe and num_probed < PROBE_SEQUENCES:
+                count, num_probed = max(count, min(most, PROBE_TOKENS)), num_probed + 1
             if forced and price < 1.0:
                 self._forced[sequence] = forced
                 room -= len(forced)
@@ -181,7 +184,7 @@ class Speculation:
 
     def _pay(self, decodes: Many[Sequence], counts: Many[tuple[Sequence, int]]) -> bool:
         """Returns whether a step of these decodes with so many draft tokens should be faster, or is a probe."""
-        if self._is_probe or not counts:
+        if self._turns.is_probe or not counts:
             return bool(counts)
         expected = sum(
             count if sequence in self._forced else self._acceptance(sequence).expected(count)
@@ -189,11 +192,6 @@ class Speculation:
         )
         num_drafts = sum(count for _, count in counts)
         return self._pace.is_faster(len(decodes), num_drafts, expected, self._budget.token_s)
-
-    @property
-    def _is_probe(self) -> bool:
-        """Whether drafts are verified though that should not pay."""
-        return self._num_plain >= PROBE_STEPS
 
     def _acceptance(self, sequence: Sequence) -> Acceptance:
         acceptance = self._acceptances.get(sequence)

@@ -1,27 +1,38 @@
 """Learns how long steps of decodes take, with drafts and without, so that drafts are verified where that is faster.
 
-Either kind has a line, seconds over tokens, which recent steps fit. Where few steps were seen, the step budget's cost
-of a token (workers/schedule/step_cost.py) is its slope.
+The time of a step jumps where a larger CUDA graph or another kernel is used. So either kind has a mean of the recent
+steps of each of many ranges of tokens. For tokens of a range without any, the nearest one counts, and a line that all
+recent steps fit. Where few steps were seen, the step budget's cost of a token (workers/schedule/step_cost.py) is its
+slope.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 WEIGHT = 1 / 32  # Of one step in the averages.
+RANGE_WEIGHT = 1 / 8  # The same for one range of tokens.
+RANGE = 1.25  # Factor between the ends of a range.
+# Number of steps of either kind after which the mean of a range is no longer believed. It might be of steps that ran
+# before their graph was captured, and say that such steps are never worth their time.
+LASTING_STEPS = 1024
 FIRM = 4.0  # Variance of the number of tokens from which on its slope is the steps' own rather than the given one.
 # A step that takes more than this many times what it should counts as so long, since the host may have been busy. One
 # that is shorter by this factor is believed at once: the steps before it waited for something, such as a compiler.
 OUTLIER = 1.25
 MANY_OUTLIERS = 3  # Number of long ones in a row that are believed.
 LEAST_SHARE = 0.25  # Of its mean duration that a step takes at least, however few its tokens are.
-MARGIN = 1.02  # Least gain for which tokens are drafted.
+# Least gain for which tokens are drafted. A part of it pays for what is not timed: a step without drafts does not
+# overlap with one before it that has some.
+MARGIN = 1.05
 
 
 @dataclass(slots=True)
 class PaceLine:
     """Seconds of a step over its tokens, by exponentially weighted least squares."""
 
+    least_weight: float = WEIGHT
     num_steps: int = 0
     tokens: float = 0.0  # Mean number of tokens.
     seconds: float = 0.0  # Mean duration.
@@ -37,7 +48,7 @@ class PaceLine:
         elif self.num_steps:
             seconds = min(seconds, OUTLIER * usual)
         self.num_steps += 1
-        weight = max(WEIGHT, 1 / self.num_steps)
+        weight = max(self.least_weight, 1 / self.num_steps)
         ahead, later = num_tokens - self.tokens, seconds - self.seconds
         self.tokens += weight * ahead
         self.seconds += weight * later
@@ -54,23 +65,72 @@ class PaceLine:
         return max(0.0, (self.covariance + FIRM * token_s) / (self.variance + FIRM))
 
 
-class StepPace:
-    """The two lines of one engine."""
+@dataclass(slots=True)
+class PaceRange:
+    """The steps of one range of tokens."""
+
+    line: PaceLine = field(default_factory=lambda: PaceLine(RANGE_WEIGHT))
+    last_step: int = 0  # Number of the last one.
+
+
+class PaceCurve:
+    """Seconds of one kind of steps over their tokens."""
 
     def __init__(self) -> None:
-        self._plain = PaceLine()
-        self._drafted = PaceLine()
+        self._line = PaceLine()
+        self._ranges: dict[int, PaceRange] = {}
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._ranges)
+
+    def observe(self, num_tokens: int, seconds: float, token_s: float, step: int) -> None:
+        """Takes in the step of this number."""
+        self._line.observe(num_tokens, seconds, token_s)
+        found = self._ranges.setdefault(_range(num_tokens), PaceRange())
+        found.line.observe(num_tokens, seconds, self._line.slope(token_s))
+        found.last_step = step
+
+    def at(self, num_tokens: int, token_s: float, step: int) -> float:
+        """Returns the seconds of a step, as is known at the step of this number. As PaceLine.at otherwise."""
+        lasting = [index for index, found in self._ranges.items() if step - found.last_step <= LASTING_STEPS]
+        wanted = _range(num_tokens)
+        nearest = min(lasting or self._ranges, key=lambda index: abs(index - wanted))
+        return self._ranges[nearest].line.at(num_tokens, self._line.slope(token_s))
+
+    def slope(self, token_s: float) -> float:
+        return self._line.slope(token_s)
+
+
+def _range(num_tokens: int) -> int:
+    return int(math.log(num_tokens) / math.log(RANGE))
+
+
+class StepPace:
+    """The two curves of one engine."""
+
+    def __init__(self) -> None:
+        self._plain = PaceCurve()
+        self._drafted = PaceCurve()
+        self._num_steps = 0
+        self._waits_s = 0.0  # As in waited(), on average.
 
     def observe(self, num_decodes: int, num_drafts: int, seconds: float, token_s: float) -> None:
         """Takes in a step of decodes alone, with this many draft tokens."""
-        line = self._drafted if num_drafts else self._plain
-        line.observe(num_decodes + num_drafts, seconds, token_s)
+        self._num_steps += 1
+        curve = self._drafted if num_drafts else self._plain
+        curve.observe(num_decodes + num_drafts, seconds, token_s, self._num_steps)
+
+    def waited(self, seconds: float) -> None:
+        """Takes in how long a drafter worked in steps that had no drafts, such as while a model catches up with a
+        prompt, since the last step with drafts. Call it once for each step with drafts."""
+        self._waits_s += WEIGHT * (seconds - self._waits_s)
 
     def price(self, num_decodes: int, token_s: float) -> float:
         """Returns the number of tokens that a step without drafts chooses in the time that one draft token takes."""
-        if not self._plain.num_steps:
+        if not self._plain.is_known:
             return 0.0
-        return num_decodes * self._drafted.slope(token_s) / self._plain.at(num_decodes, token_s)
+        return num_decodes * self._drafted.slope(token_s) / self._plain.at(num_decodes, token_s, self._num_steps)
 
     def is_faster(self, num_decodes: int, num_drafts: int, num_accepted: float, token_s: float) -> bool:
         """Returns whether a step with drafts should give more tokens per second than one without.
@@ -78,10 +138,10 @@ class StepPace:
         Args:
             num_accepted: Number of draft tokens that should be accepted.
         """
-        if not self._plain.num_steps:
+        if not self._plain.is_known:
             return True
-        plain_s = self._plain.at(num_decodes, token_s)
+        plain_s = self._plain.at(num_decodes, token_s, self._num_steps)
         drafted_s = plain_s + token_s * num_drafts
-        if self._drafted.num_steps:
-            drafted_s = self._drafted.at(num_decodes + num_drafts, token_s)
-        return (num_decodes + num_accepted) * plain_s > MARGIN * num_decodes * drafted_s
+        if self._drafted.is_known:
+            drafted_s = self._drafted.at(num_decodes + num_drafts, token_s, self._num_steps)
+        return (num_decodes + num_accepted) * plain_s > MARGIN * num_decodes * (drafted_s + self._waits_s)

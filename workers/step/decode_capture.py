@@ -123,8 +123,6 @@ class DecodeCapture:
 
     def _backend(self, key: DecodeKey) -> AttentionBackend | None:
         """Returns the attention of all graphs of this shape, or None if there is none."""
-        if key.drafts is not None and self._states is not None:
-            return None  # the states of recurrent layers take one token of each sequence
         shape = key.num_rows, key.drafts
         if shape not in self._backends:
             drafts = () if key.drafts is None else (DraftRows(key.drafts.most_rows, key.num_rows),)
@@ -165,7 +163,7 @@ class DecodeCapture:
         if decode.lora is not None:
             decode.lora.fill(plan.row_slots, plan.slot_ranks)
         if decode.states is not None and self._states is not None:
-            decode.states.batch.refill(plan.state_slots, plan.begins, self._states.padding_slot)
+            self._states.refill(decode.states, plan)
         self._inputs.mark_copied()
 
     def replay(self, decode: DecodeGraph, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -179,7 +177,9 @@ class DecodeCapture:
         attention.plan(AttentionBatch([1] * num_seqs, [1] * num_seqs, [[self._trash]] * num_seqs))
         self._inputs.fill_with_padding(size)
         inputs = self._inputs.tensors(size)
-        states = None if self._states is None else self._states.of_padding([1] * size)
+        states = None
+        if self._states is not None:
+            states = self._states.of_captured(size, num_seqs, has_drafts=key.drafts is not None)
 
         def forward() -> tuple[Tensor, Tensor]:
             hidden_BD: Tensor = self._model(
@@ -199,7 +199,7 @@ class DecodeCapture:
             return hidden_BD, logits_BW
 
         stream = self._main[0 if lora is None else lora.split.gemm_priority]
-        with self._without_adapters(size) if lora is None else nullcontext():
+        with self._without_adapters(key) if lora is None else nullcontext():
             # The inputs are filled, and counters of few_token_kernels.py cleared, on another stream.
             torch.cuda.synchronize(self._device)
             with torch.cuda.stream(stream):
@@ -217,9 +217,10 @@ class DecodeCapture:
         return DecodeGraph(key, graph, attention, lora, states, borrowed(hidden_BD), borrowed(logits_BW))
 
     @contextmanager
-    def _without_adapters(self, size: int) -> Iterator[None]:
+    def _without_adapters(self, key: DecodeKey) -> Iterator[None]:
         """Lets the model compute a step without adapters by its own kernels in the block."""
-        with few_token_kernels(self._model, size), own_linears(self._model, size):
+        few_tokens = few_token_kernels(self._model, key.num_rows, has_drafts=key.drafts is not None)
+        with few_tokens, own_linears(self._model, key.num_rows):
             yield
 
 

@@ -18,8 +18,9 @@ from lorafleet.workers.models.sparse_mlp import SparseMLP
 
 
 @contextmanager
-def few_token_kernels(model: EngineModel, num_rows: int) -> Iterator[int]:
-    """Sets the kernels in the block, and yields how many mixtures and delta nets have one.
+def few_token_kernels(model: EngineModel, num_rows: int, *, has_drafts: bool = False) -> Iterator[int]:
+    """Sets the kernels in the block, and yields how many mixtures and delta nets have one. Those of delta nets take one
+    token of each sequence, so there are none if sequences have drafts.
 
     A tensor-parallel rank has none, since other kernels read the outputs of its mixtures.
     """
@@ -28,7 +29,7 @@ def few_token_kernels(model: EngineModel, num_rows: int) -> Iterator[int]:
     if isinstance(model, DecoderModel) and model.shard.size == 1:
         early = may_start_early(next(model.parameters()).device)
         mixtures = [mixture for _, mixture in model.mixtures()]
-        if num_rows <= delta_step.MOST_TOKENS:
+        if num_rows <= delta_step.MOST_TOKENS and not has_drafts:
             delta_nets = [layer.mixer for layer in model.decoder_layers() if isinstance(layer.mixer, DeltaNet)]
         for mixture in mixtures:
             mixture.few_tokens = mixture.for_few_tokens(num_rows, early)

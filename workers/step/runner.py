@@ -13,20 +13,22 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from itertools import accumulate
 
+import msgspec
 import torch
 from torch import Tensor
 
 from lorafleet.kernels.decoder.token_mask import mask_tokens
 from lorafleet.kernels.lora.lora_batch import BASE_SLOT
-from lorafleet.kernels.sampling.draw_tokens import DrawFields, draw_tokens
+from lorafleet.kernels.sampling.draw_tokens import DrawTable, draw_tokens
 from lorafleet.kernels.sampling.row_log_softmax import row_log_softmax
 from lorafleet.protocol.limits import LogprobsMode
 from lorafleet.protocol.messages import GPUSteps, TokenLogprobs
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.protocol.step_metrics import StepShape
+from lorafleet.workers.device.draw_table import DrawRows
 from lorafleet.workers.device.host_copy import Download, Upload, to_device
 from lorafleet.workers.device.logit_edits import EditedRow, LogitEditor
-from lorafleet.workers.device.sampler import PendingLogprobs, SamplingRow, draw_fields
+from lorafleet.workers.device.sampler import PendingLogprobs
 from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.schedule.routed_rows import Rows
 from lorafleet.workers.schedule.sequence import Chunk, Sequence
@@ -36,7 +38,8 @@ from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
 from lorafleet.workers.speculation.draft_verification import num_accepted
 from lorafleet.workers.step.gpu_step_clock import GPUStepClock
 from lorafleet.workers.step.planner import plan_step, scored_spans
-from lorafleet.workers.step.prompt_pooling import pool_prompts
+from lorafleet.workers.step.prompt_pooling import Pooled, pool_prompts
+from lorafleet.workers.step.steady_decodes import SteadyDecodes
 from lorafleet.workers.step.step_runner import StepLogits, StepRunner
 from lorafleet.workers.structured.decoding import TokenMasks
 from lorafleet.workers.tp.link import OtherRanks
@@ -45,13 +48,12 @@ from lorafleet.workers.tp.rank_messages import RunStep
 PromptLogprobs = list[tuple[int, PendingLogprobs]]  # logprobs of spans of prompts, each with its chunk's index
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """The result of one chunk."""
+class Sampled(msgspec.Struct, frozen=True, gc=False):
+    """The result of one chunk. A step makes one for each sequence, and a Struct is made fastest."""
 
     tokens: list[int]  # the sequence's next tokens; none if the chunk ends before its last token
-    logprobs: list[TokenLogprobs]  # one for each of these tokens, if requested
-    prompt: list[TokenLogprobs]  # of the prompt tokens that the chunk's tokens predict, if requested
+    logprobs: list[TokenLogprobs] = []  # one for each of these tokens, if requested
+    prompt: list[TokenLogprobs] = []  # of the prompt tokens that the chunk's tokens predict, if requested
     embedding: bytes = b""  # float32, at the end of a prompt that is pooled, see TokenOutput.embedding
     routed_TLK: Rows | None = None  # the experts of the chunk's tokens, if requested
 
@@ -62,10 +64,11 @@ class LaunchedStep:
 
     chunks: list[Chunk]
     shape: StepShape
+    num_plain: int  # Chunks at the front that sample one token and are of a Sequence.is_plain.
     sampling: list[Chunk]  # The chunks that sample.
     num_rows: int  # Rows of StepInputs.sampled_B: Chunk.num_sampled of each of these chunks.
-    rows: list[SamplingRow]  # One for each of these; empty if the step is greedy.
-    draws: list[DrawFields]  # The draw of each row; empty if the step is greedy.
+    params: list[SamplingParams]  # One for each of these rows; empty if the step is greedy.
+    draws: DrawTable | None  # The draws of these rows; None if the step is greedy.
     edited: list[EditedRow]  # Rows whose logits are changed.
     faults: list[tuple[Sequence, Exception]]  # Sequences that cannot go on after the step, and why.
     row_by_request: dict[str, int]  # First row of each sequence that samples, by request id.
@@ -126,10 +129,11 @@ class ChosenStep:
         if self.late:
             late = {sequence.request_id for sequence in self.late}
             row_by_request = {name: row for name, row in row_by_request.items() if name not in late}
-        results: list[Sampled] = []
+        results = [Sampled([token]) for token in tokens[: launched.num_plain]]
         routed = launched.routed_of_chunks()
-        for i, chunk in enumerate(launched.chunks):
-            row = row_by_request.get(chunk.sequence.request_id)
+        for i, chunk in enumerate(launched.chunks[launched.num_plain :], launched.num_plain):
+            sequence = chunk.sequence
+            row = row_by_request.get(sequence.request_id)
             prompt = prompts.get(i, [])
             if row is None:
                 results.append(Sampled([], [], prompt, routed_TLK=routed.get(i)))
@@ -137,7 +141,7 @@ class ChosenStep:
                 embedding = b"".join(part.numpy().tobytes() for part in launched.pooled.get(i, ()))
                 end = row + 1
                 if chunk.drafts:
-                    drafts = chunk.drafts[: self.num_masked.get(chunk.sequence, len(chunk.drafts))]
+                    drafts = chunk.drafts[: self.num_masked.get(sequence, len(chunk.drafts))]
                     end += num_accepted(drafts, tokens[row : row + len(drafts)])
                 found = [logprobs[j] for j in range(row, end) if j in logprobs] if logprobs else []
                 results.append(Sampled(tokens[row:end], found, prompt, embedding, routed.get(i)))
@@ -164,22 +168,24 @@ class ModelRunner:
         self._others = others
         self.loras = loras
         self._block_size = block_size
+        self._steady = SteadyDecodes(block_size, steps.inputs.first_known)
         self._logprobs_mode = logprobs_mode
         self._inputs = steps.inputs
         self._device = steps.device
         self._upload_masks = Upload(steps.device)
         self._editor = LogitEditor(len(steps.inputs.sampled_B), steps.model.config.vocab_size, steps.device)
+        self._draws = DrawRows()
         self._clock = GPUStepClock() if steps.device.type == "cuda" else None
 
     def plan(self, chunks: list[Chunk], last: LaunchedStep | None) -> StepPlan:
         """Plans the next step. `last` is the step before, if the host has not read its tokens yet."""
-        return plan_step(
-            chunks,
-            row_by_request={} if last is None else last.row_by_request,
-            first_known=self._inputs.first_known,
-            block_size=self._block_size,
-            slot_ranks=[] if self.loras is None else self.loras.slots.ranks,
-        )
+        row_by_request = {} if last is None else last.row_by_request
+        slot_ranks = [] if self.loras is None else self.loras.slots.ranks
+        plan = self._steady.next_plan(chunks, row_by_request, slot_ranks)
+        if plan is None:
+            plan = plan_step(chunks, row_by_request, self._inputs.first_known, self._block_size, slot_ranks)
+            self._steady.remember(chunks, plan)
+        return plan
 
     def prepare(self, plan: StepPlan) -> None:
         """Queues what the step reads, as far as that does not depend on the tokens of the step before."""
@@ -198,25 +204,35 @@ class ModelRunner:
         prompt_logprobs: PromptLogprobs = []
         logits = self._run(chunks, plan, download, prompt_logprobs)
         routed_TLK = None
-        if self.steps.routed is not None and any(chunk.sequence.routed is not None for chunk in chunks):
+        special = [chunk for chunk in chunks if not chunk.sequence.is_plain]
+        if self.steps.routed is not None and any(chunk.sequence.routed is not None for chunk in special):
             routed_TLK = download.add(self.steps.routed.of_step(plan.num_tokens))
         if is_timed and self._clock is not None:
             self._clock.end(shape)
-        sampling = [chunk for chunk in chunks if chunk.samples]
+        sampling = chunks if plan.is_decode else [chunk for chunk in chunks if chunk.samples]
         row_by_request = _first_rows(sampling)
-        rows = [] if logits.sampled_BV is None else _rows_of(sampling)
-        pooled, faults = pool_prompts(chunks, logits.hidden_TD, self._classifier, download)
-        edited, more_faults = self._prepare_edits(sampling, row_by_request)
-        num_tokens = 0 if logits.sampled_BV is None else logits.sampled_BV.shape[1]
+        pooled: Pooled = {}
+        faults: list[tuple[Sequence, Exception]] = []
+        edited: list[EditedRow] = []
+        if special:
+            pooled, faults = pool_prompts(chunks, logits.hidden_TD, self._classifier, download)
+            edited, more_faults = self._prepare_edits(sampling, row_by_request)
+            faults += more_faults
+        params: list[SamplingParams] = []
+        draws = None
+        if logits.sampled_BV is not None:
+            params = _params_of(sampling)
+            draws = self._draws.of_step(sampling, edited, logits.sampled_BV.shape[1])
         return LaunchedStep(
             chunks=chunks,
             shape=shape,
+            num_plain=len(chunks) if plan.is_decode and not special else _num_plain(chunks, plan.sampling),
             sampling=sampling,
             num_rows=len(plan.sampling),
-            rows=rows,
-            draws=draw_fields(rows, edited, num_tokens),
+            params=params,
+            draws=draws,
             edited=edited,
-            faults=faults + more_faults,
+            faults=faults,
             row_by_request=row_by_request,
             prompt_logprobs=prompt_logprobs,
             logits=logits,
@@ -253,7 +269,7 @@ class ModelRunner:
             late_rows = {step.row_by_request[sequence.request_id] for sequence in late}
             edited = [row for row in step.edited if row.index not in late_rows]
             logprob_rows = [
-                i for i, row in enumerate(step.rows) if row.params.logprobs is not None and i not in late_rows
+                i for i, params in enumerate(step.params) if params.logprobs is not None and i not in late_rows
             ]
             logprobs = self._sample(step.logits.sampled_BV, step, edited, logprob_rows, masks)
             self.steps.share(num_rows)
@@ -264,6 +280,7 @@ class ModelRunner:
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
         self._editor.release(sequence)
+        self._draws.release(sequence)
 
     def _classifier(self, slot: int) -> SlotClassifier | None:
         return None if self.loras is None else slot_classifier(self.loras.slots.slots[slot].extra)
@@ -319,12 +336,13 @@ class ModelRunner:
         masks: TokenMasks | None,
     ) -> list[RowLogprobs]:
         """Samples a step's tokens into sampled_B. Returns the logprobs of `logprob_rows`."""
-        rows = step.rows
-        of_draw = [i for i in logprob_rows if self._is_processed(rows[i].params)]
-        of_model = [i for i in logprob_rows if not self._is_processed(rows[i].params)]
+        params = step.params
+        assert step.draws is not None
+        of_draw = [i for i in logprob_rows if self._is_processed(params[i])]
+        of_model = [i for i in logprob_rows if not self._is_processed(params[i])]
         # A copy, since masks and edits are written in place.
         raw_PV = logits_BV[to_device(of_model, torch.int64, self._device)] if of_model else None
-        sampled_B = self._inputs.sampled_B[: len(rows)]
+        sampled_B = self._inputs.sampled_B[: len(params)]
         if masks is not None:
             row_N = to_device(masks.rows, torch.int64, self._device)
             mask_tokens(logits_BV, row_N, self._upload_masks(masks.bits_NW))
@@ -335,7 +353,7 @@ class ModelRunner:
 
         def pending(indices: list[int], logprobs_PV: Tensor) -> RowLogprobs:
             chosen_P = sampled_B[to_device(indices, torch.int64, self._device)]
-            num_top = [rows[i].params.logprobs or 0 for i in indices]
+            num_top = [params[i].logprobs or 0 for i in indices]
             return RowLogprobs(indices, PendingLogprobs(logprobs_PV, chosen_P, num_top, step.download))
 
         found = [] if raw_PV is None else [pending(of_model, row_log_softmax(raw_PV))]
@@ -345,24 +363,26 @@ class ModelRunner:
         return (params.logprobs_mode or self._logprobs_mode) == "processed_logprobs"
 
 
+def _num_plain(chunks: Many[Chunk], sampling: list[int]) -> int:
+    """Returns how many of the first rows are decodes of plain sequences, each in its own row. `sampling` is that of
+    StepPlan."""
+    for i, (chunk, row) in enumerate(zip(chunks, sampling, strict=False)):
+        if row > i or chunk.num_tokens > 1 or not chunk.sequence.is_plain:
+            return i
+    return min(len(chunks), len(sampling))
+
+
 def _first_rows(sampling: Many[Chunk]) -> dict[str, int]:
     """Returns the first row of each sequence, by request ID."""
-    row_by_request: dict[str, int] = {}
-    row = 0
-    for chunk in sampling:
-        row_by_request[chunk.sequence.request_id] = row
-        row += 1 + len(chunk.drafts)
-    return row_by_request
+    if not any(chunk.drafts for chunk in sampling):
+        return {chunk.sequence.request_id: row for row, chunk in enumerate(sampling)}
+    starts = accumulate((1 + len(chunk.drafts) for chunk in sampling), initial=0)
+    return {chunk.sequence.request_id: row for row, chunk in zip(starts, sampling, strict=False)}
 
 
-def _rows_of(sampling: Many[Chunk]) -> list[SamplingRow]:
-    """Returns a row for each token that these chunks sample. Each token is drawn as if the drafts before it were the
-    answer."""
-    rows: list[SamplingRow] = []
-    for chunk in sampling:
-        seq, end = chunk.sequence, len(chunk.sequence.tokens)
-        rows.append(SamplingRow(seq.params, end, seq.seed, seq.vocab_size))
-        if chunk.drafts:
-            later = range(end + 1, end + chunk.num_sampled)
-            rows += [SamplingRow(seq.params, num_tokens, seq.seed, seq.vocab_size) for num_tokens in later]
-    return rows
+def _params_of(sampling: Many[Chunk]) -> list[SamplingParams]:
+    """Returns the parameters of each token that these chunks sample."""
+    params = [chunk.sequence.params for chunk in sampling]
+    if not any(chunk.drafts for chunk in sampling):
+        return params
+    return [own for own, chunk in zip(params, sampling, strict=True) for _ in range(1 + len(chunk.drafts))]

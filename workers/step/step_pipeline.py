@@ -142,6 +142,8 @@ class StepPipeline:
             step.masks_are_requested = True
 
     def _start_masks(self, sampling: Many[Chunk]) -> None:
+        if not any(chunk.sequence.grammar is not None for chunk in sampling):
+            sampling = []
         drafts = {chunk.sequence: chunk.drafts for chunk in sampling if chunk.drafts}
         self._structured.start([chunk.sequence for chunk in sampling], drafts)
 

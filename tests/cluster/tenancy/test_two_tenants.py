@@ -5,60 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import openai
 import pytest
 
 from lorafleet.cluster.tenancy.usage_sums import summed
-from tests.cluster.harness import RunningServer, serving
+from tests.cluster.tenancy.tenants import Tenants
 
+pytestmark = pytest.mark.xdist_group("tenants")
 PROMPT = list(range(40, 80))
-
-
-@dataclass(frozen=True, slots=True)
-class Tenants:
-    server: RunningServer
-    folder: Path
-    keys: dict[str, str]
-
-    def client(self, key: str) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.server.url}/v1", api_key=self.keys[key], max_retries=0, timeout=120)
-
-    def lorafleet(self, *arguments: str, key: str = "") -> str:
-        return lorafleet(*arguments, LORAFLEET_URL=self.server.url, LORAFLEET_ADMIN_KEY=self.keys.get(key, ""))
-
-
-def lorafleet(*arguments: str, **environment: str) -> str:
-    program = "from lorafleet.cluster.cli.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-@pytest.fixture(scope="module")
-def tenants(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
-    folder = tmp_path_factory.mktemp("tenants")
-    file, keys = folder / "keys.yaml", {}
-    file.write_text("keys: []\ntenants: {rival: {limits: {requests_per_minute: 8}}}\n")
-    for tenant in ("acme", "rival"):
-        keys[tenant] = lorafleet(
-            *("keys", "create", str(file), "--id", tenant, "--tenant", tenant, "--scope", "infer", "--scope", "admin")
-        )
-    arguments = ["--model", str(tiny_model), "--served-model-name", "base", "--num-replicas", "2"]
-    arguments += ["--kv-cache-tokens", "2048", "--api-keys", str(file), "--usage-dir", str(folder / "usage")]
-    with serving(arguments, folder / "serve.log") as server:
-        yield Tenants(server, folder, keys)
 
 
 def complete(client: openai.OpenAI, model: str, **fields: object) -> openai.types.Completion:

@@ -1,20 +1,18 @@
-// Runs four_bit.cu, or few_tokens_codes.cu, on a CPU: threads of the host are those of all programs, which run at the same time. It has
-// the primitives of four_bit_primitives.cuh, with the register layouts of PTX's mma.m16n8k16. Asynchronous copies happen
-// as late as they may, so that a missing wait is noticed.
+// Runs four_bit.cu, or few_tokens_codes.cu, on a CPU. One thread of the host takes turns at the threads of all programs:
+// each runs until it waits for others, and then any that waits no more goes on, in an order that is random and the same in
+// each run. So a missing barrier is noticed. It has the primitives of four_bit_primitives.cuh, with the register layouts
+// of PTX's mma.m16n8k16. Asynchronous copies happen as late as they may, so that a missing wait is noticed.
 #pragma once
 #include <algorithm>
 #include <atomic>
-#include <barrier>
 #include <cmath>
-#include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
-#include <thread>
 #include <vector>
+#include <ucontext.h>
 
 using std::max;
 using std::min;
@@ -29,31 +27,84 @@ struct alignas(16) U4 { unsigned v[4]; };
 struct alignas(16) F4 { float v[4]; };
 struct Index { int x; };
 
+struct Program;
+struct Thread {
+  ucontext_t context;
+  Program* program;
+  Index thread, block;
+  std::deque<std::vector<std::function<void()>>> copies;
+  std::vector<std::function<void()>> open_copies;
+  std::deque<std::vector<struct Product>> products;
+  std::vector<struct Product> open_products;
+};
+inline Thread* current;
+inline ucontext_t host;
+inline std::vector<Thread*> ready, watching;  // those that can go on, and those that wait for memory to change
+inline unsigned order;
+inline int running;  // threads that have not ended
+#define threadIdx (current->thread)
+#define blockIdx (current->block)
+
+inline void look_again() {
+  ready.insert(ready.end(), watching.begin(), watching.end());
+  watching.clear();
+}
+// Another thread goes on, and this one when it is among the ready ones.
+inline void give_way() {
+  Thread* self = current;
+  if (ready.empty()) look_again();
+  if (ready.empty()) abort();  // all wait for each other
+  order = order * 1664525 + 1013904223;
+  std::swap(ready[(order >> 8) % ready.size()], ready.back());
+  current = ready.back();
+  ready.pop_back();
+  if (current != self) swapcontext(&self->context, &current->context);
+}
+// For loops that wait until memory has a value.
+inline void watch() {
+  watching.push_back(current);
+  give_way();
+}
+struct Rendezvous {
+  int expected;
+  std::vector<Thread*> waiting;
+  Rendezvous(int expected) : expected(expected) {}
+  void open_if_all_are_here() {
+    if ((int)waiting.size() < expected) return;
+    ready.insert(ready.end(), waiting.begin(), waiting.end());
+    waiting.clear();
+  }
+  void arrive_and_wait() {
+    waiting.push_back(current);
+    open_if_all_are_here();
+    give_way();
+  }
+  void arrive_and_drop() {
+    expected--;
+    open_if_all_are_here();
+  }
+};
+
 constexpr unsigned TABLE_AT = 1024, BEHIND_TABLE = TABLE_AT + 0x10000, WINDOW = 228 * 1024, DRIVER = 1024;
 struct Warp {
-  std::barrier<> barrier{32};
+  Rendezvous barrier{32};
   unsigned a[32][4], b[32][2];
 };
 struct Program {
   std::vector<unsigned char> window = std::vector<unsigned char>(WINDOW, 0xFF);  // numbers that nobody has written are NaN
-  std::barrier<> barrier, part_barrier;
+  Rendezvous barrier, part_barrier;
   std::vector<Warp> warps;
-  std::mutex of_teams;
-  std::map<int, std::unique_ptr<std::barrier<>>> teams;
+  std::map<int, Rendezvous> teams;
   Program(int num_threads) : barrier(num_threads), part_barrier(num_threads / 3 * 2), warps(num_threads / 32) {}
 };
-inline thread_local Program* own;
-inline thread_local Index threadIdx, blockIdx;
 inline Index gridDim;
-inline thread_local std::deque<std::vector<std::function<void()>>> copies;
-inline thread_local std::vector<std::function<void()>> open_copies;
 
 inline unsigned char* at_window(unsigned address, unsigned size) {
   if (address < DRIVER || address + size > WINDOW) abort();
-  return own->window.data() + address;
+  return current->program->window.data() + address;
 }
-inline void __syncthreads() { own->barrier.arrive_and_wait(); }
-inline void __syncwarp() { own->warps[threadIdx.x >> 5].barrier.arrive_and_wait(); }
+inline void __syncthreads() { current->program->barrier.arrive_and_wait(); }
+inline void __syncwarp() { current->program->warps[threadIdx.x >> 5].barrier.arrive_and_wait(); }
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline int atomicAdd(int* at, int value) { return __sync_fetch_and_add(at, value); }
 inline int __ldg(const int* at) { return *at; }
@@ -76,12 +127,16 @@ inline void wait_for_former() {}
 inline float load_shared_by_programs(const float* at) { return *at; }
 
 template <int BYTES> void copy_to_shared(void* to, const void* from, bool inside = true) {
-  const size_t offset = (unsigned char*)to - own->window.data();
+  const size_t offset = (unsigned char*)to - current->program->window.data();
   if ((size_t)from % BYTES || offset % BYTES || offset < DRIVER || offset + BYTES > WINDOW) abort();
-  open_copies.push_back([=] { if (inside) memcpy(to, from, BYTES); else memset(to, 0, BYTES); });
+  current->open_copies.push_back([=] { if (inside) memcpy(to, from, BYTES); else memset(to, 0, BYTES); });
 }
-inline void close_copies() { copies.push_back(std::move(open_copies)); open_copies.clear(); }
+inline void close_copies() {
+  current->copies.push_back(std::move(current->open_copies));
+  current->open_copies.clear();
+}
 template <int LEFT> void wait_copies() {
+  auto& copies = current->copies;
   for (; copies.size() > LEFT; copies.pop_front()) for (auto& copy : copies.front()) copy();
 }
 
@@ -114,7 +169,7 @@ inline unsigned fma_pair(unsigned a, unsigned b, unsigned c) {
 }
 
 inline void mma(float* c, const unsigned* a, U2 b) {
-  Warp& warp = own->warps[threadIdx.x >> 5];
+  Warp& warp = current->program->warps[threadIdx.x >> 5];
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   memcpy(warp.a[lane], a, 16);
   memcpy(warp.b[lane], b.v, 8);
@@ -133,8 +188,6 @@ inline void mma(float* c, const unsigned* a, U2 b) {
 // What GPUs of compute capability 9.0 have. Products of wgmma happen as late as they may, too.
 #define __CUDA_ARCH_FEAT_SM90_ALL
 struct Barrier { int count, arrived, phases; };
-inline std::mutex of_barriers;
-inline std::condition_variable completed;
 struct Product {
   float (*c)[4];
   const unsigned* a;
@@ -142,35 +195,31 @@ struct Product {
   bool adds;
   int tokens;
 };
-inline thread_local std::deque<std::vector<Product>> products;
-inline thread_local std::vector<Product> open_products;
 
 inline void begin_barrier(Barrier* barrier, int arrivals) { *barrier = {arrivals, 0, 0}; }
 inline void arrive(Barrier* barrier) {
-  std::lock_guard lock(of_barriers);
   if (++barrier->arrived < barrier->count) return;
   barrier->arrived = 0;
   barrier->phases++;
-  completed.notify_all();
+  look_again();
 }
 inline void wait_barrier(Barrier* barrier, int parity) {
-  std::unique_lock lock(of_barriers);
-  completed.wait(lock, [&] { return (barrier->phases & 1) != parity; });
+  while ((barrier->phases & 1) == parity) watch();
 }
 inline void show_barriers() {}
 inline void expect_bytes(Barrier*, int) {}
 inline void copy_bytes(void* to, const void* from, int bytes, Barrier*) {
-  if ((size_t)from % 16 || ((unsigned char*)to - own->window.data()) % 16 || bytes % 16) abort();
+  if ((size_t)from % 16 || ((unsigned char*)to - current->program->window.data()) % 16 || bytes % 16) abort();
   memcpy(to, from, bytes);
 }
-template <int COUNT> void wait_threads() { own->part_barrier.arrive_and_wait(); }
+template <int COUNT> void wait_threads() { current->program->part_barrier.arrive_and_wait(); }
 template <int COUNT, bool MORE> void take_registers() {}
-inline int load_ticket(const int* at) { std::this_thread::yield(); return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
+inline int load_ticket(const int* at) { watch(); return *at; }
 inline void show_to_wgmma() {}
 inline F4 load_shared_by_programs(const F4* at) { return read<F4>(at); }
 
 inline unsigned transpose(unsigned pair) {
-  Warp& warp = own->warps[threadIdx.x >> 5];
+  Warp& warp = current->program->warps[threadIdx.x >> 5];
   const int lane = threadIdx.x & 31, row = lane >> 2, column = (lane & 3) * 2;
   warp.a[lane][0] = pair;
   warp.barrier.arrive_and_wait();
@@ -182,14 +231,17 @@ inline unsigned transpose(unsigned pair) {
 
 template <int N> struct Wgmma {
   static void run(float (*c)[4], const unsigned* a, unsigned long long b, bool adds) {
-    open_products.push_back({c, a, b, adds, N});
+    current->open_products.push_back({c, a, b, adds, N});
   }
 };
 inline void begin_wgmma() {}
-inline void close_wgmma() { products.push_back(std::move(open_products)); open_products.clear(); }
+inline void close_wgmma() {
+  current->products.push_back(std::move(current->open_products));
+  current->open_products.clear();
+}
 
 inline void multiply(const Product& product) {
-  Warp& warp = own->warps[threadIdx.x >> 5];
+  Warp& warp = current->program->warps[threadIdx.x >> 5];
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   memcpy(warp.a[lane], product.a, 16);
   warp.barrier.arrive_and_wait();
@@ -209,25 +261,41 @@ inline void multiply(const Product& product) {
   warp.barrier.arrive_and_wait();
 }
 template <int LEFT, int NT> void wait_wgmma(float (&)[NT][4]) {
+  auto& products = current->products;
   for (; products.size() > LEFT; products.pop_front()) for (const Product& product : products.front()) multiply(product);
 }
 
+constexpr size_t STACK_BYTES = 128 << 10;  // of a thread; the system gives only what is touched
+
 template <class Arguments> void launch(void (*kernel)(Arguments), int num_programs, int num_threads, const Arguments* arguments) {
+  static std::function<void()> run;
+  static void (*const begin)() = [] { run(); };
+  run = [=] {
+    kernel(*arguments);
+    current->program->barrier.arrive_and_drop();
+    if (--running == 0) setcontext(&host);
+    give_way();
+  };
   gridDim.x = num_programs;
   std::vector<std::unique_ptr<Program>> programs;
-  std::vector<std::thread> threads;
-  for (int program = 0; program < num_programs; program++) {
-    programs.push_back(std::make_unique<Program>(num_threads));
-    for (int i = 0; i < num_threads; i++)
-      threads.emplace_back([=, at = programs.back().get()] {
-        own = at;
-        threadIdx.x = i;
-        blockIdx.x = program;
-        kernel(*arguments);
-        own->barrier.arrive_and_drop();
-      });
+  std::vector<Thread> threads(num_programs * num_threads);
+  const std::unique_ptr<char[]> stacks(new char[threads.size() * STACK_BYTES]);
+  for (int i = 0; i < (int)threads.size(); i++) {
+    Thread& thread = threads[i];
+    if (i % num_threads == 0) programs.push_back(std::make_unique<Program>(num_threads));
+    thread.program = programs.back().get();
+    thread.thread.x = i % num_threads;
+    thread.block.x = i / num_threads;
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = &stacks[i * STACK_BYTES];
+    thread.context.uc_stack.ss_size = STACK_BYTES;
+    makecontext(&thread.context, begin, 0);
+    ready.push_back(&thread);
   }
-  for (auto& thread : threads) thread.join();
+  running = threads.size();
+  current = ready.back();
+  ready.pop_back();
+  swapcontext(&host, &current->context);
 }
 
 #ifdef FEW_TOKENS_SOURCE
@@ -239,14 +307,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 }
 
 template <int TEAM> void wait_team(int team) {
-  std::barrier<>* barrier;
-  {
-    std::lock_guard lock(own->of_teams);
-    auto& its = own->teams[team];
-    if (!its) its = std::make_unique<std::barrier<>>(TEAM * 32);
-    barrier = its.get();
-  }
-  barrier->arrive_and_wait();
+  current->program->teams.try_emplace(team, TEAM * 32).first->second.arrive_and_wait();
 }
 
 #include FEW_TOKENS_SOURCE

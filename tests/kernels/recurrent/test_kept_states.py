@@ -99,6 +99,31 @@ def check_triton(dtype: torch.dtype = torch.float32, device: str = "cpu", tolera
         torch.testing.assert_close(state_S, twin_S, **close)
 
 
+def check_captured(device: str = "cpu", tolerance: float = 0.0) -> None:
+    """Compares a batch for captured steps, which is filled twice, with one that is built for a step."""
+    from lorafleet.kernels.recurrent.causal_conv_triton import causal_conv_triton
+    from lorafleet.kernels.recurrent.delta_rule_triton import delta_rule_triton
+    from lorafleet.kernels.recurrent.state_space_triton import state_space_triton
+
+    lens, slots, is_new = [4, 1, 3], SLOTS[:3], IS_NEW[:3]
+    kept, num_rows = KEPT[: sum(lens)], sum(lens)
+    of_device = torch.device(device)
+    exact = RecurrentBatch.build(lens, slots, is_new, of_device, kept)
+    captured = RecurrentBatch.of_drafts(sum(LENS), 5, NOBODYS, of_device)
+    captured.refill(LENS[:2], SLOTS[:2], IS_NEW[:2], NOBODYS, KEPT[: sum(LENS[:2])])
+    captured.refill(lens, slots, is_new, NOBODYS, kept)
+    for name, (run, shape) in runs(causal_conv_triton, delta_rule_triton, state_space_triton, device).items():
+        x_TC, state_S = inputs(name, shape, torch.float32, device)
+        exact_S = state_S.clone()
+        found_T = run(x_TC, state_S, captured)
+        some = partial(run, rows=slice(num_rows))  # type: ignore[call-arg]  # all of them take it
+        close = {"atol": tolerance, "rtol": tolerance}
+        torch.testing.assert_close(found_T[:num_rows], some(x_TC[:num_rows], exact_S, exact), **close)
+        assert found_T.isfinite().all()
+        others = [slot for slot in range(NUM_SLOTS) if slot != NOBODYS]
+        torch.testing.assert_close(state_S[others], exact_S[others], **close)
+
+
 def test_kept_states_are_those_of_steps_that_end_there() -> None:
     check_against_steps()
 
@@ -106,8 +131,9 @@ def test_kept_states_are_those_of_steps_that_end_there() -> None:
 def test_interpreted_kernels_keep_what_their_twins_keep() -> None:
     run_interpreted("""
         import torch
-        from tests.kernels.recurrent.test_kept_states import check_triton
+        from tests.kernels.recurrent.test_kept_states import check_captured, check_triton
 
+        check_captured()
         check_triton()
         check_triton(torch.float16, tolerance=2e-2)
     """)
@@ -118,6 +144,7 @@ class TestOnGPU:
 
     def test_kept_states_are_those_of_steps_that_end_there(self) -> None:
         check_against_steps("cuda")
+        check_captured("cuda", tolerance=1e-6)
 
     @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-5), (torch.bfloat16, 6e-2)])
     def test_kernels_keep_what_their_twins_keep(self, dtype: torch.dtype, tolerance: float) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 from lorafleet.kernels.recurrent.causal_conv import causal_conv, causal_conv_torch
 from lorafleet.kernels.recurrent.delta_rule import HeadGates, delta_rule_torch, gated_delta_rule
 from lorafleet.kernels.recurrent.gated_norm import gated_norm, gated_norm_torch
-from lorafleet.kernels.recurrent.recurrent_batch import RecurrentBatch
+from lorafleet.kernels.recurrent.recurrent_batch import FEW_TOKENS as FEW_PER_SEQUENCE
+from lorafleet.kernels.recurrent.recurrent_batch import NOT_KEPT, RecurrentBatch
 from tests.kernels.harness import needs_gpu, run_interpreted
 
 # Steps of three sequences: the tokens of each, with a slot that stays the sequence's own.
@@ -171,10 +172,22 @@ def test_the_gated_norm_is_that_of_transformers() -> None:
 
 def test_a_refilled_batch_is_one_that_was_built_with_padding() -> None:
     batch = RecurrentBatch.build([1] * 4, [9] * 4, [True] * 4, torch.device("cpu"))
-    batch.refill([2, 0], [False, True], padding_slot=9)
+    batch.refill([1, 1], [2, 0], [False, True], padding_slot=9)
     wanted = RecurrentBatch.build([1] * 4, [2, 0, 9, 9], [False, True, True, True], torch.device("cpu"))
     for name in ("slot_B", "is_new_B", "start_B", "sequence_T"):
         assert getattr(batch, name).tolist() == getattr(wanted, name).tolist()
+
+
+def test_a_refilled_batch_with_drafts_gives_its_other_rows_to_padding() -> None:
+    batch = RecurrentBatch.of_drafts(24, 2, 9, torch.device("cpu"))
+    for _ in range(2):
+        batch.refill([3, 1], [2, 0], [False, True], 9, [5, NOT_KEPT, NOT_KEPT, NOT_KEPT])
+    assert batch.slot_B.tolist() == [2, 0, 9, 9]
+    assert batch.is_new_B.tolist() == [0, 1, 1, 1]
+    assert batch.start_B.tolist() == [0, 3, 4, 20, 24]
+    assert batch.sequence_T.tolist() == [0] * 3 + [1] + [2] * 16 + [3] * 4
+    assert batch.kept_T is not None and batch.kept_T.tolist() == [5] + [NOT_KEPT] * 23
+    assert max(batch.query_lens) <= FEW_PER_SEQUENCE and batch.long is None
 
 
 def test_interpreted_kernels_give_what_their_twins_give() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -120,14 +121,14 @@ CASES = (
 @pytest.mark.parametrize("sizes", CASES, ids=str)
 def test_each_draw_leads_to_the_token_whose_interval_holds_it(sizes) -> None:
     case = make_case(**sizes)
-    check(case, draw_tokens(case.logits_BV.clone(), case.rows, case.counts_SV).token_B.tolist())
+    check(case, draw_tokens(case.logits_BV.clone(), np.array(case.rows), case.counts_SV).token_B.tolist())
 
 
 @pytest.mark.parametrize("sizes", CASES, ids=str)
 def test_logprobs_are_those_of_the_distribution_that_is_drawn_from(sizes) -> None:
     case = make_case(**sizes)
     wanted = list(range(0, len(case.rows), 2))[::-1]
-    drawn = draw_tokens(case.logits_BV.clone(), case.rows, case.counts_SV, wanted)
+    drawn = draw_tokens(case.logits_BV.clone(), np.array(case.rows), case.counts_SV, wanted)
     check_logprobs(case, drawn.token_B.tolist(), wanted, drawn.logprobs_PV)
 
 
@@ -157,7 +158,7 @@ def check_odd(tokens: list[int]) -> None:
 
 def test_rows_without_a_distribution_give_a_token_of_their_vocabulary() -> None:
     logits_BV, rows = odd_rows(50)
-    check_odd(draw_tokens(logits_BV, rows, torch.zeros((0, 50), dtype=torch.int32)).token_B.tolist())
+    check_odd(draw_tokens(logits_BV, np.array(rows), torch.zeros((0, 50), dtype=torch.int32)).token_B.tolist())
 
 
 def test_interpreted_kernel() -> None:
@@ -168,6 +169,7 @@ def test_interpreted_kernel() -> None:
             CASES, check, check_logprobs, check_odd, make_case, odd_rows,
         )
 
+        import numpy as np
         import triton.language as tl
 
         draw_tokens_triton.BLOCK_V, draw_tokens_triton.NUM_WARPS = 64, 2
@@ -185,7 +187,7 @@ def test_interpreted_kernel() -> None:
             every = range(len(tokens))
             kept_bounds.SPAN_ROWS = 5
             check_logprobs(case, tokens, every, bounds.logprobs(every))
-            twin = draw_tokens(case.logits_BV.clone(), case.rows, case.counts_SV, every)
+            twin = draw_tokens(case.logits_BV.clone(), np.array(case.rows), case.counts_SV, every)
             assert tokens == twin.token_B.tolist()
             torch.testing.assert_close(bounds.logprobs(every), twin.logprobs_PV, atol=1e-5, rtol=1e-5)
         logits, rows = odd_rows(50)
@@ -204,15 +206,15 @@ class TestOnGPU:
         case = make_case(num_rows, 32_003, spread)
         logits_BV = case.logits_BV.to(dtype)
         case = Case(logits_BV.float(), case.rows, case.counts_SV)
-        drawn = draw_tokens(logits_BV.cuda(), case.rows, case.counts_SV.cuda(), range(num_rows))
+        drawn = draw_tokens(logits_BV.cuda(), np.array(case.rows), case.counts_SV.cuda(), range(num_rows))
         tokens = drawn.token_B.tolist()
         # bf16 logits have many ties, which one weight at the border of top_p decides.
         check(case, tokens, tolerance=1e-3 if spread > 1 else 1e-4)
-        twin = draw_tokens(logits_BV.clone(), case.rows, case.counts_SV).token_B.tolist()
+        twin = draw_tokens(logits_BV.clone(), np.array(case.rows), case.counts_SV).token_B.tolist()
         assert sum(a == b for a, b in zip(tokens, twin, strict=True)) >= 0.98 * num_rows
         own_B = drawn.logprobs_PV.cpu().gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
         assert (own_B > NEVER).all()
-        wanted_BV = draw_tokens(logits_BV.clone(), case.rows, case.counts_SV, range(num_rows)).logprobs_PV
+        wanted_BV = draw_tokens(logits_BV.clone(), np.array(case.rows), case.counts_SV, range(num_rows)).logprobs_PV
         # A token at the border of top_p may be kept by one alone.
         torch.testing.assert_close(
             own_B.exp(), wanted_BV.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1).exp(), atol=2e-3, rtol=2e-3
@@ -220,7 +222,11 @@ class TestOnGPU:
 
     def test_rows_without_a_distribution(self) -> None:
         logits_BV, rows = odd_rows(50)
-        check_odd(draw_tokens(logits_BV.cuda(), rows, torch.zeros((0, 50), dtype=torch.int32).cuda()).token_B.tolist())
+        check_odd(
+            draw_tokens(
+                logits_BV.cuda(), np.array(rows), torch.zeros((0, 50), dtype=torch.int32).cuda()
+            ).token_B.tolist()
+        )
 
     def test_draws_follow_the_distribution(self) -> None:
         logits_V = torch.randn(5000, generator=torch.Generator().manual_seed(1)) * 2
@@ -230,7 +236,7 @@ class TestOnGPU:
         found = torch.zeros(5000)
         for start in range(0, len(rows), 10_000):
             part = rows[start : start + 10_000]
-            tokens = draw_tokens(logits_V.cuda().expand(len(part), -1).contiguous(), part, counts).token_B
+            tokens = draw_tokens(logits_V.cuda().expand(len(part), -1).contiguous(), np.array(part), counts).token_B
             found += torch.bincount(tokens.cpu(), minlength=5000)
         order_V = (logits_V / 0.9).argsort(descending=True)
         scaled_V = logits_V.double() / 0.9

@@ -6,18 +6,22 @@ import torch
 from lorafleet.kernels.sampling.draw_tokens import draw_tokens
 from lorafleet.kernels.sampling.row_log_softmax import row_log_softmax
 from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.workers.device.draw_table import DrawRows
 from lorafleet.workers.device.host_copy import Download
-from lorafleet.workers.device.sampler import PendingLogprobs, SamplingRow, draw_fields, greedy
+from lorafleet.workers.device.sampler import PendingLogprobs, greedy
+from lorafleet.workers.schedule.sequence import Chunk, Sequence
 
 VOCAB = 50
 
 
-def row(num_tokens=3, seed=0, vocab_size=VOCAB, **params) -> SamplingRow:
-    return SamplingRow(SamplingParams(**params), num_tokens, seed, vocab_size)
+def row(num_tokens=3, seed=0, vocab_size=VOCAB, **params) -> Chunk:
+    tokens = [1] * num_tokens
+    sequence = Sequence("", tokens, num_tokens, SamplingParams(**params), seed, max_tokens=9, vocab_size=vocab_size)
+    return Chunk(sequence, num_tokens)
 
 
-def sample(logits_BV: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
-    draws = draw_fields(rows, [], logits_BV.shape[1])
+def sample(logits_BV: torch.Tensor, rows: list[Chunk]) -> list[int]:
+    draws = DrawRows().of_step(rows, [], logits_BV.shape[1])
     return draw_tokens(logits_BV, draws, torch.zeros((0, VOCAB), dtype=torch.int32)).token_B.tolist()
 
 

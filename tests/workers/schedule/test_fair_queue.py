@@ -30,7 +30,7 @@ def serve_next(queue: FairQueue, in_slots: frozenset[str] = frozenset(), num_out
     chosen = next(queue.in_start_order())
     queue.start(chosen)
     for _ in range(num_output):
-        queue.count_output(chosen)
+        queue.count_outputs([chosen.flow])
     chosen.blocks = SequenceBlocks(0, 0)
     queue.finish(chosen)
     return chosen
@@ -133,7 +133,7 @@ def test_answer_tokens_are_paid_for_while_they_come():
     queue.start(running)
     queue.start(next(turns))
     for _ in range(50):
-        queue.count_output(running)
+        queue.count_outputs([running.flow])
     other = {"long": "short", "short": "long"}[adapter_of(running)]
     assert adapter_of(serve_next(queue)) == other
 

@@ -466,3 +466,19 @@ def test_a_sequence_alone_may_take_the_whole_cache():
     s = scheduler(num_blocks=64)
     s.add(sequence("large", 1024))
     assert step(s) == {"large": 1024}
+
+
+def test_a_decode_has_the_same_chunk_in_each_step_and_still_gets_its_blocks_and_its_end():
+    s = scheduler()
+    s.add(sequence("answer", 30, max_tokens=40))
+    step(s)
+    [first] = s.schedule()
+    assert first is first.sequence.next_chunk
+    for _ in range(39):
+        assert s.schedule() == [first]
+        assert first.sequence.blocks is not None
+        assert len(first.sequence.blocks.table) == -(-len(first.sequence.tokens) // 16)
+        s.launched([first])
+    assert s.schedule() == []  # all of its tokens are known or in flight
+    s.finish(first.sequence)
+    assert first.sequence.next_chunk is None

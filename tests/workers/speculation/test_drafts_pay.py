@@ -15,7 +15,7 @@ from lorafleet.workers.schedule.step_budget import StepBudget, StepLimits
 from lorafleet.workers.speculation.drafter import Wanted
 from lorafleet.workers.speculation.speculation import Speculation
 
-NUM_DRAFTS = 4
+NUM_DRAFTS, NUM_PROMPT_STEPS = 4, 8
 RIGHT, WRONG = 1, 0
 
 
@@ -53,7 +53,7 @@ class Coins:
 
 def gain(device: Device, batches: Many[int], right: float, found: float = 1.0, num_tokens: int = 300) -> float:
     """Returns the tokens per second with speculation, as a multiple of those without. Batches of these sizes run one
-    after another, until each sequence has about num_tokens."""
+    after another, until each sequence has about num_tokens. Each begins with steps with prompts."""
     rng = random.Random(4)
     made = Speculation(Coins(right, found, rng), StepBudget(StepLimits(2048)), NUM_DRAFTS, 512)
     plain_s = taken_s = 0.0
@@ -61,6 +61,9 @@ def gain(device: Device, batches: Many[int], right: float, found: float = 1.0, n
         running = [_decode(str(i)) for i in range(batch)]
         left = num_tokens * batch
         plain_s += num_tokens * device.seconds(batch, 0)
+        for _ in range(NUM_PROMPT_STEPS):
+            made.choose([], batch)
+            made.observe(StepShape("prefill", batch, 512, 0), 0, 10e-3)
         while left > 0:
             drafts = made.choose(running, batch)
             num_drafts = sum(map(len, drafts.values()))

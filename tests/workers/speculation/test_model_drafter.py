@@ -111,7 +111,7 @@ def test_the_tokens_that_were_accepted_are_computed_as_drafts_which_graphs_run(f
     counts = Counts(stepped)
     prompts = {"a": prompt(20), "b": prompt(30)}
     assert answers(stepped, prompts) == answers(made_engine(base), prompts)
-    assert counts.drafted == counts.accepted > 40
+    assert counts.drafted == counts.accepted > 30
     assert len(lengths) <= 2 and sum(lengths) >= 50, "the prompts alone are longer"
 
 
@@ -144,7 +144,7 @@ def test_samples_of_one_prompt_have_it_computed_once_for_all(fleet, prompt, monk
     params = {"params": {"max_tokens": LENGTH, "temperature": 0}}
     prompts = {name: prompt(100) for name in "abcd"}
     assert answers(stepped, prompts, **params) == answers(made_engine(base), prompts, **params)
-    assert counts.drafted == counts.accepted > 40
+    assert counts.drafted == counts.accepted > 30
     assert sum(lengths) < 100 + 3 * 16 + 4 * 10, "all but the last block is shared"
     assert_is_empty(stepped)
 

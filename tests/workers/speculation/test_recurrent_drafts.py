@@ -134,6 +134,8 @@ def test_with_batch_invariance_logprobs_have_the_same_bits_with_drafts_and_witho
 def test_on_a_gpu_answers_in_float32_are_those_without_drafts(tmp_path: Path, prompt: Prompt, family: str) -> None:
     options = {"device": "cuda", "dtype": "float32", "attention_backend": "triton"}
     engines = Engines(tmp_path, family, has_adapter=False, max_num_batched_tokens=48, **options)
+    graphs = engines.drafted.engine.runner.steps.decode_graphs
+    assert graphs is not None and graphs.find([-1] * 3, [9]) is not None, "there are no graphs with drafts"
     jobs = {f"{i}": (prompt(length), KINDS[i % len(KINDS)]) for i, length in enumerate((20, 1, 33, 16, 40))}
     assert engines.answers(engines.plain, jobs) == engines.answers(engines.drafted, jobs)
     steps = [stepped.engine.stats().steps_total for stepped in (engines.drafted, engines.plain)]

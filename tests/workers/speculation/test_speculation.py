@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from typing import Any
 
+import pytest
+
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.protocol.step_metrics import StepShape
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.schedule.step_budget import StepBudget, StepLimits
+from lorafleet.workers.speculation.draft_turns import DRAFTED_STEPS, MOVED_STEPS, PLAIN_STEPS, PROBE_STEPS
 from lorafleet.workers.speculation.drafter import Wanted
 from lorafleet.workers.speculation.speculation import (
-    DRAFTED_STEPS,
     FIRST_ACCEPTANCE,
-    PLAIN_STEPS,
-    PROBE_STEPS,
+    PROBE_SEQUENCES,
     PROBE_TOKENS,
     Speculation,
 )
@@ -77,6 +78,50 @@ def test_an_engine_begins_with_some_steps_without_drafts_and_has_some_now_and_th
         assert not made.choose([one], 1)
         plain(made, 1)
     assert made.choose([one], 1)
+
+
+def test_steps_with_prompts_are_not_among_those_without_drafts_that_are_timed() -> None:
+    """Otherwise, nothing would be known of steps without drafts where prompts come together."""
+    made, one = Speculation(Sevens(), StepBudget(StepLimits(64)), 4, 64, DraftsPay()), decode()
+    for _ in range(5):
+        made.observe(StepShape("prefill", 2, 20, 0), 0, 5e-3)
+    assert not made.choose([one], 1)
+    plain(made, PLAIN_STEPS)
+    assert made.choose([one], 1)
+
+
+def test_steps_without_drafts_come_earlier_after_the_number_of_decodes_has_changed() -> None:
+    for before, after, is_moved in ((4, 7, True), (7, 4, True), (4, 5, False)):
+        made, one = Speculation(Sevens(), StepBudget(StepLimits(64)), 4, 64, DraftsPay()), decode()
+        for _ in range(PLAIN_STEPS):
+            made.observe(StepShape("decode", before, before, 0), 0, 5e-3)
+        for _ in range(MOVED_STEPS):
+            assert made.choose([one], 1)
+            made.observe(StepShape("decode", after, after + 4, 0), 4, 5e-3)
+        assert bool(made.choose([one], 1)) != is_moved
+
+
+def test_where_steps_with_drafts_and_without_alternate_the_latter_are_timed_now_and_then() -> None:
+    """A step that follows one with drafts does not overlap with it, so its time is not that of others."""
+    made, one = speculation(), decode()
+    for _ in range(DRAFTED_STEPS // 2):
+        assert made.choose([one], 1)
+        drafted(made, 1)
+        plain(made, 1)
+    for _ in range(PLAIN_STEPS):
+        assert not made.choose([one], 1)
+        plain(made, 1)
+    assert made.choose([one], 1)
+
+
+def test_a_probe_is_of_few_sequences() -> None:
+    made = speculation(StepPace())
+    batch = [decode(str(i)) for i in range(2 * PROBE_SEQUENCES)]
+    for one in batch:
+        for _ in range(30):
+            made.verified(one, 4, 0)
+    plain(made, PROBE_STEPS)
+    assert list(map(len, made.choose(batch, 16).values())) == [PROBE_TOKENS] * PROBE_SEQUENCES
 
 
 def test_a_draft_ends_before_the_last_token_of_the_answer() -> None:
@@ -231,4 +276,33 @@ def test_a_step_without_drafts_does_not_count_the_time_of_a_drafter_that_had_non
     assert made.choose([decode()], 1) == {}
     undrafted_s = made.observe(StepShape("decode", 1, 1, 0), 0, 25e-3)
     assert 4.9e-3 < undrafted_s < 5.1e-3
-    assert pace._plain.at(1, 0.0) < 6e-3
+    assert pace._plain.at(1, 0.0, 1) < 6e-3
+
+
+@pytest.mark.parametrize(("catch_up_s", "pays"), [(1e-3, True), (0.1, False)])
+def test_what_a_drafter_takes_before_it_drafts_counts_against_its_drafts(
+    monkeypatch: pytest.MonkeyPatch, catch_up_s: float, pays: bool
+) -> None:
+    """A draft model computes each new prompt. Where answers are short, its drafts may not make up for that."""
+    clock = [0.0]
+
+    class OnceInTwo(Sevens):
+        num_asked = 0
+
+        def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
+            self.num_asked += 1
+            catches_up = self.num_asked % 2 == 1
+            clock[0] += catch_up_s if catches_up else 0.0
+            return [[] if catches_up else [TOKEN] * entry.most for entry in wanted]
+
+    monkeypatch.setattr("lorafleet.workers.speculation.speculation.time.perf_counter", lambda: clock[0])
+    made, one = Speculation(OnceInTwo(), StepBudget(StepLimits(64)), 4, 64, is_certain=True), decode()
+    plain(made, PLAIN_STEPS)
+    for _ in range(40):
+        began_s = clock[0]
+        if made.choose([one], 1):
+            drafted(made, 1)
+            made.verified(one, 4, 4)
+        else:
+            plain(made, 1, seconds=5e-3 + clock[0] - began_s)
+    assert made._pay([one], [(one, 4)]) == pays

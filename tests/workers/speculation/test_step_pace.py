@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from lorafleet.workers.speculation.step_pace import StepPace
+from lorafleet.workers.speculation.step_pace import LASTING_STEPS, StepPace
 
 TOKEN_S = 20e-6
 
@@ -55,3 +55,39 @@ def test_a_step_that_waited_for_a_compiler_or_for_a_busy_host_is_soon_forgotten(
         pace.observe(8, 32, 6e-3, TOKEN_S)
     assert pace.is_faster(8, 32, 8, TOKEN_S)
     assert not pace.is_faster(8, 32, 0, TOKEN_S)
+
+
+def test_a_jump_of_the_time_between_two_numbers_of_tokens_counts_where_it_is() -> None:
+    """Steps of more than 256 rows run by a larger CUDA graph."""
+    pace = StepPace()
+    for i in range(200):
+        pace.observe(64, 0, 5e-3, TOKEN_S)
+        num_drafts = 16 * (1 + i % 16)
+        pace.observe(64, num_drafts, 6e-3 if num_drafts <= 192 else 12e-3, TOKEN_S)
+    assert pace.is_faster(64, 192, 32, TOKEN_S)
+    assert not pace.is_faster(64, 256, 64, TOKEN_S)
+
+
+def test_after_another_batch_the_time_of_this_one_is_known_at_once() -> None:
+    pace = StepPace()
+    for _ in range(200):
+        pace.observe(256, 0, 20e-3, TOKEN_S)
+        pace.observe(256, 128, 40e-3, TOKEN_S)
+    for _ in range(2):
+        pace.observe(4, 0, 5e-3, TOKEN_S)
+        pace.observe(4, 16, 9e-3, TOKEN_S)
+    assert pace.is_faster(4, 16, 4, TOKEN_S)
+    assert not pace.is_faster(4, 16, 2, TOKEN_S)
+
+
+def test_a_range_that_was_slow_long_ago_is_tried_again() -> None:
+    """Such as before the CUDA graph of its steps was captured."""
+    pace = StepPace()
+    pace.observe(64, 0, 5e-3, TOKEN_S)
+    for _ in range(4):
+        pace.observe(64, 256, 30e-3, TOKEN_S)
+    for _ in range(LASTING_STEPS + 1):
+        assert not pace.is_faster(64, 256, 128, TOKEN_S)
+        pace.observe(64, 0, 5e-3, TOKEN_S)
+    pace.observe(64, 16, 5.2e-3, TOKEN_S)
+    assert pace.is_faster(64, 256, 250, TOKEN_S)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -14,37 +13,32 @@ import pytest
 from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.cluster.harness import running_server
+from tests.cluster.tenancy.tenants import REPLICAS, RUNNING, WAITING, Tenants
 
+pytestmark = pytest.mark.xdist_group("tenants")
 LONG = 900  # tokens: seconds on a CPU
-REPLICAS, RUNNING, WAITING = 2, 2, 1
 PATIENCE_S = 120.0
 
 
-@pytest.fixture(scope="module")
-def url(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    arguments = ["--model", str(tiny_model), "--served-model-name", "base", "--num-replicas", str(REPLICAS)]
-    arguments += ["--lora-modules", f"a0={tiny_model.parent / 'a0'}", f"a1={tiny_model.parent / 'a1'}"]
-    arguments += ["--kv-cache-tokens", "4096", "--max-num-seqs", str(RUNNING), "--max-queued-requests", str(WAITING)]
-    with running_server(
-        [*arguments, "--queue-timeout", "300"], tmp_path_factory.mktemp("log") / "serve.log"
-    ) as address:
-        yield address
-
-
 @pytest.fixture(autouse=True)
-def _idle(url: str) -> None:
+def _idle(tenants: Tenants) -> None:
     """Nothing of the test before runs or waits any more."""
     deadline_s = time.monotonic() + PATIENCE_S
-    while busy := num_busy(scrape(url)):
+    while busy := num_busy(scrape(tenants)):
         assert time.monotonic() < deadline_s, busy
         time.sleep(0.1)
 
 
 @pytest.fixture
-async def client(url: str) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as made:
+async def client(tenants: Tenants) -> AsyncIterator[AsyncOpenAI]:
+    async with crowd(tenants, max_retries=0) as made:
         yield made
+
+
+def crowd(tenants: Tenants, max_retries: int) -> AsyncOpenAI:
+    return AsyncOpenAI(
+        base_url=f"{tenants.server.url}/v1", api_key=tenants.keys["crowd"], max_retries=max_retries, timeout=300
+    )
 
 
 async def stream(client: AsyncOpenAI, model: str = "base") -> tuple[Any, Any]:
@@ -61,7 +55,7 @@ async def rest_of(chunks: Any) -> str:
 
 
 async def test_what_cannot_be_queued_is_429_with_retry_after_and_the_rest_runs_on(
-    url: str, client: AsyncOpenAI
+    tenants: Tenants, client: AsyncOpenAI
 ) -> None:
     asked = [
         client.completions.create(
@@ -79,7 +73,7 @@ async def test_what_cannot_be_queued_is_429_with_retry_after_and_the_rest_runs_o
     for one in refused:
         assert one.code == "queue_full" and "max_queued_requests=1" in str(one)
         assert int(one.response.headers["retry-after"]) >= 1
-    counted = [value for labels, value in scrape(url)["lorafleet_requests_total"] if labels["status"] == "429"]
+    counted = [value for labels, value in scrape(tenants)["lorafleet_requests_total"] if labels["status"] == "429"]
     assert sum(counted) >= len(refused)
 
 
@@ -98,21 +92,23 @@ async def test_who_cannot_start_in_time_is_429_and_streams_are_not_cut(client: A
         assert time.monotonic() < deadline_s, f"{len(streams)} streams ran; the others were answered {answers}"
 
 
-async def test_clients_that_try_again_when_told_are_all_served(url: str) -> None:
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=60, timeout=300) as client:
+async def test_clients_that_try_again_when_told_are_all_served(tenants: Tenants) -> None:
+    async with crowd(tenants, max_retries=60) as client:
         asked = [client.completions.create(model="a1", prompt="hi", max_tokens=200) for _ in range(16)]
         assert len(await asyncio.gather(*asked)) == 16
 
 
-async def test_one_scrape_shows_every_replica_and_what_each_adapter_was_given(url: str, client: AsyncOpenAI) -> None:
-    before = scrape(url)
+async def test_one_scrape_shows_every_replica_and_what_each_adapter_was_given(
+    tenants: Tenants, client: AsyncOpenAI
+) -> None:
+    before = scrape(tenants)
     usage = []
     for model in ("base", "a0", "a1", "a0"):  # one after another: nobody is refused
         answer = await client.completions.create(
             model=model, prompt="hi there", max_tokens=5, extra_body={"ignore_eos": True}
         )
         usage.append(answer.usage)
-    after = scrape(url)
+    after = scrape(tenants)
     for metrics in (before, after):
         assert len({labels["replica"] for labels, _ in metrics["vllm:num_requests_running"]}) == REPLICAS
         assert metrics["lorafleet_scrape_complete"] == [({}, 1.0)]
@@ -141,10 +137,11 @@ BUSY = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 Scrape = dict[str, list[tuple[dict[str, str], float]]]
 
 
-def scrape(url: str) -> Scrape:
+def scrape(tenants: Tenants) -> Scrape:
     """Labels and values by series' name."""
     found: Scrape = {}
-    text = httpx.get(f"{url}/metrics", timeout=30).text
+    headers = {"authorization": f"Bearer {tenants.keys['scraper']}"}
+    text = httpx.get(f"{tenants.server.url}/metrics", headers=headers, timeout=30).text
     for family in text_string_to_metric_families(text):
         for one in family.samples:
             found.setdefault(one.name, []).append((dict(one.labels), one.value))

@@ -1,0 +1,181 @@
+"""Measures the CPU time that the host needs for a step of a batch of sequences, without a GPU.
+
+    python benchmarks/host_step.py [--batches 64 256 1024] [--temperatures 0 0.8] [--answers 0 128] [--profile]
+        [--json FILE]
+
+An engine on a CPU schedules, plans, fills the inputs of a captured graph, and turns tokens into outputs, as it does
+beside a GPU. Nothing computes the model: a stand-in for the graph returns one token for all sequences, and so does one
+for the draws. So the time is that of the host alone, without what CUDA's calls cost.
+
+The thread's CPU time is measured, since that depends less on what else the machine does. The figure is the median of
+the steps. Prompts have 512 tokens.
+
+--answers: lengths of the answers. Each sequence that ends is replaced, so a step of 1024 sequences with answers of 128
+tokens has 8 prompts as well. With 0 no answer ends, so all steps are of decodes alone.
+
+--profile: prints where the time of the last case goes, by cProfile, which makes calls look more expensive.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import pstats
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmark_results import Case, write_results
+from lorafleet.kernels.sampling.draw_tokens import Drawn, DrawTable
+from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.messages import EngineRequest
+from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.workers.attention.triton_decodes import CapturedDecodes, DecodeLayers
+from lorafleet.workers.attention_spec import attention_spec
+from lorafleet.workers.device.step_plan import StepPlan
+from lorafleet.workers.engine import Engine
+from lorafleet.workers.startup import build_engine
+from lorafleet.workers.step import runner
+from lorafleet.workers.step.decode_capture import DecodeCapture, DecodeGraph, DecodeKey
+from lorafleet.workers.step.decode_graphs import DecodeGraphs, graph_sizes
+from lorafleet.workers.step.step_runner import StepRunner
+from tiny_llama import HIDDEN, write_tiny_llama
+
+PROMPT, TOKEN, LONGEST = 512, 7, 1024
+STEP_TOKENS = 8192
+UNITS = {"step_ms": "ms, median", "sequence_us": "us, median"}
+
+
+class NoCapture(DecodeCapture):
+    """Fills the inputs of graphs as on a GPU, and computes nothing. Its constructor needs no GPU."""
+
+    def __init__(self, steps: StepRunner, block_size: int, most: int) -> None:
+        self._inputs, self._states, self._trash = steps.inputs, None, 0
+        config, dtype = steps.model.shard.local, steps.model.embed_tokens.weight.dtype
+        spec = attention_spec(config, block_size, dtype, dtype, steps.device, {})
+        self._decodes = CapturedDecodes(DecodeLayers.of(spec, steps.caches))
+        self._hidden_BD, self._logits_BW = torch.zeros(most, HIDDEN), torch.zeros(most, steps.model.config.vocab_size)
+
+    def capture(self, key: DecodeKey) -> DecodeGraph | None:
+        attention = self._decodes.for_graph(key.num_seqs, LONGEST)
+        hidden_BD, logits_BW = self._hidden_BD[: key.num_rows], self._logits_BW[: key.num_rows]
+        return DecodeGraph(key, None, attention, None, None, hidden_BD, logits_BW)  # type: ignore[arg-type]  # no graph
+
+    def replay(self, decode: DecodeGraph, num_rows: int) -> tuple[Tensor, Tensor]:
+        self._inputs.sampled_B[:num_rows] = TOKEN
+        return decode.hidden_BD[:num_rows], decode.logits_BW[:num_rows]
+
+
+def build(folder: Path, most: int) -> Engine:
+    """Returns an engine that computes nothing for `most` sequences."""
+    write_tiny_llama(folder)
+    config = EngineConfig(
+        str(folder),
+        device="cpu",
+        cpu_threads=1,
+        max_num_seqs=most,
+        kv_cache_tokens=most * LONGEST,
+        max_model_len=LONGEST,
+        max_num_batched_tokens=STEP_TOKENS,
+        async_scheduling=True,
+        enable_prefix_caching=True,
+    )
+    engine = build_engine(config)
+    steps = engine.runner.steps
+    hidden_TD = torch.zeros(STEP_TOKENS, HIDDEN)
+
+    def forward(plan: StepPlan) -> Tensor:
+        return hidden_TD[: plan.num_tokens]
+
+    def draw(_logits_BV: Tensor, table_BF: DrawTable, _counts_SV: Tensor, _wanted: Sequence[int] = ()) -> Drawn:
+        return Drawn(torch.full((len(table_BF),), TOKEN), None)
+
+    steps._forward = forward  # type: ignore[method-assign]  # a stand-in
+    runner.draw_tokens = draw
+    capture = NoCapture(steps, config.block_size, most)
+    steps.decode_graphs = DecodeGraphs(capture, graph_sizes(most), graph_sizes(most), None, LONGEST)
+    gc.collect()
+    gc.freeze()  # as in a server
+    return engine
+
+
+def measure(engine: Engine, batch: int, temperature: float, answer: int, count: int, profile: cProfile.Profile) -> Case:
+    rng, names = random.Random(0), iter(range(10**9))
+
+    def add(num_tokens: int) -> None:
+        name = f"request {batch} {temperature} {next(names)}"
+        params = SamplingParams(temperature=temperature, seed=0, max_tokens=num_tokens, ignore_eos=True)
+        prompt = [rng.randrange(10, 250) for _ in range(PROMPT)]
+        engine.add(EngineRequest(request_id=name, prompt_token_ids=prompt, params=params))
+
+    for _ in range(batch):
+        add(rng.randrange(1, answer + 1) if answer else LONGEST - PROMPT)
+    seconds: list[float] = []
+    while len(seconds) < count:
+        all_run = len(engine.scheduler.running) == batch and not engine.scheduler.waiting
+        if all_run:
+            profile.enable()
+        began_s = time.thread_time()
+        outputs = engine.step()
+        step_s = time.thread_time() - began_s
+        profile.disable()
+        if all_run:
+            seconds.append(step_s)
+        for output in outputs:
+            assert output.error is None
+            if output.finish_reason is not None:
+                add(answer)
+    for name in list(engine._sequences):
+        engine.abort(name)
+    while engine.has_work:
+        engine.step()
+    step_s = statistics.median(seconds[count // 5 :])
+    figures = {"step_ms": step_s * 1e3, "sequence_us": step_s * 1e6 / batch}
+    return Case({"batch": batch, "temperature": temperature, "answer": answer}, figures)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--answers", type=int, nargs="+", default=[0, 128])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    cases: list[Case] = []
+    profile = cProfile.Profile()
+    with tempfile.TemporaryDirectory() as folder:
+        engine = build(Path(folder), max(args.batches))
+        print("temperature  answer  batch  ms a step  us a sequence")
+        for temperature in args.temperatures:
+            for answer in args.answers:
+                for batch in args.batches:
+                    profile = cProfile.Profile()
+                    used = profile if args.profile else _NoProfile()
+                    case = measure(engine, batch, temperature, answer, args.steps, used)
+                    cases.append(case)
+                    step_ms, sequence_us = case.figures["step_ms"], case.figures["sequence_us"]
+                    print(f"{temperature:11}  {answer:6}  {batch:5}  {step_ms:9.2f}  {sequence_us:13.2f}", flush=True)
+        engine.close()
+    if args.profile:
+        pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+    write_results(args.json, UNITS, cases)
+
+
+class _NoProfile(cProfile.Profile):
+    """Stands in for a profile that nobody wants to see."""
+
+    def enable(self, *_args: object, **_kwargs: object) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The draws of a step are those of each sequence alone, whatever rows the sequences have had."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from lorafleet.kernels.sampling.draw_tokens import NO_COUNTS, DrawFields, DrawTable
+from lorafleet.protocol.random_numbers import uniform
+from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.workers.device.draw_table import DrawRows
+from lorafleet.workers.device.logit_edits import EditedRow, LogitEdits
+from lorafleet.workers.schedule.sequence import Chunk, Sequence
+
+
+def chunk(num_tokens: int, seed: int, **params: float) -> Chunk:
+    given = SamplingParams(**params)  # type: ignore[arg-type]  # numbers only
+    sequence = Sequence(f"{seed}", [1] * num_tokens, num_tokens, given, seed, max_tokens=9, vocab_size=40)
+    return Chunk(sequence, num_tokens)
+
+
+def drawn(table_BF: DrawTable) -> list[DrawFields]:
+    return [DrawFields(*row) for row in table_BF.tolist()]
+
+
+def random(seed: int, position: int) -> float:
+    return float(uniform(np.array([seed % 2**64], np.uint64), np.array([position], np.uint64))[0])
+
+
+def test_each_row_has_its_own_parameters_and_the_draw_of_its_seed_and_position() -> None:
+    sampled, greedy = chunk(5, -3, temperature=0.7, top_k=4, top_p=0.9), chunk(8, 6, temperature=0)
+    first, second = drawn(DrawRows().of_step([sampled, greedy], [], 50))
+    assert first[:3] == (0.7, 4, 0.9)
+    assert (first.draw, first.last_token, first.counts_row) == (random(-3, 5), 39, NO_COUNTS)
+    assert (second.temperature, second.top_k, second.draw) == (0, 50, 0)
+
+
+def test_a_row_behind_a_draft_is_drawn_as_if_the_drafts_were_the_answer() -> None:
+    drafted, alone = replace(chunk(5, 1), num_tokens=7, drafts=[3, 4]), chunk(9, 2)
+    rows = drawn(DrawRows().of_step([drafted, alone], [], 50))
+    assert [row.draw for row in rows] == [random(1, 5), random(1, 6), random(1, 7), random(2, 9)]
+
+
+def test_rows_of_sequences_that_have_ended_are_used_again() -> None:
+    rows, kept = DrawRows(), chunk(5, 1, temperature=0.5)
+    for seed in range(2, 90):
+        other = chunk(5, seed, temperature=float(seed))
+        first, second = drawn(rows.of_step([other, kept], [], 50))
+        assert (first.temperature, first.draw) == (seed, random(seed, 5))
+        assert (second.temperature, second.draw) == (0.5, random(1, 5))
+        rows.release(other.sequence)
+    assert len(rows) == 1
+
+
+def test_edited_rows_name_the_counts_of_their_tokens() -> None:
+    edits = LogitEdits(SamplingParams(), None, None, None, None, None)
+    edited = EditedRow(1, edits, 0, [], counts_row=7, last_token_1=None)
+    first, second = drawn(DrawRows().of_step([chunk(5, 1), chunk(5, 2)], [edited], 50))
+    assert (first.counts_row, second.counts_row) == (NO_COUNTS, 7)

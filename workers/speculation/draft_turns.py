@@ -1,0 +1,48 @@
+"""Says which steps have no drafts though these should pay, and which have some though these should not, so that both
+kinds of steps are timed again and again.
+
+Steps with prompts are not timed.
+"""
+
+from __future__ import annotations
+
+PROBE_STEPS = 128  # Steps without drafts after which drafts are verified though that should not pay.
+DRAFTED_STEPS = 128  # Steps since the last timed one without drafts, after which some have none.
+PLAIN_STEPS = 3  # Number of these, all of decodes alone. The first one did not overlap with the step before.
+MOVED = 1.5  # Factor by which the number of decodes has changed when they come earlier, since other steps take longer.
+MOVED_STEPS = 16  # Steps after which they come then.
+
+
+class DraftTurns:
+    """The turns of one engine."""
+
+    def __init__(self) -> None:
+        self._num_plain = PROBE_STEPS  # Steps without drafts since the last one with drafts. The first is a probe.
+        self._num_due = PLAIN_STEPS  # Steps that must have no drafts.
+        self._decodes = 0  # Decodes of the last timed step without drafts.
+        self._num_since = 0  # Steps since then.
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the next step must have no drafts."""
+        return self._num_due > 0
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether drafts are verified though that should not pay."""
+        return self._num_plain >= PROBE_STEPS
+
+    def ended(self, num_decodes: int, *, has_drafts: bool, has_prompts: bool) -> bool:
+        """Takes in a step. Returns whether its time is that of such steps."""
+        self._num_plain = 0 if has_drafts else self._num_plain + 1
+        self._num_since += 1
+        if has_prompts:
+            return False
+        if not has_drafts:
+            self._num_due = max(0, self._num_due - 1)
+        if self._num_plain > 1:
+            self._decodes, self._num_since = num_decodes, 0
+        fewer, more = sorted((num_decodes, self._decodes))
+        if self._num_since >= (MOVED_STEPS if more > MOVED * fewer else DRAFTED_STEPS):
+            self._num_due, self._num_since = PLAIN_STEPS, 0
+        return self._num_plain != 1
