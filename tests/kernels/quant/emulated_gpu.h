@@ -314,7 +314,7 @@ template <int TEAM> void wait_team(int team) {
 
 extern "C" void emulate(int kernel, int programs, const FewTokens* arguments) {
   using Kernel = void (*)(FewTokens);
-  const Kernel kernels[] = {inner_8, inner_16, inner_tiles_8, inner_tiles_16, outer_8, outer_16, outer_tiles_8, outer_tiles_16};
+  const Kernel kernels[] = {inner, outer};
   launch<FewTokens>(kernels[kernel], programs, THREADS, arguments);
 }
 #else
