@@ -5,16 +5,14 @@
 Weights are cold: each layer has its own, and the layers together are larger than the cache. Times are medians of the
 replays of one CUDA graph, scaled to 32 layers. The floor is the weights' bytes divided by the copy bandwidth measured
 in the same run. "served" is what TiledWeight chooses, "values" writes the values and calls cuBLAS, and "triton" is the
-scheme's own weight, which serves GPUs without the CUDA kernels. The others are kernels; those for few tokens are also
-run with codes fetched into the L2 cache 2 and 4 steps ahead. A kernel for half of the tokens is launched twice. The
-fastest kernel of each line is named at its end. The largest relative error of each, compared with a product in
-float64, comes last.
+scheme's own weight, which serves GPUs without the CUDA kernels. The others are kernels. A kernel for half of the tokens
+is launched twice. The fastest kernel of each line is named at its end. The largest relative error of each, compared
+with a product in float64, comes last.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import time
 from collections.abc import Callable
@@ -46,7 +44,6 @@ SCHEMES: dict[str, Scheme] = {
     "awq": IntScheme(4, GROUP, True, 0, torch.float16),  # with zeros
     "gptq": IntScheme(4, GROUP, False, 0, torch.float16),  # symmetric
 }
-AHEAD = (0, 2, 4)
 Work = Callable[[Tensor, int], Tensor]
 
 
@@ -66,10 +63,7 @@ def fill(weight: QuantizedWeight, matrix: QuantizedMatrix) -> None:
 def candidates(tokens: int, kernels: FourBitKernels) -> list[KernelShape]:
     """Returns the kernels that may be the fastest for a number of tokens."""
     return [
-        dataclasses.replace(shape, ahead=ahead)
-        for shape in kernels.shapes
-        if tokens <= 2 * shape.launch_tokens and shape.tokens <= max(32, 2 * tokens)
-        for ahead in (AHEAD if shape.name.startswith("few") else (0,))
+        shape for shape in kernels.shapes if tokens <= 2 * shape.launch_tokens and shape.tokens <= max(32, 2 * tokens)
     ]
 
 
@@ -104,8 +98,7 @@ class Weights:
         assert kernels is not None
         found: dict[str, Work] = {"served": lambda x, i: self.tiled[i].linear(x, None)}
         for shape in candidates(tokens, kernels):
-            name = f"{shape.name}+{shape.ahead}" if shape.ahead else shape.name
-            found[name] = self._by_shape(kernels, shape)
+            found[shape.name] = self._by_shape(kernels, shape)
         if tokens >= 64:
             found["values"] = lambda x, i: F.linear(x, self._values(i, kernels))
         if self._has_triton and tokens in triton_tokens:

@@ -23,20 +23,22 @@ log = logging.getLogger(__name__)
 MAX_CACHED = 64  # Files in the cache; the ones that were written first are removed.
 DIGEST_BYTES = hashlib.sha256().digest_size
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute with a value that is an int."""
+    """Has the fields of CUlaunchAttribute in cuda.h, whose value is a union of 64 bytes. Only its int is used."""
 
-    _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16))
+    _fields_ = (("id", ctypes.c_int), ("_pad", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_int * 15))
 
 
-class _LaunchConfig(ctypes.Structure):
-    """The settings of a launch: the CUlaunchConfig of the driver."""
+class _Config(ctypes.Structure):
+    """Has the fields of CUlaunchConfig in cuda.h."""
 
     _fields_ = (
-        ("sizes", ctypes.c_uint * 7),  # programs and threads by three axes, bytes of shared memory
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")),
+        ("shared_bytes", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.POINTER(_Attribute)),
         ("num_attributes", ctypes.c_uint),
@@ -63,27 +65,21 @@ class CudaCode:
         Args:
             waits: Whether its programs wait for each other. Then none begins without room for all.
             early: Whether a launch may begin before the one ahead of it in the stream has ended. Then its programs have
-                to wait for that one by an instruction of their own. Not together with `waits`.
+                to wait for that one by an instruction of their own.
         """
-        assert not (waits and early)
         function = ctypes.c_void_p()
         self._check(self._driver.cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()))
         self._check(self._driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes))
-        return CudaKernel(self, function, threads, shared_bytes, waits, early)
+        chosen = [identity for identity, is_set in ((_COOPERATIVE, waits), (_EARLY, early)) if is_set]
+        attributes = (_Attribute * len(chosen))(*(_Attribute(identity, 0, 1) for identity in chosen))
+        return CudaKernel(self, function, threads, shared_bytes, attributes)
 
     def launch(self, kernel: CudaKernel, programs: int, arguments: ctypes.Structure) -> None:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         sizes = programs, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes
-        if kernel.early:
-            attribute = _Attribute(_EARLY, 0, (ctypes.c_int * 16)(1))
-            config = _LaunchConfig((ctypes.c_uint * 7)(*sizes), stream, ctypes.pointer(attribute), 1)
-            status = self._driver.cuLaunchKernelEx(ctypes.byref(config), kernel.function, pointers, ctypes.c_void_p())
-        elif kernel.waits:
-            status = self._driver.cuLaunchCooperativeKernel(kernel.function, *sizes, stream, pointers)
-        else:
-            status = self._driver.cuLaunchKernel(kernel.function, *sizes, stream, pointers, ctypes.c_void_p())
-        self._check(status)
+        config = _Config(*sizes, stream, kernel.attributes, len(kernel.attributes))
+        self._check(self._driver.cuLaunchKernelEx(ctypes.byref(config), kernel.function, pointers, ctypes.c_void_p()))
 
     def _check(self, status: int) -> None:
         if status == 0:
@@ -101,8 +97,7 @@ class CudaKernel:
     function: ctypes.c_void_p
     threads: int  # of a program
     shared_bytes: int  # of a program
-    waits: bool  # whether programs wait for each other
-    early: bool  # whether a launch may begin before the one ahead has ended
+    attributes: ctypes.Array[_Attribute]  # of each launch
 
     def __call__(self, programs: int, arguments: ctypes.Structure) -> None:
         """Launches on torch's current stream, also while that is captured. The kernel takes the structure by value."""

@@ -106,7 +106,7 @@ def few_token_mixture(x_TD: Tensor, mixture: FewTokenMixture, out_TK: Tensor | N
 def serves_tokens(mixture: FewTokenMixture, num_tokens: int) -> bool:
     """Returns whether few_token_mixture() computes the mixture for so many tokens.
 
-    On a CPU it computes every mixture for MOST_TOKENS. With quantized experts it may compute more on a GPU.
+    On a CPU it computes every mixture for MOST_TOKENS. With quantized experts it computes fewer on a GPU.
     """
     shared = () if mixture.shared is None else (mixture.shared.gate_up_UD, mixture.shared.down_DI)
     experts = (mixture.gate_up_EUD, mixture.down_EDI)

@@ -6,8 +6,7 @@
 // Codes go from memory to registers, some blocks ahead, and become the tensor cores' first operand there: four bits by a
 // table of pairs (four_bit.cu), e4m3 by moving its bits into a longer number, which is exact. Programs divide the items
 // evenly, and each takes neighboring ones, whose x is then in its cache.
-// For few tokens, the first pair of a token and an expert stands for all pairs of that expert, and nothing is sorted. For more
-// tokens, an item has the pairs of a tile (moe_tiles_triton.py).
+// The first pair of a token and an expert stands for all pairs of that expert, and nothing is sorted.
 //
 // A launch may begin before the one ahead has ended. The choice of experts is complete when gate and up lets the next
 // launch begin, so down reads the choice and its first codes before it waits.
@@ -18,13 +17,14 @@
 //   SCALE, SUB, ZEROS  as for four_bit.cu
 //   FORMULA  0 silu, 1 gelu_tanh, 2 clamped_swiglu
 //   WARPS    warps of a program, a power of two
-//   ROOM     bytes of shared memory for sums and the choice; with four bits they lie below the table
-//   INNER_TEAM, OUTER_TEAM, TILES_TEAM  warps of a team, powers of two; that of tiles is for gate and up
-//   INNER_DEPTH, OUTER_DEPTH, TILES_DEPTH  blocks of a warp that are in flight
+//   ROOM     bytes of shared memory for sums and the choice; with four bits they lie behind the table
+//   INNER_TEAM, OUTER_TEAM  warps of a team, powers of two
+//   INNER_DEPTH, OUTER_DEPTH  blocks of a warp that are in flight
 #define THREADS (WARPS * 32)
 #define STEPS 4       // products of 16 inputs in a block
 #define ROWS 16       // outputs of an item; of gate and of up each
 #define PITCH 20      // floats of a token's sums: lanes that write sums of 8 rows and 4 tokens meet no bank twice
+#define COLUMNS 8     // the most tokens
 #define MOST_PAIRS 1024
 #define WORDS (BITS == 8 ? 2 : 1)  // loads of 16 bytes that are a lane's codes of 16 rows and 64 inputs
 
@@ -43,10 +43,7 @@ struct FewTokens {
   const unsigned* pairs;           // [256] pairs of values, if BITS is 4
   const unsigned short* x;         // gate and up: [T, D]; down: [K, T, I]
   const unsigned short* shared_x;  // gate and up: [T, D]; down: [T, I of the shared expert]
-  const int* experts;              // [T, K], for few tokens
-  const int* used_tiles;           // [1] number of tiles that have pairs, for more tokens, as the next two
-  const int* expert_of_tile;       // [used_tiles]
-  const int* pair_of_tile;         // [used_tiles, pairs of a tile], and -1 behind a tile's last pair
+  const int* experts;              // [T, K]
   const float* weights;            // [T, J], for down
   unsigned short* inner;           // [K, T, I], of gate and up
   unsigned short* shared_inner;    // [T, I of the shared expert], of gate and up
@@ -101,7 +98,7 @@ DEVICE unsigned less_zero(unsigned pair, unsigned byte) {
 }
 #else
 // Returns the values of two neighboring e4m3 codes, of the lower or upper half of a word. Their bits, moved to the exponent
-// and mantissa of a longer number, are 2^120 or 2^8 times too small.
+// and mantissa of a longer number, are 2^120 or 2^8 times too small. A code of NaN becomes 480.
 DEVICE unsigned e4m3_pair(unsigned word, int upper) {
   const unsigned two = __byte_perm(word, 0, upper ? 0x3424 : 0x1404);  // in the upper byte of each half
   const unsigned small = (two & 0x80008000u) | (IS_HALF ? two >> 1 & 0x3F803F80u : two >> 4 & 0x07F007F0u);
@@ -114,19 +111,7 @@ struct Column {
   int token, place;
 };
 
-// The experts of more tokens, in tiles of COLUMNS pairs.
-template <int COLUMNS> struct Tiles {
-  int count;
-
-  DEVICE Tiles(const FewTokens& p, int*) : count(*p.used_tiles) { __syncthreads(); }
-  DEVICE int expert(const FewTokens& p, int tile) const { return p.expert_of_tile[tile]; }
-  DEVICE Column column(const FewTokens& p, int tile, int, int n) const {
-    const int pair = p.pair_of_tile[tile * COLUMNS + n];
-    return pair < 0 ? Column{-1, 0} : Column{pair / p.per_token, pair % p.per_token};
-  }
-};
-
-// The experts of few tokens, in shared memory: those that each token chose, and the first pair of each expert.
+// The experts of the tokens, in shared memory: those that each token chose, and the first pair of each expert.
 struct Choice {
   int* experts;  // [T, K]
   int* firsts;   // pairs
@@ -154,10 +139,10 @@ struct Choice {
     count = firsts[MOST_PAIRS - 1];
   }
 
-  DEVICE int expert(const FewTokens&, int first) const { return experts[firsts[first]]; }
+  DEVICE int expert(int first) const { return experts[firsts[first]]; }
 
   // Returns the token of column n. A token of NaN may have an expert several times.
-  DEVICE Column column(const FewTokens& p, int, int expert, int n) const {
+  DEVICE Column column(const FewTokens& p, int expert, int n) const {
     Column found = {-1, 0};
     if (n < p.tokens)
       for (int k = 0; k < p.per_token; k++)
@@ -166,44 +151,38 @@ struct Choice {
   }
 };
 
-// 16 outputs of an expert for at most 8 * NT tokens. Its rows of x, for the tokens of a lane, are -1 for unused columns.
-template <class Experts, int NT> struct Item {
+// 16 outputs of an expert for at most COLUMNS tokens. Its row of x, for the token of a lane, is -1 for an unused column.
+struct Item {
   bool exists, is_shared;
-  int group, expert, output, steps;  // group: one of the choice's, or a part of all tokens for the shared expert
-  int row[NT];
+  int group, expert, output, steps;  // group: one of the choice's, or 0 for the shared expert
+  int row;
 
-  DEVICE Item(const FewTokens& p, const Experts& experts, int index, int end, int member, int team, bool outer, int lane) {
+  DEVICE Item(const FewTokens& p, const Choice& experts, int index, int end, int member, int team, bool outer, int lane) {
     const int of_expert = p.outputs / ROWS, own = experts.count * of_expert;
     exists = index < end;
     is_shared = exists && index >= own;
-    group = 0, expert = 0, output = 0, steps = 0;
+    group = 0, expert = 0, output = 0, steps = 0, row = -1;
     if (!exists) return;
     if (is_shared) {
-      const int of_shared = p.shared_outputs / ROWS;
-      group = (index - own) / of_shared;
-      output = (index - own) % of_shared * ROWS;
+      output = (index - own) * ROWS;
     } else {
       group = index / of_expert;
-      expert = experts.expert(p, group);
+      expert = experts.expert(group);
       output = index % of_expert * ROWS;
     }
     steps = ((is_shared ? p.shared.inputs : p.routed.inputs) / 64 - member + team - 1) / team;
-#pragma unroll
-    for (int n = 0; n < NT; n++) {
-      const Column own = column(p, experts, n * 8 + (lane >> 2));
-      row[n] = outer && !is_shared && own.token >= 0 ? own.place * p.tokens + own.token : own.token;
-    }
+    const Column of_lane = column(p, experts, lane >> 2);
+    row = outer && !is_shared && of_lane.token >= 0 ? of_lane.place * p.tokens + of_lane.token : of_lane.token;
   }
 
-  DEVICE Column column(const FewTokens& p, const Experts& experts, int n) const {
-    if (!is_shared) return experts.column(p, group, expert, n);
-    const int token = group * NT * 8 + n;
-    return {token < p.tokens ? token : -1, p.per_token};
+  DEVICE Column column(const FewTokens& p, const Choice& experts, int n) const {
+    if (!is_shared) return experts.column(p, expert, n);
+    return {n < p.tokens ? n : -1, p.per_token};
   }
 };
 
 // The weights of 16 outputs and a block of 64 inputs, in registers; for gate and up those of both.
-template <class Item, int NT, int PARTS> struct Weights {
+template <int PARTS> struct Weights {
   U4 code[PARTS][WORDS];
   float scale[PARTS][2][SUB];  // of rows g and g + 8
   unsigned zero[PARTS][2][SUB];
@@ -242,24 +221,19 @@ template <class Item, int NT, int PARTS> struct Weights {
   }
 
   // Adds the products of a block to the sums.
-  DEVICE void multiply(const FewTokens& p, const Item& item, int block, float (*sums)[NT][4], int lane, unsigned table) const {
-    U2 x[NT][STEPS];
+  DEVICE void multiply(const FewTokens& p, const Item& item, int block, float (*sums)[4], int lane, unsigned table) const {
+    U2 x[STEPS] = {};
     const int t = lane & 3, inputs = item.is_shared ? p.shared.inputs : p.routed.inputs;
-    const unsigned short* base = (item.is_shared ? p.shared_x : p.x) + block * 64;
-#pragma unroll
-    for (int n = 0; n < NT; n++) {
-#pragma unroll
-      for (int q = 0; q < STEPS; q++) x[n][q] = U2{{0, 0}};
-      if (item.row[n] < 0) continue;
-      const unsigned short* from = base + (size_t)item.row[n] * inputs;
+    if (item.row >= 0) {
+      const unsigned short* from = (item.is_shared ? p.shared_x : p.x) + (size_t)item.row * inputs + block * 64;
 #pragma unroll
       for (int q = 0; q < STEPS; q++) {
         if (SUB == 4) {
-          x[n][q] = load_8(from + q * 16 + t * 4);
+          x[q] = load_8(from + q * 16 + t * 4);
         } else if (q % 2 == 0) {
           const U4 r = load_16(from + (BITS == 8 ? t * 16 + q * 4 : q / 2 * 32 + t * 8));
-          x[n][q] = U2{{r.v[0], r.v[1]}};
-          x[n][q + 1] = U2{{r.v[2], r.v[3]}};
+          x[q] = U2{{r.v[0], r.v[1]}};
+          x[q + 1] = U2{{r.v[2], r.v[3]}};
         }
       }
     }
@@ -267,7 +241,7 @@ template <class Item, int NT, int PARTS> struct Weights {
     for (int part = 0; part < PARTS; part++)
 #pragma unroll
       for (int s = 0; s < SUB; s++) {
-        float c[NT][4] = {};
+        float c[4] = {};
 #pragma unroll
         for (int q = s * (STEPS / SUB); q < (s + 1) * (STEPS / SUB); q++) {
           unsigned a[4];
@@ -280,13 +254,10 @@ template <class Item, int NT, int PARTS> struct Weights {
             if (ZEROS) a[i] = less_zero(a[i], zero[part][i & 1][s]);
 #endif
           }
-#pragma unroll
-          for (int n = 0; n < NT; n++) mma(c[n], a, x[n][q]);
+          mma(c, a, x[q]);
         }
 #pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-          for (int i = 0; i < 4; i++) sums[part][n][i] += scale[part][i >> 1][s] * c[n][i];
+        for (int i = 0; i < 4; i++) sums[part][i] += scale[part][i >> 1][s] * c[i];
       }
   }
 };
@@ -302,13 +273,11 @@ DEVICE float activated(const FewTokens& p, float gate, float up) {
   return gate * sigmoid(gate) * up;
 }
 
-// Up to 8 * NT tokens, or tiles of so many pairs.
-template <bool OUTER, class Experts, int NT, int TEAM, int DEPTH> DEVICE void compute(const FewTokens& p) {
-  using OwnItem = Item<Experts, NT>;
-  constexpr int PARTS = OUTER ? 1 : 2, TEAMS = WARPS / TEAM, TOKENS = NT * 8;
+template <bool OUTER, int TEAM, int DEPTH> DEVICE void compute(const FewTokens& p) {
+  constexpr int PARTS = OUTER ? 1 : 2, TEAMS = WARPS / TEAM;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, team = warp / TEAM, member = warp % TEAM;
-  float* all_sums = (float*)below_table();  // [warps, parts, tokens, PITCH]
-  static_assert(WARPS * PARTS * TOKENS * PITCH * 4 + 3 * MOST_PAIRS * 4 <= ROOM, "the sums and the choice must fit");
+  float* all_sums = (float*)(BITS == 4 ? behind_table() : all_shared());  // [warps, parts, tokens, PITCH]
+  static_assert(WARPS * PARTS * COLUMNS * PITCH * 4 + 3 * MOST_PAIRS * 4 <= ROOM, "the sums and the choice must fit");
   unsigned lane_bits = 0;
 #if BITS == 4
   fill_pairs(p.pairs);
@@ -317,17 +286,16 @@ template <bool OUTER, class Experts, int NT, int TEAM, int DEPTH> DEVICE void co
     wait_for_launch_ahead();
     let_next_launch_begin();
   }
-  const Experts experts(p, (int*)(all_sums + WARPS * PARTS * TOKENS * PITCH));  // its barriers are those of the table, too
+  const Choice experts(p, (int*)(all_sums + WARPS * PARTS * COLUMNS * PITCH));  // its barriers are those of the table, too
 #if BITS == 4
   lane_bits = lane_part(lane);
 #endif
-  const int of_shared = p.shared_outputs / ROWS * ((p.tokens + TOKENS - 1) / TOKENS);
-  const long long total = experts.count * (p.outputs / ROWS) + of_shared;
+  const long long total = experts.count * (p.outputs / ROWS) + p.shared_outputs / ROWS;
   const int first = total * blockIdx.x / gridDim.x, end = total * (blockIdx.x + 1) / gridDim.x;
-  const auto item_at = [&](int index) { return OwnItem(p, experts, index, end, member, TEAM, OUTER, lane); };
+  const auto item_at = [&](int index) { return Item(p, experts, index, end, member, TEAM, OUTER, lane); };
   int index = first + team, next_index = index, next_step = 0;
-  OwnItem item = item_at(index), next_item = item;
-  Weights<OwnItem, NT, PARTS> weights[DEPTH];
+  Item item = item_at(index), next_item = item;
+  Weights<PARTS> weights[DEPTH];
   // Finds the item whose weights are loaded next. A warp skips items of which it has no block.
   const auto advance = [&]() {
     while (next_item.exists && next_step >= next_item.steps) {
@@ -348,7 +316,7 @@ template <bool OUTER, class Experts, int NT, int TEAM, int DEPTH> DEVICE void co
   }
 #pragma unroll 1
   while (item.exists) {
-    float sums[PARTS][NT][4] = {};
+    float sums[PARTS][4] = {};
 #pragma unroll 1
     for (int step = 0; step < item.steps; step += DEPTH) {
       next_step += DEPTH;
@@ -364,12 +332,10 @@ template <bool OUTER, class Experts, int NT, int TEAM, int DEPTH> DEVICE void co
 #pragma unroll
     for (int part = 0; part < PARTS; part++)
 #pragma unroll
-      for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-          all_sums[((warp * PARTS + part) * TOKENS + n * 8 + t * 2 + (i & 1)) * PITCH + g + (i >> 1) * 8] = sums[part][n][i];
+      for (int i = 0; i < 4; i++)
+        all_sums[((warp * PARTS + part) * COLUMNS + t * 2 + (i & 1)) * PITCH + g + (i >> 1) * 8] = sums[part][i];
     wait_team<TEAM>(team);
-    for (int i = threadIdx.x % (TEAM * 32); i < min(p.tokens, TOKENS) * ROWS; i += TEAM * 32) {
+    for (int i = threadIdx.x % (TEAM * 32); i < p.tokens * ROWS; i += TEAM * 32) {
       const int n = i / ROWS, row = i % ROWS, output = item.output + row;
       const Column column = item.column(p, experts, n);
       if (column.token < 0) continue;
@@ -377,7 +343,7 @@ template <bool OUTER, class Experts, int NT, int TEAM, int DEPTH> DEVICE void co
 #pragma unroll
       for (int part = 0; part < PARTS; part++)
 #pragma unroll
-        for (int w = 0; w < TEAM; w++) sum[part] += all_sums[(((team * TEAM + w) * PARTS + part) * TOKENS + n) * PITCH + row];
+        for (int w = 0; w < TEAM; w++) sum[part] += all_sums[(((team * TEAM + w) * PARTS + part) * COLUMNS + n) * PITCH + row];
       const size_t pair = (size_t)column.place * p.tokens + column.token;
       if constexpr (OUTER) {
         const int summands = p.per_token + (p.shared_outputs > 0);
@@ -397,11 +363,5 @@ template <bool OUTER, class Experts, int NT, int TEAM, int DEPTH> DEVICE void co
 }
 
 #define PROGRAM KERNEL void __launch_bounds__(THREADS, 1)
-PROGRAM inner_8(const FewTokens p) { compute<false, Choice, 1, INNER_TEAM, INNER_DEPTH>(p); }
-PROGRAM inner_16(const FewTokens p) { compute<false, Choice, 2, INNER_TEAM, INNER_DEPTH>(p); }
-PROGRAM inner_tiles_8(const FewTokens p) { compute<false, Tiles<8>, 1, TILES_TEAM, TILES_DEPTH>(p); }
-PROGRAM inner_tiles_16(const FewTokens p) { compute<false, Tiles<16>, 2, TILES_TEAM, TILES_DEPTH>(p); }
-PROGRAM outer_8(const FewTokens p) { compute<true, Choice, 1, OUTER_TEAM, OUTER_DEPTH>(p); }
-PROGRAM outer_16(const FewTokens p) { compute<true, Choice, 2, OUTER_TEAM, OUTER_DEPTH>(p); }
-PROGRAM outer_tiles_8(const FewTokens p) { compute<true, Tiles<8>, 1, OUTER_TEAM, OUTER_DEPTH>(p); }
-PROGRAM outer_tiles_16(const FewTokens p) { compute<true, Tiles<16>, 2, OUTER_TEAM, OUTER_DEPTH>(p); }
+PROGRAM inner(const FewTokens p) { compute<false, INNER_TEAM, INNER_DEPTH>(p); }
+PROGRAM outer(const FewTokens p) { compute<true, OUTER_TEAM, OUTER_DEPTH>(p); }

@@ -44,7 +44,7 @@ def launch_tiles(
     parts = torch.empty(programs * 2 * shape.tokens * shape.rows, dtype=torch.float32, device=x.device)
     arguments = arguments_of(weight)
     arguments.x, arguments.y, arguments.parts = x.data_ptr(), y_NO.data_ptr(), parts.data_ptr()
-    arguments.outputs, arguments.least_blocks = outputs, shape.least_blocks
+    arguments.outputs, arguments.least_blocks, arguments.most_idle = outputs, shape.least_blocks, shape.most_idle
     arguments.inverse = 0 if pairs_a_row == 1 else -(-(1 << 32) // pairs_a_row)
     arguments.used_tiles, arguments.expert_of_tile = tiles.used_1.data_ptr(), tiles.expert_M.data_ptr()
     arguments.pair_of_tile = tiles.pair_MB.data_ptr()

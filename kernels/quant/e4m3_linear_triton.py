@@ -36,6 +36,7 @@ from lorafleet.kernels.quant.e4m3_tuning import E4M3Shape, e4m3_tuning
 from lorafleet.kernels.quant.fp8 import FP8
 
 PREFETCH_CHUNK = 512  # bytes of a row that are requested at a time
+REQUEST_ALIGNMENT = 16  # a request begins at a multiple of so many bytes
 
 
 # Sizes that change from step to step are not specialized: a new batch must never wait for a compiler.
@@ -157,6 +158,7 @@ def e4m3_linear_triton(
     splits = triton.cdiv(steps, steps_a_split)
     early = may_start_early(x_TD.device)
     is_inside = outputs % shape.block_o == 0 and shape.prefetch <= inputs - (splits - 1) * steps_a_split * block_d
+    may_request = is_inside and inputs % REQUEST_ALIGNMENT == 0
     y_TO = torch.empty(num_tokens, outputs, dtype=x_TD.dtype, device=x_TD.device)
     part = y_TO
     if splits > 1:
@@ -186,7 +188,7 @@ def e4m3_linear_triton(
         block_d=block_d,
         stages=shape.stages,
         early=early,
-        prefetch=shape.prefetch if is_inside else 0,  # every request must lie in W
+        prefetch=shape.prefetch if may_request else 0,  # every request must lie in W
         chunk=min(shape.prefetch, PREFETCH_CHUNK),
         num_warps=shape.warps,
         **early_launch(early),

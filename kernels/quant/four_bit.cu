@@ -19,13 +19,15 @@
 //   ZEROS    1 if groups have zero points
 //   EXPERTS  1 if the weight is that of all experts of a mixture: each tile of pairs multiplies its expert's rows
 //   FEW_8_WARPS, FEW_16_WARPS, FEW_32_WARPS  warps of a program, as many as have enough registers; 0 for no such kernel
+//   RESIDENT  programs of few_8 and few_16 that have room on an SM together
 #define BLOCK_BYTES 2048  // codes of 64 rows and 64 inputs
 #define STEPS 4          // products of 16 inputs in a block
 #define SCALE_BYTES (SCALE == 0 ? 4 : 2)
 #define MANY_WARPS 8
 #define MANY_ROWS 128
 #define X_PITCH (SUB == 4 ? 160 : 128)  // bytes of a token's 64 inputs in shared memory, see x_place()
-#define STAGE_BYTES 98304  // shared memory of many()'s copies in flight
+#define SUMS_BYTES 36864   // shared memory of many()'s sums
+#define STAGE_BYTES 98304  // and of its copies in flight, behind them
 
 // Arguments of a launch; FourBitArguments in four_bit_cuda.py is the same. T tokens, O outputs, D inputs, G groups of a row.
 struct Linear {
@@ -46,8 +48,8 @@ struct Linear {
   int tokens, outputs, inputs;   // tokens: not used with EXPERTS; outputs: of one expert
   unsigned inverse;              // with EXPERTS: 2^32 / pairs that read the same row of x, rounded up, or 0 for one pair
   int least_blocks;              // with EXPERTS: blocks that a program has at least
+  int most_idle;                 // blocks that a program may lack on average so that no item is shared
   int blocks_a_group;            // blocks of 64 inputs that share a scale; 1 if SUB > 1
-  int ahead;                     // for few(): steps of a warp ahead of which codes are fetched into the L2 cache, or 0
   int first_tile, rounded;       // for dequantize(): its first tile of 64 rows, and the dtype before quantization, as SCALE
 };
 
@@ -78,7 +80,7 @@ DEVICE unsigned minus_zero(unsigned pair, unsigned zero) {
 // Returns the row of y that belongs to a token of an item, or -1 if the item has fewer tokens. `tokens` are those of an item.
 DEVICE int y_row(const Linear& p, int span, int tokens, int token) {
   const int at = span * tokens + token;
-  if (EXPERTS) return p.pair_of_tile[at];
+  if (EXPERTS) return __ldg(p.pair_of_tile + at);
   return at < p.tokens ? at : -1;
 }
 
@@ -102,20 +104,24 @@ struct Place {
 };
 
 // A program's run of blocks. Blocks are counted through all items. Items that follow each other have the same rows and other
-// tokens, so that codes are in the cache. With EXPERTS they have the same tokens, which are few, and other rows.
+// tokens, so that codes are in the cache. With EXPERTS they have the same tokens, which are few, and other rows. Runs are
+// cut between blocks, or between items if that divides them nearly as evenly, since adding the parts of an item takes time.
 struct Run {
   int rows, spans;  // numbers of items along the rows and along the tokens
   int begin, end, blocks, total, programs;
+  int unit;  // blocks that are not divided among programs: one, or those of an item
   DEVICE Run(const Linear& p, int rows, int spans) : rows(rows), spans(spans), blocks(p.inputs / 64) {
     total = rows * spans * blocks;
     programs = gridDim.x;
     if (EXPERTS) programs = min(programs, (total + p.least_blocks - 1) / p.least_blocks);
+    const int items = rows * spans, most = items ? (items + programs - 1) / programs : 0;
+    unit = (long long)most * blocks * programs - total <= (long long)p.most_idle * programs ? blocks : 1;
     begin = end = 0;
     if ((int)blockIdx.x < programs) begin = first_of(blockIdx.x), end = first_of(blockIdx.x + 1);
   }
-  DEVICE bool is_empty() const { return EXPERTS && begin == end; }
-  DEVICE int first_of(int program) const { return (int)((long long)program * total / programs); }
-  DEVICE int owner(int at) const { return (int)(((long long)(at + 1) * programs - 1) / total); }
+  DEVICE bool is_empty() const { return begin == end; }
+  DEVICE int first_of(int program) const { return (int)((long long)program * (total / unit) / programs) * unit; }
+  DEVICE int owner(int at) const { return (int)(((long long)(at / unit + 1) * programs - 1) / (total / unit)); }
   DEVICE int first_owner(int item) const { return owner(item * blocks); }
   DEVICE int last_owner(int item) const { return owner((item + 1) * blocks - 1); }
   DEVICE Item item(int number) const {
@@ -199,20 +205,21 @@ DEVICE void store_sum(const Linear& p, int token, int row, float sum) {
   p.y[(size_t)token * p.outputs + row] = to_number(sum);
 }
 
-// The sums of an item in shared memory, and what becomes of them. They lie several times, to be added.
-template <int ROWS, int TOKENS, int COPIES, int THREADS> struct Sums {
+#if !EXPERTS
+// The sums of many() for an item in shared memory, and what becomes of them.
+template <int ROWS, int TOKENS, int THREADS> struct Sums {
   static constexpr int PITCH = ROWS + 4;  // lanes that write sums of 8 rows and 4 tokens meet no bank twice
-  static constexpr int SIZE = COPIES * TOKENS * PITCH;
-  static_assert(SIZE * 4 + 8 <= 63 * 1024, "the sums must fit below the table");
+  static constexpr int SIZE = TOKENS * PITCH;
+  static_assert(SIZE * 4 + 8 <= SUMS_BYTES, "the sums must fit");
   const Linear& p;
   const Run& run;
   float* sums;
   int* is_last;  // of the program's two parts
 
-  DEVICE Sums(const Linear& p, const Run& run) : p(p), run(run), sums((float*)below_table()), is_last((int*)(sums + SIZE)) {}
+  DEVICE Sums(const Linear& p, const Run& run) : p(p), run(run), sums((float*)behind_table()), is_last((int*)(sums + SIZE)) {}
 
   // Writes, or adds, a warp's sums of MT tiles of 16 rows from `row` on, as the tensor cores leave them.
-  template <bool ADDS, int MT, int NT> DEVICE void put(int copy, int row, float (*own)[NT][4]) const {
+  template <bool ADDS, int MT, int NT> DEVICE void put(int row, float (*own)[NT][4]) const {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
 #pragma unroll
     for (int m = 0; m < MT; m++)
@@ -220,7 +227,7 @@ template <int ROWS, int TOKENS, int COPIES, int THREADS> struct Sums {
       for (int n = 0; n < NT; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          float* at = sums + (copy * TOKENS + n * 8 + t * 2 + (i & 1)) * PITCH + row + m * 16 + g + (i >> 1) * 8;
+          float* at = sums + (n * 8 + t * 2 + (i & 1)) * PITCH + row + m * 16 + g + (i >> 1) * 8;
           *at = ADDS ? *at + own[m][n][i] : own[m][n][i];
         }
   }
@@ -229,21 +236,16 @@ template <int ROWS, int TOKENS, int COPIES, int THREADS> struct Sums {
     return p.parts + (size_t)(program * 2 + run.part_of(program, item)) * TOKENS * ROWS;
   }
 
-  DEVICE int count() const { return (EXPERTS ? TOKENS : p.tokens) * ROWS; }
-
   // Stores the item's sums if the program has all of it, or its part of them. All threads call it after put().
   DEVICE void store(const Item& item) const {
     const bool whole = run.has_whole(item.number);
     float* own_part = part(blockIdx.x, item.number);
     __syncthreads();
-    for (int i = threadIdx.x; i < count(); i += THREADS) {
-      const int token = i / ROWS, row = i % ROWS, to = y_row(p, item.span, TOKENS, token);
-      if (EXPERTS && to < 0) continue;
-      float sum = 0.f;
-#pragma unroll
-      for (int c = 0; c < COPIES; c++) sum += sums[(c * TOKENS + token) * PITCH + row];
+    for (int i = threadIdx.x; i < p.tokens * ROWS; i += THREADS) {
+      const int token = i / ROWS, row = i % ROWS;
+      const float sum = sums[token * PITCH + row];
       if (whole)
-        store_sum(p, to, item.rows * ROWS + row, sum);
+        store_sum(p, token, item.rows * ROWS + row, sum);
       else
         own_part[i] = sum;
     }
@@ -261,19 +263,18 @@ template <int ROWS, int TOKENS, int COPIES, int THREADS> struct Sums {
       if (!is_last[which]) continue;
       const Item item = run.item(run.shared_item(which));
       const int first = run.first_owner(item.number), last = run.last_owner(item.number);
-      for (int i = threadIdx.x; i < count(); i += THREADS) {
-        const int to = y_row(p, item.span, TOKENS, i / ROWS);
-        if (EXPERTS && to < 0) continue;
+      for (int i = threadIdx.x; i < p.tokens * ROWS; i += THREADS) {
         // All programs but the first one begin in the item, or they would not share it.
         float sum = load_shared_by_programs(part(first, item.number) + i);
 #pragma unroll 4
         for (int program = first + 1; program <= last; program++)
           sum += load_shared_by_programs(p.parts + (size_t)program * 2 * TOKENS * ROWS + i);
-        store_sum(p, to, item.rows * ROWS + i % ROWS, sum);
+        store_sum(p, i / ROWS, item.rows * ROWS + i % ROWS, sum);
       }
     }
   }
 };
+#endif
 
 // The rows of x that a lane reads in few(), and where its weight's blocks lie. It follows a warp from tile to tile.
 template <int NT> struct Gathered {
@@ -284,7 +285,7 @@ template <int NT> struct Gathered {
   DEVICE void follow(const Linear& p, const Run& run, int to, int lane) {
     if (span == to) return;
     span = to;
-    if (EXPERTS) shift = (p.expert_of_tile[span] - span) * run.rows * run.blocks;
+    if (EXPERTS) shift = (__ldg(p.expert_of_tile + span) - span) * run.rows * run.blocks;
 #pragma unroll
     for (int n = 0; n < NT; n++) row[n] = x_row(p, y_row(p, span, NT * 8, n * 8 + (lane >> 2)));
   }
@@ -297,8 +298,8 @@ template <int NT> struct Operands {
   U2 zero[SUB];                          // the same rows' zeros
   U2 x[NT][STEPS];
 
-  DEVICE void load(const Linear& p, const Groups& groups, const Place& place, const Gathered<NT>& gathered, int lane) {
-    const int g = lane >> 2, t = lane & 3, at = place.at + gathered.shift;
+  DEVICE void load_weight(const Linear& p, const Groups& groups, int at, int lane) {
+    const int g = lane >> 2;
 #pragma unroll
     for (int m = 0; m < 4; m++) code[m] = load_once(p.codes + (size_t)at * BLOCK_BYTES + m * 512 + lane * 16);
     const size_t group = (size_t)groups.first_of(at) * 64 + g * 8;
@@ -312,6 +313,10 @@ template <int NT> struct Operands {
       }
       if (ZEROS) zero[s] = load_8(p.zeros + group + s * 64);
     }
+  }
+
+  DEVICE void load_x(const Linear& p, const Place& place, const Gathered<NT>& gathered, int lane) {
+    const int t = lane & 3;
 #pragma unroll
     for (int n = 0; n < NT; n++) {
 #pragma unroll
@@ -320,11 +325,11 @@ template <int NT> struct Operands {
         const unsigned short* from = p.x + (size_t)gathered.row[n] * p.inputs + place.block * 64 + t * (SUB == 4 ? 4 : 8);
         if (SUB == 4) {
 #pragma unroll
-          for (int q = 0; q < STEPS; q++) x[n][q] = load_8(from + q * 16);
+          for (int q = 0; q < STEPS; q++) x[n][q] = load_x_8(from + q * 16);
         } else {
 #pragma unroll
           for (int h = 0; h < 2; h++) {
-            const U4 r = load_16(from + h * 32);
+            const U4 r = load_x_16(from + h * 32);
             x[n][h * 2] = U2{{r.v[0], r.v[1]}};
             x[n][h * 2 + 1] = U2{{r.v[2], r.v[3]}};
           }
@@ -361,60 +366,152 @@ template <int NT> struct Operands {
   }
 };
 
-// Fetches a block's codes and its groups' numbers into the L2 cache, if the run has the block.
-DEVICE void fetch(const Linear& p, const Run& run, const Groups& groups, int at, int lane) {
-  if (at >= run.end || lane != 0) return;
-  const size_t group = (size_t)groups.first_of(at) * 64;
-  fetch_into_cache(p.codes + (size_t)at * BLOCK_BYTES, BLOCK_BYTES);
-  fetch_into_cache(p.scales + group * SCALE_BYTES, 64 * SUB * SCALE_BYTES);
-  if (ZEROS) fetch_into_cache(p.zeros + group, 64 * SUB);
-}
+// The sums of a warp in few(): 64 rows and 8 * NT tokens, as the tensor cores leave them. In memory they lie by thread.
+template <int NT> struct WarpSums {
+  static constexpr int PIECES = 4 * NT, SIZE = PIECES * 32;  // a thread's and all, 4 sums each
+  float v[4][NT][4];
 
-// Up to 8 * NT tokens. An item is 64 rows. The warps of a program take its blocks in turn, and add up at an item's end.
-// A warp loads the next block's operands into registers while it multiplies one: codes that went through shared memory
-// would take a third of the bandwidth that lookups leave.
-template <int NT, int WARPS> DEVICE void few(const Linear& p) {
-  constexpr bool HALVES = NT == 4;  // half of the warps add to the other half's sums, or they would not fit
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const Run run(p, p.outputs / 64, EXPERTS ? *p.used_tiles : 1);
-  if (run.is_empty()) return;
-  const Groups groups(p);
-  const Sums<64, NT * 8, HALVES ? WARPS / 2 : WARPS, WARPS * 32> all_sums(p, run);
-  Operands<NT> now, next;
-  Gathered<NT> gathered;
-  Place place = run.place(run.begin + warp);
-  const auto load = [&](Operands<NT>& operands) {
-    if (place.at >= run.end) return;
-    gathered.follow(p, run, place.item.span, lane);
-    operands.load(p, groups, place, gathered, lane);
-  };
-  load(now);
-#pragma unroll 1
-  for (int i = 1; i < p.ahead; i++) fetch(p, run, groups, place.at + i * WARPS, lane);
-  const unsigned lane_bits = fill_table<WARPS * 32>(p);
-  const int last_item = run.item_of(run.end - 1);
-  for (Item item = run.item(run.item_of(run.begin)); item.number <= last_item; run.next(item)) {
-    const int end = min((item.number + 1) * run.blocks, run.end);
-    float sums[4][NT][4] = {};
-    while (place.at < end) {
-      if (p.ahead) fetch(p, run, groups, place.at + p.ahead * WARPS, lane);
-      place.move(WARPS, run);
-      load(next);
-      now.multiply(sums, lane_bits);
-      now = next;
-    }
-    __syncthreads();
-    if (!HALVES) {
-      all_sums.template put<false, 4, NT>(warp, 0, sums);
-    } else {
-      if (warp >= WARPS / 2) all_sums.template put<false, 4, NT>(warp - WARPS / 2, 0, sums);
-      __syncthreads();
-      if (warp < WARPS / 2) all_sums.template put<true, 4, NT>(warp, 0, sums);
-    }
-    all_sums.store(item);
+  DEVICE void clear() {
+#pragma unroll
+    for (int k = 0; k < PIECES * 4; k++) v[k / 4 / NT][k / 4 % NT][k % 4] = 0.f;
   }
-  all_sums.finish();
-}
+  DEVICE void write(F4* to, int lane) const {
+#pragma unroll
+    for (int k = 0; k < PIECES; k++) {
+      const float* own = v[k / NT][k % NT];
+      to[k * 32 + lane] = F4{{own[0], own[1], own[2], own[3]}};
+    }
+  }
+  DEVICE void add(const F4* from, int lane, bool of_programs) {
+#pragma unroll
+    for (int k = 0; k < PIECES; k++) {
+      const F4 r = of_programs ? load_shared_by_programs(from + k * 32 + lane) : from[k * 32 + lane];
+#pragma unroll
+      for (int i = 0; i < 4; i++) v[k / NT][k % NT][i] += r.v[i];
+    }
+  }
+  DEVICE void store(const Linear& p, const Item& item, int lane) const {
+    const int row = item.rows * 64 + (lane >> 2), t = lane & 3;
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const int to = y_row(p, item.span, NT * 8, n * 8 + t * 2 + j);
+        if (to < 0) continue;
+#pragma unroll
+        for (int m = 0; m < 4; m++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) store_sum(p, to, row + m * 16 + h * 8, v[m][n][h * 2 + j]);
+      }
+  }
+};
+
+// Up to 8 * NT tokens. An item is 64 rows. A program's run is cut into as many runs as it has warps, so that a warp keeps
+// an item's sums in registers and stores those of whole items by itself. Only at the end of the program are the sums of
+// items added that several warps share: the warp in which an item begins collects them. A warp loads the next block's
+// operands into registers while it multiplies one: codes that went through shared memory would take a third of the
+// bandwidth that lookups leave.
+template <int NT, int WARPS> struct Few {
+  using Sums = WarpSums<NT>;
+  static constexpr int SIZE = Sums::SIZE;
+  const Linear& p;
+  const Run run;
+  const Groups groups;
+  const int lane, warp;
+
+  DEVICE Few(const Linear& p)
+      : p(p), run(p, p.outputs / 64, EXPERTS ? *p.used_tiles : 1), groups(p), lane(threadIdx.x & 31), warp(threadIdx.x >> 5) {}
+
+  // Returns the first block of a warp's run. It is rounded up, so that warp 0 has a block if the program has one.
+  DEVICE int first_of(int warp) const { return run.begin + ((run.end - run.begin) * warp + WARPS - 1) / WARPS; }
+  // Returns where a warp leaves its sums of an item that began before its run. Warp 0 has no such place.
+  DEVICE F4* left(int warp) const { return (F4*)behind_table() + (warp - 1) * SIZE; }
+  DEVICE int* is_last() const { return (int*)left(WARPS); }  // of the program's two shared items
+  DEVICE F4* part(int program, int index) const { return (F4*)p.parts + (size_t)(program * 2 + index) * SIZE; }
+
+  // Multiplies the warp's run. Returns the number of the item that the warp has to collect, or -1.
+  DEVICE int multiply(Sums& sums) const {
+    const int begin = first_of(warp), end = first_of(warp + 1);
+    Operands<NT> now, next;
+    Gathered<NT> gathered;
+    Place place = run.place(begin);
+    // The former kernel may still run. It writes x, and with EXPERTS what chooses the weight.
+    if (!EXPERTS && begin < end) now.load_weight(p, groups, begin, lane);
+    const unsigned lane_bits = fill_table<WARPS * 32>(p);
+    wait_for_former();
+    if (begin < end) {
+      gathered.follow(p, run, place.item.span, lane);
+      if (EXPERTS) now.load_weight(p, groups, begin + gathered.shift, lane);
+      now.load_x(p, place, gathered, lane);
+    }
+#pragma unroll 1
+    while (place.at < end) {
+      const Item item = place.item;
+      const int first = item.number * run.blocks, last = first + run.blocks, stop = min(last, end);
+      sums.clear();
+#pragma unroll 1
+      while (place.at < stop) {
+        place.move(1, run);
+        if (place.at < end) {
+          gathered.follow(p, run, place.item.span, lane);
+          next.load_weight(p, groups, place.at + gathered.shift, lane);
+          next.load_x(p, place, gathered, lane);
+        }
+        now.multiply(sums.v, lane_bits);
+        now = next;
+      }
+      if (first >= begin && last <= end)
+        sums.store(p, item, lane);
+      else if (first < begin && warp > 0)
+        sums.write(left(warp), lane);
+      else if (first < begin && last <= end)
+        sums.write(part(blockIdx.x, 0), lane);
+      else
+        return item.number;
+    }
+    return -1;
+  }
+
+  DEVICE void work() const {
+    begin_next();
+    if (run.is_empty()) {
+      wait_for_former();  // or the next kernel could begin before the former one has ended
+      return;
+    }
+    Sums sums;
+    const int collected = multiply(sums);
+    __syncthreads();
+    if (collected >= 0) {
+      const int stop = min((collected + 1) * run.blocks, run.end);
+#pragma unroll 1
+      for (int other = warp + 1; other < WARPS && first_of(other) < stop; other++)
+        if (first_of(other) < first_of(other + 1)) sums.add(left(other), lane, false);
+      if (run.has_whole(collected))
+        sums.store(p, run.item(collected), lane);
+      else
+        sums.write(part(blockIdx.x, run.part_of(blockIdx.x, collected)), lane);
+    }
+    finish(sums);
+  }
+
+  // Adds the parts of the items that this program is the last one to finish. Both of its items wait until here, so that
+  // no products wait for another program's memory.
+  DEVICE void finish(Sums& sums) const {
+    if (run.shared_item(0) < 0 && run.shared_item(1) < 0) return;
+    __syncthreads();
+    if (threadIdx.x < 2) is_last()[threadIdx.x] = run.is_last(p, run.shared_item(threadIdx.x));
+    __syncthreads();
+    if (warp >= 2 || !is_last()[warp]) return;
+    const Item item = run.item(run.shared_item(warp));
+    const int first = run.first_owner(item.number), last = run.last_owner(item.number);
+    sums.clear();
+    sums.add(part(first, run.part_of(first, item.number)), lane, true);
+    // All programs but the first one begin in the item, or they would not share it.
+#pragma unroll 1
+    for (int program = first + 1; program <= last; program++) sums.add(part(program, 0), lane, true);
+    sums.store(p, item, lane);
+  }
+};
 
 #if !EXPERTS
 // Returns where 16 bytes of x lie in a token's part of shared memory. Lanes read 16 bytes of four pieces in a row and
@@ -530,11 +627,12 @@ template <int NT> struct Many {
   }
 
   DEVICE void work() const {
-    const Sums<MANY_ROWS, TOKENS, 1, THREADS> all_sums(p, run);
+    const Sums<MANY_ROWS, TOKENS, THREADS> all_sums(p, run);
     const int row = rows * 64 + tile * 16;
-    unsigned char* stages = above_table();
+    unsigned char* stages = behind_table() + SUMS_BYTES;
     Place place = run.place(run.begin), ahead = place;
     int fill = 0, use = 0;
+    if (run.is_empty()) return;
     for (; fill < STAGES - 1; fill++) copy(stages + fill * BYTES, ahead);
     const unsigned lane_bits = fill_table<THREADS>(p);
     while (place.at < run.end) {
@@ -551,9 +649,9 @@ template <int NT> struct Many {
         use = use + 1 == STAGES ? 0 : use + 1;
         place.move(count, run);
       }
-      if (half) all_sums.template put<false, 2, NT>(0, row, sums);
+      if (half) all_sums.template put<false, 2, NT>(row, sums);
       __syncthreads();
-      if (!half) all_sums.template put<true, 2, NT>(0, row, sums);
+      if (!half) all_sums.template put<true, 2, NT>(row, sums);
       all_sums.store(item);
     }
     all_sums.finish();
@@ -561,14 +659,14 @@ template <int NT> struct Many {
 };
 
 #if FEW_32_WARPS
-KERNEL void __launch_bounds__(FEW_32_WARPS * 32, 1) few_32(const Linear p) { few<4, FEW_32_WARPS>(p); }
+KERNEL void __launch_bounds__(FEW_32_WARPS * 32, 1) few_32(const Linear p) { Few<4, FEW_32_WARPS>(p).work(); }
 #endif
 KERNEL void __launch_bounds__(MANY_WARPS * 32, 1) many_32(const Linear p) { Many<4>(p).work(); }
 KERNEL void __launch_bounds__(MANY_WARPS * 32, 1) many_64(const Linear p) { Many<8>(p).work(); }
 #endif
 
-KERNEL void __launch_bounds__(FEW_8_WARPS * 32, 1) few_8(const Linear p) { few<1, FEW_8_WARPS>(p); }
-KERNEL void __launch_bounds__(FEW_16_WARPS * 32, 1) few_16(const Linear p) { few<2, FEW_16_WARPS>(p); }
+KERNEL void __launch_bounds__(FEW_8_WARPS * 32, RESIDENT) few_8(const Linear p) { Few<1, FEW_8_WARPS>(p).work(); }
+KERNEL void __launch_bounds__(FEW_16_WARPS * 32, RESIDENT) few_16(const Linear p) { Few<2, FEW_16_WARPS>(p).work(); }
 
 // Rounds as NF4Weight and IntWeight do: to the dtype before quantization, then to the served one.
 DEVICE unsigned short served(float value, int rounded) {

@@ -28,15 +28,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DTYPE_INDEX = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # SCALE and `rounded` in four_bit.cu
-SHARED_BYTES = 0x20000  # up to the end of the table of pairs
-COPIES_BYTES = 0x18000  # above it, for copies in flight
+TABLE_BYTES = 0x10000  # of shared memory: the table of pairs
+WARP_SUMS_BYTES = 2048  # of shared memory for eight tokens: the sums that a warp of few() leaves to another one
+MANY_BYTES = 36864 + 98304  # behind the table, for many(): SUMS_BYTES and STAGE_BYTES in four_bit.cu
+FLAGS_BYTES = 16  # of shared memory for few(): whether the program is an item's last one
+WIDE_BYTES = 163840  # behind the table, for four_bit_wide.cu
 LEAST_CAPABILITY = (8, 0)  # bfloat16 in tensor cores and asynchronous copies
 SOURCES = ("four_bit_primitives.cuh", "four_bit_wide.cuh", "four_bit.cu", "four_bit_wide.cu")
 MANY_WARPS = 8
 WIDE_WARPS = 12
 WGMMA_CAPABILITY = (9, 0)  # no other GPU has wgmma
 MAX_PROGRAMS = 512  # of a launch for products: a weight has a ticket for each
-MAX_AHEAD = 16
+RESIDENT = 2  # programs of few_8 and few_16 on an SM: benchmarks/NOTES.md, "Launches of four bits that overlap"
 DEQUANTIZE_WARPS = 8  # each writes a tile
 
 
@@ -49,7 +52,8 @@ class FourBitArguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("used_tiles", "expert_of_tile", "pair_of_tile")),
         *((name, ctypes.c_int) for name in ("tokens", "outputs", "inputs")),
         ("inverse", ctypes.c_uint),
-        *((name, ctypes.c_int) for name in ("least_blocks", "blocks_a_group", "ahead", "first_tile", "rounded")),
+        *((name, ctypes.c_int) for name in ("least_blocks", "most_idle", "blocks_a_group")),
+        *((name, ctypes.c_int) for name in ("first_tile", "rounded")),
     )
 
 
@@ -73,7 +77,16 @@ class FourBitVariant:
         Each scale of a small group takes a register.
         """
         few_8, few_16, few_32 = {1: (16, 12, 8), 2: (12, 8, 0), 4: (8, 8, 0)}[self.groups_a_block]
-        return {"few_8": few_8, "few_16": few_16, "few_32": few_32}
+        return {"few_8": few_8 // self.resident, "few_16": few_16 // self.resident, "few_32": few_32}
+
+    @property
+    def resident(self) -> int:
+        """Returns how many programs of few_8 and few_16 have room on an SM together."""
+        return 1 if self.of_experts else RESIDENT
+
+    def resident_of(self, shape: KernelShape) -> int:
+        """Returns how many programs of a kernel have room on an SM together."""
+        return self.resident if shape.name in ("few_8", "few_16") else 1
 
     @property
     def options(self) -> list[str]:
@@ -84,6 +97,7 @@ class FourBitVariant:
             f"-DSUB={self.groups_a_block}",
             f"-DZEROS={int(self.has_zeros)}",
             f"-DEXPERTS={int(self.of_experts)}",
+            f"-DRESIDENT={self.resident}",
             *(f"-D{name.upper()}_WARPS={warps}" for name, warps in self.few_warps.items()),
         ]
 
@@ -107,14 +121,11 @@ class KernelShape:
     serves: int  # most tokens for which it is chosen, in several launches if they are more than a launch takes
     rows: int  # rows of W of an item
     least_blocks: int  # blocks of 64 inputs that a program has at least, or adding its parts would be more work
+    most_idle: int  # blocks that programs may lack on average if no two share an item then
     spans: int = 1  # most items of a launch that have the same rows and different tokens, without experts
-    ahead: int = 0  # for few tokens: steps of a warp ahead of which codes are fetched into the L2 cache
     serves_experts: bool = (
         True  # whether it is also compiled for experts, with a tile of pairs as the tokens of an item
     )
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.ahead <= MAX_AHEAD
 
     @property
     def needs_wgmma(self) -> bool:
@@ -129,16 +140,16 @@ class KernelShape:
 
 # Those with wgmma were measured on an H100, the others on an H200: benchmarks/NOTES.md, "Four bits by wgmma".
 KERNEL_SHAPES = (
-    KernelShape("few_8", 8, 8, TILE, 8),
-    KernelShape("few_16", 16, 16, TILE, 8),
-    KernelShape("wide_32", 32, 32, 4 * TILE, 4),
-    KernelShape("wide_64", 64, 64, 4 * TILE, 4),
-    KernelShape("wide_128", 128, 256, 4 * TILE, 4, spans=2),
+    KernelShape("few_8", 8, 8, TILE, 8, 20),
+    KernelShape("few_16", 16, 16, TILE, 8, 20),
+    KernelShape("wide_32", 32, 32, 4 * TILE, 4, 8),
+    KernelShape("wide_64", 64, 64, 4 * TILE, 4, 6),
+    KernelShape("wide_128", 128, 256, 4 * TILE, 4, 3, spans=2),
     # Without wgmma:
-    KernelShape("few_32", 32, 64, TILE, 8, serves_experts=False),
+    KernelShape("few_32", 32, 64, TILE, 8, 0, serves_experts=False),
     # for groups of 16 and 32, for which few_32 has no registers
-    KernelShape("many_32", 32, 32, 2 * TILE, 4, serves_experts=False),
-    KernelShape("many_64", 64, 64, 2 * TILE, 4, serves_experts=False),
+    KernelShape("many_32", 32, 32, 2 * TILE, 4, 0, serves_experts=False),
+    KernelShape("many_64", 64, 64, 2 * TILE, 4, 0, serves_experts=False),
 )
 
 
@@ -150,6 +161,7 @@ class FourBitKernels:
     by_name: dict[str, Launch]
     dequantize: Launch
     num_sms: int
+    resident: dict[str, int]  # programs of each kernel that run on an SM at the same time
 
     @property
     def most_tokens(self) -> int:
@@ -166,7 +178,8 @@ class FourBitKernels:
 
     def programs_for(self, shape: KernelShape, blocks: int) -> int:
         """Returns the number of programs for a product of that many blocks, which are 64 inputs of an item each."""
-        return min(sms_for_gemms(self.num_sms), -(-blocks // shape.least_blocks))
+        most = min(sms_for_gemms(self.num_sms) * self.resident[shape.name], MAX_PROGRAMS)
+        return min(most, -(-blocks // shape.least_blocks))
 
 
 def source() -> str:
@@ -185,7 +198,7 @@ def _kernels(variant: FourBitVariant, index: int) -> FourBitKernels | None:
     properties = torch.cuda.get_device_properties(device)
     capability = torch.cuda.get_device_capability(device)
     room = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stub does not have it
-    if capability < LEAST_CAPABILITY or room < SHARED_BYTES + COPIES_BYTES:
+    if capability < LEAST_CAPABILITY or room < TABLE_BYTES + WIDE_BYTES:
         return None  # Such a GPU is served by the Triton kernels, as it always was.
     has_wgmma = capability == WGMMA_CAPABILITY
     if variant.of_experts and not has_wgmma:
@@ -195,21 +208,24 @@ def _kernels(variant: FourBitVariant, index: int) -> FourBitKernels | None:
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # makes the device's context current in this thread
             code = CudaCode(machine_code(source(), variant.options, device))
-            products: dict[str, Launch] = {shape.name: _product(code, variant, shape) for shape in shapes}
+            products: dict[str, Launch] = {shape.name: _product(code, variant, shape, has_wgmma) for shape in shapes}
+            resident = {shape.name: variant.resident_of(shape) for shape in shapes}
             dequantize = code.kernel("dequantize", DEQUANTIZE_WARPS * 32, 0)
-            return FourBitKernels(shapes, products, dequantize, min(properties.multi_processor_count, MAX_PROGRAMS))
+            return FourBitKernels(shapes, products, dequantize, properties.multi_processor_count, resident)
     except CudaCodeError as error:
         log.warning("weights of four bits are served by slower kernels: %s", error)
         return None
 
 
-def _product(code: CudaCode, variant: FourBitVariant, shape: KernelShape) -> Launch:
+def _product(code: CudaCode, variant: FourBitVariant, shape: KernelShape, has_wgmma: bool) -> Launch:
+    early = has_wgmma and not variant.of_experts
     if shape.needs_wgmma:
-        return code.kernel(shape.name, WIDE_WARPS * 32, SHARED_BYTES + COPIES_BYTES, waits=True)
-    few_warps = variant.few_warps.get(shape.name)
-    if few_warps is not None:
-        return code.kernel(shape.name, few_warps * 32, SHARED_BYTES)
-    return code.kernel(shape.name, MANY_WARPS * 32, SHARED_BYTES + COPIES_BYTES)
+        return code.kernel(shape.name, WIDE_WARPS * 32, TABLE_BYTES + WIDE_BYTES, waits=True, early=early)
+    warps = variant.few_warps.get(shape.name)
+    if warps is not None:
+        shared_bytes = TABLE_BYTES + (warps - 1) * (shape.tokens // 8) * WARP_SUMS_BYTES + FLAGS_BYTES
+        return code.kernel(shape.name, warps * 32, shared_bytes, early=early)
+    return code.kernel(shape.name, MANY_WARPS * 32, TABLE_BYTES + MANY_BYTES)
 
 
 def four_bit_linear(x_TD: Tensor, weight: TiledWeight, bias_O: Tensor | None, kernels: FourBitKernels) -> Tensor:
@@ -234,7 +250,8 @@ def launch(
     y_TO = torch.empty(len(x_TD), outputs, dtype=weight.dtype, device=device)
     parts = torch.empty(programs * 2 * shape.tokens * shape.rows, dtype=torch.float32, device=device)
     arguments = arguments_of(weight)
-    arguments.parts, arguments.outputs, arguments.ahead = parts.data_ptr(), outputs, shape.ahead
+    arguments.parts, arguments.outputs = parts.data_ptr(), outputs
+    arguments.most_idle = shape.most_idle
     arguments.bias = None if bias_O is None else bias_O.data_ptr()
     for first in range(0, len(x_TD), shape.launch_tokens):
         arguments.x, arguments.y = x_TD[first:].data_ptr(), y_TO[first:].data_ptr()

@@ -9,19 +9,23 @@
 
 struct __align__(8) U2 { unsigned v[2]; };
 struct __align__(16) U4 { unsigned v[4]; };
+struct __align__(16) F4 { float v[4]; };
 
-// A table of 256 pairs lies at this address of the shared window, 32 times: 64 KB in all. The address is a multiple of
-// 64 KB, so that one byte permutation makes the address of an entry.
-#define TABLE_AT 0x10000u
-#define ABOVE_TABLE 0x20000u
+// A table of 256 pairs lies at the start of shared memory, 32 times: 64 KB in all. The driver uses the first KB of the
+// shared window. An entry's address is this constant, which is part of the load's instruction, and one byte permutation.
+#define TABLE_AT 0x400u
+#define TABLE_BYTES 0x10000u
+#define BEHIND_TABLE (TABLE_AT + TABLE_BYTES)
 
 extern __shared__ unsigned char shared_start[];
 
 DEVICE unsigned shared_address(const void* at) { return (unsigned)__cvta_generic_to_shared(at); }
 
-// Shared memory below the table, of nearly 63 KB, and above it. The driver uses the first KB of the window.
-DEVICE unsigned char* below_table() { return shared_start; }
-DEVICE unsigned char* above_table() { return shared_start + (ABOVE_TABLE - shared_address(shared_start)); }
+// Returns the shared memory of a kernel that has no table.
+DEVICE unsigned char* all_shared() { return shared_start; }
+
+// Returns the shared memory behind the table.
+DEVICE unsigned char* behind_table() { return shared_start + TABLE_BYTES; }
 
 // Reads 16 bytes that are used once.
 DEVICE U4 load_once(const void* at) {
@@ -31,6 +35,7 @@ DEVICE U4 load_once(const void* at) {
   return r;
 }
 
+// Reads what no kernel writes while this one may run, such as weights.
 DEVICE U4 load_16(const void* at) {
   U4 r;
   asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -44,15 +49,41 @@ DEVICE U2 load_8(const void* at) {
   return r;
 }
 
-// Begins to fetch bytes, a multiple of 16, into the L2 cache. Older GPUs than compute capability 9.0 do not.
-DEVICE void fetch_into_cache(const void* at, int bytes) {
+// Reads what the former kernel has written.
+DEVICE U4 load_x_16(const void* at) {
+  U4 r;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r.v[0]), "=r"(r.v[1]), "=r"(r.v[2]), "=r"(r.v[3]) : "l"(at) : "memory");
+  return r;
+}
+
+DEVICE U2 load_x_8(const void* at) {
+  U2 r;
+  asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(r.v[0]), "=r"(r.v[1]) : "l"(at) : "memory");
+  return r;
+}
+
+// Lets the next kernel of the stream begin as soon as there is room for it, if it is one that calls wait_for_former().
+DEVICE void begin_next() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(at), "r"(bytes));
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Waits until the former kernel of the stream has ended. Before it, a program may only read what no kernel writes.
+DEVICE void wait_for_former() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
 // Reads what another program of this launch has written, past the L1 cache.
 DEVICE float load_shared_by_programs(const float* at) { return __ldcg(at); }
+DEVICE F4 load_shared_by_programs(const F4* at) {
+  F4 r;
+  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(r.v[0]), "=f"(r.v[1]), "=f"(r.v[2]), "=f"(r.v[3]) : "l"(at));
+  return r;
+}
 
 template <int BYTES> DEVICE void copy_to_shared(void* to, const void* from, bool inside = true) {
   const int bytes = inside ? BYTES : 0;  // the rest is filled with zeros
@@ -75,15 +106,16 @@ DEVICE void store_entries(unsigned byte, unsigned lanes, unsigned pair) {
 
 // Returns what lookup() needs of a lane. It stays behind the barrier after the table is written.
 DEVICE unsigned lane_part(unsigned lane) {
+  if (shared_address(shared_start) != TABLE_AT) __trap();
   unsigned r;
-  asm volatile("mov.u32 %0, %1;" : "=r"(r) : "r"(lane * 4 | (TABLE_AT >> 8)) : "memory");
+  asm volatile("mov.u32 %0, %1;" : "=r"(r) : "r"(lane * 4) : "memory");
   return r;
 }
 
-// Returns the pair of byte `index` of the word, from this lane's own bank: TABLE_AT | byte << 8 | lane * 4.
+// Returns the pair of byte `index` of the word, from this lane's own bank: TABLE_AT + (byte << 8 | lane * 4).
 DEVICE unsigned lookup(unsigned word, int index, unsigned lane) {
   unsigned r;
-  asm("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(__byte_perm(word, lane, 0x6504 | (index << 4))));
+  asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(r) : "r"(__byte_perm(word, lane, 0x6504 | (index << 4))), "n"(TABLE_AT));
   return r;
 }
 

@@ -11,6 +11,7 @@
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define MULTIPLIERS 2  // warpgroups that multiply
 #define WIDE_THREADS ((MULTIPLIERS + 1) * 128)
+#define WIDE_BYTES 163840  // shared memory behind the table
 
 // Describes B [16, N] in shared memory: two rows of core matrices, `core` bytes apart, whose matrices are 128 bytes apart.
 DEVICE unsigned long long matrix(unsigned at, int core) {
@@ -20,11 +21,10 @@ DEVICE unsigned long long matrix(unsigned at, int core) {
 // An item is 256 rows and SPANS * N tokens. A warpgroup has two tiles of 64 rows.
 template <int N, int SPANS> struct Wide {
   static constexpr int TOKENS = N * SPANS, TILES = 2, ROWS = MULTIPLIERS * TILES * 64, UNITS = TILES * SPANS;
-  // Bytes of a stage: x above the table; codes, scales and zeros of four tiles below it.
+  // Bytes of a stage: x; behind x of all stages codes, scales and zeros of four tiles.
   static constexpr int STAGE = TOKENS * 128, SCALES = 64 * SUB * SCALE_BYTES, ZERO_BYTES = ZEROS ? 64 * SUB : 0;
   static constexpr int TILE_BYTES = BLOCK_BYTES + SCALES + ZERO_BYTES, OPERANDS = ROWS / 64 * TILE_BYTES;
-  static constexpr int FITTING = 0xFB00 / OPERANDS, STAGES = FITTING < 6 ? FITTING : 6;
-  static_assert(STAGES * STAGE <= STAGE_BYTES, "x of all stages must fit above the table");
+  static constexpr int FITTING = (WIDE_BYTES - 256) / (STAGE + OPERANDS), STAGES = FITTING < 6 ? FITTING : 6;
   static constexpr int CORE = TOKENS * 16;  // bytes of 8 inputs of all tokens
   static constexpr int GROUP_STEPS = STEPS / SUB;
   // A piece of x is 8 tokens by 32 inputs. A warp of the producer loads as many at a time as its registers hold.
@@ -40,7 +40,7 @@ template <int N, int SPANS> struct Wide {
         lane(threadIdx.x & 31), g(lane >> 2), t(lane & 3), warp(threadIdx.x >> 5 & 3) {}
 
   DEVICE unsigned char* operands(int stage, int tile) const {
-    return below_table() + (stage * (ROWS / 64) + tile) * TILE_BYTES;
+    return behind_table() + STAGES * STAGE + (stage * (ROWS / 64) + tile) * TILE_BYTES;
   }
   DEVICE Barrier* filled() const { return (Barrier*)operands(STAGES, 0); }  // one of each stage
   DEVICE Barrier* used() const { return filled() + STAGES; }
@@ -48,7 +48,7 @@ template <int N, int SPANS> struct Wide {
   // Returns the block of a tile of 64 rows. It is that of the last tile for those behind it, which are not stored.
   DEVICE int held_block(const Place& place, int index) const {
     const int tiles = p.outputs / 64, tile = min(place.item.rows * (ROWS / 64) + index, tiles - 1);
-    return ((EXPERTS ? p.expert_of_tile[place.item.span] * tiles : 0) + tile) * run.blocks + place.block;
+    return ((EXPERTS ? __ldg(p.expert_of_tile + place.item.span) * tiles : 0) + tile) * run.blocks + place.block;
   }
 
   DEVICE void load_x(U4* x, const Place& place, int batch) const {
@@ -58,14 +58,14 @@ template <int N, int SPANS> struct Wide {
       x[i] = x[i + 1] = U4{{0, 0, 0, 0}};
       if (row < 0) continue;
       const unsigned short* from = p.x + (size_t)row * p.inputs + place.block * 64 + t * 8;
-      x[i] = load_16(from);
-      x[i + 1] = load_16(from + 32);
+      x[i] = load_x_16(from);
+      x[i + 1] = load_x_16(from + 32);
     }
   }
 
   // Writes what was loaded. Core matrices of wgmma are 8 tokens by 8 inputs, of which a token's are 16 bytes.
   DEVICE void store_x(const U4* x, int stage, int batch) const {
-    unsigned char* at = above_table() + stage * STAGE + batch * PIECES * 64 + g * 16;
+    unsigned char* at = behind_table() + stage * STAGE + batch * PIECES * 64 + g * 16;
 #pragma unroll
     for (int i = 0; i < PIECES; i++)
 #pragma unroll
@@ -154,7 +154,7 @@ template <int N, int SPANS> struct Wide {
   }
 
   DEVICE void issue(float (*c)[4], unsigned (*a)[4], int stage, int s, int span) const {
-    const unsigned x = ABOVE_TABLE + stage * STAGE + s * GROUP_STEPS * 2 * CORE + span * N * 16;
+    const unsigned x = BEHIND_TABLE + stage * STAGE + s * GROUP_STEPS * 2 * CORE + span * N * 16;
     begin_wgmma();
 #pragma unroll
     for (int q = 0; q < GROUP_STEPS; q++) Wgmma<N>::run(c, a[q], matrix(x + q * 2 * CORE, CORE), q > 0);
@@ -199,7 +199,8 @@ template <int N, int SPANS> struct Wide {
     for (int u = 0; u < UNITS; u++)
 #pragma unroll
       for (int n = 0; n < N / 8; n++) {
-        if (y_row_of(item, u, n, 0) < 0) continue;
+        // With experts a whole item's tiles of rows are looked up at once, without a branch for each eight tokens.
+        if (!(EXPERTS && whole) && y_row_of(item, u, n, 0) < 0) continue;
         if (whole)
           store(item, u, n, sums[u][n]);
         else
@@ -310,10 +311,15 @@ template <int N, int SPANS> struct Wide {
 
   DEVICE void work() const {
     const bool produces = threadIdx.x >= MULTIPLIERS * 128;
-    if (run.is_empty()) return;
+    begin_next();
+    if (run.is_empty()) {
+      wait_for_former();
+      return;
+    }
     const Place place = run.place(run.begin);
     if (produces && warp == 0) begin_copies(place);
     const unsigned lane_bits = fill_table<WIDE_THREADS>(p);
+    wait_for_former();
     if (produces) {
       take_registers<PRODUCER_REGISTERS, false>();
       produce(place);

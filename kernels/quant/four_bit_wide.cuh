@@ -1,6 +1,5 @@
 // Instructions that four_bit_wide.cu needs and that only GPUs of compute capability 9.0 have.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-struct __align__(16) F4 { float v[4]; };
 struct Barrier { unsigned long long state; };
 
 DEVICE void begin_barrier(Barrier* barrier, int arrivals) {
@@ -44,12 +43,6 @@ template <int COUNT, bool MORE> DEVICE void take_registers() {
 
 // Makes this thread's writes to shared memory visible to wgmma.
 DEVICE void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-DEVICE F4 load_shared_by_programs(const F4* at) {
-  F4 r;
-  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(r.v[0]), "=f"(r.v[1]), "=f"(r.v[2]), "=f"(r.v[3]) : "l"(at));
-  return r;
-}
 
 DEVICE int load_ticket(const int* at) {
   int r;

@@ -96,40 +96,34 @@ class Arguments(ctypes.Structure):
 
 
 class RecordingDriver:
-    """Has the driver's functions, all of which succeed, and records their names and the last one's arguments."""
+    """Has the driver's functions, all of which succeed, and records the sizes and attributes of launches."""
 
     def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.arguments: tuple[Any, ...] = ()
+        self.launches: list[tuple[tuple[int, ...], dict[int, int]]] = []
 
-    def __getattr__(self, name: str) -> Any:
-        def succeed(*arguments: Any) -> int:
-            self.calls.append(name)
-            self.arguments = arguments
-            return 0
+    def __getattr__(self, _name: str) -> Any:
+        return lambda *_arguments: 0
 
-        return succeed
+    def cuLaunchKernelEx(self, config: Any, *_rest: Any) -> int:
+        fields = config._obj
+        attributes = [fields.attributes[index] for index in range(fields.num_attributes)]
+        sizes = (fields.grid_x, fields.block_x, fields.shared_bytes)
+        self.launches.append((sizes, {attribute.id: attribute.value for attribute in attributes}))
+        return 0
 
 
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> RecordingDriver:
+def test_a_launch_says_whether_its_programs_wait_for_each_other_or_for_the_former_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     driver = RecordingDriver()
     monkeypatch.setattr(nvrtc, "_library", lambda _name: driver)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    return driver
-
-
-@pytest.mark.parametrize(("waits", "launch"), [(False, "cuLaunchKernel"), (True, "cuLaunchCooperativeKernel")])
-def test_programs_that_wait_for_each_other_are_launched_together(
-    waits: bool, launch: str, driver: RecordingDriver
-) -> None:
-    CudaCode(b"code").kernel("name", 32, 0, waits)(4, Arguments(1))
-    assert driver.calls[-1] == launch
-
-
-def test_an_early_launch_asks_the_driver_to_begin_before_the_one_ahead_has_ended(driver: RecordingDriver) -> None:
-    CudaCode(b"code").kernel("name", 32, 7, early=True)(4, Arguments(1))
-    assert driver.calls[-1] == "cuLaunchKernelEx"
-    config = driver.arguments[0]._obj
-    assert list(config.sizes) == [4, 1, 1, 32, 1, 1, 7] and config.num_attributes == 1
-    assert (config.attributes[0].id, config.attributes[0].value[0]) == (6, 1)
+    together, early = 2, 6  # CUlaunchAttributeID
+    for waits, is_early, attributes in (
+        (False, False, {}),
+        (True, False, {together: 1}),
+        (False, True, {early: 1}),
+        (True, True, {together: 1, early: 1}),
+    ):
+        CudaCode(b"code").kernel("name", 32, 1024, waits, is_early)(4, Arguments(1))
+        assert driver.launches[-1] == ((4, 32, 1024), attributes)

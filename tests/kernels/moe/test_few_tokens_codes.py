@@ -27,7 +27,7 @@ from lorafleet.kernels.moe.few_tokens import (
     few_token_mixture,
     serves_tokens,
 )
-from lorafleet.kernels.moe.few_tokens_codes_cuda import NAMES, CodesKernels, CodesVariant, Launch, launch
+from lorafleet.kernels.moe.few_tokens_codes_cuda import COLUMNS, NAMES, CodesKernels, CodesVariant, Launch, launch
 from lorafleet.kernels.moe.routing_rule import RoutingRule
 from lorafleet.kernels.quant.base_weight import Scheme
 from lorafleet.kernels.quant.fp8 import FP8
@@ -35,14 +35,13 @@ from lorafleet.kernels.quant.scaled_weight import ScaledScheme, ScaledWeight
 from lorafleet.kernels.quant.tiled_weight import TiledWeight
 from tests.kernels.harness import needs_gpu, poison_free_memory
 from tests.kernels.moe.test_few_tokens import activated
-from tests.kernels.moe.test_tiled_experts import tiles_of
 from tests.kernels.quant import test_four_bit_source
 from tests.kernels.quant.four_bit_cases import BF16, CASES, F16, random_matrix_of
 
 EMULATION = Path(test_four_bit_source.__file__).with_name("emulated_gpu.h")
 SOURCE = Path(few_tokens_codes_cuda.__file__).with_name("few_tokens_codes.cu")
 # Of the emulated kernels: a thread of the host takes longer to begin than a GPU's.
-WARPS = {"WARPS": 4, "INNER_TEAM": 4, "OUTER_TEAM": 2, "TILES_TEAM": 1}
+WARPS = {"WARPS": 4, "INNER_TEAM": 4, "OUTER_TEAM": 2}
 # Each kind of codes, with the served dtype.
 CODES: dict[str, tuple[Scheme, torch.dtype]] = CASES | {
     "e4m3 by rows": (ScaledScheme("fp8", FP8), BF16),
@@ -163,12 +162,11 @@ def test_the_source_computes_a_mixture(
     weights = few_tokens_codes_cuda._weights(mixture)
     assert weights is not None
     kernels = emulated_kernels(CodesVariant.of(weights[0], activation, early=False), folder, 2)
-    for tokens, columns in ((1, None), (11, None), (13, 8), (11, 16)):
+    for tokens in (1, COLUMNS):
         x_TD = make_x(mixture, tokens)
         expert_TK, weight_TK = few_token_choice(x_TD, mixture.router)
         weight_TJ = torch.cat([weight_TK, torch.full((tokens, int(shared_inner > 0)), 0.3)], dim=1)
-        tiles = None if columns is None else tiles_of(expert_TK.flatten(), columns)
-        out = launch(x_TD, mixture, (expert_TK, weight_TJ), tiles, kernels)
+        out = launch(x_TD, mixture, (expert_TK, weight_TJ), kernels)
         assert out.sums is not None
         check(out.sums.part_KTO.sum(0), expected(x_TD, mixture, expert_TK, weight_TJ))
 
@@ -178,10 +176,6 @@ def test_the_twin(case: str) -> None:
     mixture = make_mixture(case, (128, 64, 5), 2, shared_inner=64)
     assert serves_tokens(mixture, MOST_TOKENS) and not serves_tokens(mixture, MOST_TOKENS + 1)
     compare(mixture, make_x(mixture, 3))
-
-
-def test_tiles_are_for_few_pairs_an_expert() -> None:
-    assert [few_tokens_codes_cuda.tile_pairs(pairs, 128) for pairs in (640, 641, 1280, 1281)] == [8, 16, 16, None]
 
 
 def test_a_mixture_of_another_kind_of_codes_is_not_served() -> None:
@@ -200,8 +194,8 @@ class TestOnGPU:
     @pytest.mark.parametrize("case", CODES)
     def test_all_codes(self, case: str, shared_inner: int, activation: ExpertActivation) -> None:
         mixture = make_mixture(case, (512, 192, 16), 4, activation, shared_inner, "cuda", early=True)
-        for tokens in (1, 2, 7, 8, 9, 16, 20, 35):
-            assert serves_tokens(mixture, tokens)
+        assert serves_tokens(mixture, 1) and not serves_tokens(mixture, 2)
+        for tokens in (1, 2, 7, COLUMNS):
             compare(mixture, make_x(mixture, tokens))
 
     @pytest.mark.parametrize("case", ["nf4", "e4m3 by blocks"])
@@ -218,7 +212,7 @@ class TestOnGPU:
     @pytest.mark.parametrize("case", ["nf4", "e4m3 by blocks"])
     def test_a_large_mixture(self, case: str) -> None:
         mixture = make_mixture(case, (2048, 768, 24), 8, device="cuda", early=True)
-        for tokens in (1, 8, 24):
+        for tokens in (1, COLUMNS):
             compare(mixture, make_x(mixture, tokens))
 
 

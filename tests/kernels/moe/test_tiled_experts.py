@@ -23,15 +23,16 @@ from tests.kernels.quant.four_bit_cases import CASES, filled, random_matrix_of
 from tests.kernels.quant.test_four_bit_source import EMULATED, compiled, emulated_kernels
 
 EXPERTS, OUTPUTS, INPUTS, PER_TOKEN = 4, 192, 320, 2
-# Pairs of a tile, tokens, whether a row of x has one pair, and programs: items that programs share, whole ones, and
-# programs without work.
+# Pairs of a tile, tokens, whether a row of x has one pair, programs and most_idle: items that programs share, whole
+# ones, and programs without work.
 LAUNCHES = (
-    (8, 13, False, 3),
-    (8, 1, True, 7),
-    (16, 21, False, 2),
-    (32, 40, True, 4),
-    (64, 57, False, 2),
-    (128, 100, False, 3),
+    (8, 13, False, 3, 0),
+    (8, 13, False, 4, None),
+    (8, 1, True, 7, 0),
+    (16, 21, False, 2, 0),
+    (32, 40, True, 4, None),
+    (64, 57, False, 2, 0),
+    (128, 100, False, 3, 0),
 )
 
 
@@ -95,8 +96,8 @@ def test_tiles_of_pairs_are_multiplied_by_their_experts(case: str, folder: Path)
     assert isinstance(experts.weight, TiledWeight)
     library = compiled(experts.weight, folder)
     values_EOD = torch.stack([experts[expert].double() for expert in range(EXPERTS)])
-    for tile_pairs, tokens, by_pair, programs in LAUNCHES:
-        kernels = emulated_kernels(library, programs, experts.weight)
+    for tile_pairs, tokens, by_pair, programs, most_idle in LAUNCHES:
+        kernels = emulated_kernels(library, programs, experts.weight, most_idle)
         # Half of the tokens choose the first expert, and none chooses the third.
         expert_N = torch.tensor([0, 1, 3])[torch.randint(0, 3, (tokens * PER_TOKEN,), generator=generator)]
         expert_N[: tokens // 2] = 0

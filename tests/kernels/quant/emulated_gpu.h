@@ -85,7 +85,7 @@ struct Rendezvous {
   }
 };
 
-constexpr unsigned TABLE_AT = 0x10000, ABOVE_TABLE = 0x20000, WINDOW = 228 * 1024, DRIVER = 1024;
+constexpr unsigned TABLE_AT = 1024, BEHIND_TABLE = TABLE_AT + 0x10000, WINDOW = 228 * 1024, DRIVER = 1024;
 struct Warp {
   Rendezvous barrier{32};
   unsigned a[32][4], b[32][2];
@@ -107,11 +107,12 @@ inline void __syncthreads() { current->program->barrier.arrive_and_wait(); }
 inline void __syncwarp() { current->program->warps[threadIdx.x >> 5].barrier.arrive_and_wait(); }
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline int atomicAdd(int* at, int value) { return __sync_fetch_and_add(at, value); }
+inline int __ldg(const int* at) { return *at; }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
 inline float __uint_as_float(unsigned bits) { float r; memcpy(&r, &bits, 4); return r; }
 
-inline unsigned char* below_table() { return at_window(DRIVER, 0); }
-inline unsigned char* above_table() { return at_window(ABOVE_TABLE, 0); }
+inline unsigned char* all_shared() { return at_window(DRIVER, 0); }
+inline unsigned char* behind_table() { return at_window(BEHIND_TABLE, 0); }
 template <class T> T read(const void* at) {
   if ((size_t)at % sizeof(T)) abort();
   T r; memcpy(&r, at, sizeof(T)); return r;
@@ -119,7 +120,10 @@ template <class T> T read(const void* at) {
 inline U4 load_once(const void* at) { return read<U4>(at); }
 inline U4 load_16(const void* at) { return read<U4>(at); }
 inline U2 load_8(const void* at) { return read<U2>(at); }
-inline void fetch_into_cache(const void* at, int bytes) { if ((size_t)at % 16 || bytes % 16) abort(); }
+inline U4 load_x_16(const void* at) { return read<U4>(at); }
+inline U2 load_x_8(const void* at) { return read<U2>(at); }
+inline void begin_next() {}
+inline void wait_for_former() {}
 inline float load_shared_by_programs(const float* at) { return *at; }
 
 template <int BYTES> void copy_to_shared(void* to, const void* from, bool inside = true) {
@@ -310,7 +314,7 @@ template <int TEAM> void wait_team(int team) {
 
 extern "C" void emulate(int kernel, int programs, const FewTokens* arguments) {
   using Kernel = void (*)(FewTokens);
-  const Kernel kernels[] = {inner_8, inner_16, inner_tiles_8, inner_tiles_16, outer_8, outer_16, outer_tiles_8, outer_tiles_16};
+  const Kernel kernels[] = {inner, outer};
   launch<FewTokens>(kernels[kernel], programs, THREADS, arguments);
 }
 #else

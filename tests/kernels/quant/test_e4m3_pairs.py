@@ -135,6 +135,7 @@ def test_the_gemm_in_the_interpreter(splits_inside: bool) -> None:
         (256, 4096, 64, 512),  # splits of 512, all whole
         (256, 4160, 64, 0),  # the last split has 64
         (300, 4096, 4, 0),  # the last tile has rows beyond W
+        (256, 4104, 4, 0),  # rows begin between the addresses that a request may have
     ],
 )
 def test_a_product_begins_early_and_requests_nothing_beyond_w(

@@ -29,16 +29,19 @@ HERE, SOURCES = Path(__file__).parent, Path(four_bit_cuda.__file__).parent
 FEW_WARPS = 4  # of the emulated kernels for few tokens: a thread of the host takes longer to begin than a GPU's
 EMULATED = ["nf4", "int4 with zeros, groups of 32", "nvfp4"]  # one of each number of groups in a block
 BY_NAME = {shape.name: shape for shape in KERNEL_SHAPES}
-# Programs that share an item, that have several, and that have whole ones. 117 tokens are two launches of many_64.
+# Programs that share an item, that have several, that have whole ones, and that have none. 117 tokens are two launches
+# of many_64.
 LAUNCHES = (
-    (7, 4, replace(BY_NAME["few_8"], ahead=2)),
-    (13, 2, BY_NAME["few_16"]),
+    (7, 4, replace(BY_NAME["few_8"], most_idle=0)),
+    (7, 2, BY_NAME["few_8"]),
+    (13, 2, replace(BY_NAME["few_16"], most_idle=0)),
     (27, 3, BY_NAME["few_32"]),
     (27, 3, BY_NAME["many_32"]),
     (64 + 53, 1, BY_NAME["many_64"]),
-    (27, 4, BY_NAME["wide_32"]),
+    (27, 4, replace(BY_NAME["wide_32"], most_idle=0)),
+    (27, 2, BY_NAME["wide_32"]),
     (53, 1, BY_NAME["wide_64"]),
-    (128 + 22, 3, BY_NAME["wide_128"]),
+    (128 + 22, 3, replace(BY_NAME["wide_128"], most_idle=0)),
 )
 
 
@@ -64,14 +67,19 @@ def compiled(weight: TiledWeight, folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def emulated_kernels(library: ctypes.CDLL, programs: int, weight: TiledWeight) -> FourBitKernels:
-    """Returns kernels for a GPU of that many programs."""
+def emulated_kernels(
+    library: ctypes.CDLL, programs: int, weight: TiledWeight, most_idle: int | None = None
+) -> FourBitKernels:
+    """Returns kernels for a GPU of that many programs. most_idle of None is that of each kernel."""
 
     def kernel(index: int) -> Launch:
         return lambda programs, arguments: library.emulate(index, programs, ctypes.byref(arguments))
 
     by_name = {shape.name: kernel(index) for index, shape in enumerate(KERNEL_SHAPES)}
-    return FourBitKernels(weight.variant.shapes(has_wgmma=True), by_name, kernel(len(KERNEL_SHAPES)), programs)
+    shapes = weight.variant.shapes(has_wgmma=True)
+    if most_idle is not None:
+        shapes = tuple(replace(shape, most_idle=most_idle) for shape in shapes)
+    return FourBitKernels(shapes, by_name, kernel(len(KERNEL_SHAPES)), programs, dict.fromkeys(by_name, 1))
 
 
 @pytest.mark.parametrize("case", EMULATED)
