@@ -22,7 +22,7 @@ from tests.cluster.sockets import listening_ports, reachable_from_elsewhere
 from tests.cluster.two_ranks import TwoRanks
 
 pytestmark = pytest.mark.xdist_group("two_ranks")
-ANSWER_S = 5.0  # The test lasts as long as this: some ports that speak no HTTP never answer.
+ANSWER_S = 20.0  # The test lasts as long as this: some ports that speak no HTTP never answer.
 
 
 @pytest.fixture
