@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import is_
 
 import numpy as np
 
@@ -45,11 +46,11 @@ class SteadyDecodes:
     ) -> StepPlan | None:
         """Returns the plan of a step, or None if it is not of the last step's decodes.
 
-        A sequence has another chunk once it has lost its blocks and its slots. So those of the last plan are still its
-        own. The arguments are plan_step's.
+        A sequence has another chunk, though an equal one, once it has lost its blocks and its slots. So those of the
+        last plan are still its own. The arguments are plan_step's.
         """
         last = self._plan
-        if last is None or chunks != self._chunks:
+        if last is None or len(chunks) != len(self._chunks) or not all(map(is_, chunks, self._chunks)):
             return None
         sequences, tables = [chunk.sequence for chunk in chunks], last.attention.block_tables
         fields_FB = last.fields_FT.copy()

@@ -87,3 +87,17 @@ def test_a_change_of_the_decodes_is_planned_from_nothing() -> None:
     chunks, _, follows = step(scheduler, steady, rows)
     assert not follows
     assert chunks == [restarted.next_chunk] and chunks[0] is not before
+
+
+def test_a_sequence_that_resumes_from_its_cached_blocks_is_planned_from_nothing() -> None:
+    """All of its tokens but the last are in the cache. So its chunk equals that of the last plan."""
+    scheduler, steady, rows = make_scheduler(), SteadyDecodes(BLOCK, FIRST_KNOWN), dict[str, int]()
+    resumed = add(scheduler, "resumed", 2 * BLOCK - 1)
+    for token in (5, 6):
+        step(scheduler, steady, rows)
+        resumed.tokens[-1] = token
+    scheduler.commit(resumed, 2 * BLOCK)
+    scheduler.preempt(resumed)
+    chunks, _, follows = step(scheduler, steady, rows)
+    assert chunks == [Chunk(resumed, 1)]
+    assert not follows
