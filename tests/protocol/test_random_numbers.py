@@ -21,6 +21,12 @@ def deviations(numbers: list[float]) -> float:
     return (chi_square - (BINS - 1)) / math.sqrt(2 * (BINS - 1))
 
 
+def draws_of(seeds: list[int], positions: list[int]) -> list[float]:
+    """Returns the numbers of each seed, at the positions one after the other."""
+    seed_B = np.repeat(np.array([seed % 2**64 for seed in seeds], np.uint64), len(positions))
+    return uniform(seed_B, np.tile(np.array(positions, np.uint64), len(seeds))).tolist()
+
+
 def seeds_of(seed: int, n: int) -> list[int]:
     params = SamplingParams(n=n, seed=seed)
     found = [params.of_sample(i).seed for i in range(n)]
@@ -52,7 +58,7 @@ def test_samples_of_neighboring_seeds_share_no_seed():
 @pytest.mark.parametrize("position", [0, 1, 5, 1000])
 def test_the_draws_of_the_samples_of_neighboring_seeds_are_uniform_and_independent(position):
     """With seed + index, the 8000 draws would have 419 different values, and neighbors would agree nearly always."""
-    draws = [[uniform(seed, position) for seed in seeds_of(parent, 20)] for parent in range(400)]
+    draws = [draws_of(seeds_of(parent, 20), [position]) for parent in range(400)]
     assert abs(deviations([draw for row in draws for draw in row])) < 4
     # Samples of one seed, and of neighboring seeds in either direction, agree in a bin as often as chance has it.
     pairs = [pair for row in draws for pair in pairwise(row)]
@@ -64,13 +70,9 @@ def test_the_draws_of_the_samples_of_neighboring_seeds_are_uniform_and_independe
 
 
 def test_a_childs_draws_are_not_its_parents():
-    parents = {uniform(seed, position) for seed in range(100) for position in range(50)}
-    children = {
-        uniform(child_seed(seed, index), position)
-        for seed in range(100)
-        for index in range(1, 5)
-        for position in range(10)
-    }
+    parents = set(draws_of(list(range(100)), list(range(50))))
+    samples = [child_seed(seed, index) for seed in range(100) for index in range(1, 5)]
+    children = set(draws_of(samples, list(range(10))))
     assert len(children) == 4000
     assert not parents & children
 
