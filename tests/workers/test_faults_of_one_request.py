@@ -16,6 +16,7 @@ from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.messages import AdapterMove, EngineHello, EngineRequest, EngineStats, StepBatch, Vocabulary
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.protocol.transport.engine_socket import EngineClient, WorkerSocket, ipc_address
+from lorafleet.workers.answer_progress import AnswerProgress
 from lorafleet.workers.schedule.sequence import Sequence
 from lorafleet.workers.worker import GPUWorker
 
@@ -125,12 +126,12 @@ async def test_an_exception_while_a_request_is_taken_in_refuses_that_request(cli
 
 
 async def test_an_exception_of_one_sequence_in_a_step_ends_that_sequence(client, worker, prompt, monkeypatch):
-    commit = worker._engine.scheduler.commit
+    advance = AnswerProgress.advance
 
-    def trip(sequence: Sequence, num_known: int) -> object:
-        return 1 // 0 if (sequence.request_id, num_known) == ("trips", 6) else commit(sequence, num_known)
+    def trip(answers: AnswerProgress, sequence: Sequence, end: int, *others: Any) -> object:
+        return 1 // 0 if (sequence.request_id, end) == ("trips", 6) else advance(answers, sequence, end, *others)
 
-    monkeypatch.setattr(worker._engine.scheduler, "commit", trip)
+    monkeypatch.setattr(AnswerProgress, "advance", trip)
     good, refused = await asyncio.gather(
         tokens_of(client, request("good", prompt(5))),
         tokens_of(client, request("trips", prompt(5))),
