@@ -114,21 +114,21 @@ def test_data_files_name_classes_that_exist() -> None:
 
 
 def test_own_kernels_leave_sms_within_the_block_alone_and_in_its_thread() -> None:
-    kernels = FourBitKernels((), {}, lambda *_: None, 132)
+    kernels = FourBitKernels((), {}, lambda *_: None, 132, {"few_8": 2})
     shape = KernelShape("few_8", 8, 8, 64, 8)
-    assert kernels.programs_for(shape, 10_000) == 132
+    assert kernels.programs_for(shape, 10_000) == 264
     with gemms_limited_to(112):
-        assert kernels.programs_for(shape, 10_000) == 112
+        assert kernels.programs_for(shape, 10_000) == 224
         with gemms_limited_to(16):
-            assert kernels.programs_for(shape, 10_000) == 16
+            assert kernels.programs_for(shape, 10_000) == 32
         assert kernels.programs_for(shape, 80) == 10, "fewer programs than the limit need no limit"
         with ThreadPoolExecutor(1) as other:
-            assert other.submit(kernels.programs_for, shape, 10_000).result() == 132
+            assert other.submit(kernels.programs_for, shape, 10_000).result() == 264
         with gemms_limited_to(None):
-            assert kernels.programs_for(shape, 10_000) == 112
+            assert kernels.programs_for(shape, 10_000) == 224
     with pytest.raises(KeyError), gemms_limited_to(96):
         raise KeyError
-    assert kernels.programs_for(shape, 10_000) == 132
+    assert kernels.programs_for(shape, 10_000) == 264
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch has a cuBLAS to limit")
