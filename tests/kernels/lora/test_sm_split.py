@@ -115,7 +115,7 @@ def test_data_files_name_classes_that_exist() -> None:
 
 def test_own_kernels_leave_sms_within_the_block_alone_and_in_its_thread() -> None:
     kernels = FourBitKernels((), {}, lambda *_: None, 132, {"few_8": 2})
-    shape = KernelShape("few_8", 8, 8, 64, 8)
+    shape = KernelShape("few_8", 8, 8, 64, 8, 0)
     assert kernels.programs_for(shape, 10_000) == 264
     with gemms_limited_to(112):
         assert kernels.programs_for(shape, 10_000) == 224
