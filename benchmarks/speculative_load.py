@@ -33,7 +33,7 @@ from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from speculative import add_draft_arguments, arm, draft_options, let_answers_be_token_0
 
 UNITS = {"plain_tokens_per_s": "tokens/s", "tokens_per_s": "tokens/s", "ratio": "", "accepted": ""}
-LEAST_REQUESTS = 4  # That end in a stage, however few streams it has.
+LEAST_REQUESTS = 4  # A stage lasts until so many requests have ended, also with fewer streams.
 WHOLE = "all"
 
 

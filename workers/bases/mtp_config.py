@@ -19,7 +19,7 @@ class MTPConfig:
     """The description of one such layer. It has experts if the decoder has any."""
 
     layer: LayerConfig
-    names: Pairs  # As in ModuleNames.part. They lead to a model whose only layer is "layers.0".
+    names: Pairs  # ModuleNames.part of a model that has this layer alone, as "layers.0"
     # Whether further tokens are predicted from the output of the layer's last norm, rather than from what it norms.
     feeds_norm: bool
 

@@ -9,6 +9,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -83,6 +84,13 @@ def act(page: Any, action: str) -> Any:
     """Presses a button of the sheet; answers the dialog that it opens."""
     page.locator(f"#detail [data-act='{action}']").click()
     return page.locator("#form")
+
+
+def choose_folder(page: Any, name: str, folder: Path) -> None:
+    """Opens the form for a push, and fills in a name and a folder."""
+    page.get_by_role("button", name="Push adapter").click()
+    page.get_by_label("Name", exact=True).fill(name)
+    page.get_by_label("Folder on this machine").set_input_files(folder)
 
 
 def submit(page: Any) -> str:

@@ -19,6 +19,7 @@ from tests.cluster.console.chromium import (
     UNNAMED,
     Open,
     act,
+    choose_folder,
     enter_key,
     expect,
     opening,
@@ -112,9 +113,7 @@ def test_an_administrator_pushes_a_folder_and_moves_rolls_back_and_removes_its_n
 ) -> None:
     name = "console/tool"
     page = open_page("adapters", key=ADMIN_KEY)
-    page.get_by_role("button", name="Push adapter").click()
-    page.get_by_label("Name", exact=True).fill(name)
-    page.get_by_label("Folder on this machine").set_input_files(tiny_model.parent / "a0")
+    choose_folder(page, name, tiny_model.parent / "a0")
     submit(page)
     assert ask(shared_server, name) == 200
     show_adapter(page, name)
@@ -179,9 +178,7 @@ def test_an_administrator_pins_unpins_prefetches_and_verifies(
 def test_a_folder_that_is_no_adapter_is_refused_before_it_is_sent(open_page: Open, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("nothing")
     page = open_page("adapters", key=ADMIN_KEY)
-    page.get_by_role("button", name="Push adapter").click()
-    page.get_by_label("Name", exact=True).fill("console-none")
-    page.get_by_label("Folder on this machine").set_input_files(tmp_path)
+    choose_folder(page, "console-none", tmp_path)
     page.locator("#form-submit").click()
     expect(page.locator("#form-trouble")).to_contain_text("adapter_config.json")
 
@@ -192,9 +189,7 @@ def test_the_draft_lora_of_a_folder_is_sent(open_page: Open, tiny_model: Path, t
     (folder / "draft").mkdir()
     shutil.copy(folder / "adapter_config.json", folder / "draft")
     page = open_page("adapters", key=ADMIN_KEY)
-    page.get_by_role("button", name="Push adapter").click()
-    page.get_by_label("Name", exact=True).fill("console-drafted")
-    page.get_by_label("Folder on this machine").set_input_files(folder)
+    choose_folder(page, "console-drafted", folder)
     page.locator("#form-submit").click()
     expect(page.locator("#form-trouble")).to_contain_text("draft/adapter_model.safetensors is missing")
 

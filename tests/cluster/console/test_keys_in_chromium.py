@@ -24,6 +24,7 @@ from tests.cluster.console.chromium import (
     UNNAMED,
     Open,
     act,
+    choose_folder,
     enter_key,
     expect,
     opening,
@@ -217,9 +218,7 @@ def test_the_operator_sees_all_tenants_and_pushes_for_one(open_page: Open, serve
     expect(page.locator("#errors")).to_contain_text("~rival/law-secret")
     expect(page.get_by_role("button", name="~rival/law-secret,").first).to_be_visible()
     page.get_by_role("link", name="Adapters").click()
-    page.get_by_role("button", name="Push adapter").click()
-    page.get_by_label("Name", exact=True).fill("given")
-    page.get_by_label("Folder on this machine").set_input_files(PIRATE)
+    choose_folder(page, "given", PIRATE)
     page.get_by_label("Tenant").fill("acme")
     page.get_by_label("Number of replicas to pin it to").fill("1")
     submit(page)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,13 +33,11 @@ from lorafleet.kernels.quant.scaled_weight import ScaledScheme, ScaledWeight
 from lorafleet.kernels.quant.tiled_weight import TiledWeight
 from tests.kernels.harness import needs_gpu, poison_free_memory
 from tests.kernels.moe.test_few_tokens import activated
-from tests.kernels.quant import test_four_bit_source
+from tests.kernels.quant.emulation import MOST_WARPS, compiled_emulation
 from tests.kernels.quant.four_bit_cases import BF16, CASES, F16, random_matrix_of
 
-EMULATION = Path(test_four_bit_source.__file__).with_name("emulated_gpu.h")
 SOURCE = Path(few_tokens_codes_cuda.__file__).with_name("few_tokens_codes.cu")
-# Of the emulated kernels: a thread of the host takes longer to begin than a GPU's.
-WARPS = {"WARPS": 4, "INNER_TEAM": 4, "OUTER_TEAM": 2}
+WARPS = {"WARPS": MOST_WARPS, "INNER_TEAM": MOST_WARPS, "OUTER_TEAM": 2}  # of the emulated kernels
 # Each kind of codes, with the served dtype.
 CODES: dict[str, tuple[Scheme, torch.dtype]] = CASES | {
     "e4m3 by rows": (ScaledScheme("fp8", FP8), BF16),
@@ -124,21 +120,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def emulated_kernels(variant: CodesVariant, folder: Path, programs: int) -> CodesKernels:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("g++ compiles the emulation")
     fewer = [f"-D{name}={warps}" for name, warps in WARPS.items()]
     options = [
         option for option in variant.options if option.startswith("-D") and option.split("=")[0][2:] not in WARPS
     ]
-    library = folder / f"{len(list(folder.iterdir()))}.so"
-    command = [compiler, "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-x", "c++", *options, *fewer]
-    command += [f'-DFEW_TOKENS_SOURCE="{SOURCE}"', str(EMULATION), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode and ("'_Float16'" in done.stderr or "barrier: No such file" in done.stderr):
-        pytest.skip("this g++ is too old for the emulation")
-    assert done.returncode == 0, done.stderr
-    loaded = ctypes.CDLL(str(library))
+    loaded = compiled_emulation([*options, *fewer], {"FEW_TOKENS_SOURCE": SOURCE}, folder)
 
     def kernel(index: int) -> Launch:
         return lambda programs, arguments: loaded.emulate(index, programs, ctypes.byref(arguments))

@@ -6,8 +6,6 @@ The GPU's instructions are emulated.
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,10 +21,10 @@ from lorafleet.kernels.quant.four_bit_cuda import (
     launch,
 )
 from lorafleet.kernels.quant.tiled_weight import TiledWeight
+from tests.kernels.quant.emulation import MOST_WARPS, compiled_emulation
 from tests.kernels.quant.four_bit_cases import CASES, filled
 
-HERE, SOURCES = Path(__file__).parent, Path(four_bit_cuda.__file__).parent
-FEW_WARPS = 4  # of the emulated kernels for few tokens: a thread of the host takes longer to begin than a GPU's
+SOURCES = Path(four_bit_cuda.__file__).parent
 EMULATED = ["nf4", "int4 with zeros, groups of 32", "nvfp4"]  # one of each number of groups in a block
 BY_NAME = {shape.name: shape for shape in KERNEL_SHAPES}
 # Programs that share an item, that have several, that have whole ones, and that have none. 117 tokens are two launches
@@ -51,20 +49,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compiled(weight: TiledWeight, folder: Path) -> ctypes.CDLL:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("g++ compiles the emulation")
     options = [option for option in weight.variant.options if option.startswith("-D") and "WARPS" not in option]
-    options += [f"-D{name.upper()}_WARPS={min(warps, FEW_WARPS)}" for name, warps in weight.variant.few_warps.items()]
-    for name, source in (("FOUR_BIT", "four_bit.cu"), ("WIDE", "four_bit_wide.cu")):
-        options.append(f'-D{name}_SOURCE="{SOURCES / source}"')
-    library = folder / f"{len(list(folder.iterdir()))}.so"
-    command = [compiler, "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-x", "c++", *options]
-    done = subprocess.run([*command, str(HERE / "emulated_gpu.h"), "-o", str(library)], capture_output=True, text=True)
-    if done.returncode and ("'_Float16'" in done.stderr or "barrier: No such file" in done.stderr):
-        pytest.skip("this g++ is too old for the emulation")
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(library))
+    options += [f"-D{name.upper()}_WARPS={min(warps, MOST_WARPS)}" for name, warps in weight.variant.few_warps.items()]
+    sources = {"FOUR_BIT_SOURCE": SOURCES / "four_bit.cu", "WIDE_SOURCE": SOURCES / "four_bit_wide.cu"}
+    return compiled_emulation(options, sources, folder)
 
 
 def emulated_kernels(

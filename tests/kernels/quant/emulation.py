@@ -1,0 +1,36 @@
+"""Compiles CUDA kernels as C++ for this CPU, with the GPU's instructions emulated by emulated_gpu.h."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+EMULATION = Path(__file__).with_name("emulated_gpu.h")
+COMMAND = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-x", "c++"]
+MOST_WARPS = 4  # of an emulated program: each thread more takes time
+
+
+def compiled_emulation(options: Iterable[str], sources: dict[str, Path], folder: Path) -> ctypes.CDLL:
+    """Returns the library whose `emulate` runs a kernel. Skips the test where no g++ can compile it.
+
+    Args:
+        options: Definitions, as -DNAME=VALUE.
+        sources: The sources, by the name with which emulated_gpu.h includes each.
+        folder: Where the library is written, beside those of other tests.
+    """
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("g++ compiles the emulation")
+    library = folder / f"{len(list(folder.iterdir()))}.so"
+    paths = [f'-D{name}="{source}"' for name, source in sources.items()]
+    command = [compiler, *COMMAND, *options, *paths, str(EMULATION), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode and "'_Float16'" in done.stderr:
+        pytest.skip("this g++ is too old for the emulation")
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(library))
