@@ -26,7 +26,7 @@ from tiny_models import make_model
 
 TOKENIZER = Path(__file__).parents[2] / "demo" / "model"
 LINEAR = "model.layers.0.mlp.down_proj"
-ROWS = 8
+OUTPUTS, ROWS = 32, 8
 IGNORED = ["lm_head", "re:.*self_attn.*", "re:.*(gate|up)_proj"]  # have fewer inputs than a group
 TOKENS = torch.randint(3, 60, (16, 24), generator=torch.Generator().manual_seed(1)).tolist()
 SAMPLES = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in TOKENS]
@@ -98,15 +98,21 @@ def by_gptqmodel(base: Path, out: Path) -> None:
         "AWQ": awq,
         "AWQ_ASYM": awq | {"sym": False},
     }
+    wide = out / "wide"
+    make_base(wide, 2 * OUTPUTS)
     for name, options in cases.items():
-        folder = out / "whole"
-        model = GPTQModel.load(str(base), QuantizeConfig(**{"bits": 4, "group_size": 32} | options), device="cpu")
+        folder, is_awq = out / "whole", "AWQ" in name
+        model = GPTQModel.load(str(wide if is_awq else base), QuantizeConfig(**{"bits": 4, "group_size": 32} | options), device="cpu")
         model.quantize(SAMPLES, batch_size=1)
         model.save(str(folder))
-        backend = BACKEND.TORCH_AWQ if "AWQ" in name else BACKEND.TORCH
+        backend = BACKEND.TORCH_AWQ if is_awq else BACKEND.TORCH
         linear = GPTQModel.load(str(folder), device="cpu", backend=backend).model.get_submodule(LINEAR)
         with torch.inference_mode():
             values = linear(torch.eye(256, dtype=linear.scales.dtype)).T
+        if is_awq:  # It does not quantize so few outputs, so half of them are left out: the last columns of each tensor.
+            tensors = load_file(folder / "model.safetensors")
+            halves = {n: t[:, : t.shape[1] // 2].contiguous() for n, t in tensors.items() if n.startswith(LINEAR)}
+            save_file(halves, folder / "model.safetensors")
         extract(folder, out / f"gptqmodel-{name}.safetensors", "GPTQModel 7.7.0", values.clone(), 0.01)
 
 
@@ -141,15 +147,18 @@ MAKERS: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
+def make_base(folder: Path, outputs: int) -> None:
+    if not folder.exists():
+        make_model(folder, "qwen3", num_hidden_layers=1, hidden_size=outputs, intermediate_size=256)
+        for name in ("tokenizer.json", "tokenizer_config.json"):  # GPTQModel needs one, whatever it has
+            shutil.copy(TOKENIZER / name, folder)
+
+
 def main() -> None:
     out = Path(sys.argv[1])
-    base = out / "base"
-    if not base.exists():
-        make_model(base, "qwen3", num_hidden_layers=1, hidden_size=32, intermediate_size=256)
-        for name in ("tokenizer.json", "tokenizer_config.json"):  # GPTQModel needs one, whatever it has
-            shutil.copy(TOKENIZER / name, base)
+    make_base(out / "base", OUTPUTS)
     for name in sys.argv[2:] or MAKERS:
-        MAKERS[name](base, out)
+        MAKERS[name](out / "base", out)
 
 
 if __name__ == "__main__":
