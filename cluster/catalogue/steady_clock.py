@@ -1,5 +1,5 @@
-"""The time by which stored files, their locks, and batches expire. A clock that jumps for a moment must not end or delete
-them."""
+"""The time by which stored files, their locks, and batches expire, so that a clock that jumps for a moment neither ends
+nor deletes them."""
 
 from __future__ import annotations
 

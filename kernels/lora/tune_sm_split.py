@@ -105,8 +105,8 @@ def require_gemms(gemms: GEMMs | None, base: str) -> GEMMs:
     """Returns the GEMMs to measure. Raises ValueError if this GPU has no kernels for a base of that kind to split."""
     if gemms is None:
         raise ValueError(
-            f"--base {base}: this GPU multiplies such weights by kernels whose steps are never split, so there is nothing "
-            "to measure. fp8 needs compute capability 9.0, and nf4 the CUDA kernels of kernels/quant/four_bit_cuda.py. "
+            f"--base {base}: this GPU multiplies such weights by kernels whose steps are never split, so there is "
+            "nothing to measure. fp8 needs compute capability 9.0, and nf4 the CUDA kernels of kernels/quant/four_bit_cuda.py. "
             "Use --base plain."
         )
     return gemms

@@ -5,8 +5,8 @@
 
 The libraries are no dependencies of the tests, and do not go together in one environment. Each file has the tensors of
 one linear [32, 256] as the library stored them. Its metadata has the library's quantization_config, and the difference
-that `values`, the first rows of the weight, may have: 0 if they are the library's own dequantized numbers, else a part of
-the largest one, since they were computed by its 16-bit product, or are those before quantization.
+that `values`, the first rows of the weight, may have: 0 if they are the library's own dequantized numbers, else a part
+of the largest one, since they were computed by its 16-bit product, or are those before quantization.
 """
 
 from __future__ import annotations
@@ -55,15 +55,34 @@ def by_llm_compressor(base: Path, out: Path) -> None:
 
     def group(weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
         args = None if inputs is None else QuantizationArgs(**inputs)
-        return {"g": QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights), input_activations=args)}
+        return {
+            "g": QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights), input_activations=args)
+        }
 
-    presets = ("FP8 FP8_DYNAMIC FP8_BLOCK W4A16 W4A16_ASYM W8A16 W8A8 NVFP4A16 NVFP4 MXFP4A16 MXFP4 MXFP8 W4AFP8 W4A8").split()
+    presets = [
+        "FP8",
+        "FP8_DYNAMIC",
+        "FP8_BLOCK",
+        "W4A16",
+        "W4A16_ASYM",
+        "W8A16",
+        "W8A8",
+        "NVFP4A16",
+        "NVFP4",
+        "MXFP4A16",
+        "MXFP4",
+        "MXFP8",
+        "W4AFP8",
+        "W4A8",
+    ]
     recipes: dict[str, Any] = {
-        name: QuantizationModifier(targets="Linear", scheme=name, ignore=IGNORED) for name in presets
+        name: QuantizationModifier(targets="Linear", scheme=name, ignore=IGNORED) for name in presets.split()
     }
     asymmetric = {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}
     recipes |= {
-        "W4A16_CHANNEL": QuantizationModifier(config_groups=group({"num_bits": 4, "strategy": "channel"}), ignore=IGNORED),
+        "W4A16_CHANNEL": QuantizationModifier(
+            config_groups=group({"num_bits": 4, "strategy": "channel"}), ignore=IGNORED
+        ),
         "W8A16_ASYM": QuantizationModifier(config_groups=group(asymmetric | {"num_bits": 8}), ignore=IGNORED),
         "FP8_WEIGHTS": QuantizationModifier(
             config_groups=group({"num_bits": 8, "type": "float", "strategy": "group", "group_size": 64}), ignore=IGNORED
@@ -72,7 +91,13 @@ def by_llm_compressor(base: Path, out: Path) -> None:
     }
     for name, recipe in recipes.items():
         model, folder = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), out / "whole"
-        oneshot(model=model, recipe=recipe, dataset=Dataset.from_list(SAMPLES), max_seq_length=24, num_calibration_samples=16)
+        oneshot(
+            model=model,
+            recipe=recipe,
+            dataset=Dataset.from_list(SAMPLES),
+            max_seq_length=24,
+            num_calibration_samples=16,
+        )
         model.save_pretrained(folder, save_compressed=True)
         read = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, quantization_config=CompressedTensorsConfig(run_compressed=False)
@@ -102,14 +127,18 @@ def by_gptqmodel(base: Path, out: Path) -> None:
     make_base(wide, 2 * OUTPUTS)
     for name, options in cases.items():
         folder, is_awq = out / "whole", "AWQ" in name
-        model = GPTQModel.load(str(wide if is_awq else base), QuantizeConfig(**{"bits": 4, "group_size": 32} | options), device="cpu")
+        model = GPTQModel.load(
+            str(wide if is_awq else base), QuantizeConfig(**{"bits": 4, "group_size": 32} | options), device="cpu"
+        )
         model.quantize(SAMPLES, batch_size=1)
         model.save(str(folder))
         backend = BACKEND.TORCH_AWQ if is_awq else BACKEND.TORCH
         linear = GPTQModel.load(str(folder), device="cpu", backend=backend).model.get_submodule(LINEAR)
         with torch.inference_mode():
             values = linear(torch.eye(256, dtype=linear.scales.dtype)).T
-        if is_awq:  # It does not quantize so few outputs, so half of them are left out: the last columns of each tensor.
+        if (
+            is_awq
+        ):  # It does not quantize so few outputs, so half of them are left out: the last columns of each tensor.
             tensors = load_file(folder / "model.safetensors")
             halves = {n: t[:, : t.shape[1] // 2].contiguous() for n, t in tensors.items() if n.startswith(LINEAR)}
             save_file(halves, folder / "model.safetensors")

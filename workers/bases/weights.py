@@ -63,8 +63,10 @@ def load_weights(model: CheckpointModel, folder: Path, progress: Progress | None
                 if model.config.is_text_part and is_of_pictures(name):
                     continue
                 if not _ignorable(known_as, model.config) and not KV_SCALE.fullmatch(known_as):
-                    architecture = model.config.architecture
-                    raise ConfigError(f"{tensors.path_of[name]} has the tensor {name!r}, which {architecture} does not have.")
+                    raise ConfigError(
+                        f"{tensors.path_of[name]} has the tensor {name!r}, which {model.config.architecture} does not "
+                        "have."
+                    )
                 continue
             if not seen.isdisjoint(source.fills):
                 raise ConfigError(

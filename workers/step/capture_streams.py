@@ -1,7 +1,7 @@
 """The streams on which CUDA graphs are captured. The engines that a thread starts one after the other share them.
 
-cuBLAS's workspace for a stream (32 MiB on an H100) lasts as long as the process, and so it would stay behind each engine
-that has streams of its own. Threads have their own streams, since a stream captures for one thread at a time.
+cuBLAS's workspace for a stream (32 MiB on an H100) lasts as long as the process, and so it would stay behind each
+engine that has streams of its own. Threads have their own streams, since a stream captures for one thread at a time.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import pytest
 
 from lorafleet.cluster.batches.batch_records import FileRecord, new_id
 from lorafleet.cluster.batches.batch_store import BatchStore
-from lorafleet.cluster.catalogue.steady_clock import SteadyClock
 from lorafleet.cluster.catalogue.folder_store import FolderStore
+from lorafleet.cluster.catalogue.steady_clock import SteadyClock
 
 DAY_S = 86_400.0
 

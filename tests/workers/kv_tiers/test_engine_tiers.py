@@ -28,7 +28,8 @@ from lorafleet.workers.kv_tiers.disk_blocks import DiskBlocks
 from lorafleet.workers.startup import build_engine
 from ranks import start_llm
 from tests.kernels.harness import needs_gpu
-from tests.workers.test_kinds_over_families import lora, save
+from tests.workers.test_kinds_over_families import lora as lora_config
+from tests.workers.test_kinds_over_families import save
 from tiny_models import ALL_TARGETS, make_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
@@ -131,10 +132,10 @@ def test_adapters_get_their_own_blocks_and_nobody_elses(fleet, prompt) -> None:
 @pytest.mark.parametrize(("dtype", "ranks"), [("float32", 1), ("bfloat16", 1), ("float32", 2)])
 def test_blocks_of_adapters_of_every_kind_come_back_from_both_tiers(base, prompt, tmp_path, dtype, ranks) -> None:
     kinds = {
-        "dora": lora(use_dora=True),
-        "pissa": lora(init_lora_weights="pissa"),
-        "tokens": lora(trainable_token_indices=[7, 11]),
-        "norms": lora(modules_to_save=["post_attention_layernorm"]),
+        "dora": lora_config(use_dora=True),
+        "pissa": lora_config(init_lora_weights="pissa"),
+        "tokens": lora_config(trainable_token_indices=[7, 11]),
+        "norms": lora_config(modules_to_save=["post_attention_layernorm"]),
         "loha": LoHaConfig(r=3, alpha=5, target_modules=ALL_TARGETS),
         "lokr": LoKrConfig(r=2, alpha=3, target_modules=ALL_TARGETS),
         "ia3": IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),

@@ -1,4 +1,4 @@
-"""PEFT's own adapters of kinds that need the base's weights over quantized checkpoints, in one batch each, against PEFT over the values."""
+"""PEFT's adapters that need the base's weights over quantized checkpoints, against PEFT over the values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def checkpoint(model: Path, folder: Path, form: str) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize(("form", "ranks"), [("bitsandbytes", 1), ("gptq", 1), ("fp8, blocks", 2)])
-def test_adapters_that_need_the_base_answer_as_peft_does_over_the_values(tmp_path: Path, prompt, form: str, ranks: int) -> None:
+def test_adapters_that_need_the_base_answer_as_peft_does_over_the_values(
+    tmp_path: Path, prompt, form: str, ranks: int
+) -> None:
     model = make_model(tmp_path / "plain", "qwen3", num_hidden_layers=1, initializer_range=0.1)
     folder, values = checkpoint(model, tmp_path / "quantized", form)
     paths = {kind: save(tmp_path / kind, values, config) for kind, config in KINDS.items()}
