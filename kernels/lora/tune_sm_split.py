@@ -106,8 +106,8 @@ def require_gemms(gemms: GEMMs | None, base: str) -> GEMMs:
     if gemms is None:
         raise ValueError(
             f"--base {base}: this GPU multiplies such weights by kernels whose steps are never split, so there is "
-            "nothing to measure. fp8 needs compute capability 9.0, and nf4 the CUDA kernels of kernels/quant/four_bit_cuda.py. "
-            "Use --base plain."
+            "nothing to measure. fp8 needs compute capability 9.0, and nf4 the CUDA kernels of "
+            "kernels/quant/four_bit_cuda.py. Use --base plain."
         )
     return gemms
 
