@@ -201,6 +201,7 @@ class TestOnGPU:
         assert torch.equal(F.linear(x, weight), unlimited), "a GEMM without adapters is limited too"
 
     def test_cublas_is_limited_within_the_block_alone(self) -> None:
+        torch.zeros(1, device="cuda")  # cuBLAS needs a context
         assert _target() == 0
         with gemms_limited_to(88):
             assert _target() == 88
@@ -216,6 +217,7 @@ class TestOnGPU:
         assert _target() == 0
 
     def test_a_number_of_sms_that_cublas_does_not_take_is_an_error(self) -> None:
+        torch.zeros(1, device="cuda")  # cuBLAS needs a context
         with pytest.raises(RuntimeError, match="tune_sm_split"), gemms_limited_to(-1):
             pass
 
