@@ -98,8 +98,7 @@ DEVICE unsigned less_zero(unsigned pair, unsigned byte) {
 }
 #else
 // Returns the values of two neighboring e4m3 codes, of the lower or upper half of a word. Their bits, moved to the exponent
-// and mantissa of a longer number, are 2^120 or 2^8 times too small. A code of NaN would become 480, but checkpoints with
-// one are refused when they are read (workers/bases).
+// and mantissa of a longer number, are 2^120 or 2^8 times too small. A code of NaN becomes 480.
 DEVICE unsigned e4m3_pair(unsigned word, int upper) {
   const unsigned two = __byte_perm(word, 0, upper ? 0x3424 : 0x1404);  // in the upper byte of each half
   const unsigned small = (two & 0x80008000u) | (IS_HALF ? two >> 1 & 0x3F803F80u : two >> 4 & 0x07F007F0u);
