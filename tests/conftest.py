@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import random
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -85,22 +83,7 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keeps a file's tests in one process, as they share its fixtures; its `xdist_group` joins it with other files.
-
-    xdist's own loadgroup writes the group into the test's id, which pytest 9.2 does not accept: each test would be
-    scheduled separately, and every process would start every server.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    @functools.cache
-    def group(file: str) -> str:
-        mark = r'^(?:pytestmark = |    |@)pytest\.mark\.xdist_group\("(\w+)"\)'
-        found = re.search(mark, (config.rootpath / file).read_text(), re.MULTILINE)
-        return found[1] if found else file
-
-    class FilesTogether(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return group(nodeid.partition("::")[0])
+    from shared_processes import FilesTogether
 
     return FilesTogether(config, log)
 

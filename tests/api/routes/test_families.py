@@ -15,8 +15,8 @@ KINDS = ("all", "rslora", "regex")
 EXPERT_KINDS = ("layered", "router", "down")
 
 
-# tests/cluster/serve/test_http.py has llama3, and test_adapter_kinds.py has qwen2. The others differ within the engine
-# alone, where test_matches_transformers.py has them all.
+# tests/api/answer/test_whole_api.py has llama3, and test_adapter_kinds.py has qwen2. The others differ within the
+# engine alone, where test_matches_transformers.py has them all.
 @pytest.mark.parametrize("family", ["gemma3", "mixtral"])
 async def test_a_burst_equals_transformers_and_peft(fleet, prompt, tmp_path, family):
     made = fleet(family)
