@@ -19,6 +19,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+# Nothing here is compiled by torch, whose compiler bitsandbytes would import in 3 s of CPU when PEFT is imported.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # A server is a dozen processes, and each would compile all of lorafleet when it starts.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Each of some thousand clients would read every certificate authority of the machine, which takes 20 ms of CPU. No test
@@ -63,6 +65,16 @@ EXPERT_ADAPTER_KINDS: dict[str, dict[str, object]] = {
     },
     "router": {"target_modules": [], "target_parameters": ["gate.weight", "gate_up_proj"], "use_rslora": True},
 }
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the tests that need a GPU, in several processes without one.
+
+    There are thousands of them, and each takes milliseconds in two processes to be skipped.
+    """
+    if hasattr(config, "workerinput") and not torch.cuda.is_available():
+        items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
 
 
 def pytest_collection_finish() -> None:
