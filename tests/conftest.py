@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
@@ -106,14 +107,20 @@ class Fleet:
     def __init__(self, root: Path, family: str) -> None:
         self.family = family
         self.base = make_model(root / family, family)
-        kinds = EXPERT_ADAPTER_KINDS if has_experts(family) else ADAPTER_KINDS
-        self.adapters = {
-            kind: make_adapter(root / f"{family}-{kind}", self.base, seed=10 + i, **options)
+        self.reference = Reference(self.base)
+        self._root = root
+
+    @functools.cached_property
+    def adapters(self) -> dict[str, Path]:
+        """Folders of adapters, which not every test needs."""
+        kinds = EXPERT_ADAPTER_KINDS if has_experts(self.family) else ADAPTER_KINDS
+        adapters = {
+            kind: make_adapter(self._root / f"{self.family}-{kind}", self.base, seed=10 + i, **options)
             for i, (kind, options) in enumerate(kinds.items())
         }
-        if has_experts(family):
-            self.adapters["layered"] = make_layered_adapter(root / f"{family}-layered", self.base)
-        self.reference = Reference(self.base)
+        if has_experts(self.family):
+            adapters["layered"] = make_layered_adapter(self._root / f"{self.family}-layered", self.base)
+        return adapters
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 EMULATION = Path(__file__).with_name("emulated_gpu.h")
-COMMAND = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-x", "c++"]
+COMMAND = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-x", "c++"]
 MOST_WARPS = 4  # of an emulated program: each thread more takes time
 
 
