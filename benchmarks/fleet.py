@@ -383,7 +383,7 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.at_once < 1:
         parser.error(f"--at-once is {args.at_once}; it must be at least 1")
-    counts = [len(args.rules) if stage.num_rules is None else stage.num_rules for stage in args.workloads]
+    counts = [sum(map(stage.is_for, range(len(args.rules)))) for stage in args.workloads]
     if any(later > earlier for earlier, later in itertools.pairwise(counts)):
         parser.error(
             "a workload is for more rules than one before it, which would have warmed the caches of the first rules "

@@ -130,8 +130,8 @@ def _start(args: AppArgs, listener: Listener, run_dir: str) -> None:
     from lorafleet.cluster.serve.app import build, node_gpus
 
     replica_cpus = sum(bundle["CPU"] for bundle in replica_bundles(args, "cpu"))
-    num_cpus = max(os.cpu_count() or 1, math.ceil(args.most_replicas * replica_cpus) + 1)
-    start_ray(num_cpus)
+    # Not those of the machine: Ray starts a Python process ahead for each, which delays everything else at first.
+    start_ray(math.ceil(args.most_replicas * replica_cpus) + 1)
     _catch_signals()  # ray.init has installed its own handlers.
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     if args.device == "cuda":
