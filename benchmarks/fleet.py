@@ -17,7 +17,7 @@ A workload may have a rate of its own and be for the first rules alone: `Dynamo,
 and replica, and only the first two of `--rules` get it. No later workload is for more rules, so that all rules have
 had the same loads before.
 
-With `--at-once 2`, the servers of two rules start and warm up together. Then each workload is sent to one of them after
+With `--at-once 2`, two rules have servers at a time, which are warmed up together. Then each workload is sent to one of them after
 the other. Both must fit on the GPUs, so `--server-args` should have `--kv-cache-tokens`.
 
 Columns: TTFT from when a request was due; `worst` is the TTFT p50 of the adapter that is worse than 90 % of all;
@@ -427,12 +427,18 @@ class Run:
                 self._measure_servers(folder, rules[begin : begin + self._args.at_once], replicas)
 
     def _measure_servers(self, folder: Path, rules: Sequence[str], replicas: int) -> None:
-        """Starts the servers of these rules at once, and sends each workload to one after another."""
+        """Starts the servers of these rules, and sends each workload to one after another.
 
-        def start(rule: str) -> LocalServer:
-            return stack.enter_context(served(self._args, self._size, folder, rule, replicas))
+        The first one starts alone, since it compiles kernels that the others then find on the disk.
+        """
+        servers: dict[str, LocalServer] = {}
 
-        def heat(rule: str) -> bool:
+        def start(rule: str) -> None:
+            servers[rule] = stack.enter_context(served(self._args, self._size, folder, rule, replicas))
+
+        def prepare(rule: str) -> bool:
+            if rule not in servers:
+                start(rule)
             try:
                 warm_up(servers[rule], self._first_size, replicas)
             except ReportLost as error:
@@ -441,8 +447,8 @@ class Run:
             return True
 
         with ExitStack() as stack, ThreadPoolExecutor(len(rules)) as pool:
-            servers = dict(zip(rules, pool.map(start, rules), strict=True))
-            warm = [rule for rule, is_warm in zip(rules, pool.map(heat, rules), strict=True) if is_warm]
+            start(rules[0])
+            warm = [rule for rule, is_warm in zip(rules, pool.map(prepare, rules), strict=True) if is_warm]
             for stage in self._stages:
                 for rule in warm:
                     if stage.is_for(self._args.rules.index(rule)):

@@ -279,7 +279,7 @@ def test_a_report_that_is_lost_costs_its_row_alone(
     assert "the warm-up of affinity failed, no report" in shown
     assert "failed: Dynamo, steady, sticky, 2 replicas, no report" in shown
     rows = [line.split() for line in shown.splitlines()]
-    assert [row[2] for row in rows if row[:1] == ["Dynamo,"]] == ["sticky", "round-robin", "round-robin"]
+    assert [row[3] for row in rows if row[:1] == ["Dynamo,"]] == ["sticky", "round-robin", "round-robin"]
 
 
 def test_a_server_that_was_not_warmed_up_has_no_rows(
