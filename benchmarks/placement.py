@@ -104,7 +104,9 @@ class Scene:
     num_replicas: int = NUM_REPLICAS
     num_slots: int = NUM_SLOTS
     cpu_adapters: int = CPU_ADAPTERS
-    slot_bytes: int | None = None  # Memory that the adapters in slots of a replica share; None if slots are of one size.
+    slot_bytes: int | None = (
+        None  # Memory that the adapters in slots of a replica share; None if slots are of one size.
+    )
     mixed_s: float = math.inf  # The longest step that computes a prompt beside running sequences.
     warm_up_s: float = WARM_UP_S
     front_s: float = 0.0  # Added to each first token: the time that is not spent in the engine.
@@ -161,7 +163,9 @@ def simulate_arrivals(arrivals: Sequence[Arrival], load: Load, arm_name: str, sc
     clock.plan(requests[0].arrival.at_s, lambda time_s: arrive(0, time_s))
     clock.run()
     counted = [request for request in requests if request.arrival.at_s >= counted_s]
-    return _result(counted, [count.counts.minus(early) for count, early in zip(replicas, warm, strict=True)], scene.front_s)
+    return _result(
+        counted, [count.counts.minus(early) for count, early in zip(replicas, warm, strict=True)], scene.front_s
+    )
 
 
 def _next_use(num_adapters: int, arrivals: Sequence[Arrival]) -> Callable[[int, float], float]:

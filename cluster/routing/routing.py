@@ -52,7 +52,7 @@ class Costs:
     read_byte_s: float = 1 / 0.9e9  # For each byte read from disk to host memory, with digest, checks and packing.
     place_s: float = 0.1  # Until a place in a full batch is free, for each request that waits for one.
     slot_s: float = 0.7  # Until a slot is released if all are in use, for each adapter that waits for one.
-    move_s: float = 0.1  # The cost to others of filling a slot: an adapter is evicted and comes back.
+    move_s: float = 0.06  # The cost to others of filling a slot: an adapter is evicted and comes back.
     full_s: float = 0.3  # The cost to others of a read by the replica that holds the most adapters; less by others.
     # The cost to others of a read by a replica without room, while another has room. An adapter that nobody else holds is
     # evicted, and each of its later requests does the same to another one.

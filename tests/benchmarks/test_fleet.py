@@ -128,7 +128,17 @@ def test_the_rate_can_be_a_share_of_what_the_first_closed_loop_reached(
 def test_a_workload_can_be_for_the_first_rules_alone_and_have_a_rate_of_its_own(
     jobs: list[Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    words = ("--rules", "affinity", "sticky", "--duration-s", "3", "--warm-up-s", "0", "--json", str(tmp_path / "f.json"))
+    words = (
+        "--rules",
+        "affinity",
+        "sticky",
+        "--duration-s",
+        "3",
+        "--warm-up-s",
+        "0",
+        "--json",
+        str(tmp_path / "f.json"),
+    )
     run(monkeypatch, *words, "--workloads", "Dynamo, flash", "Dynamo, flash@20", "conversations:1")
     ours, sticky = of_rule(jobs, "affinity"), of_rule(jobs, "sticky")
     assert ours[:2] == sticky and len(ours) == 3
