@@ -17,8 +17,8 @@ A workload may have a rate of its own and be for the first rules alone: `Dynamo,
 and replica, and only the first two of `--rules` get it. No later workload is for more rules, so that all rules have
 had the same loads before.
 
-With `--at-once 2`, two rules have servers at a time, which are warmed up together. Then each workload is sent to one of them after
-the other. Both must fit on the GPUs, so `--server-args` should have `--kv-cache-tokens`.
+With `--at-once 2`, two rules have servers at a time, which are warmed up together. Then each workload is sent to one of
+them after the other. Both must fit on the GPUs, so `--server-args` should have `--kv-cache-tokens`.
 
 Columns: TTFT from when a request was due; `worst` is the TTFT p50 of the adapter that is worse than 90 % of all;
 `hits` are prompt tokens from the prefix cache, beside those that one cache without bounds would have; `reads` and

@@ -68,10 +68,8 @@ class Load:
     def step_s(self, llm: LLM) -> float:
         """Returns the seconds of a decode step of 48 sequences with 12 adapters, the best of two."""
         jobs = [(self.prompt(64), number % 12, 8) for number in range(48)]
-        times = []
-        for _ in range(2):
-            times.append(self._seconds(llm, [(p, n, 8 + STEPS) for p, n, _ in jobs]) - self._seconds(llm, jobs))
-        return min(times) / STEPS
+        longer = [(prompt, which, 8 + STEPS) for prompt, which, _ in jobs]
+        return min(self._seconds(llm, longer) - self._seconds(llm, jobs) for _ in range(2)) / STEPS
 
     def _seconds(self, llm: LLM, jobs: list[Job]) -> float:
         began_s = time.perf_counter()

@@ -54,8 +54,8 @@ class Costs:
     slot_s: float = 0.7  # Until a slot is released if all are in use, for each adapter that waits for one.
     move_s: float = 0.06  # The cost to others of filling a slot: an adapter is evicted and comes back.
     full_s: float = 0.3  # The cost to others of a read by the replica that holds the most adapters; less by others.
-    # The cost to others of a read by a replica without room, while another has room. An adapter that nobody else holds is
-    # evicted, and each of its later requests does the same to another one.
+    # The cost to others of a read by a replica without room, while another has room. An adapter that nobody else holds
+    # is evicted, and each of its later requests does the same to another one.
     crowded_s: float = 3.0
 
 

@@ -130,8 +130,8 @@ class SlotPolicy:
 
     @property
     def num_usable(self) -> int:
-        """Number of further adapters that sequences may use now. If memory is the limit, they are assumed to be as large
-        as those in slots on average."""
+        """Number of further adapters that sequences may use now. If memory is the limit, they are assumed to be as
+        large as those in slots on average."""
         usable = min(self.num_idle, self.max_in_use - self.num_in_use)
         held = [(slot, slot.adapter.cuts[-1]) for slot in self.slots if slot.adapter is not None]
         total_bytes = sum(num_bytes for _, num_bytes in held)
