@@ -129,9 +129,7 @@ def _start(args: AppArgs, listener: Listener, run_dir: str) -> None:
     from lorafleet.cluster.directory.directory_actor import DirectoryPlace
     from lorafleet.cluster.serve.app import build, node_gpus
 
-    replica_cpus = sum(bundle["CPU"] for bundle in replica_bundles(args, "cpu"))
-    # Not those of the machine: Ray starts a Python process ahead for each, which delays everything else at first.
-    start_ray(math.ceil(args.most_replicas * replica_cpus) + 1)
+    start_ray(ray_cpus(args))
     _catch_signals()  # ray.init has installed its own handlers.
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     if args.device == "cuda":
@@ -144,6 +142,13 @@ def _start(args: AppArgs, listener: Listener, run_dir: str) -> None:
     console.print("starting HTTP")
     with _own_client(listener, run_dir) as client:
         _wait_for_http(args, client)
+
+
+def ray_cpus(args: AppArgs) -> int:
+    """Returns the number of CPUs that Ray is told of: those that the replicas reserve, and one for all others. If it
+    knew the machine's, it would start as many Python processes ahead, which delays the replicas."""
+    replica_cpus = sum(bundle["CPU"] for bundle in replica_bundles(args, "cpu"))
+    return math.ceil(args.most_replicas * replica_cpus) + 1
 
 
 def start_ray(num_cpus: int) -> None:

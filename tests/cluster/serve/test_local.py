@@ -5,9 +5,10 @@ from contextlib import nullcontext
 import pytest
 import ray
 
+from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.proxy.tls import TLSFiles
 from lorafleet.cluster.serve import local, ray_agents
-from lorafleet.cluster.serve.local import RAY_STARTS, Listener, start_ray
+from lorafleet.cluster.serve.local import RAY_STARTS, Listener, ray_cpus, start_ray
 from lorafleet.protocol.errors import ConfigError
 
 FILES = TLSFiles("/tls/cert.pem", "/tls/key.pem")
@@ -43,6 +44,11 @@ def test_the_url_that_is_shown_can_be_reached_from_this_machine(host: str, tls: 
 
 
 LATE = "The current node timed out during startup. This could happen because"
+
+
+def test_ray_is_told_of_the_cpus_that_replicas_reserve_and_not_of_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local.os, "cpu_count", lambda: 128)
+    assert ray_cpus(AppArgs(model="m", num_replicas=4)) == 4 * ray_cpus(AppArgs(model="m", num_replicas=1)) - 3 < 32
 
 
 @pytest.mark.parametrize(
