@@ -181,7 +181,7 @@ def test_what_changes_again_and_again_is_remembered_once(monkeypatch: pytest.Mon
         abreast.poll()
     routes = residency.since("e", router.view.version)
     assert (routes.full, routes.tiers) == (False, [("a", "y", "gpu")])
-    assert routes.loads == {"a": ReplicaLoad(num_running=99)}
+    assert routes.loads == {"a": ReplicaLoad(num_running=99, cpu_loras=0)}
     assert residency.since("e", abreast.view.version).loads == {}
 
 
