@@ -349,7 +349,7 @@ def test_what_waits_for_the_disk_is_reported_when_it_changes_and_told_in_bytes()
     for report, reading_bytes in ((first, 35), (second, 5)):
         residency.accept(report)
         router.poll()
-        assert residency.loads["a"] == msgspec.structs.replace(LOAD, reading_bytes=reading_bytes)
+        assert residency.loads["a"] == msgspec.structs.replace(LOAD, reading_bytes=reading_bytes, cpu_loras=8)
 
 
 def test_the_engines_stats_become_tiers_and_a_load() -> None:
