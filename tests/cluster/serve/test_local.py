@@ -46,9 +46,12 @@ def test_the_url_that_is_shown_can_be_reached_from_this_machine(host: str, tls: 
 LATE = "The current node timed out during startup. This could happen because"
 
 
-def test_ray_is_told_of_the_cpus_that_replicas_reserve_and_not_of_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local.os, "cpu_count", lambda: 128)
-    assert ray_cpus(AppArgs(model="m", num_replicas=4)) == 4 * ray_cpus(AppArgs(model="m", num_replicas=1)) - 3 < 32
+@pytest.mark.parametrize(("cores", "expected"), [(128, 14), (8, 8), (1, 2)])
+def test_ray_starts_a_process_ahead_for_each_of_the_servers_and_not_for_each_core(
+    monkeypatch: pytest.MonkeyPatch, cores: int, expected: int
+) -> None:
+    monkeypatch.setattr(local.os, "cpu_count", lambda: cores)
+    assert ray_cpus(AppArgs(model="m", num_replicas=4)) == expected
 
 
 @pytest.mark.parametrize(
