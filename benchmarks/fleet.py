@@ -18,7 +18,8 @@ and replica, and only the first two of `--rules` get it. No later workload is fo
 had the same loads before.
 
 With `--at-once 2`, two rules have servers at a time, which are warmed up together. Then each workload is sent to one of
-them after the other. Both must fit on the GPUs, so `--server-args` should have `--kv-cache-tokens`.
+them after the other, and rules with fewer workloads come last. Both must fit on the GPUs, so `--server-args` should
+have `--kv-cache-tokens`.
 
 Columns: TTFT from when a request was due; `worst` is the TTFT p50 of the adapter that is worse than 90 % of all;
 `hits` are prompt tokens from the prefix cache, beside those that one cache without bounds would have; `reads` and
@@ -73,7 +74,7 @@ LOOP_SHARE = 0.6  # The time of a closed loop, relative to that of the other wor
 RAMP = 0.2  # The part of a closed loop's time in which tokens are not counted, since its batches still grow.
 WARM_UP_SEED = 1000
 FIRST_STREAMS = 8  # Streams for each replica that request every adapter once, before the warm-up.
-FIRST_S = 30.0  # The time in which they do so.
+FIRST_S = 120.0  # The time in which they must have done so.
 MAX_ERRORS, ERROR_CHARS = 3, 160  # Printed of each workload.
 UNITS = {
     **dict.fromkeys(("ttft_p50", "ttft_p99", "gap_p50", "gap_p99", "ttft_worst_adapters"), "s"),
@@ -216,7 +217,10 @@ def warm_up(server: LocalServer, size: Size, replicas: int) -> None:
     """Requests each adapter once, and then sends calls that are like S-LoRA's, but drawn by another seed."""
     if size.warm_up_s:
         first = [Call(0.0, f"a{number}", [size.token_ids[0]], 1) for number in range(size.adapters)]
-        run_apart(Job(server.url, first, FIRST_STREAMS * replicas, FIRST_S))
+        outcomes = run_apart(Job(server.url, first, FIRST_STREAMS * replicas, FIRST_S)).outcomes
+        num_warm = sum(outcome.error is None for outcome in outcomes)
+        if num_warm < len(first):  # Its caches would not be as warm as those of other rules.
+            raise ReportLost(f"{num_warm} of {len(first)} adapters answered within {FIRST_S:.0f} s")
         run_apart(Job(server.url, draw_calls(SLORA, warm_up_size(size), replicas)))
 
 
@@ -449,9 +453,10 @@ class Run:
         with ExitStack() as stack, ThreadPoolExecutor(len(rules)) as pool:
             start(rules[0])
             warm = [rule for rule, is_warm in zip(rules, pool.map(prepare, rules), strict=True) if is_warm]
-            for stage in self._stages:
-                for rule in warm:
-                    if stage.is_for(self._args.rules.index(rule)):
+            for num_stages, group in itertools.groupby(warm, self._num_stages):  # Those with most workloads come first.
+                alike = list(group)
+                for stage in self._stages[:num_stages]:
+                    for rule in alike:
                         self._measure_case(servers[rule], stage, rule, replicas)
             if (first := servers.get(self._args.rules[0])) is not None:
                 self._follow(first)
@@ -476,6 +481,11 @@ class Run:
             rate = self._load * (figures["tokens_per_s"] or 0.0) / tokens / replicas
             self._size, self._load = replace(self._size, rate=round(rate, 1)), None
             print(f"rate: {self._size.rate} requests per second and replica")
+
+    def _num_stages(self, rule: str) -> int:
+        """Returns the number of workloads that the rule gets, which are the first ones."""
+        index = self._args.rules.index(rule)
+        return sum(stage.is_for(index) for stage in self._stages)
 
     def _size_of(self, stage: Stage) -> Size:
         return self._size if stage.rate is None else replace(self._size, rate=stage.rate)

@@ -212,7 +212,7 @@ def test_servers_that_run_at_once_get_what_others_get_and_the_rest_follows_on_th
     assert sorted(ours[:5]) == sorted(sticky) == sorted(turns) and len(sticky) == 5
     assert len(jobs) == 16 and len(ours) == 6
     rules = [job.base_url.rpartition("/")[2] for job in jobs]
-    assert rules[4:] == ["affinity"] * 2 + ["sticky"] * 2 + ["affinity", "sticky", "affinity"] + ["round-robin"] * 5
+    assert rules[4:] == ["affinity"] * 4 + ["sticky"] * 3 + ["round-robin"] * 5, "sticky has fewer workloads"
     with pytest.raises(SystemExit):
         run(monkeypatch, "--at-once", "0")
 
@@ -290,6 +290,29 @@ def test_a_report_that_is_lost_costs_its_row_alone(
     assert "failed: Dynamo, steady, sticky, 2 replicas, no report" in shown
     rows = [line.split() for line in shown.splitlines()]
     assert [row[3] for row in rows if row[:1] == ["Dynamo,"]] == ["sticky", "round-robin", "round-robin"]
+
+
+def test_rules_with_as_many_workloads_get_each_in_turn(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--rules", "affinity", "sticky", "--duration-s", "3", "--warm-up-s", "0", "--at-once", "2")
+    run(monkeypatch, *words, "--workloads", "Dynamo, flash", "Dynamo, steady")
+    rules = [job.base_url.rpartition("/")[2] for job in jobs]
+    assert rules == ["affinity", "sticky", "affinity", "sticky"]
+
+
+def test_a_server_whose_adapters_did_not_all_answer_in_time_has_no_rows(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def leave_some_out(job: Job) -> Report:
+        report = fleet_run_apart(job)
+        if len(jobs) == 1:
+            del report.outcomes[20:]
+        return report
+
+    fleet_run_apart = fleet.run_apart
+    monkeypatch.setattr(fleet, "run_apart", leave_some_out)
+    run(monkeypatch, "--workloads", "Dynamo, flash", "--duration-s", "6", "--rules", "affinity")
+    assert "the warm-up of affinity failed, 20 of 24 adapters answered within 120 s" in capsys.readouterr().out
+    assert len(jobs) == 1
 
 
 def test_a_server_that_was_not_warmed_up_has_no_rows(
