@@ -5,21 +5,30 @@ Random draws are a function of (seed, position) alone, see random_numbers.py.
 """
 
 # B rows (tokens that are chosen in a step) · F fields of a row · N sequences that have sampled and have not ended
+# K lengths that a sequence may turn out to have
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Many
+from typing import NamedTuple
 
 import numpy as np
 
-from lorafleet.kernels.sampling.draw_tokens import COUNTS_ROW, NEVER, NO_COUNTS, NUM_FIELDS, DrawFields, DrawTable
+from lorafleet.kernels.sampling.draw_tokens import COUNTS_ROW, DRAW, NEVER, NO_COUNTS, NUM_FIELDS, DrawFields, DrawTable
 from lorafleet.protocol.random_numbers import uniform
 from lorafleet.workers.device.logit_edits import EditedRow
 from lorafleet.workers.schedule.sequence import Chunk, Sequence
 
 ALL_TOKENS = 0  # DrawFields.top_k in the held rows, if all tokens are kept
-TEMPERATURE, TOP_K, DRAW = (DrawFields._fields.index(name) for name in ("temperature", "top_k", "draw"))
+TEMPERATURE, TOP_K = (DrawFields._fields.index(name) for name in ("temperature", "top_k"))
+
+
+class StepDraws(NamedTuple):
+    """The draws of one step."""
+
+    table_BF: DrawTable  # As draw_tokens takes it.
+    draw_BK: DrawTable  # The random number of each row if its sequence is 0, 1, … tokens shorter than planned.
 
 
 class DrawRows:
@@ -34,19 +43,22 @@ class DrawRows:
     def __len__(self) -> int:
         return len(self._row_by_sequence)
 
-    def of_step(self, sampling: Many[Chunk], edited: Many[EditedRow], num_tokens: int) -> DrawTable:
-        """Returns what draw_tokens takes: a row for each token that these chunks sample. Each token is drawn as if the
-        drafts before it were the answer.
+    def of_step(
+        self, sampling: Many[Chunk], edited: Many[EditedRow], num_tokens: int, most_short: int = 0
+    ) -> StepDraws:
+        """Returns a row for each token that these chunks sample. Each token is drawn as if the drafts before it were
+        the answer, those in flight too.
 
         Args:
             edited: Rows whose logits have the edits of LogitEditor.apply by then.
             num_tokens: Number of tokens that the logits are of.
+            most_short: As in UnreadInputs.
         """
         found = [self._row_by_sequence.get(chunk.sequence) for chunk in sampling]
         if None in found:
             found = [self._row_of(chunk.sequence) for chunk in sampling]
         row_B = np.array(found, np.int64)
-        position_B = np.array([len(chunk.sequence.tokens) for chunk in sampling])
+        position_B = np.array([len(chunk.sequence.tokens) + chunk.sequence.num_unverified for chunk in sampling])
         counts = [1 + len(chunk.drafts) for chunk in sampling]
         if len(counts) != sum(counts):
             end_B = np.cumsum(counts).repeat(counts)
@@ -54,11 +66,13 @@ class DrawRows:
             position_B += np.arange(len(row_B)) - (end_B - count_B)
         table_BF = self._fields_NF[row_B]
         table_BF[table_BF[:, TOP_K] == ALL_TOKENS, TOP_K] = num_tokens
-        draw_B = uniform(self._seed_N[row_B], position_B.astype(np.uint64))
-        table_BF[:, DRAW] = np.where(table_BF[:, TEMPERATURE] > 0, draw_B, 0.0)
+        position_BK = position_B[:, None] - np.arange(1 + most_short)
+        draw_BK = uniform(self._seed_N[row_B][:, None], position_BK.astype(np.uint64))
+        draw_BK = np.where(table_BF[:, TEMPERATURE, None] > 0, draw_BK, 0.0)
+        table_BF[:, DRAW] = draw_BK[:, 0]
         for row in edited:
             table_BF[row.index, COUNTS_ROW] = row.counts_row
-        return table_BF
+        return StepDraws(table_BF, draw_BK)
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""

@@ -22,6 +22,7 @@ from lorafleet.kernels.lora.lora_batch import (
 )
 from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch, KVCache
 from lorafleet.workers.device.host_copy import to_device
+from lorafleet.workers.device.unread_inputs import UnreadInputs
 from lorafleet.workers.device.routed_experts import RoutedExperts
 from lorafleet.workers.device.sampler import greedy_of_ranks
 from lorafleet.workers.device.state_cache import StateCache, StepStates
@@ -92,12 +93,23 @@ class StepRunner:
         self._prepared: tuple[StepPlan, DecodeGraph] | None = None  # a step that prepare() has filled the graph for
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, score: Callable[[int, Tensor], None] = lambda _span, _logits_TV: None) -> StepLogits:
-        """Queues the step, with the copies of states before and after it, and waits for nothing.
+    def run(
+        self,
+        plan: StepPlan,
+        score: Callable[[int, Tensor], None] = lambda _span, _logits_TV: None,
+        unread: UnreadInputs | None = None,
+    ) -> StepLogits:
+        """Queues the step, with the copies of states before and after it. Waits for nothing if a captured graph runs
+        it, or if the plan lacks nothing.
 
         `score` takes the logits [count, V] of each span of plan.prompts as soon as they are queued. They are not
         stored, since all spans together may be larger than the memory.
+
+        Args:
+            unread: What the plan lacks, if it lacks something.
         """
+        if unread is not None and not self._fill_unread(plan, unread):
+            plan = unread.with_known(plan, self.inputs.first_known, self._block_size)
         if self.states is not None:
             self.states.copy(plan.resumed_states)
         logits = self._run(plan, score)
@@ -133,12 +145,21 @@ class StepRunner:
     def prepare(self, plan: StepPlan) -> None:
         """Queues what a step of decodes reads besides the last step's tokens, if a captured graph fits. run() then only
         launches the graph. The tokens of the step before need not be chosen yet."""
+        self._fill(plan, None)
+
+    def _fill_unread(self, plan: StepPlan, unread: UnreadInputs) -> bool:
+        """Fills a captured graph for a step whose plan lacks something. Returns False if no graph can run it."""
+        self._fill(plan, unread)
+        return self._prepared is not None
+
+    def _fill(self, plan: StepPlan, unread: UnreadInputs | None) -> None:
         self._prepared = None
         if self.decode_graphs is None or not plan.has_decodes_only:
             return
-        graph = self.decode_graphs.find(plan.row_slots, plan.attention.context_lens)
+        may_shorten = unread is not None and unread.short_B is not None
+        graph = self.decode_graphs.find(plan.row_slots, plan.attention.context_lens, may_shorten=may_shorten)
         if graph is not None:
-            self.decode_graphs.fill(graph, plan)
+            self.decode_graphs.fill(graph, plan, unread)
             self._prepared = plan, graph
 
     def _sampled(
@@ -210,7 +231,13 @@ class StepRunner:
         return self.decode_graphs.replay(graph, plan.num_tokens)
 
     def _forward_tokens(self, plan: StepPlan) -> Tensor:
-        return torch.cat([self._forward(token) for token in single_tokens(plan, self.inputs.first_known)])
+        hidden_TD = torch.cat([self._forward(token) for token in single_tokens(plan, self.inputs.first_known)])
+        self.inputs.upload(plan.fields_FT, plan.num_tokens)  # The step's drafts are compared with what it draws.
+        return hidden_TD
+
+    @property
+    def _block_size(self) -> int:
+        return self.caches[0].k_NPGD.shape[1]
 
     def _forward(self, plan: StepPlan) -> Tensor:
         """Returns the hidden states [T, D] of all tokens."""
@@ -273,9 +300,8 @@ class StepRunner:
 
     def _padding(self, count: int) -> InputTensors:
         """Plans a step of so many tokens that no sequence has, and returns its inputs."""
-        block_size = self.caches[0].k_NPGD.shape[1]
         self.inputs.fill_with_padding(count)
-        self._attention.plan(AttentionBatch([count], [count], [[0] * -(-count // block_size)]))
+        self._attention.plan(AttentionBatch([count], [count], [[0] * -(-count // self._block_size)]))
         self.inputs.mark_copied()
         return self.inputs.tensors(count)
 

@@ -49,7 +49,16 @@ class Guesses:
 def speculate(engine: Engine, drafter: Drafter, most_tokens: int = 4) -> Speculation:
     """Has the engine verify the drafts of this drafter wherever there are some. Call it before the first request."""
     rows = len(engine.runner.steps.inputs.sampled_B)
-    is_certain = isinstance(drafter, ModelDrafter)
-    made = Speculation(drafter, engine.scheduler.budget, most_tokens, rows, DraftsPay(), is_certain=is_certain)
+    model = drafter if isinstance(drafter, ModelDrafter) else None
+    is_ahead = model is not None and engine.runner.steps.states is None
+    made = Speculation(
+        drafter,
+        engine.scheduler.budget,
+        most_tokens,
+        rows,
+        DraftsPay(),
+        is_certain=model is not None,
+        ahead=model if is_ahead else None,
+    )
     engine.scheduler.speculation = made
     return made
