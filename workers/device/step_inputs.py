@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorafleet.workers.device.unread_inputs import Corrections, UnreadInputs
 from lorafleet.workers.device.step_plan import FIELDS, Rows
+from lorafleet.workers.device.unread_inputs import Corrections, UnreadInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,9 @@ class StepInputs:
         self._trash_slot = trash_slot
         self._device_block = torch.zeros(most_sampled + FIELDS * max_tokens, dtype=torch.int64, device=device)
         is_cuda = device.type == "cuda"
-        self._hosts = [torch.zeros(FIELDS * max_tokens, dtype=torch.int64, pin_memory=is_cuda) for _ in range(most_queued)]
+        self._hosts = [
+            torch.zeros(FIELDS * max_tokens, dtype=torch.int64, pin_memory=is_cuda) for _ in range(most_queued)
+        ]
         self._copied = [torch.cuda.Event() for _ in range(most_queued)] if is_cuda else []
         self._turn = 0  # Index of the pinned memory that the last upload() filled.
         self.sampled_B = self._device_block[:most_sampled]

@@ -297,9 +297,7 @@ class Scheduler:
 def _unfinished(running: Many[Sequence]) -> list[Sequence]:
     """Returns the sequences that the next step computes tokens of. The last token of the others is in flight, or may be
     among the drafts in flight, or they wait for their blocks from a tier."""
-    return [
-        s for s in running if s.num_computed < s.decodes_until or (s.num_remaining > 0 and s.arrival is None)
-    ]
+    return [s for s in running if s.num_computed < s.decodes_until or (s.num_remaining > 0 and s.arrival is None)]
 
 
 def _chosen_drafts(

@@ -1,8 +1,8 @@
 """Runs a draft model behind a step of the target whose tokens the host has not read.
 
-Its first step computes all tokens that the target's step has drawn, one for each of its rows. Those behind a wrong draft
-are computed in vain: later steps overwrite their keys and values, and see none of them. The device picks the row of the
-last right one, and goes on behind it. So the positions of the steps that follow are known to the device alone.
+Its first step computes all tokens that the target's step has drawn, one for each of its rows. Those behind a wrong
+draft are computed in vain: later steps overwrite their keys and values, and see none of them. The device picks the row
+of the last right one, and goes on behind it. So the positions of the steps that follow are known to the device alone.
 """
 
 # T rows of the target's step · W sequences · K draft tokens
@@ -74,7 +74,7 @@ class BehindSteps:
         for place in range(1, entries[0].count):
             going = [entry for entry in entries if entry.count > place]
             last_W, token_W = last_W[: len(going)], token_W[: len(going)]
-            self._compute_draft(going, place, last_W, token_W, short_W[: len(going)])
+            self._compute_draft(going, last_W, token_W, short_W[: len(going)])
             token_W = self._drawn()[: len(going)].clone()
             last_W = torch.arange(len(going), device=token_W.device)
             drafts.append(torch.nn.functional.pad(token_W, (0, len(entries) - len(going))))
@@ -118,10 +118,8 @@ class BehindSteps:
         accepted_W = step.accepted_S[index_W]
         return first_W + accepted_W, count_W - accepted_W
 
-    def _compute_draft(
-        self, entries: Many[BehindStep], place: int, last_W: Tensor, token_W: Tensor, short_W: Tensor
-    ) -> None:
-        """Computes the draft token of each sequence at this place, from 1 on.
+    def _compute_draft(self, entries: Many[BehindStep], last_W: Tensor, token_W: Tensor, short_W: Tensor) -> None:
+        """Computes the last draft token of each sequence.
 
         Args:
             last_W: The row of the last step in which each was drawn.

@@ -47,7 +47,8 @@ class DeviceDrafts:
 
 
 class DeviceDrafter(Drafter, Protocol):
-    """A drafter whose drafts are made on the device, so that it can draft behind a step whose tokens nobody has read."""
+    """A drafter whose drafts are made on the device, so that it can draft behind a step whose tokens the host has not
+    read."""
 
     def is_current(self, entry: Wanted, step: Verification) -> bool:
         """Returns whether it can draft for a sequence behind the step in flight, which verifies drafts."""

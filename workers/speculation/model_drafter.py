@@ -19,9 +19,9 @@ from torch import Tensor
 
 from lorafleet.workers.device.host_copy import to_device
 from lorafleet.workers.device.step_plan import StepPlan
+from lorafleet.workers.device.verification import Verification
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
-from lorafleet.workers.device.verification import Verification
 from lorafleet.workers.speculation.behind_steps import BehindStep, BehindSteps
 from lorafleet.workers.speculation.draft_slots import DraftSlots
 from lorafleet.workers.speculation.drafter import DeviceDrafts, Wanted
@@ -105,8 +105,8 @@ class ModelDrafter:
 
     @torch.inference_mode()
     def propose_behind(self, wanted: Many[Wanted], step: Verification) -> DeviceDrafts:
-        """Queues steps of the draft model behind the step in flight: one for all of its rows, those of wrong drafts too,
-        and then one for each further draft token of a sequence."""
+        """Queues steps of the draft model behind the step in flight: one for all of its rows, those of wrong drafts
+        too, and then one for each further draft token of a sequence."""
         found = [self._follow(entry) for entry in wanted]
         entries: list[BehindStep] = []
         for entry, followed in zip(wanted, found, strict=True):

@@ -154,9 +154,7 @@ class Speculation:
             self._pace.observe(num_decodes, num_drafts, paced_s, self._budget.token_s)
         return undrafted_s
 
-    def _can_draft_behind(
-        self, verification: Verification, running: Many[Sequence], num_sequences: int
-    ) -> bool:
+    def _can_draft_behind(self, verification: Verification, running: Many[Sequence], num_sequences: int) -> bool:
         """Returns whether the drafts of the next step can be made behind those in flight, and should pay. The arguments
         are those of needs_tokens()."""
         # What is computed of the logits of others depends on the tokens before.

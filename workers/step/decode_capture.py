@@ -30,11 +30,11 @@ from lorafleet.workers.attention.attention_backend import (
     KVCache,
     ShortensSequences,
 )
-from lorafleet.workers.device.unread_inputs import Corrections, UnreadInputs
 from lorafleet.workers.device.sampler import greedy_of_ranks
 from lorafleet.workers.device.state_cache import StateCache, StepStates
 from lorafleet.workers.device.step_inputs import StepInputs
 from lorafleet.workers.device.step_plan import StepPlan
+from lorafleet.workers.device.unread_inputs import Corrections, UnreadInputs
 from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.step.borrowed_memory import borrowed

@@ -24,8 +24,8 @@ from typing import Protocol
 from torch import Tensor
 
 from lorafleet.kernels.lora.lora_batch import BASE_SLOT, count_tiles
-from lorafleet.workers.device.unread_inputs import UnreadInputs
 from lorafleet.workers.device.step_plan import StepPlan
+from lorafleet.workers.device.unread_inputs import UnreadInputs
 from lorafleet.workers.step.decode_capture import DecodeGraph, DecodeKey
 from lorafleet.workers.step.drafted_sizes import DraftedSizes, DraftShape
 

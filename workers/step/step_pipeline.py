@@ -63,7 +63,9 @@ class _StepInFlight:
 
     def go_on_behind(self, chunks: Many[Chunk], sampled: Many[Sampled]) -> None:
         """Takes in what the step before has accepted. Those are its chunks, and the result of each."""
-        accepted = {chunk.sequence: len(own.tokens) - 1 for chunk, own in zip(chunks, sampled, strict=True) if own.tokens}
+        accepted = {
+            chunk.sequence: len(own.tokens) - 1 for chunk, own in zip(chunks, sampled, strict=True) if own.tokens
+        }
         places = zip(self.launched.chunks, self.ends, strict=True)
         self.ends = [end + accepted.get(chunk.sequence, 0) for chunk, end in places]
 

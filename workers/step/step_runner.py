@@ -22,12 +22,12 @@ from lorafleet.kernels.lora.lora_batch import (
 )
 from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch, KVCache
 from lorafleet.workers.device.host_copy import to_device
-from lorafleet.workers.device.unread_inputs import UnreadInputs
 from lorafleet.workers.device.routed_experts import RoutedExperts
 from lorafleet.workers.device.sampler import greedy_of_ranks
 from lorafleet.workers.device.state_cache import StateCache, StepStates
 from lorafleet.workers.device.step_inputs import InputTensors, StepInputs
 from lorafleet.workers.device.step_plan import StepPlan
+from lorafleet.workers.device.unread_inputs import UnreadInputs
 from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.models.slot_heads import OwnLogits, SlotHeads
 from lorafleet.workers.slots.model_manager import LoRAModelManager
