@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Many
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,15 +19,10 @@ from lorafleet.protocol.random_numbers import uniform
 from lorafleet.workers.device.logit_edits import EditedRow
 from lorafleet.workers.schedule.sequence import Chunk, Sequence
 
+Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+
 ALL_TOKENS = 0  # DrawFields.top_k in the held rows, if all tokens are kept
 TEMPERATURE, TOP_K = (DrawFields._fields.index(name) for name in ("temperature", "top_k"))
-
-
-class StepDraws(NamedTuple):
-    """The draws of one step."""
-
-    table_BF: DrawTable  # As draw_tokens takes it.
-    draw_BK: DrawTable  # The random number of each row if its sequence is 0, 1, … tokens shorter than planned.
 
 
 class DrawRows:
@@ -43,17 +37,34 @@ class DrawRows:
     def __len__(self) -> int:
         return len(self._row_by_sequence)
 
-    def of_step(
-        self, sampling: Many[Chunk], edited: Many[EditedRow], num_tokens: int, most_short: int = 0
-    ) -> StepDraws:
-        """Returns a row for each token that these chunks sample. Each token is drawn as if the drafts before it were
-        the answer, those in flight too.
+    def of_step(self, sampling: Many[Chunk], edited: Many[EditedRow], num_tokens: int) -> DrawTable:
+        """Returns what draw_tokens takes: a row for each token that these chunks sample. Each token is drawn as if the
+        drafts before it were the answer, those in flight too.
 
         Args:
             edited: Rows whose logits have the edits of LogitEditor.apply by then.
             num_tokens: Number of tokens that the logits are of.
-            most_short: As in UnreadInputs.
         """
+        row_B, position_B = self._places(sampling)
+        table_BF = self._fields_NF[row_B]
+        table_BF[table_BF[:, TOP_K] == ALL_TOKENS, TOP_K] = num_tokens
+        draw_B = uniform(self._seed_N[row_B], position_B.astype(np.uint64))
+        table_BF[:, DRAW] = np.where(table_BF[:, TEMPERATURE] > 0, draw_B, 0.0)
+        for row in edited:
+            table_BF[row.index, COUNTS_ROW] = row.counts_row
+        return table_BF
+
+    def by_length(self, sampling: Many[Chunk], most_short: int) -> DrawTable:
+        """Returns the draw of each of these tokens if its sequence turns out to be 0 to most_short tokens shorter than
+        with all drafts in flight, [B, K]."""
+        row_B, position_B = self._places(sampling)
+        position_BK = position_B[:, None] - np.arange(1 + most_short)
+        draw_BK = uniform(self._seed_N[row_B][:, None], position_BK.astype(np.uint64))
+        is_drawn_B1 = self._fields_NF[row_B, TEMPERATURE][:, None] > 0
+        return np.where(is_drawn_B1, draw_BK, 0.0)
+
+    def _places(self, sampling: Many[Chunk]) -> tuple[Ints, Ints]:
+        """Returns the held row and the position of each token."""
         found = [self._row_by_sequence.get(chunk.sequence) for chunk in sampling]
         if None in found:
             found = [self._row_of(chunk.sequence) for chunk in sampling]
@@ -64,15 +75,7 @@ class DrawRows:
             end_B = np.cumsum(counts).repeat(counts)
             row_B, position_B, count_B = row_B.repeat(counts), position_B.repeat(counts), np.repeat(counts, counts)
             position_B += np.arange(len(row_B)) - (end_B - count_B)
-        table_BF = self._fields_NF[row_B]
-        table_BF[table_BF[:, TOP_K] == ALL_TOKENS, TOP_K] = num_tokens
-        position_BK = position_B[:, None] - np.arange(1 + most_short)
-        draw_BK = uniform(self._seed_N[row_B][:, None], position_BK.astype(np.uint64))
-        draw_BK = np.where(table_BF[:, TEMPERATURE, None] > 0, draw_BK, 0.0)
-        table_BF[:, DRAW] = draw_BK[:, 0]
-        for row in edited:
-            table_BF[row.index, COUNTS_ROW] = row.counts_row
-        return StepDraws(table_BF, draw_BK)
+        return row_B, position_B
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""

@@ -241,10 +241,9 @@ class ModelRunner:
         draws = draw_B = None
         if logits.sampled_BV is not None:
             params = _params_of(sampling)
-            most_short = 0 if unread is None else unread.most_short
-            draws, draw_BK = self._draws.of_step(sampling, edited, logits.sampled_BV.shape[1], most_short)
-            if most_short and unread is not None:
-                draw_B = _draws_of_lengths(draw_BK, unread, chunks)
+            draws = self._draws.of_step(sampling, edited, logits.sampled_BV.shape[1])
+            if unread is not None and unread.short_B is not None:
+                draw_B = _draws_of_lengths(self._draws.by_length(sampling, unread.most_short), unread.short_B, chunks)
         return LaunchedStep(
             chunks=chunks,
             shape=shape,
@@ -423,13 +422,11 @@ def _first_rows(sampling: Many[Chunk]) -> dict[str, int]:
     return {chunk.sequence.request_id: row for row, chunk in zip(starts, sampling, strict=False)}
 
 
-def _draws_of_lengths(draw_BK: DrawTable, unread: UnreadInputs, chunks: Many[Chunk]) -> Tensor:
-    """Returns the draw of each row, float64 [B], by the length that its sequence turns out to have."""
-    assert unread.short_B is not None
-    device = unread.short_B.device
-    sequence_B = np.arange(len(chunks)).repeat([chunk.num_sampled for chunk in chunks])
-    short_B1 = unread.short_B[array_to_device(sequence_B, device)][:, None]
-    return array_to_device(draw_BK, device).gather(1, short_B1).squeeze(1)
+def _draws_of_lengths(draw_BK: DrawTable, short_S: Tensor, chunks: Many[Chunk]) -> Tensor:
+    """Returns the draw of each row, float64 [B], by the length that its sequence turns out to have. short_S is that of
+    UnreadInputs, for each of the chunks."""
+    sequence_B = array_to_device(np.arange(len(chunks)).repeat([chunk.num_sampled for chunk in chunks]), short_S.device)
+    return array_to_device(draw_BK, short_S.device).gather(1, short_S[sequence_B][:, None]).squeeze(1)
 
 
 def _params_of(sampling: Many[Chunk]) -> list[SamplingParams]:
