@@ -130,7 +130,6 @@ class Scheduler:
         for chunk in chunks:
             sequence, tokens = chunk.sequence, chunk.sequence.tokens
             sequence.num_computed += chunk.num_tokens - len(chunk.drafts)
-            sequence.num_unverified += len(chunk.drafts)
             if sequence.num_computed == len(tokens):
                 tokens.append(UNKNOWN)
                 flows.append(sequence.flow)

@@ -86,6 +86,11 @@ class LaunchedStep:
     download: Download
 
     @property
+    def has_drafts(self) -> bool:
+        """Whether the step verifies drafts."""
+        return self.num_rows > len(self.sampling)
+
+    @property
     def needs_masks(self) -> bool:
         """Whether a sequence has a grammar, whose mask says which tokens may be chosen."""
         return any(chunk.sequence.grammar is not None for chunk in self.sampling)
@@ -191,7 +196,7 @@ class ModelRunner:
         """Plans the next step. `last` is the step before, if the host has not read its tokens yet."""
         row_by_request = {} if last is None else last.row_by_request
         slot_ranks = [] if self.loras is None else self.loras.slots.ranks
-        if last is not None and last.num_rows > len(last.sampling):  # It verifies drafts.
+        if last is not None and last.has_drafts:
             return plan_step(chunks, row_by_request, self._inputs.first_known, self._block_size, slot_ranks)
         plan = self._steady.next_plan(chunks, row_by_request, slot_ranks)
         if plan is None:
@@ -312,7 +317,7 @@ class ModelRunner:
     def _verify(self, step: LaunchedStep) -> Verification | None:
         """Queues the comparison of the step's drafts with the tokens that it has chosen, if it has drafts."""
         self._num_steps += 1
-        if step.num_rows == len(step.sampling):
+        if not step.has_drafts:
             return None
         known_T = self._inputs.known_tokens(step.shape.num_tokens)
         if step.num_rows < step.shape.num_tokens:

@@ -140,6 +140,9 @@ class StepPipeline:
         launched = self._runner.launch(planned.chunks, planned.plan, planned.unread)
         chosen = None if launched.needs_masks else self._runner.choose(launched)
         self._scheduler.launched(planned.chunks)
+        if launched.has_drafts:
+            for chunk in planned.chunks:
+                chunk.sequence.num_unverified += len(chunk.drafts)
         ends = [chunk.sequence.num_computed for chunk in planned.chunks]
         self._next = _StepInFlight(launched, ends, began_s, masks_are_requested=not runs_ahead, chosen=chosen)
         return launched.faults

@@ -284,7 +284,8 @@ class StepRunner:
         waits for a compiler. The tokens are padding, and the adapters are empty slots."""
         assert self._slots is not None
         steps = WARM_UP_WITHOUT_GRAPHS if self._prefill_graphs is None else WARM_UP_BEYOND_GRAPHS
-        for count, usual_tokens in (*steps, *self._warm_up_of_mixtures()):
+        in_graphs = 0 if self._prefill_graphs is None else MOST_TOKENS
+        for count, usual_tokens in (*steps, *_warm_up_of_mixtures(self.model, in_graphs)):
             if count > most_tokens:
                 continue
             tile_tokens = TILE_TOKENS if self._has_fixed_tiles else usual_tokens
@@ -295,7 +296,7 @@ class StepRunner:
                 self._run_model(inputs, lora, states)
         if self.states is not None and self.states.draft_slots:  # the kernels that keep states behind drafts
             self._run_model(self._padding(2), None, self.states.of_padding([2], has_drafts=True))
-        self._warm_up_kronecker()
+        _warm_up_kronecker(self.model, self._slots)
         torch.cuda.synchronize(self.device)
 
     def _padding(self, count: int) -> InputTensors:
@@ -305,27 +306,28 @@ class StepRunner:
         self.inputs.mark_copied()
         return self.inputs.tensors(count)
 
-    def _warm_up_of_mixtures(self) -> list[tuple[int, int]]:
-        """Returns a step for each variant of a mixture's kernels that no graph has compiled."""
-        from lorafleet.kernels.moe.moe_triton import first_tokens  # triton is optional on a CPU
 
-        in_graphs = 0 if self._prefill_graphs is None else MOST_TOKENS
-        mixtures = [mixture for _, mixture in self.model.mixtures()]
-        experts = {(own.experts.count, own.experts.rule.per_token, own.are_tiled) for own in mixtures}
-        counts = sorted({count for sizes in experts for count in first_tokens(*sizes) if count > in_graphs})
-        return [(count, prompt_tile_tokens(count)) for count in counts]
+def _warm_up_of_mixtures(model: EngineModel, in_graphs: int) -> list[tuple[int, int]]:
+    """Returns a step for each variant of a mixture's kernels that no graph has compiled. The graphs have up to
+    `in_graphs` tokens."""
+    from lorafleet.kernels.moe.moe_triton import first_tokens  # triton is optional on a CPU
 
-    def _warm_up_kronecker(self) -> None:
-        """Launches the one kernel that no such step has launched. It is the same for all linears."""
-        assert self._slots is not None
-        from lorafleet.kernels.extras.kronecker_triton import apply_kronecker_triton  # triton is optional on a CPU
+    mixtures = [mixture for _, mixture in model.mixtures()]
+    experts = {(own.experts.count, own.experts.rule.per_token, own.are_tiled) for own in mixtures}
+    counts = sorted({count for sizes in experts for count in first_tokens(*sizes) if count > in_graphs})
+    return [(count, prompt_tile_tokens(count)) for count in counts]
 
-        lora = LoRABatch.build([0], self._slots.tables)
-        (_, linear), *_ = self.model.packed_linears()
-        assert lora is not None and linear.lora is not None
-        dtype = self.model.embed_tokens.weight.dtype
-        x_TD = torch.zeros(1, linear.in_features, dtype=dtype, device=self.device)
-        apply_kronecker_triton(x_TD, x_TD.new_zeros(1, sum(linear.out_features)), linear.lora, lora)
+
+def _warm_up_kronecker(model: EngineModel, slots: LoRAModelManager) -> None:
+    """Launches the one kernel that no step of a warm-up has launched. It is the same for all linears."""
+    from lorafleet.kernels.extras.kronecker_triton import apply_kronecker_triton  # triton is optional on a CPU
+
+    lora = LoRABatch.build([0], slots.tables)
+    (_, linear), *_ = model.packed_linears()
+    assert lora is not None and linear.lora is not None
+    weight = model.embed_tokens.weight
+    x_TD = torch.zeros(1, linear.in_features, dtype=weight.dtype, device=weight.device)
+    apply_kronecker_triton(x_TD, x_TD.new_zeros(1, sum(linear.out_features)), linear.lora, lora)
 
 
 def _rank_class(rank: int) -> int:

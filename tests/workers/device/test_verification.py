@@ -18,6 +18,6 @@ def test_drafts_are_accepted_up_to_the_first_that_is_wrong(
     """Sequences with three drafts that are right come before and behind."""
     num_rows = 1 + len(drafts)
     token_B = torch.tensor([1, 7, 7, 7, 1, *drafts, 1, 7, 7, 7])
-    drawn_B = torch.tensor([7, 7, 7, 3, *(drawn + [0])[:num_rows], 7, 7, 7, 4])
+    drawn_B = torch.tensor([7, 7, 7, 3, *[*drawn, 0][:num_rows], 7, 7, 7, 4])
     first_S, count_S = torch.tensor([0, 4, 4 + num_rows]), torch.tensor([3, len(drafts), 3])
     assert count_accepted(token_B, drawn_B, first_S, count_S, most=3).tolist() == [3, count, 3]
