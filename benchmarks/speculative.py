@@ -44,7 +44,7 @@ from lorafleet.protocol.engine_config import EngineConfig, SpeculativeConfig
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.messages import EngineRequest
 from lorafleet.protocol.sampling_params import SamplingParams
-from lorafleet.workers.device.verification import Verification
+from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.schedule.sequence import Sequence
@@ -81,10 +81,10 @@ class KnownDrafter:
             lengths = [len(draft) for draft in self._model.propose(wanted)]
         return [[0 if self._rng.random() < self._right else WRONG for _ in range(length)] for length in lengths]
 
-    def is_current(self, entry: Wanted, step: Verification) -> bool:
+    def is_current(self, entry: Wanted, step: DraftVerification) -> bool:
         return self._model is not None and self._model.is_current(entry, step)
 
-    def propose_behind(self, wanted: Many[Wanted], step: Verification) -> DeviceDrafts:
+    def propose_behind(self, wanted: Many[Wanted], step: DraftVerification) -> DeviceDrafts:
         assert self._model is not None
         made = self._model.propose_behind(wanted, step)
         is_right_WK = torch.rand(made.token_WK.shape, device=made.token_WK.device) < self._right

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 
-from lorafleet.workers.device.verification import Verification
+from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
 from lorafleet.workers.speculation.drafter import DeviceDrafter, DeviceDrafts, Wanted
 
@@ -22,9 +22,9 @@ class AheadDrafts:
         self.usual_s = 0.0  # Seconds that the drafter took when it was last waited for.
         self._drafter = drafter
         self._wanted: list[Wanted] = []
-        self._step: Verification | None = None  # The step in flight behind which they are wanted.
+        self._step: DraftVerification | None = None  # The step in flight behind which they are wanted.
 
-    def prepare(self, wanted: Many[Wanted], step: Verification, most_tokens: int) -> list[Wanted]:
+    def prepare(self, wanted: Many[Wanted], step: DraftVerification, most_tokens: int) -> list[Wanted]:
         """Returns those of the wanted drafts that can be made behind the step in flight. There are none if it is better
         to wait for the tokens, since a sequence has to be caught up with.
 

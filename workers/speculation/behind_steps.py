@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lorafleet.workers.device.draft_verification import DraftVerification, VerifiedRows
 from lorafleet.workers.device.host_copy import array_to_device
 from lorafleet.workers.device.unread_inputs import UnreadInputs
-from lorafleet.workers.device.verification import Verification, VerifiedRows
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.speculation.draft_slots import DraftSlots
 from lorafleet.workers.speculation.drafter import DeviceDrafts
@@ -60,7 +60,7 @@ class BehindSteps:
         self._num_tokens = num_tokens
         self._rows = rows
 
-    def run(self, entries: Many[BehindStep], step: Verification) -> DeviceDrafts:
+    def run(self, entries: Many[BehindStep], step: DraftVerification) -> DeviceDrafts:
         """Queues the drafts. The sequences that get most come first. Their own tokens are the known ones afterwards.
 
         A draft that the target does not have becomes another one.
@@ -85,7 +85,7 @@ class BehindSteps:
         rows = {entry.target: row for row, entry in enumerate(entries)}
         return DeviceDrafts(torch.stack(drafts, dim=1), rows, counts)
 
-    def _compute_drawn(self, entries: Many[BehindStep], step: Verification) -> tuple[Tensor, Tensor]:
+    def _compute_drawn(self, entries: Many[BehindStep], step: DraftVerification) -> tuple[Tensor, Tensor]:
         """Computes the tokens that the target's step has drawn. Returns the row of each sequence's last right one, and
         the number of those behind it."""
         chunks: list[Chunk] = []

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from lorafleet.workers.device.verification import Verification
+from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.schedule.sequence import Sequence
 
 
@@ -50,11 +50,11 @@ class DeviceDrafter(Drafter, Protocol):
     """A drafter whose drafts are made on the device, so that it can draft behind a step whose tokens the host has not
     read."""
 
-    def is_current(self, entry: Wanted, step: Verification) -> bool:
+    def is_current(self, entry: Wanted, step: DraftVerification) -> bool:
         """Returns whether it can draft for a sequence behind the step in flight, which verifies drafts."""
         ...
 
-    def propose_behind(self, wanted: Many[Wanted], step: Verification) -> DeviceDrafts:
+    def propose_behind(self, wanted: Many[Wanted], step: DraftVerification) -> DeviceDrafts:
         """Queues the drafts that follow the tokens with which the step in flight goes on, and waits for nothing.
 
         Args:

@@ -17,9 +17,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.device.host_copy import to_device
 from lorafleet.workers.device.step_plan import StepPlan
-from lorafleet.workers.device.verification import Verification
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.speculation.behind_steps import BehindStep, BehindSteps
@@ -93,7 +93,7 @@ class ModelDrafter:
             )
         return [self._usable(followed.drafts[: entry.most]) for entry, followed in zip(wanted, found, strict=True)]
 
-    def is_current(self, entry: Wanted, step: Verification) -> bool:
+    def is_current(self, entry: Wanted, step: DraftVerification) -> bool:
         """Returns whether it has computed all known tokens of a sequence in the step, or cannot draft for it at all."""
         followed = self._followed.get(entry.sequence)
         if followed is None or entry.sequence not in step.rows or followed.digest != self._digest(entry.sequence)[0]:
@@ -104,7 +104,7 @@ class ModelDrafter:
         return followed.behind == step.number - 1 or (is_known and followed.num_missing <= 0)
 
     @torch.inference_mode()
-    def propose_behind(self, wanted: Many[Wanted], step: Verification) -> DeviceDrafts:
+    def propose_behind(self, wanted: Many[Wanted], step: DraftVerification) -> DeviceDrafts:
         """Queues steps of the draft model behind the step in flight: one for all of its rows, those of wrong drafts
         too, and then one for each further draft token of a sequence."""
         found = [self._follow(entry) for entry in wanted]
@@ -150,7 +150,7 @@ class ModelDrafter:
         """Returns whether the draft model can read the known tokens, and has room for so many drafts behind them."""
         return count > 0 and followed.num_known > 0 and followed.largest_token < self._readable
 
-    def _room_behind(self, entry: Wanted, step: Verification) -> int:
+    def _room_behind(self, entry: Wanted, step: DraftVerification) -> int:
         """Returns how many drafts the draft model has room for behind all drafts of the step in flight."""
         return self._longest - entry.num_known - step.rows[entry.sequence].num_drafts
 

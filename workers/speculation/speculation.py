@@ -21,7 +21,7 @@ from collections.abc import Sequence as Many
 
 from lorafleet.protocol.lru_cache import LRUCache
 from lorafleet.protocol.step_metrics import StepShape
-from lorafleet.workers.device.verification import Verification
+from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.schedule.step_budget import StepBudget
 from lorafleet.workers.speculation.acceptance import Acceptance
@@ -90,7 +90,7 @@ class Speculation:
         in_flight: Many[Chunk],
         running: Many[Sequence],
         num_sequences: int,
-        verification: Verification | None = None,
+        verification: DraftVerification | None = None,
     ) -> bool:
         """Returns whether the next step cannot be planned, or should not be, before the tokens in flight are known.
 
@@ -154,7 +154,7 @@ class Speculation:
             self._pace.observe(num_decodes, num_drafts, paced_s, self._budget.token_s)
         return undrafted_s
 
-    def _can_draft_behind(self, verification: Verification, running: Many[Sequence], num_sequences: int) -> bool:
+    def _can_draft_behind(self, verification: DraftVerification, running: Many[Sequence], num_sequences: int) -> bool:
         """Returns whether the drafts of the next step can be made behind those in flight, and should pay. The arguments
         are those of needs_tokens()."""
         # What is computed of the logits of others depends on the tokens before.

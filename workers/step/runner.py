@@ -26,13 +26,13 @@ from lorafleet.protocol.limits import LogprobsMode
 from lorafleet.protocol.messages import GPUSteps, TokenLogprobs
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.protocol.step_metrics import StepShape
+from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.device.draw_table import DrawRows
 from lorafleet.workers.device.host_copy import Download, Upload, array_to_device, to_device
 from lorafleet.workers.device.logit_edits import EditedRow, LogitEditor
 from lorafleet.workers.device.sampler import PendingLogprobs
 from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.device.unread_inputs import UnreadInputs
-from lorafleet.workers.device.verification import Verification
 from lorafleet.workers.schedule.routed_rows import Rows
 from lorafleet.workers.schedule.sequence import Chunk, Sequence
 from lorafleet.workers.sleep.replica_memory import ReplicaMemory
@@ -125,8 +125,8 @@ class ChosenStep:
     logprobs: list[RowLogprobs]
     late: Many[Sequence]  # Sequences of the step that get no token from it.
     num_masked: Mapping[Sequence, int]  # As in TokenMasks.
-    verification: Verification | None  # None if the step has no drafts.
-    accepted_S: Tensor  # Verification.accepted_S on the host, as token_B is.
+    verification: DraftVerification | None  # None if the step has no drafts.
+    accepted_S: Tensor  # DraftVerification.accepted_S on the host, as token_B is.
 
     def collect(self) -> list[Sampled]:
         """Waits for the step, and returns one Sampled for each chunk, in order. Nothing else waits for the device."""
@@ -206,7 +206,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def find_unread(
-        self, chunks: list[Chunk], before: Verification | None, drafts: DeviceDrafts | None
+        self, chunks: list[Chunk], before: DraftVerification | None, drafts: DeviceDrafts | None
     ) -> UnreadInputs | None:
         """Queues what finds the part of the plan that depends on the step in flight. Returns None if nothing does."""
         return None if before is None else unread_inputs(chunks, before, drafts)
@@ -314,7 +314,7 @@ class ModelRunner:
         num_masked = {} if masks is None else masks.num_masked
         return ChosenStep(step, token_B, logprobs, late, num_masked, verification, accepted_S)
 
-    def _verify(self, step: LaunchedStep) -> Verification | None:
+    def _verify(self, step: LaunchedStep) -> DraftVerification | None:
         """Queues the comparison of the step's drafts with the tokens that it has chosen, if it has drafts."""
         self._num_steps += 1
         if not step.has_drafts:
@@ -322,7 +322,7 @@ class ModelRunner:
         known_T = self._inputs.known_tokens(step.shape.num_tokens)
         if step.num_rows < step.shape.num_tokens:
             known_T = known_T[to_device(step.sampled_rows, torch.int64, self._device)]
-        return Verification.of(self._num_steps, step.sampling, known_T, self._inputs.sampled_B[: step.num_rows])
+        return DraftVerification.of(self._num_steps, step.sampling, known_T, self._inputs.sampled_B[: step.num_rows])
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""

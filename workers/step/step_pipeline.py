@@ -19,9 +19,9 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from lorafleet.protocol.step_metrics import StepShape
+from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.device.unread_inputs import UnreadInputs
-from lorafleet.workers.device.verification import Verification
 from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.schedule.sequence import Chunk, Sequence
 from lorafleet.workers.speculation.drafter import DeviceDrafts
@@ -94,7 +94,7 @@ class StepPipeline:
         return [] if self._in_flight is None else self._in_flight.launched.chunks
 
     @property
-    def verification(self) -> Verification | None:
+    def verification(self) -> DraftVerification | None:
         """That of the step in flight, if it has drafts and its tokens are chosen."""
         step = self._in_flight
         return None if step is None or step.chosen is None else step.chosen.verification

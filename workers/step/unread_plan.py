@@ -12,14 +12,14 @@ from collections.abc import Sequence as Many
 import numpy as np
 import torch
 
+from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.device.host_copy import array_to_device
 from lorafleet.workers.device.unread_inputs import UnreadInputs
-from lorafleet.workers.device.verification import Verification
 from lorafleet.workers.schedule.sequence import Chunk
 from lorafleet.workers.speculation.drafter import DeviceDrafts
 
 
-def unread_inputs(chunks: Many[Chunk], before: Verification, drafts: DeviceDrafts | None) -> UnreadInputs:
+def unread_inputs(chunks: Many[Chunk], before: DraftVerification, drafts: DeviceDrafts | None) -> UnreadInputs:
     """Queues what finds it on the device. Call it before the next step is launched.
 
     Args:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 
-from lorafleet.workers.device.verification import Verification
+from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
 from lorafleet.workers.speculation.drafter import DeviceDrafts, Drafter, Wanted
@@ -59,7 +59,7 @@ def record(drafter: ModelDrafter, drafted: list[Drafted]) -> None:
             drafted.append((entry.sequence.request_id, entry.sequence.tokens[: entry.num_known], draft))
         return found
 
-    def recorded_behind(wanted: Many[Wanted], step: Verification) -> DeviceDrafts:
+    def recorded_behind(wanted: Many[Wanted], step: DraftVerification) -> DeviceDrafts:
         drawn, accepted = step.drawn_B.tolist(), step.accepted_S.tolist()
         made = propose_behind(wanted, step)
         for entry in wanted:

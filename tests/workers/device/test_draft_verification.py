@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lorafleet.workers.device.verification import count_accepted
+from lorafleet.workers.device.draft_verification import count_accepted
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ class VerifiedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Verification:
+class DraftVerification:
     """What a step with drafts has found out. The tensors are on the device, int64, and the host need not know them."""
 
     number: int  # Number of the step.
@@ -40,7 +40,7 @@ class Verification:
     accepted_S: Tensor  # Number of drafts that each sequence goes on with.
 
     @classmethod
-    def of(cls, number: int, sampling: Many[Chunk], token_B: Tensor, drawn_B: Tensor) -> Verification:
+    def of(cls, number: int, sampling: Many[Chunk], token_B: Tensor, drawn_B: Tensor) -> DraftVerification:
         """Compares the drafts of these chunks, which have the rows one after another.
 
         Args:
@@ -60,7 +60,7 @@ def count_accepted(token_B: Tensor, drawn_B: Tensor, first_S: Tensor, count_S: T
     """Returns how many of each sequence's first drafts equal the tokens drawn in their places, int64 [S].
 
     Args:
-        token_B, drawn_B: As in Verification.of.
+        token_B, drawn_B: As in DraftVerification.of.
         first_S: First row of each sequence, int64.
         count_S: Number of its drafts, int64, at most `most`. They are in the rows behind the first.
     """
