@@ -102,6 +102,8 @@ class Speculation:
             num_sequences: As in choose().
             verification: That of the step in flight, if there is one.
         """
+        if self._ahead is not None:
+            self._ahead.forget()
         if any(chunk.drafts for chunk in in_flight):
             return verification is None or not self._can_draft_behind(verification, running, num_sequences)
         decodes = [s for s in running if s.num_uncomputed == 1 and s.tokens[-1] == UNKNOWN]
@@ -111,19 +113,19 @@ class Speculation:
         return bool(self._propose(decodes, decodes, num_sequences, num_unknown=1))
 
     def choose(
-        self, unfinished: Iterable[Sequence], num_sequences: int, in_flight: Many[Chunk] = ()
+        self, unfinished: Iterable[Sequence], num_sequences: int, *, is_behind: bool = False
     ) -> dict[Sequence, list[int]]:
         """Returns the drafts that the next step should verify, by sequence. They are UNKNOWN if they are `on_device`.
 
         Args:
             unfinished: The running sequences in scheduling order.
             num_sequences: Largest number of sequences in the step.
-            in_flight: The chunks of the step before, if its tokens are not known.
+            is_behind: Whether a step is in flight, for which needs_tokens() was asked.
         """
+        if is_behind:
+            return {} if self._ahead is None else self._ahead.draft(unfinished)
         if self._ahead is not None:
             self._ahead.forget()
-            if any(chunk.drafts for chunk in in_flight):
-                return self._ahead.draft(unfinished)
         decodes = [sequence for sequence in unfinished if sequence.num_uncomputed == 1]
         known = [sequence for sequence in decodes if sequence.num_generated and sequence.tokens[-1] != UNKNOWN]
         return self._propose(known, decodes, num_sequences, num_unknown=0)
