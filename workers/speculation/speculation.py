@@ -159,8 +159,7 @@ class Speculation:
     def _can_draft_behind(self, verification: DraftVerification, running: Many[Sequence], num_sequences: int) -> bool:
         """Returns whether the drafts of the next step can be made behind those in flight, and should pay. The arguments
         are those of needs_tokens()."""
-        # What is computed of the logits of others depends on the tokens before.
-        if self._ahead is None or not all(sequence.is_plain for sequence in running):
+        if self._ahead is None or any(map(_needs_tokens_before, running)):
             return False
         decodes = [sequence for sequence in running if sequence.num_remaining > 0]
         wanted = self._wanted(decodes, decodes, num_sequences, num_unknown=0)
@@ -249,6 +248,11 @@ class Speculation:
             acceptance = Acceptance.expecting(FIRST_ACCEPTANCE)
             self._of_adapters.put(digest, acceptance)
         return acceptance
+
+
+def _needs_tokens_before(sequence: Sequence) -> bool:
+    """Returns whether the host computes something of a sequence's tokens before the next ones are chosen."""
+    return not sequence.is_plain and (sequence.params.edits_logits or sequence.grammar is not None)
 
 
 def _forced(sequence: Sequence) -> list[int]:
