@@ -71,7 +71,7 @@ class SequenceMemory:
         if sequence.reuses_prefixes:
             prefix = self._kv.find_prefix(blocks, sequence.tokens, sequence.prefix)
         reused = self._resumable(prefix)
-        if not self._leaves_enough(self._kv.num_left(num_tokens, reused), beside):
+        if not _leaves_enough(self._kv, self._kv.num_left(num_tokens, reused), beside):
             if prefix is not None:
                 self._kv.refresh(prefix)
             self._kv.release(blocks)
@@ -113,7 +113,7 @@ class SequenceMemory:
         num_tokens, prefix = len(sequence.tokens), sequence.prefix
         if prefix is None and sequence.reuses_prefixes:
             return self._kv.num_left(num_tokens) >= 0
-        return self._leaves_enough(self._kv.num_left(num_tokens, self._resumable(prefix)), beside)
+        return _leaves_enough(self._kv, self._kv.num_left(num_tokens, self._resumable(prefix)), beside)
 
     def release(self, sequence: Sequence) -> None:
         assert sequence.blocks is not None
@@ -269,18 +269,6 @@ class SequenceMemory:
             return prefix
         return prefix.first(self.snapshots.pool.num_resumable(prefix.nodes))
 
-    def _leaves_enough(self, num_left: int, beside: Iterable[Sequence]) -> bool:
-        """Returns whether these many free blocks suffice for the next tokens of the sequences that run."""
-        num_spare = self._kv.num_blocks // SPARE_SHARE
-        if not 0 <= num_left < num_spare:
-            return num_left >= 0
-        num_needed = sum(
-            self._kv.num_missing(running.blocks, len(running.tokens) + min(SPARE_TOKENS, running.num_remaining))
-            for running in beside
-            if running.blocks is not None
-        )
-        return num_left >= min(num_spare, num_needed)
-
     def _cache_salt(self, sequence: Sequence, digest: str) -> Hashable:
         """Returns everything besides the tokens that blocks must have in common to be shared.
 
@@ -290,3 +278,16 @@ class SequenceMemory:
         if not self._rope.depends_on_length:
             return sequence.cache_salt, digest
         return sequence.cache_salt, digest, self._rope.key_variant(sequence.num_rotated, len(sequence.tokens))
+
+
+def _leaves_enough(kv: KVCacheManager, num_left: int, beside: Iterable[Sequence]) -> bool:
+    """Returns whether these many free blocks suffice for the next tokens of the sequences that run."""
+    num_spare = kv.num_blocks // SPARE_SHARE
+    if not 0 <= num_left < num_spare:
+        return num_left >= 0
+    num_needed = sum(
+        kv.num_missing(running.blocks, len(running.tokens) + min(SPARE_TOKENS, running.num_remaining))
+        for running in beside
+        if running.blocks is not None
+    )
+    return num_left >= min(num_spare, num_needed)
