@@ -12,7 +12,7 @@ Where a grammar forces the next tokens, these are the drafts. They are always ri
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 
 from lorafleet.protocol.lru_cache import LRUCache
@@ -51,6 +51,7 @@ class Speculation:
         *,
         most_drafts: int | None = None,
         is_certain: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.drafter = drafter
         self._budget = budget
@@ -59,12 +60,15 @@ class Speculation:
         self._most_drafts = most_sampled if most_drafts is None else most_drafts
         self._pace = pace or StepPace()
         self._is_certain = is_certain
+        self._clock = clock
         self._acceptances: dict[Sequence, Acceptance] = {}
         self._of_adapters: LRUCache[str, Acceptance] = LRUCache(MOST_ADAPTERS)  # By digest; "" for the base.
         self._forced: dict[Sequence, list[int]] = {}  # Drafts that a grammar forces, of the last choose().
         self._turns = DraftTurns()
         self._drafting_s = 0.0  # Seconds that a drafter which takes its time took since the last step ended.
         self._unpaid_s = 0.0  # Those of earlier steps without drafts, since the last one with drafts.
+        # When all tokens before the next step were known, by the clock. None if it is planned before.
+        self._settled_s: float | None = None
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
@@ -81,13 +85,24 @@ class Speculation:
             running: The sequences that might have drafts in the next step.
             num_sequences: As in choose().
         """
-        if any(chunk.drafts for chunk in in_flight):
-            return True
+        is_needed = any(chunk.drafts for chunk in in_flight) or self._would_draft(running, num_sequences)
+        self._settled_s = self._clock() if is_needed else None  # observe() comes next, when they are known
+        return is_needed
+
+    def _would_draft(self, running: Many[Sequence], num_sequences: int) -> bool:
+        """Returns whether drafts behind the tokens in flight would pay. The arguments are those of needs_tokens()."""
         decodes = [s for s in running if s.num_uncomputed == 1 and s.tokens[-1] == UNKNOWN]
         if self._is_certain:
             wanted = self._wanted(decodes, decodes, num_sequences, num_unknown=0)
             return self._pay(decodes, self._counts(wanted))
         return bool(self._propose(decodes, decodes, num_sequences, num_unknown=1))
+
+    def launched(self, chunks: Many[Chunk]) -> None:
+        """Takes in that a step of these chunks has just been launched."""
+        if self._settled_s is not None and any(chunk.drafts for chunk in chunks):
+            idle_s = self._clock() - self._settled_s - self._drafting_s
+            self._pace.idled(len(chunks), max(0.0, idle_s))
+        self._settled_s = None
 
     def choose(self, unfinished: Iterable[Sequence], num_sequences: int) -> dict[Sequence, list[int]]:
         """Returns the drafts that the next step should verify, by sequence.
@@ -110,6 +125,8 @@ class Speculation:
     def observe(self, shape: StepShape, num_drafts: int, seconds: float) -> float:
         """Takes in the duration of a step with this many draft tokens. Returns the seconds that it took without the
         drafter's part."""
+        if self._settled_s is not None:
+            self._settled_s = self._clock()
         drafting_s, self._drafting_s = self._drafting_s, 0.0
         undrafted_s = max(0.0, seconds - drafting_s)
         if num_drafts:
@@ -118,7 +135,9 @@ class Speculation:
         elif not self._turns.is_probe:  # A probe finds a drafter that has not worked for long.
             self._unpaid_s += drafting_s
         num_decodes, has_prompts = shape.num_tokens - num_drafts, shape.kind != "decode"
-        if self._turns.ended(num_decodes, has_drafts=num_drafts > 0, has_prompts=has_prompts):
+        is_timed = self._turns.ended(num_decodes, has_drafts=num_drafts > 0, has_prompts=has_prompts)
+        self._pace.num_in_row = self._turns.num_in_row
+        if is_timed:
             # A drafter may take its time and have nothing, as while a model catches up with a long prompt.
             paced_s = seconds if num_drafts else undrafted_s
             self._pace.observe(num_decodes, num_drafts, paced_s, self._budget.token_s)
@@ -137,10 +156,10 @@ class Speculation:
         if self._is_certain and not self._pay(decodes, self._counts(wanted)):
             self._forced = {}
             return {}
-        began_s = time.perf_counter()
+        began_s = self._clock()
         proposed = zip(wanted, self.drafter.propose(wanted), strict=True)
         if self._is_certain:
-            self._drafting_s += time.perf_counter() - began_s
+            self._drafting_s += self._clock() - began_s
         drafts = {entry.sequence: found[num_unknown:] for entry, found in proposed if len(found) > num_unknown}
         drafts |= self._forced
         # Where a drafter's time is spent, all that has come of it is of use.

@@ -306,3 +306,35 @@ def test_what_a_drafter_takes_before_it_drafts_counts_against_its_drafts(
         else:
             plain(made, 1, seconds=5e-3 + clock[0] - began_s)
     assert made._pay([one], [(one, 4)]) == pays
+
+
+def test_the_device_waits_for_the_host_from_the_last_known_token_to_the_launch_without_the_drafter() -> None:
+    class Idled(StepPace):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: list[tuple[int, float]] = []
+
+        def idled(self, num_decodes: int, seconds: float) -> None:
+            self.found.append((num_decodes, seconds))
+
+    class Slow(Sevens):
+        def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
+            now[0] += 100.0
+            return super().propose(wanted)
+
+    now, pace, one = [0.0], Idled(), decode()
+    limits = StepBudget(StepLimits(64))
+    made = Speculation(Slow(), limits, 4, 64, pace, is_certain=True, clock=lambda: now[0])
+    plain(made, PLAIN_STEPS)
+    one.tokens[-1] = UNKNOWN
+    assert made.needs_tokens([], [one], 1)
+    now[0] = 5.0  # The step in flight ends.
+    plain(made, 1)
+    one.tokens[-1] = TOKEN
+    drafts = made.choose([one], 1)
+    now[0] += 2.0  # The host plans the step and launches it.
+    made.launched([Chunk(one, 5, drafts=drafts[one])])
+    assert pace.found == [(1, 2.0)]
+    made.launched([Chunk(one, 5, drafts=drafts[one])])  # a step that was planned before the last tokens were known
+    made.launched([Chunk(one, 1)])
+    assert len(pace.found) == 1
