@@ -260,7 +260,7 @@ def test_a_certain_drafter_is_asked_only_where_its_drafts_pay_and_what_it_has_is
         assert bool(drafter.wanted) == bool(expected)
 
 
-def test_a_step_without_drafts_does_not_count_the_time_of_a_drafter_that_had_none(monkeypatch) -> None:
+def test_a_step_without_drafts_does_not_count_the_time_of_a_drafter_that_had_none() -> None:
     """A model that catches up with a long prompt takes its time and has no drafts yet."""
 
     class Nothing(Sevens):
@@ -269,9 +269,8 @@ def test_a_step_without_drafts_does_not_count_the_time_of_a_drafter_that_had_non
             return [[] for _ in wanted]
 
     clock = [0.0]
-    monkeypatch.setattr("lorafleet.workers.speculation.speculation.time.perf_counter", lambda: clock[0])
-    pace = StepPace()
-    made = Speculation(Nothing(), StepBudget(StepLimits(64)), 4, 64, pace, is_certain=True)
+    pace, limits = StepPace(), StepBudget(StepLimits(64))
+    made = Speculation(Nothing(), limits, 4, 64, pace, is_certain=True, clock=lambda: clock[0])
     plain(made, PLAIN_STEPS)
     assert made.choose([decode()], 1) == {}
     undrafted_s = made.observe(StepShape("decode", 1, 1, 0), 0, 25e-3)
@@ -280,9 +279,7 @@ def test_a_step_without_drafts_does_not_count_the_time_of_a_drafter_that_had_non
 
 
 @pytest.mark.parametrize(("catch_up_s", "pays"), [(1e-3, True), (0.1, False)])
-def test_what_a_drafter_takes_before_it_drafts_counts_against_its_drafts(
-    monkeypatch: pytest.MonkeyPatch, catch_up_s: float, pays: bool
-) -> None:
+def test_what_a_drafter_takes_before_it_drafts_counts_against_its_drafts(catch_up_s: float, pays: bool) -> None:
     """A draft model computes each new prompt. Where answers are short, its drafts may not make up for that."""
     clock = [0.0]
 
@@ -295,8 +292,8 @@ def test_what_a_drafter_takes_before_it_drafts_counts_against_its_drafts(
             clock[0] += catch_up_s if catches_up else 0.0
             return [[] if catches_up else [TOKEN] * entry.most for entry in wanted]
 
-    monkeypatch.setattr("lorafleet.workers.speculation.speculation.time.perf_counter", lambda: clock[0])
-    made, one = Speculation(OnceInTwo(), StepBudget(StepLimits(64)), 4, 64, is_certain=True), decode()
+    limits, one = StepBudget(StepLimits(64)), decode()
+    made = Speculation(OnceInTwo(), limits, 4, 64, is_certain=True, clock=lambda: clock[0])
     plain(made, PLAIN_STEPS)
     for _ in range(40):
         began_s = clock[0]
