@@ -135,9 +135,8 @@ class DraftModel:
         self, capture: DecodeCapture, sizes: list[int], inputs: StepInputs, trash_slot: int
     ) -> StepChains | None:
         """Captures the graphs of several draft tokens. Returns None if there are never enough of them."""
-        most_steps = (
-            self.most_rows - 2
-        )  # The first draft token has a step of its own, and the last one is not computed.
+        # The first draft token comes from a step of its own, and the last one is not computed.
+        most_steps = self.most_rows - 2
         if most_steps < 2 or (self.manager is not None and self.model.mixtures()):
             return None
         memory = ChainMemory(most_steps, sizes[-1], inputs, self.rows)
