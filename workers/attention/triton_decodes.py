@@ -142,9 +142,8 @@ class TritonDecodes:
             self._memory[: len(packed)].copy_(packed, non_blocking=True)
 
     def take_rows(self, rows_B3: Tensor) -> None:
-        """Replaces the rows of each sequence as the plan has them (DecodeBatch.rows_B3) by others on the device, whose
-        keys are among those that the plan has for the sequence."""
-        planned_B3 = self._batches[0].rows_B3
+        """Does what MovableRows.take_rows does, if sequences may have drafts."""
+        planned_B3 = self._batches[0].rows_B3  # all rules share it
         assert planned_B3 is not None
         planned_B3.copy_(rows_B3)
 

@@ -69,6 +69,10 @@ class ChainedSteps(Protocol):
 
     num_steps: int
 
+    def suits(self, attention: AttentionBackend) -> bool:
+        """Returns whether such steps can have this attention."""
+        ...
+
     def begin(self, step: int, inputs: InputTensors, attention: AttentionBackend) -> None:
         """Sets what the step of this number reads."""
         ...
@@ -118,7 +122,7 @@ class DecodeCapture:
         A step may be in flight. Its tokens, which the next step reads, survive the capture.
         """
         backend = self._backend(key)
-        if backend is None:
+        if backend is None or (chain is not None and not chain.suits(backend)):
             return None
         last_tokens_B, stream = self._inputs.sampled_B.clone(), torch.cuda.current_stream(self._device)
         try:

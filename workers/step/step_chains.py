@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.lora.lora_batch import BASE_SLOT
-from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch
-from lorafleet.workers.attention.triton_decodes import TritonDecodes
+from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch, MovableRows
 from lorafleet.workers.device.step_inputs import InputTensors, StepInputs
 from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.step.decode_capture import ChainedSteps, DecodeGraph, DecodeKey
@@ -84,13 +83,16 @@ class MemoryOfSteps:
         self.num_steps = num_steps
         self._memory = memory
 
+    def suits(self, attention: AttentionBackend) -> bool:
+        return isinstance(attention, MovableRows)
+
     def begin(self, step: int, inputs: InputTensors, attention: AttentionBackend) -> None:
         size = len(inputs.position_T)
         field_FB = self._memory.fields_KFB[step, :, :size]
         inputs.position_T.copy_(field_FB[POSITION])
         inputs.rope_length_T.copy_(field_FB[LENGTH])
         inputs.kv_slot_T.copy_(field_FB[KV_SLOT])
-        assert isinstance(attention, TritonDecodes)
+        assert isinstance(attention, MovableRows)
         attention.take_rows(field_FB[ROW:].T)
         if step > 0:
             inputs.source_T.copy_(field_FB[ROW])
@@ -105,7 +107,7 @@ class MemoryOfSteps:
 
 
 class StepChains:
-    """The graphs of one model's chains. Their attention must be Triton's; there are none with another.
+    """The graphs of one model's chains. There are none if the attention has no MovableRows.
 
     Args:
         sizes: Numbers of sequences of the graphs, in ascending order.
@@ -133,9 +135,6 @@ class StepChains:
         self._loras = loras
         self._graphs: dict[tuple[int, int, bool], DecodeGraph] = {}  # By size, count, and whether there are adapters.
         self.capture()
-
-    def __len__(self) -> int:
-        return len(self._graphs)
 
     def capture(self) -> None:
         """Captures all graphs. Raises what capturing raises."""
