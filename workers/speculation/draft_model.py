@@ -51,7 +51,7 @@ from lorafleet.workers.tp.group import TPGroup
 log = logging.getLogger(__name__)
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64)  # Batch sizes of the graphs. Larger batches are hardly ever drafted for.
-DRAFTED_COUNTS = (8, 16, 32, 64, 128)  # Rows of the graphs that compute the tokens which were accepted last.
+DRAFTED_COUNTS = (8, 16, 32, 64, 128, 192, 256)  # Rows of the graphs that compute the tokens which were accepted last.
 # GPU memory that is left for the draft model's steps and their graphs. The weights, the slots and the KV cache are
 # counted by themselves.
 STEP_BYTES = 512 << 20
