@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -144,16 +144,6 @@ class DraftRows:
 
     most: int  # Largest number of rows of one sequence.
     total: int  # Rows of a step, including those at its end that belong to no sequence.
-
-
-@runtime_checkable
-class MovableRows(Protocol):
-    """A backend for captured steps that follow each other without the host."""
-
-    def take_rows(self, rows_B3: Tensor) -> None:
-        """Replaces the rows of each sequence that the plan has by others on the device: the first row, the number of
-        rows, and the tokens up to the last one, which are among those of the plan."""
-        ...
 
 
 class AttentionBackend(Protocol):

@@ -141,12 +141,6 @@ class TritonDecodes:
         else:
             self._memory[: len(packed)].copy_(packed, non_blocking=True)
 
-    def take_rows(self, rows_B3: Tensor) -> None:
-        """Does what MovableRows.take_rows does, if sequences may have drafts."""
-        planned_B3 = self._batches[0].rows_B3  # all rules share it
-        assert planned_B3 is not None
-        planned_B3.copy_(rows_B3)
-
     def for_graph(self, num_seqs: int, max_context: int, drafts: DraftRows | None = None) -> None:  # noqa: ARG002  CapturedDecodes makes them
         return None
 

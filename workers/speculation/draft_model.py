@@ -44,14 +44,13 @@ from lorafleet.workers.step.decode_graphs import DecodeGraphs
 from lorafleet.workers.step.drafted_sizes import DraftedSizes
 from lorafleet.workers.step.late_work import LateWork
 from lorafleet.workers.step.prefill_graphs import PrefillGraphs, graph_token_counts
-from lorafleet.workers.step.step_chains import ChainMemory, StepChains
 from lorafleet.workers.step.step_runner import StepRunner
 from lorafleet.workers.tp.group import TPGroup
 
 log = logging.getLogger(__name__)
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64)  # Batch sizes of the graphs. Larger batches are hardly ever drafted for.
-DRAFTED_COUNTS = (8, 16, 32, 64, 128, 192, 256)  # Rows of the graphs that compute the tokens which were accepted last.
+DRAFTED_COUNTS = (8, 16, 32, 64, 128)  # Rows of the graphs that compute the tokens which were accepted last.
 # GPU memory that is left for the draft model's steps and their graphs. The weights, the slots and the KV cache are
 # counted by themselves.
 STEP_BYTES = 512 << 20
@@ -100,7 +99,7 @@ class DraftModel:
         caches = allocate_caches(config, model.config, self.spec, num_blocks + 1)
         attention = make_attention(self.spec, caches, _attention_backend(config, self.spec))
         inputs = StepInputs(self.most_sampled, config.max_num_batched_tokens, num_blocks * config.block_size, device)
-        decode_graphs = prefill_graphs = chains = None
+        decode_graphs = prefill_graphs = None
         if device.type == "cuda" and not config.enforce_eager:
             sizes = [size for size in GRAPH_SIZES if size <= config.max_num_seqs]
             capture = DecodeCapture(model, caches, None, attention, inputs, num_blocks, self.manager, longest, device)
@@ -109,13 +108,11 @@ class DraftModel:
             decode_graphs = DecodeGraphs(
                 capture, sizes, sizes, self.manager, longest, bool(model.mixtures()), drafted=drafted
             )
-            chains = self._chains(capture, sizes, inputs, num_blocks * config.block_size)
             sizes = graph_token_counts(config.max_num_batched_tokens)
             prefill_graphs = PrefillGraphs(model, caches, attention, self.spec, inputs, sizes, self.manager)
         steps = StepRunner(
             model, attention, caches, None, inputs, device, self.manager, decode_graphs, prefill_graphs, LateWork()
         )
-        steps.chains = chains
         if device.type == "cuda" and self.manager is not None:
             steps.warm_up(config.max_num_batched_tokens, self.manager.max_rank)
         num_tokens = num_blocks * config.block_size
@@ -130,18 +127,6 @@ class DraftModel:
         )
         kv = KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching)
         return ModelDrafter(steps, kv, self.slots, base_vocab, longest, self.most_rows, self.rows)
-
-    def _chains(
-        self, capture: DecodeCapture, sizes: list[int], inputs: StepInputs, trash_slot: int
-    ) -> StepChains | None:
-        """Captures the graphs of several draft tokens. Returns None if there are never enough of them."""
-        # The first draft token comes from a step of its own, and the last one is not computed.
-        most_steps = self.most_rows - 2
-        if most_steps < 2 or (self.manager is not None and self.model.mixtures()):
-            return None
-        memory = ChainMemory(most_steps, sizes[-1], inputs, self.rows)
-        counts = sorted({max(2, most_steps // 2), most_steps})
-        return StepChains(capture, memory, sizes, counts, self.most_rows, trash_slot, self.manager)
 
 
 def load_drafting_model(config: EngineConfig, base: EngineModel, device: torch.device) -> DraftModel | None:

@@ -64,8 +64,6 @@ class FeatureRows:
     def end(self, sampling: list[int], sampled_B: Tensor) -> None:
         """Takes over the hidden states of the rows that have sampled, and replaces the tokens by the target's."""
         count = len(sampling)
-        hidden_BD = self.hidden_TD[:count]
-        if sampling != list(range(count)):
-            hidden_BD = self.hidden_TD[to_device(sampling, torch.int64, sampled_B.device)]
-        self.features_ND[:count].copy_(hidden_BD)
+        rows_B = to_device(sampling, torch.int64, sampled_B.device)
+        self.features_ND[:count].copy_(self.hidden_TD[rows_B])
         sampled_B[:count].copy_(self.target_id_W[sampled_B[:count]])

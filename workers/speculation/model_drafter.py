@@ -17,7 +17,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.lora.lora_batch import BASE_SLOT
 from lorafleet.workers.device.host_copy import to_device
 from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
@@ -27,14 +26,12 @@ from lorafleet.workers.speculation.drafter import Wanted
 from lorafleet.workers.speculation.feature_rows import FeatureRows
 from lorafleet.workers.speculation.followed_sequence import FollowedSequence
 from lorafleet.workers.step.planner import plan_step
-from lorafleet.workers.step.step_chains import chain_moves, chain_plan
 from lorafleet.workers.step.step_runner import StepRunner
 
 # Tokens that one call computes before the first draft, in all sequences together: some milliseconds of a small model.
 CAUGHT_UP_TOKENS = 1024
 
 Place = tuple[Sequence, int]  # A token of a sequence, by its index.
-Drawn = tuple[list[Place | None], Tensor]  # The places of a step's tokens. None: nobody needs the token.
 
 
 class ModelDrafter:
@@ -172,13 +169,9 @@ class ModelDrafter:
             sources: For a head, the rows of the features of the chunks' tokens.
         """
         rows: dict[str, int] = {}
-        drawn: list[Drawn] = []
+        drawn: list[tuple[list[Place], Tensor]] = []
         inputs = self.steps.inputs
         while chunks:
-            chained = self._chained(chunks, counts, rows, sources) if drawn else []
-            if chained:
-                drawn += chained
-                break
             plan, last_rows = self._plan(chunks, rows)
             if self._rows is not None:
                 self._rows.begin(sources)
@@ -189,41 +182,13 @@ class ModelDrafter:
             rows = {sequence.request_id: row for sequence, row in zip(sampling, last_rows, strict=True)}
             for chunk in chunks:
                 chunk.sequence.num_computed += chunk.num_tokens
-            places: list[Place | None] = [(sequence, len(sequence.tokens)) for sequence in sampling]
+            places = [(sequence, len(sequence.tokens)) for sequence in sampling]
             for sequence in sampling:
                 sequence.tokens.append(UNKNOWN)
             drawn.append((places, _rows_of(inputs.sampled_B, last_rows)))
             chunks = [Chunk(sequence, 1) for sequence in sampling if counts[sequence] > len(drawn)]
             sources = [rows[chunk.sequence.request_id] for chunk in chunks]
         _fill_in(drawn)
-
-    def _chained(
-        self, chunks: list[Chunk], counts: dict[Sequence, int], rows: Mapping[str, int], sources: list[int]
-    ) -> list[Drawn]:
-        """Computes all further draft tokens by one graph. Returns nothing, and does nothing, if there is no such
-        graph. The arguments are those of _run(), after its first step."""
-        sequences = [chunk.sequence for chunk in chunks]
-        num_steps = [counts[sequence] - 1 for sequence in sequences]
-        graph = None
-        if self.steps.chains is not None:
-            slots = [BASE_SLOT if sequence.slot is None else sequence.slot for sequence in sequences]
-            graph = self.steps.chains.find(max(num_steps), slots)
-        if self.steps.chains is None or graph is None:
-            return []
-        plan = chain_plan(self._plan(chunks, rows)[0], num_steps)
-        if self._rows is not None:
-            self._rows.begin(sources)
-        token_KB = self.steps.chains.run(graph, plan, *chain_moves(plan, self.kv.block_size))
-        drawn: list[Drawn] = []
-        for step, token_B in enumerate(token_KB):
-            places: list[Place | None] = []
-            for sequence, count in zip(sequences, num_steps, strict=True):
-                places.append((sequence, len(sequence.tokens)) if step < count else None)
-                if step < count:
-                    sequence.num_computed += 1
-                    sequence.tokens.append(UNKNOWN)
-            drawn.append((places, token_B))
-        return drawn
 
     def _plan(self, chunks: list[Chunk], rows: Mapping[str, int]) -> tuple[StepPlan, list[int]]:
         """Returns the plan of a step, and the row of each chunk's last token among those that sample.
@@ -264,13 +229,11 @@ def _rows_of(sampled_B: Tensor, rows: list[int]) -> Tensor:
     return sampled_B[to_device(rows, torch.int64, sampled_B.device)]
 
 
-def _fill_in(drawn: Many[Drawn]) -> None:
+def _fill_in(drawn: Many[tuple[list[Place], Tensor]]) -> None:
     """Writes the tokens that the steps have drawn to their places. Waits for the device."""
     places = [place for of_step, _ in drawn for place in of_step]
     if not places:
         return
     tokens = torch.cat([tokens_B for _, tokens_B in drawn]).tolist()
-    for place, token in zip(places, tokens, strict=True):
-        if place is not None:
-            sequence, index = place
-            sequence.tokens[index] = token
+    for (sequence, index), token in zip(places, tokens, strict=True):
+        sequence.tokens[index] = token

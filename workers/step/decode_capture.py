@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from lorafleet.kernels.quant.base_gemms import gemms_of
 from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch, DraftRows, KVCache
 from lorafleet.workers.device.sampler import greedy_of_ranks
 from lorafleet.workers.device.state_cache import StateCache, StepStates
-from lorafleet.workers.device.step_inputs import InputTensors, StepInputs
+from lorafleet.workers.device.step_inputs import StepInputs
 from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.slots.model_manager import LoRAModelManager
@@ -64,24 +64,6 @@ class DecodeGraph:
     logits_BW: Tensor  # EngineModel.logits of hidden_BD.
 
 
-class ChainedSteps(Protocol):
-    """What several steps of one graph do between them, on the device (workers/step/step_chains.py)."""
-
-    num_steps: int
-
-    def suits(self, attention: AttentionBackend) -> bool:
-        """Returns whether such steps can have this attention."""
-        ...
-
-    def begin(self, step: int, inputs: InputTensors, attention: AttentionBackend) -> None:
-        """Sets what the step of this number reads."""
-        ...
-
-    def end(self, step: int, num_rows: int) -> None:
-        """Takes over what it has chosen."""
-        ...
-
-
 class DecodeCapture:
     """Captures and replays decode steps. `trash` is a KV block that no sequence is ever given."""
 
@@ -115,18 +97,17 @@ class DecodeCapture:
         self._gemms = split_gemms(model)
 
     @torch.inference_mode()
-    def capture(self, key: DecodeKey, chain: ChainedSteps | None = None) -> DecodeGraph | None:
+    def capture(self, key: DecodeKey) -> DecodeGraph | None:
         """Captures a graph, or returns None if the attention has none. Raises what capturing raises.
 
-        With a chain, the graph has several steps.
         A step may be in flight. Its tokens, which the next step reads, survive the capture.
         """
         backend = self._backend(key)
-        if backend is None or (chain is not None and not chain.suits(backend)):
+        if backend is None:
             return None
         last_tokens_B, stream = self._inputs.sampled_B.clone(), torch.cuda.current_stream(self._device)
         try:
-            return self._capture(key, backend, self._lora_batch(key), chain)
+            return self._capture(key, backend, self._lora_batch(key))
         finally:
             torch.cuda.set_stream(stream)  # a capture that fails leaves its own
             # The step before the capture ran on another stream. It must not write its tokens after this copy, nor run
@@ -191,9 +172,7 @@ class DecodeCapture:
         decode.graph.replay()
         return decode.hidden_BD[:num_rows], decode.logits_BW[:num_rows]
 
-    def _capture(
-        self, key: DecodeKey, attention: AttentionBackend, lora: LoRABatch | None, chain: ChainedSteps | None
-    ) -> DecodeGraph:
+    def _capture(self, key: DecodeKey, attention: AttentionBackend, lora: LoRABatch | None) -> DecodeGraph:
         size, num_seqs = key.num_rows, key.num_seqs
         attention.plan(AttentionBatch([1] * num_seqs, [1] * num_seqs, [[self._trash]] * num_seqs))
         self._inputs.fill_with_padding(size)
@@ -202,7 +181,7 @@ class DecodeCapture:
         if self._states is not None:
             states = self._states.of_captured(size, num_seqs, has_drafts=key.drafts is not None)
 
-        def step() -> tuple[Tensor, Tensor]:
+        def forward() -> tuple[Tensor, Tensor]:
             hidden_BD: Tensor = self._model(
                 inputs.tokens(),
                 inputs.position_T,
@@ -218,15 +197,6 @@ class DecodeCapture:
             logits_BW = self._model.logits(hidden_BD)
             self._inputs.sampled_B[:size].copy_(greedy_of_ranks(logits_BW, self._model.group))
             return hidden_BD, logits_BW
-
-        def forward() -> tuple[Tensor, Tensor]:
-            if chain is None:
-                return step()
-            for index in range(chain.num_steps):
-                chain.begin(index, inputs, attention)
-                outputs = step()
-                chain.end(index, size)
-            return outputs
 
         stream = self._main[0 if lora is None else lora.split.gemm_priority]
         with self._without_adapters(key) if lora is None else nullcontext():

@@ -36,7 +36,6 @@ from lorafleet.workers.step.late_work import LateWork
 from lorafleet.workers.step.prefill_graphs import MOST_TOKENS, PrefillGraphs
 from lorafleet.workers.step.reserved_memory import reserve_logits
 from lorafleet.workers.step.single_tokens import single_tokens
-from lorafleet.workers.step.step_chains import StepChains
 
 # Number of tokens of each warm-up step, and of its tiles. The LoRA kernels have variants for few, some and many small
 # tiles, and one for large tiles.
@@ -90,7 +89,6 @@ class StepRunner:
         # On a GPU the LoRA kernels have one variant, and tiles of one size.
         self._by_token = batch_invariant and device.type == "cpu"
         self._has_fixed_tiles = batch_invariant
-        self.chains: StepChains | None = None  # None if several steps are never one graph
         self._prepared: tuple[StepPlan, DecodeGraph] | None = None  # a step that prepare() has filled the graph for
 
     @torch.inference_mode()
@@ -183,8 +181,6 @@ class StepRunner:
         self._prepared = None
         if self.decode_graphs is not None:
             self.decode_graphs.restart()
-        if self.chains is not None:
-            self.chains.release()
         if self._prefill_graphs is not None:
             self._prefill_graphs.release()
 
@@ -192,8 +188,6 @@ class StepRunner:
         """Captures the CUDA graphs of a start again. Raises what capturing raises."""
         if self.decode_graphs is not None:
             self.decode_graphs.capture_first()
-        if self.chains is not None:
-            self.chains.capture()
         if self._prefill_graphs is not None:
             self._prefill_graphs.capture()
         reserve_logits(self.model, len(self.inputs.sampled_B), self.device)
@@ -201,7 +195,7 @@ class StepRunner:
     def close(self) -> None:
         """Releases the CUDA graphs. They hold NCCL's communicator, which cannot be destroyed before them."""
         self.late.close()
-        self.decode_graphs = self._prefill_graphs = self.chains = self._prepared = None
+        self.decode_graphs = self._prefill_graphs = self._prepared = None
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

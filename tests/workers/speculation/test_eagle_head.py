@@ -18,7 +18,6 @@ from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from stepped_engine import SteppedEngine
 from tests.workers.speculation.drafting import speculate
 from tests.workers.speculation.eagle_reference import EagleReference, make_head
-from tests.workers.step.chains_on_cpu import add_chains
 from tiny_models import make_adapter, make_model
 
 LENGTH = 24
@@ -63,18 +62,14 @@ def answer(stepped: SteppedEngine, prompts: dict[str, list[int]], **fields: Any)
     return {name: stepped.tokens[name] for name in prompts}
 
 
-@pytest.mark.parametrize(("overlap", "chained"), [(False, False), (True, False), (True, True)])
-def test_drafts_are_those_of_a_plain_implementation_and_answers_are_unchanged(
-    prompt, base, head, overlap, chained
-) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_drafts_are_those_of_a_plain_implementation_and_answers_are_unchanged(prompt, base, head, overlap) -> None:
     """Prompts of several chunks, and one that is longer than the head's config says."""
     prompts = {"a": prompt(20), "b": prompt(70), "c": prompt(2)}
     options = {"max_num_batched_tokens": 32, "max_num_seqs": 8}
     plain, _ = made_engine(base, **options)
     stepped, drafted = made_engine(base, head, async_scheduling=overlap, **options)
-    capturer = add_chains(stepped.engine.scheduler.speculation.drafter) if chained else None
     assert answer(stepped, prompts) == answer(plain, prompts)
-    assert capturer is None or sum(graph.graph.num_replays for graph in capturer.graphs) > 3
     target, reference = AutoModelForCausalLM.from_pretrained(base), EagleReference(head)
     assert len(drafted) > 30
     for _, known, draft in drafted[::3]:
