@@ -12,9 +12,10 @@ from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.device.draft_verification import DraftVerification, VerifiedRows
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.schedule.step_budget import StepBudget, StepLimits
+from lorafleet.workers.speculation.ahead_drafts import AheadDrafts
 from lorafleet.workers.speculation.drafter import DeviceDrafts, Wanted
 from lorafleet.workers.speculation.speculation import Speculation
-from tests.workers.speculation.drafting import DraftsPay
+from tests.workers.speculation.drafting import AlwaysAhead, DraftsPay
 from tests.workers.speculation.test_speculation import Sevens, decode, plain
 
 DRAFTS = [UNKNOWN] * 4
@@ -41,7 +42,9 @@ class OnDevice(Sevens):
 def made() -> tuple[Speculation, OnDevice]:
     drafter = OnDevice()
     budget = StepBudget(StepLimits(64))
-    speculation = Speculation(drafter, budget, 4, 64, DraftsPay(), is_certain=True, ahead=drafter)
+    speculation = Speculation(
+        drafter, budget, 4, 64, DraftsPay(), is_certain=True, ahead=AheadDrafts(drafter, AlwaysAhead())
+    )
     plain(speculation, 3)
     return speculation, drafter
 
@@ -99,7 +102,9 @@ def test_drafts_wait_for_the_tokens_in_flight(reason: str) -> None:
     elif reason == "not caught up":
         drafter.not_caught_up = {other}
     elif reason == "plain steps":
-        speculation = Speculation(drafter, StepBudget(StepLimits(64)), 4, 64, DraftsPay(), ahead=drafter)
+        speculation = Speculation(
+            drafter, StepBudget(StepLimits(64)), 4, 64, DraftsPay(), ahead=AheadDrafts(drafter, AlwaysAhead())
+        )
     found = None if reason == "not chosen" else verification
     assert speculation.needs_tokens(chunks, running, 2, found)
     assert speculation.choose([one, other], 2, is_behind=True) == {}
