@@ -18,7 +18,7 @@ class AheadPace:
     def __init__(self) -> None:
         self._curves = {True: PaceCurve(), False: PaceCurve()}  # By whether drafts followed the step in flight.
         self._num_steps = 0
-        self._timed = {True: 0, False: 0}  # Steps of either kind since the last trial of it began.
+        self._timed = {True: 0, False: 0}  # Steps of either kind since the last trial of it.
         self._trial_due = 0  # Number of the step from which on the slower way is tried.
         self._last: bool | None = None  # Whether the drafts of the last step followed one in flight.
         self._tokens = 1  # Tokens of the last step.
@@ -31,10 +31,10 @@ class AheadPace:
             self._curves[is_ahead].observe(num_tokens, seconds, token_s, self._num_steps)
         self._last = is_ahead
         self._timed[is_ahead] += 1
-        if self._num_steps >= self._trial_due and is_ahead != self._is_faster_ahead(token_s):
-            if self._timed[is_ahead] >= TRIAL_STEPS:
-                self._timed[is_ahead] = 0
-                self._trial_due = self._num_steps + TRIAL_PERIOD
+        is_trial = self._num_steps >= self._trial_due and is_ahead != self._is_faster_ahead(token_s)
+        if is_trial and self._timed[is_ahead] >= TRIAL_STEPS:
+            self._timed[is_ahead] = 0
+            self._trial_due = self._num_steps + TRIAL_PERIOD
 
     def is_ahead(self, token_s: float) -> bool:
         """Returns whether the next drafts should follow the step in flight."""

@@ -32,7 +32,7 @@ class OnDevice(Sevens):
     def is_current(self, entry: Wanted, step: DraftVerification) -> bool:
         return entry.sequence in step.rows and entry.sequence not in self.not_caught_up
 
-    def propose_behind(self, wanted: Many[Wanted], step: DraftVerification) -> DeviceDrafts:
+    def propose_behind(self, wanted: Many[Wanted], step: DraftVerification) -> DeviceDrafts:  # noqa: ARG002  it is the same for all
         self.behind = list(wanted)
         rows = {entry.sequence: row for row, entry in enumerate(wanted)}
         counts = {entry.sequence: entry.most for entry in wanted}
