@@ -32,7 +32,7 @@ class VerifiedRows:
 
 @dataclass(frozen=True, slots=True)
 class DraftVerification:
-    """What a step with drafts has found out. The tensors are on the device, int64, and the host need not know them."""
+    """The results of a step with drafts. The tensors are on the device, int64, and the host need not know them."""
 
     number: int  # Number of the step.
     rows: dict[Sequence, VerifiedRows]

@@ -50,7 +50,8 @@ class UnreadInputs:
 
 
 class Corrections:
-    """What the device needs besides UnreadInputs to correct the inputs of a step in which sequences may be shorter."""
+    """The places that the device needs besides UnreadInputs to correct the inputs of a step in which sequences may be
+    shorter."""
 
     def __init__(self, plan: StepPlan, block_size: int, most_short: int, device: torch.device) -> None:
         num_tokens, lens = plan.num_tokens, plan.attention.query_lens

@@ -61,7 +61,8 @@ class BehindSteps:
         self._rows = rows
 
     def run(self, entries: Many[BehindStep], step: DraftVerification) -> DeviceDrafts:
-        """Queues the drafts. The sequences that get most come first. Their own tokens are the known ones afterwards.
+        """Queues the steps that make the drafts. The sequences that get most come first. Their own tokens are the known
+        ones afterwards.
 
         A draft that the target does not have becomes another one.
         """

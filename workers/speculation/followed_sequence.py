@@ -70,6 +70,7 @@ class FollowedSequence:
         if same < self.num_known:
             own.tokens[same:] = new[same - before :]
         if new:
+            del own.tokens[self.num_known :]
             own.num_computed = min(own.num_computed, before if self.first else same)
         assert own.blocks is not None
         self._kv.commit(own.blocks, own.tokens, min(own.num_computed, self.num_known))

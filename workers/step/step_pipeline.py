@@ -96,7 +96,7 @@ class StepPipeline:
 
     @property
     def verification(self) -> DraftVerification | None:
-        """That of the step in flight, if it has drafts and its tokens are chosen."""
+        """The verification of the step in flight, if it has drafts and its tokens are chosen."""
         step = self._in_flight
         return None if step is None or step.chosen is None else step.chosen.verification
 
