@@ -38,6 +38,7 @@ from lorafleet.workers.device.unread_inputs import Corrections, UnreadInputs
 from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.step.borrowed_memory import borrowed
+from lorafleet.workers.step.capture_streams import capture_stream
 from lorafleet.workers.step.drafted_sizes import DraftShape
 from lorafleet.workers.step.few_token_kernels import few_token_kernels
 from lorafleet.workers.step.own_linears import own_linears
@@ -99,8 +100,8 @@ class DecodeCapture:
         self._pool = torch.cuda.graph_pool_handle()
         # All captures share these streams, one for each priority, since the allocator reserves memory, and cuBLAS its
         # workspace, for each stream.
-        self._main = {priority: torch.cuda.Stream(device, priority) for priority in (0, HIGH_PRIORITY)}
-        self._side = {priority: torch.cuda.Stream(device, priority) for priority in (0, HIGH_PRIORITY)}
+        self._main = {priority: capture_stream(device, "step", priority) for priority in (0, HIGH_PRIORITY)}
+        self._side = {priority: capture_stream(device, "lora", priority) for priority in (0, HIGH_PRIORITY)}
         self._gemms = split_gemms(model)
 
     @torch.inference_mode()
