@@ -16,13 +16,14 @@ from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.speculation.eagle_files import load_eagle_weights, read_eagle_config
 from lorafleet.workers.speculation.eagle_head import EagleHead
 from lorafleet.workers.speculation.mtp_head import MTPHead
+from lorafleet.workers.tp.shard import Shard
 
 DraftHead = EagleHead | MTPHead
 
 
 def load_head(config: EngineConfig, own: EngineConfig, base: EngineModel, device: torch.device) -> DraftHead:
-    """Returns the head that the options ask for, which shares the base's embedding. Raises ConfigError if it cannot
-    draft for this engine.
+    """Returns this rank's part of the head that the options ask for, which shares the base's embedding. Raises
+    ConfigError if it cannot draft for this engine.
 
     Args:
         own: The head's configuration, from draft_config().
@@ -31,8 +32,6 @@ def load_head(config: EngineConfig, own: EngineConfig, base: EngineModel, device
     method, reason = config.speculative_config.method, None
     if not isinstance(base, DecoderModel):
         reason = "with a base that transformers' own module runs"
-    elif config.tensor_parallel_size > 1:
-        reason = f"with tensor_parallel_size={config.tensor_parallel_size}, since it reads whole hidden states"
     elif config.kv_host_gib:
         reason = f"with kv_host_gib={config.kv_host_gib}, since features do not leave the GPU with KV blocks"
     if reason is not None or not isinstance(base, DecoderModel):
@@ -48,6 +47,10 @@ def load_head(config: EngineConfig, own: EngineConfig, base: EngineModel, device
 def _load_eagle(config: EngineConfig, own: EngineConfig, base: DecoderModel, device: torch.device) -> EagleHead:
     folder = Path(own.model)
     read = read_eagle_config(folder, base.config)
+    try:
+        Shard.of(read.layer, base.group.rank, base.group.size)
+    except ConfigError as error:
+        raise ConfigError(f"speculative_config: the head {str(folder)!r}: {error.message}", error.param) from None
     head = EagleHead(
         read.layer,
         base,

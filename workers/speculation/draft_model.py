@@ -1,7 +1,8 @@
 """Loads a draft model or a head beside the base, and builds what runs it.
 
-KV cache, attention, CUDA graphs and adapter slots are the engine's own parts, with a configuration of their own. The
-model is whole on one GPU. Under tensor parallelism that is rank 0's, where drafts are decided.
+KV cache, attention, CUDA graphs and adapter slots are the engine's own parts, with a configuration of their own. A
+draft model is whole on one GPU. Under tensor parallelism that is rank 0's, where drafts are decided. A head is divided
+among the ranks as its target is.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from lorafleet.workers.slots.loader import AdapterLoader
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.speculation.draft_heads import DraftHead, load_head
 from lorafleet.workers.speculation.draft_slots import DraftSlots
+from lorafleet.workers.speculation.draft_steps import DraftSteps
 from lorafleet.workers.speculation.draft_tokenizer import check_same_tokenizer
 from lorafleet.workers.speculation.feature_rows import FeatureRows
 from lorafleet.workers.speculation.model_drafter import CAUGHT_UP_TOKENS, ModelDrafter
@@ -46,6 +48,7 @@ from lorafleet.workers.step.late_work import LateWork
 from lorafleet.workers.step.prefill_graphs import PrefillGraphs, graph_token_counts
 from lorafleet.workers.step.step_runner import StepRunner
 from lorafleet.workers.tp.group import TPGroup
+from lorafleet.workers.tp.link import OtherRanks
 
 log = logging.getLogger(__name__)
 
@@ -91,11 +94,24 @@ class DraftModel:
             self.model.drafts.allocate(num_blocks * self.config.block_size)
             target.taps = self.model.taps()
 
-    def drafter(self, num_blocks: int, max_model_len: int, base_vocab: int) -> ModelDrafter:
-        """Allocates a KV cache of so many blocks, and captures the graphs."""
-        config, model, device = self.config, self.model, self.spec.device
+    def longest(self, max_model_len: int) -> int:
+        """Returns the number of tokens of the longest sequence that it drafts for."""
         # A head's positions are the target's, whatever lengths it was trained with.
-        longest = max_model_len if self.rows is not None else min(max_model_len, model.config.context_limit)
+        return max_model_len if self.rows is not None else min(max_model_len, self.model.config.context_limit)
+
+    def drafter(self, steps: DraftSteps, num_blocks: int, max_model_len: int, base_vocab: int) -> ModelDrafter:
+        """Returns what drafts with these steps, whose KV cache has so many blocks. It is on rank 0 alone."""
+        kv = KVCacheManager(num_blocks, self.config.block_size, self.config.enable_prefix_caching)
+        return ModelDrafter(steps, kv, self.slots, base_vocab, self.longest(max_model_len), self.most_rows)
+
+    def steps(self, num_blocks: int, max_model_len: int, others: OtherRanks | None) -> DraftSteps:
+        """Allocates a KV cache of so many blocks, and captures the graphs. All ranks that have a part do so together.
+
+        Args:
+            others: On rank 0, the other ranks of the replica.
+        """
+        config, model, device = self.config, self.model, self.spec.device
+        longest = self.longest(max_model_len)
         caches = allocate_caches(config, model.config, self.spec, num_blocks + 1)
         attention = make_attention(self.spec, caches, _attention_backend(config, self.spec))
         inputs = StepInputs(self.most_sampled, config.max_num_batched_tokens, num_blocks * config.block_size, device)
@@ -125,15 +141,14 @@ class DraftModel:
             num_tokens * bytes_per_token(self.spec) / 2**30,
             slot_bytes / 2**30,
         )
-        kv = KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching)
-        return ModelDrafter(steps, kv, self.slots, base_vocab, longest, self.most_rows, self.rows)
+        return DraftSteps(steps, config.block_size, self.rows, None if self.rows is None else others)
 
 
 def load_drafting_model(config: EngineConfig, base: EngineModel, device: torch.device) -> DraftModel | None:
-    """Loads the model of speculative_config, or returns None if there is none. Raises ConfigError if it cannot draft
-    for this engine."""
+    """Loads this rank's part of the model of speculative_config. Returns None if it has none. Raises ConfigError if the
+    model cannot draft for this engine."""
     options = config.speculative_config
-    if options is None or options.method == "ngram":
+    if options is None or options.method == "ngram" or (options.method == "draft_model" and base.group.rank > 0):
         return None
     if config.lora is not None and config.lora.share_lora_memory:
         raise ConfigError(

@@ -43,7 +43,7 @@ from lorafleet.workers.step.steady_decodes import SteadyDecodes
 from lorafleet.workers.step.step_runner import StepLogits, StepRunner
 from lorafleet.workers.structured.decoding import TokenMasks
 from lorafleet.workers.tp.link import OtherRanks
-from lorafleet.workers.tp.rank_messages import RunStep
+from lorafleet.workers.tp.rank_messages import RunStep, ShareTokens
 
 PromptLogprobs = list[tuple[int, PendingLogprobs]]  # logprobs of spans of prompts, each with its chunk's index
 
@@ -81,7 +81,7 @@ class LaunchedStep:
     @property
     def needs_masks(self) -> bool:
         """Whether a sequence has a grammar, whose mask says which tokens may be chosen."""
-        return any(chunk.sequence.grammar is not None for chunk in self.sampling)
+        return _need_masks(self.sampling)
 
     def routed_of_chunks(self) -> dict[int, Rows]:
         """Returns the experts of each chunk's tokens, by the chunk's index, for those that want them. Call it once the
@@ -194,9 +194,12 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, chunks: list[Chunk], plan: StepPlan) -> LaunchedStep:
         """Queues a step on the device, up to its logits."""
+        sampling = chunks if plan.is_decode else [chunk for chunk in chunks if chunk.samples]
         if self._others is not None:
             self._others.check()
-            self._others.send(RunStep.of(plan, self._block_size, self._generations(plan.slots)))
+            generations = self._generations(plan.slots)
+            shares_tokens = not plan.is_greedy and not _need_masks(sampling)
+            self._others.send(RunStep.of(plan, self._block_size, generations, shares_tokens=shares_tokens))
         shape = plan.shape
         is_timed = self._clock is not None and self._clock.begin()
         # If a peer is gone, the device waits for it in a collective forever.
@@ -209,7 +212,6 @@ class ModelRunner:
             routed_TLK = download.add(self.steps.routed.of_step(plan.num_tokens))
         if is_timed and self._clock is not None:
             self._clock.end(shape)
-        sampling = chunks if plan.is_decode else [chunk for chunk in chunks if chunk.samples]
         row_by_request = _first_rows(sampling)
         pooled: Pooled = {}
         faults: list[tuple[Sequence, Exception]] = []
@@ -272,6 +274,8 @@ class ModelRunner:
                 i for i, params in enumerate(step.params) if params.logprobs is not None and i not in late_rows
             ]
             logprobs = self._sample(step.logits.sampled_BV, step, edited, logprob_rows, masks)
+            if self._others is not None and step.needs_masks:  # Other orders may stand between the step and its choice.
+                self._others.send(ShareTokens(num_rows))
             self.steps.share(num_rows)
         token_B = step.download.add(self._inputs.sampled_B[:num_rows])
         step.download.close()
@@ -318,7 +322,7 @@ class ModelRunner:
         self.memory.close()
         if self._others is not None:
             self._others.close()
-            self.steps.close()
+            self.memory.close_steps()
             self.steps.model.group.leave()
 
     def _generations(self, slots: Many[int]) -> list[tuple[int, int]]:
@@ -361,6 +365,11 @@ class ModelRunner:
 
     def _is_processed(self, params: SamplingParams) -> bool:
         return (params.logprobs_mode or self._logprobs_mode) == "processed_logprobs"
+
+
+def _need_masks(sampling: Many[Chunk]) -> bool:
+    """Returns whether one of these sequences has a grammar."""
+    return any(chunk.sequence.grammar is not None for chunk in sampling)
 
 
 def _num_plain(chunks: Many[Chunk], sampling: list[int]) -> int:

@@ -44,9 +44,14 @@ class RunStep(msgspec.Struct, tag=True):
     kept_states: list[int]
     # (slot, generation) of each slot that the step uses, so that all ranks compute with the same adapters
     generations: list[tuple[int, int]]
+    # Whether rank 0 sends the tokens that it draws right behind the step. Otherwise nothing is drawn, or it sends
+    # ShareTokens first.
+    shares_tokens: bool
 
     @classmethod
-    def of(cls, plan: StepPlan, block_size: int, generations: list[tuple[int, int]]) -> RunStep:
+    def of(
+        cls, plan: StepPlan, block_size: int, generations: list[tuple[int, int]], *, shares_tokens: bool = False
+    ) -> RunStep:
         batch = plan.attention
         blocks = array("i")
         for table, length in zip(batch.block_tables, batch.context_lens, strict=True):
@@ -67,6 +72,7 @@ class RunStep(msgspec.Struct, tag=True):
             plan.state_snapshots,
             plan.kept_states,
             generations,
+            shares_tokens,
         )
 
     def plan(self, block_size: int) -> StepPlan:
@@ -90,6 +96,19 @@ class RunStep(msgspec.Struct, tag=True):
             state_snapshots=self.state_snapshots,
             kept_states=self.kept_states,
         )
+
+
+class RunDraftStep(msgspec.Struct, tag=True):
+    """An order to run a step of the head that drafts. All ranks have the tokens that it chooses."""
+
+    step: RunStep
+    sources: list[int]  # As in DraftSteps.run.
+
+
+class ShareTokens(msgspec.Struct, tag=True):
+    """An order to receive the tokens of the last RunStep, if these were not shared behind it."""
+
+    num_rows: int
 
 
 class LoadShard(msgspec.Struct, tag=True):
@@ -211,7 +230,18 @@ class RankFailed(msgspec.Struct, tag=True):
 
 BlockOrder = SaveBlocks | LoadBlocks | AwaitBlocks | WriteBlocks | ReadBlocks
 MemoryOrder = ReleaseMemory | TakeMemory | CaptureGraphs
-Order = RunStep | LoadShard | FillSlot | EmptySlot | ForgetShard | BlockOrder | MemoryOrder | Stop
+Order = (
+    RunStep
+    | RunDraftStep
+    | ShareTokens
+    | LoadShard
+    | FillSlot
+    | EmptySlot
+    | ForgetShard
+    | BlockOrder
+    | MemoryOrder
+    | Stop
+)
 Answer = ShardLoaded | BlocksMoved | MemoryMoved | RankFailed
 
 
