@@ -134,16 +134,16 @@ class FollowerLoop(threading.Thread):
         if isinstance(order, RunStep):
             if self._adapters is not None:
                 self._adapters.await_slots(order.generations)
-            self._steps.run(order.plan(self._block_size))
+            self._steps.run(order.sent.plan(self._block_size))
             if order.shares_tokens:
-                self._steps.share(len(order.sampling))
+                self._steps.share(len(order.sent.sampling))
             return
         if isinstance(order, ShareTokens):
             self._steps.share(order.num_rows)
             return
         if isinstance(order, RunDraftStep):
             assert self._draft_steps is not None, "these orders come only where a head drafts"
-            self._draft_steps.run(order.step.plan(self._block_size), order.sources)
+            self._draft_steps.run(order.sent.plan(self._block_size), order.sources)
             return
         if isinstance(order, MemoryOrder):
             self._move_memory(order)

@@ -148,7 +148,7 @@ def load_drafting_model(config: EngineConfig, base: EngineModel, device: torch.d
     """Loads this rank's part of the model of speculative_config. Returns None if it has none. Raises ConfigError if the
     model cannot draft for this engine."""
     options = config.speculative_config
-    if options is None or options.method == "ngram" or (options.method == "draft_model" and base.group.rank > 0):
+    if options is None or not options.needs_model or (options.method == "draft_model" and base.group.rank > 0):
         return None
     if config.lora is not None and config.lora.share_lora_memory:
         raise ConfigError(

@@ -11,7 +11,7 @@ from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.speculation.feature_rows import FeatureRows
 from lorafleet.workers.step.step_runner import StepRunner
 from lorafleet.workers.tp.link import OtherRanks
-from lorafleet.workers.tp.rank_messages import RunDraftStep, RunStep
+from lorafleet.workers.tp.rank_messages import RunDraftStep, SentPlan
 
 
 class DraftSteps:
@@ -41,7 +41,7 @@ class DraftSteps:
         """
         assert plan.is_greedy, "drafts that are drawn would have to be sent to the other ranks"
         if self._others is not None:
-            self._others.send(RunDraftStep(RunStep.of(plan, self._block_size, []), sources))
+            self._others.send(RunDraftStep(SentPlan.of(plan, self._block_size), sources))
         if self.rows is None:
             self.runner.run(plan)
             return

@@ -43,7 +43,7 @@ from lorafleet.workers.step.steady_decodes import SteadyDecodes
 from lorafleet.workers.step.step_runner import StepLogits, StepRunner
 from lorafleet.workers.structured.decoding import TokenMasks
 from lorafleet.workers.tp.link import OtherRanks
-from lorafleet.workers.tp.rank_messages import RunStep, ShareTokens
+from lorafleet.workers.tp.rank_messages import RunStep, SentPlan, ShareTokens
 
 PromptLogprobs = list[tuple[int, PendingLogprobs]]  # logprobs of spans of prompts, each with its chunk's index
 
@@ -197,9 +197,9 @@ class ModelRunner:
         sampling = chunks if plan.is_decode else [chunk for chunk in chunks if chunk.samples]
         if self._others is not None:
             self._others.check()
-            generations = self._generations(plan.slots)
             shares_tokens = not plan.is_greedy and not _need_masks(sampling)
-            self._others.send(RunStep.of(plan, self._block_size, generations, shares_tokens=shares_tokens))
+            sent = SentPlan.of(plan, self._block_size)
+            self._others.send(RunStep(sent, self._generations(plan.slots), shares_tokens))
         shape = plan.shape
         is_timed = self._clock is not None and self._clock.begin()
         # If a peer is gone, the device waits for it in a collective forever.

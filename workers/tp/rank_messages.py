@@ -25,8 +25,8 @@ from lorafleet.workers.slots.lora_memory import Extent
 TierContent = Literal["blocks", "states"]  # KV blocks, and snapshots of recurrent states
 
 
-class RunStep(msgspec.Struct, tag=True):
-    """An order to run a step: a StepPlan."""
+class SentPlan(msgspec.Struct):
+    """A StepPlan."""
 
     fields: bytes  # int64 [F, T]
     query_lens: list[int]
@@ -42,16 +42,9 @@ class RunStep(msgspec.Struct, tag=True):
     resumed_states: list[tuple[int, int]]
     state_snapshots: list[tuple[int, int]]
     kept_states: list[int]
-    # (slot, generation) of each slot that the step uses, so that all ranks compute with the same adapters
-    generations: list[tuple[int, int]]
-    # Whether rank 0 sends the tokens that it draws right behind the step. Otherwise nothing is drawn, or it sends
-    # ShareTokens first.
-    shares_tokens: bool
 
     @classmethod
-    def of(
-        cls, plan: StepPlan, block_size: int, generations: list[tuple[int, int]], *, shares_tokens: bool = False
-    ) -> RunStep:
+    def of(cls, plan: StepPlan, block_size: int) -> SentPlan:
         batch = plan.attention
         blocks = array("i")
         for table, length in zip(batch.block_tables, batch.context_lens, strict=True):
@@ -71,8 +64,6 @@ class RunStep(msgspec.Struct, tag=True):
             plan.resumed_states,
             plan.state_snapshots,
             plan.kept_states,
-            generations,
-            shares_tokens,
         )
 
     def plan(self, block_size: int) -> StepPlan:
@@ -98,10 +89,21 @@ class RunStep(msgspec.Struct, tag=True):
         )
 
 
+class RunStep(msgspec.Struct, tag=True):
+    """An order to run a step."""
+
+    sent: SentPlan
+    # (slot, generation) of each slot that the step uses, so that all ranks compute with the same adapters
+    generations: list[tuple[int, int]]
+    # Whether rank 0 sends the tokens that it draws right behind the step. Otherwise nothing is drawn, or it sends
+    # ShareTokens first.
+    shares_tokens: bool
+
+
 class RunDraftStep(msgspec.Struct, tag=True):
     """An order to run a step of the head that drafts. All ranks have the tokens that it chooses."""
 
-    step: RunStep
+    sent: SentPlan
     sources: list[int]  # As in DraftSteps.run.
 
 

@@ -46,8 +46,9 @@ class Guesses:
         return [5 if self._rng.random() < self._mistakes else token for token in right]
 
 
-def speculate(engine: Engine, drafter: Drafter, most_tokens: int = 4) -> Speculation:
-    """Has the engine verify the drafts of this drafter wherever there are some. Call it before the first request."""
+def speculate(engine: Engine, drafter: Drafter | None, most_tokens: int = 4) -> Speculation:
+    """Has the engine verify the drafts of this drafter, and those that grammars force, wherever there are some. Call it
+    before the first request."""
     rows = len(engine.runner.steps.inputs.sampled_B)
     is_certain = isinstance(drafter, ModelDrafter)
     made = Speculation(drafter, engine.scheduler.budget, most_tokens, rows, DraftsPay(), is_certain=is_certain)

@@ -135,5 +135,7 @@ def test_an_eagle_head_is_divided_and_drafts_while_an_answer_waits_for_its_masks
 def test_a_head_that_the_ranks_cannot_divide_is_refused_by_its_folder(tmp_path) -> None:
     base = make_model(tmp_path / "base", "llama3", num_hidden_layers=7)
     head = make_head(tmp_path / "head", num_attention_heads=3, num_key_value_heads=1)
-    with pytest.raises(ConfigError, match=r"the head '.*head': tensor_parallel_size=2 does not divide the model's num_"):
+    with pytest.raises(
+        ConfigError, match=r"the head '.*head': tensor_parallel_size=2 does not divide the model's num_"
+    ):
         start_llm(str(base), 2, speculative_config={"method": "eagle3", "model": str(head)})
