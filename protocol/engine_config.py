@@ -102,6 +102,11 @@ class SpeculativeConfig:
         return self.method not in ("grammar", "ngram")
 
     @property
+    def is_on_one_gpu(self) -> bool:
+        """Whether one GPU of a replica has the whole model that drafts. Otherwise it is divided as the base is."""
+        return self.method == "draft_model"
+
+    @property
     def most_rows(self) -> int:
         """Most tokens of one sequence that a step computes: its last one and its drafts."""
         return 1 + self.num_speculative_tokens

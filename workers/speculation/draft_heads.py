@@ -1,4 +1,4 @@
-"""Loads the head that drafts from the base's hidden states: an EAGLE-3 head, or the checkpoint's own layer for one
+"""Builds the head that drafts from the base's hidden states: an EAGLE-3 head, or the checkpoint's own layer for one
 token more (MTP)."""
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from lorafleet.workers.tp.shard import Shard
 DraftHead = EagleHead | MTPHead
 
 
-def load_head(config: EngineConfig, own: EngineConfig, base: EngineModel, device: torch.device) -> DraftHead:
-    """Returns this rank's part of the head that the options ask for, which shares the base's embedding. Raises
-    ConfigError if it cannot draft for this engine.
+def make_head(config: EngineConfig, own: EngineConfig, base: EngineModel, device: torch.device) -> DraftHead:
+    """Returns this rank's part of the head that the options ask for, which shares the base's embedding. Its weights are
+    empty. Raises ConfigError if it cannot draft for this engine.
 
     Args:
         own: The head's configuration, from draft_config().
@@ -40,18 +40,26 @@ def load_head(config: EngineConfig, own: EngineConfig, base: EngineModel, device
             "method='draft_model'.",
             "speculative_config",
         )
-    load = _load_mtp if method == "mtp" else _load_eagle
-    return load(config, own, base, device)
+    make = _make_mtp if method == "mtp" else _make_eagle
+    return make(config, own, base, device)
 
 
-def _load_eagle(config: EngineConfig, own: EngineConfig, base: DecoderModel, device: torch.device) -> EagleHead:
+def fill_head(own: EngineConfig, head: DraftHead) -> None:
+    """Fills the head from its checkpoint. `own` is as above."""
+    if isinstance(head, EagleHead):
+        load_eagle_weights(head, Path(own.model))
+    else:
+        fill_model(own, head)
+
+
+def _make_eagle(config: EngineConfig, own: EngineConfig, base: DecoderModel, device: torch.device) -> EagleHead:
     folder = Path(own.model)
     read = read_eagle_config(folder, base.config)
     try:
         Shard.of(read.layer, base.group.rank, base.group.size)
     except ConfigError as error:
         raise ConfigError(f"speculative_config: the head {str(folder)!r}: {error.message}", error.param) from None
-    head = EagleHead(
+    return EagleHead(
         read.layer,
         base,
         base.embed_tokens.weight.dtype,
@@ -60,11 +68,9 @@ def _load_eagle(config: EngineConfig, own: EngineConfig, base: DecoderModel, dev
         most_tokens=own.max_num_batched_tokens,
         most_rows=config.most_sampled,
     )
-    load_eagle_weights(head, folder)
-    return head
 
 
-def _load_mtp(config: EngineConfig, own: EngineConfig, base: DecoderModel, device: torch.device) -> MTPHead:
+def _make_mtp(config: EngineConfig, own: EngineConfig, base: DecoderModel, device: torch.device) -> MTPHead:
     folder, target = Path(config.model), base.config
     reason = None
     if target.mtp is None:
@@ -78,7 +84,7 @@ def _load_mtp(config: EngineConfig, own: EngineConfig, base: DecoderModel, devic
             "method='ngram' or 'draft_model'.",
             "speculative_config",
         )
-    head = MTPHead(
+    return MTPHead(
         read_mtp_config(folder, target),
         base,
         base.embed_tokens.weight.dtype,
@@ -86,5 +92,3 @@ def _load_mtp(config: EngineConfig, own: EngineConfig, base: DecoderModel, devic
         most_tokens=own.max_num_batched_tokens,
         most_rows=config.most_sampled,
     )
-    fill_model(own, head)
-    return head

@@ -118,6 +118,11 @@ class EagleHead(nn.Module):
     def gather_logits(self, logits_TW: Tensor) -> Tensor:
         return self.lm_head.gather(logits_TW)
 
+    def tapped_bytes(self, num_tokens: int) -> int:
+        """Returns the bytes of what the target's step of so many tokens holds until its end: the hidden states that it
+        has taken, the same side by side, and the features."""
+        return (2 * NUM_TAPS + 1) * num_tokens * self.fused.shape[0] * self.fused.itemsize
+
     def taps(self) -> FeatureTaps:
         """Returns what writes the features in the target's steps."""
         return self.drafts.taps(tapped_layers(self._num_target_layers), self.fused)
