@@ -1,5 +1,5 @@
-"""Heads that draft, divided among two GPUs, CUDA graphs on: their drafts are those of a plain implementation, and answers
-are those of one GPU without drafts."""
+"""Heads that draft, divided among two GPUs, CUDA graphs on: their drafts are those of a plain implementation, and
+answers are those of one GPU without drafts."""
 
 from __future__ import annotations
 
