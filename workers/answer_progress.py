@@ -43,7 +43,7 @@ class AnswerProgress:
         self.num_generated_tokens += len(tokens)
         output = TokenOutput(request_id=sequence.request_id, token_ids=tokens, finish_reason=finish_reason)
         if num_drafts:
-            self._accept(sequence, end, len(tokens) - 1)
+            self._accept(sequence, end, num_drafts, len(tokens) - 1)
             output.drafts = DraftCounts(1, num_drafts, len(sampled.tokens) - 1)
         if not sequence.is_plain:
             _add_routed(sequence, end, sampled, num_drafts, len(tokens) - 1)
@@ -71,9 +71,10 @@ class AnswerProgress:
             self.num_generated_tokens -= len(output.token_ids)
             output.token_ids, output.embedding = [], sampled.embedding
 
-    def _accept(self, sequence: Sequence, end: int, num_accepted: int) -> None:
-        """Records that the step has computed so many more tokens of the sequence, which were drafts."""
+    def _accept(self, sequence: Sequence, end: int, num_drafts: int, num_accepted: int) -> None:
+        """Records that so many of the step's drafts were accepted, and are tokens of the sequence now."""
         self._scheduler.memory.verified(sequence, num_accepted)
+        sequence.num_unverified -= num_drafts
         sequence.num_computed += num_accepted
         self._scheduler.commit(sequence, end + num_accepted)
         self._scheduler.waiting.count_outputs([sequence.flow] * num_accepted)

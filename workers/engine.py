@@ -164,9 +164,11 @@ class Engine:
         self.stalled = not chunks and not self.pipeline.has_step
         if self.stalled:
             return outputs
-        planned = self.pipeline.plan(chunks)
+        planned = self.pipeline.plan(chunks, None if self._speculation is None else self._speculation.on_device)
         outputs += self._choose()  # as late as possible, since masks are computed meanwhile
         faults = self.pipeline.launch(planned, began_s)
+        if self._speculation is not None:
+            self._speculation.launched(chunks)
         outputs += self._collect() + self._fail_unprepared(faults)
         self.pipeline.request_masks()
         if not self._overlap:
@@ -220,7 +222,9 @@ class Engine:
         if self._speculation is None:
             return False
         running = [] if computes_prompts(self.scheduler) else self.scheduler.running
-        return self._speculation.needs_tokens(self.pipeline.chunks, running, self.scheduler.most_in_step)
+        return self._speculation.needs_tokens(
+            self.pipeline.chunks, running, self.scheduler.most_in_step, self.pipeline.verification
+        )
 
     def _fail_unprepared(self, faults: list[tuple[Sequence, Exception]]) -> list[TokenOutput]:
         """Ends the sequences whose sampling could not be prepared."""

@@ -10,7 +10,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch, DraftRows
+from lorafleet.workers.attention.attention_backend import (
+    AttentionBackend,
+    AttentionBatch,
+    DraftRows,
+    ShortensSequences,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,11 @@ class MixedAttention:
                 return None
             captured.append(made)
         return MixedAttention(captured, self._places)
+
+    def shorten(self, short_B: Tensor) -> None:
+        for backend in self._backends:
+            assert isinstance(backend, ShortensSequences)
+            backend.shorten(short_B)
 
     def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:
         place = self._places[layer]

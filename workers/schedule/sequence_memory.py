@@ -115,7 +115,7 @@ class SequenceMemory:
             self.tiers.stopped(sequence)
         self._kv.release(sequence.blocks)
         sequence.blocks = sequence.next_chunk = None
-        sequence.decodes_until = sequence.quiet_until = 0
+        sequence.decodes_until = sequence.quiet_until = sequence.num_unverified = 0
         if sequence.slot is not None and self._loras is not None:
             self._loras.slots.let_go(sequence.slot)
             sequence.slot = None
@@ -175,8 +175,10 @@ class SequenceMemory:
     def with_drafts(self, chunk: Chunk, drafts: Many[int], num_spare: int) -> Chunk:
         """Returns the chunk with as many of the drafts behind it as there is memory for. They take no more free blocks
         than leave num_spare."""
-        blocks, start = chunk.sequence.blocks, chunk.sequence.num_computed + chunk.num_tokens
+        sequence, blocks = chunk.sequence, chunk.sequence.blocks
         assert blocks is not None
+        start = sequence.num_computed + sequence.num_unverified + chunk.num_tokens
+        sequence.decodes_until = 0  # The next step may have to look for blocks.
         if self.snapshots is not None:
             drafts = drafts[: self.snapshots.drafts_until_stop(chunk.sequence, start)]
         num_missing = self._kv.num_missing(blocks, start + len(drafts))
@@ -194,15 +196,15 @@ class SequenceMemory:
         """Returns whether the running sequences may need more blocks in the next step than are free beside num_taken.
 
         A sequence starts with blocks for all of its tokens. So it needs a block, and no more than one, only if its
-        newest token is the first of a block.
+        newest token is the first of a block, or may lie behind the drafts in flight.
         """
         num_left = self._kv.num_free - num_taken
         if num_left >= len(running):
             return False
         return num_left < sum(
-            self._kv.num_missing(sequence.blocks, len(sequence.tokens))
+            self._kv.num_missing(sequence.blocks, len(sequence.tokens) + sequence.num_unverified)
             for sequence in running
-            if sequence.blocks is not None and sequence.num_generated < sequence.max_tokens
+            if sequence.blocks is not None and sequence.num_remaining > 0
         )
 
     def chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:

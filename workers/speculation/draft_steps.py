@@ -6,8 +6,10 @@ Rank 0 decides what is drafted. The other ranks run each step of a head when ran
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from lorafleet.workers.device.step_plan import StepPlan
+from lorafleet.workers.device.unread_inputs import UnreadInputs
 from lorafleet.workers.speculation.feature_rows import FeatureRows
 from lorafleet.workers.step.step_runner import StepRunner
 from lorafleet.workers.tp.link import OtherRanks
@@ -33,18 +35,20 @@ class DraftSteps:
         self._others = others
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, sources: list[int]) -> None:
+    def run(self, plan: StepPlan, sources: list[int] | Tensor, unread: UnreadInputs | None = None) -> None:
         """Queues a step that chooses the likeliest tokens, which are in StepInputs.sampled_B on each rank.
 
         Args:
-            sources: For a head, the row of the feature of each token, as in FeatureRows.
+            sources: For a head, the row of the feature of each token, as in FeatureRows.begin.
+            unread: What the plan lacks. There must be no other ranks then, which could not find it.
         """
         assert plan.is_greedy, "drafts that are drawn would have to be sent to the other ranks"
         if self._others is not None:
+            assert unread is None and isinstance(sources, list)
             self._others.send(RunDraftStep(SentPlan.of(plan, self._block_size), sources))
         if self.rows is None:
-            self.runner.run(plan)
+            self.runner.run(plan, unread=unread)
             return
         self.rows.begin(sources)
-        self.runner.run(plan)
+        self.runner.run(plan, unread=unread)
         self.rows.end(plan.sampling, self.runner.inputs.sampled_B)

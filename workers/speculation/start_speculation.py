@@ -40,4 +40,6 @@ def start_speculation(
         config.most_sampled,
         most_drafts=most_drafts,
         is_certain=drafter is not None,
+        # Other ranks do not have the drafts, and recurrent states go on from where the host says.
+        ahead=None if model.states or config.tensor_parallel_size > 1 else drafter,
     )
