@@ -106,10 +106,10 @@ def test_the_tokens_that_were_accepted_are_computed_as_drafts_which_graphs_run(f
     lengths: list[int] = []
     run = drafter(stepped).steps.run
 
-    def recorded(plan: Any, *more: Any) -> Any:
+    def recorded(plan: Any, **more: Any) -> Any:
         if not plan.has_decodes_only:
             lengths.append(plan.num_tokens)
-        return run(plan, *more)
+        return run(plan, **more)
 
     drafter(stepped).steps.run = recorded  # type: ignore[method-assign]
     counts = Counts(stepped)
@@ -139,9 +139,9 @@ def test_samples_of_one_prompt_have_it_computed_once_for_all(fleet, prompt, monk
     lengths: list[int] = []
     run = drafter(stepped).steps.run
 
-    def recorded(plan: Any, *more: Any) -> Any:
+    def recorded(plan: Any, **more: Any) -> Any:
         lengths.extend(count for count in plan.attention.query_lens if count > 5)  # More than a token and its drafts.
-        return run(plan, *more)
+        return run(plan, **more)
 
     drafter(stepped).steps.run = recorded  # type: ignore[method-assign]
     counts = Counts(stepped)
