@@ -129,7 +129,7 @@ class BehindSteps:
             entry.own.num_computed += 1
 
     def _run(self, chunks: list[Chunk], sources: list[int] | Tensor, unread: UnreadInputs) -> None:
-        """Runs a step. `sources` are as in DraftSteps.run, and `unread` is what the plan lacks."""
+        """Runs a step of these chunks. `sources` are as in DraftSteps.run, and `unread` is what the plan lacks."""
         rows = {chunk.sequence.request_id: 0 for chunk in chunks}  # The tokens come from `unread`.
         slot_ranks = [] if self._slots is None else self._slots.ranks
         plan = plan_step(chunks, rows, self._steps.runner.inputs.first_known, self._block_size, slot_ranks)

@@ -26,7 +26,7 @@ TierContent = Literal["blocks", "states"]  # KV blocks, and snapshots of recurre
 
 
 class SentPlan(msgspec.Struct):
-    """A StepPlan."""
+    """A StepPlan on its way to the other ranks."""
 
     fields: bytes  # int64 [F, T]
     query_lens: list[int]
