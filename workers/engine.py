@@ -29,7 +29,7 @@ from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.schedule.sequence import Sequence
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
 from lorafleet.workers.speculation.speculation import Speculation
-from lorafleet.workers.step.runner import ModelRunner
+from lorafleet.workers.step.runner import ModelRunner, Sampled
 from lorafleet.workers.step.step_pipeline import StepPipeline
 from lorafleet.workers.structured.decoding import StructuredDecoding
 from lorafleet.workers.weak_method import weak
@@ -189,10 +189,13 @@ class Engine:
     def _collect(self) -> list[TokenOutput]:
         """Returns the tokens of the step in flight. Those of sequences that have ended meanwhile are dropped."""
         step = self.pipeline.collect()
-        outputs: list[TokenOutput] = []
         if step is None:
-            return outputs
-        for chunk, end, sampled in zip(step.chunks, step.ends, step.sampled, strict=True):
+            return []
+        outputs, due = self._answers.advance_quiet(step.chunks, step.ends, step.plain)
+        num_plain = len(step.plain)
+        for i in (*due, *range(num_plain, len(step.chunks))):
+            chunk, end = step.chunks[i], step.ends[i]
+            sampled = Sampled([step.plain[i]]) if i < num_plain else step.sampled[i - num_plain]
             sequence = chunk.sequence
             if sequence.ended:
                 continue

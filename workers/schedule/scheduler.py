@@ -302,8 +302,8 @@ def _unfinished(running: Many[Sequence]) -> list[Sequence]:
 def _chosen_drafts(
     scheduler: Scheduler, unfinished: list[Sequence], in_flight: Many[Chunk]
 ) -> dict[Sequence, list[int]]:
-    """Returns the drafts that the next step verifies. Steps that compute prompts have none."""
-    if scheduler.speculation is None:
+    """Returns the drafts that the next step verifies. Steps that compute prompts have none. Behind a step in flight,
+    Speculation.needs_tokens has seen to that."""
+    if scheduler.speculation is None or (not in_flight and computes_prompts(scheduler)):
         return {}
-    drafting = [] if computes_prompts(scheduler) else unfinished
-    return scheduler.speculation.choose(drafting, scheduler.most_in_step, in_flight)
+    return scheduler.speculation.choose(unfinished, scheduler.most_in_step, is_behind=bool(in_flight))

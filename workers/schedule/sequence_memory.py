@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lorafleet.workers.bases.rope_config import RopeConfig
 from lorafleet.workers.schedule.adapter_slots import AdapterSlots, SlotView
-from lorafleet.workers.schedule.kv_cache import KVCacheManager
+from lorafleet.workers.schedule.kv_cache import KVCacheManager, PrefixMatch
 from lorafleet.workers.schedule.sequence import Chunk, Sequence
 from lorafleet.workers.schedule.snapshot_policy import SnapshotPolicy
 from lorafleet.workers.schedule.state_slots import StateSlots
@@ -70,9 +70,7 @@ class SequenceMemory:
         prefix, num_tokens = None, len(sequence.tokens)
         if sequence.reuses_prefixes:
             prefix = self._kv.find_prefix(blocks, sequence.tokens, sequence.prefix)
-        reused = prefix
-        if prefix is not None and self.snapshots is not None:
-            reused = prefix.first(self.snapshots.pool.num_resumable(prefix.nodes))
+        reused = self._resumable(prefix)
         if not self._leaves_enough(self._kv.num_left(num_tokens, reused), beside):
             if prefix is not None:
                 self._kv.refresh(prefix)
@@ -108,6 +106,14 @@ class SequenceMemory:
         if self.tiers is not None:
             self.tiers.started(sequence, returns)
         return True
+
+    def may_take(self, sequence: Sequence, beside: Iterable[Sequence]) -> bool:
+        """Returns whether take() might give the sequence its memory, by what it found when it was last called for the
+        sequence."""
+        num_tokens, prefix = len(sequence.tokens), sequence.prefix
+        if prefix is None and sequence.reuses_prefixes:
+            return self._kv.num_left(num_tokens) >= 0
+        return self._leaves_enough(self._kv.num_left(num_tokens, self._resumable(prefix)), beside)
 
     def release(self, sequence: Sequence) -> None:
         assert sequence.blocks is not None
@@ -256,6 +262,12 @@ class SequenceMemory:
         """Publishes the KV events of a step."""
         if self.events is not None:
             self.events.step_ended()
+
+    def _resumable(self, prefix: PrefixMatch | None) -> PrefixMatch | None:
+        """Returns the part of a known prefix from whose end a sequence can go on."""
+        if prefix is None or self.snapshots is None:
+            return prefix
+        return prefix.first(self.snapshots.pool.num_resumable(prefix.nodes))
 
     def _leaves_enough(self, num_left: int, beside: Iterable[Sequence]) -> bool:
         """Returns whether these many free blocks suffice for the next tokens of the sequences that run."""

@@ -48,11 +48,12 @@ class AheadDrafts:
         that are in the next step."""
         kept = set(unfinished)
         wanted = [entry for entry in self._wanted if entry.sequence in kept]
+        self.made = None
         if not wanted or self._step is None:
             return {}
         self.made = self._drafter.propose_behind(wanted, self._step)
         return {sequence: [UNKNOWN] * count for sequence, count in self.made.counts.items()}
 
     def forget(self) -> None:
-        """Forgets the drafts of the last step."""
-        self.made = None
+        """Forgets what was prepared and drafted."""
+        self._wanted, self._step, self.made = [], None, None

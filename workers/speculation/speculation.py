@@ -108,6 +108,8 @@ class Speculation:
             num_sequences: As in choose().
             verification: That of the step in flight, if there is one.
         """
+        if self._ahead is not None:
+            self._ahead.forget()
         if any(chunk.drafts for chunk in in_flight):
             is_needed = verification is None or not self._can_draft_behind(verification, running, num_sequences)
         else:
@@ -130,19 +132,19 @@ class Speculation:
             self._pace.idled(len(chunks), idle_s)
 
     def choose(
-        self, unfinished: Iterable[Sequence], num_sequences: int, in_flight: Many[Chunk] = ()
+        self, unfinished: Iterable[Sequence], num_sequences: int, *, is_behind: bool = False
     ) -> dict[Sequence, list[int]]:
         """Returns the drafts that the next step should verify, by sequence. They are UNKNOWN if they are `on_device`.
 
         Args:
             unfinished: The running sequences in scheduling order.
             num_sequences: Largest number of sequences in the step.
-            in_flight: The chunks of the step before, if its tokens are not known.
+            is_behind: Whether a step is in flight, for which needs_tokens() was asked.
         """
+        if is_behind:
+            return {} if self._ahead is None else self._ahead.draft(unfinished)
         if self._ahead is not None:
             self._ahead.forget()
-            if any(chunk.drafts for chunk in in_flight):
-                return self._ahead.draft(unfinished)
         decodes = [sequence for sequence in unfinished if sequence.num_uncomputed == 1]
         known = [sequence for sequence in decodes if sequence.num_generated and sequence.tokens[-1] != UNKNOWN]
         return self._propose(known, decodes, num_sequences, num_unknown=0)
@@ -178,8 +180,7 @@ class Speculation:
     def _can_draft_behind(self, verification: DraftVerification, running: Many[Sequence], num_sequences: int) -> bool:
         """Returns whether the drafts of the next step can be made behind those in flight, and should pay. The arguments
         are those of needs_tokens()."""
-        # What is computed of the logits of others depends on the tokens before.
-        if self._ahead is None or not all(sequence.is_plain for sequence in running):
+        if self._ahead is None or any(map(_needs_tokens_before, running)):
             return False
         decodes = [sequence for sequence in running if sequence.num_remaining > 0]
         wanted = self._wanted(decodes, decodes, num_sequences, num_unknown=0)
@@ -268,6 +269,11 @@ class Speculation:
             acceptance = Acceptance.expecting(FIRST_ACCEPTANCE)
             self._of_adapters.put(digest, acceptance)
         return acceptance
+
+
+def _needs_tokens_before(sequence: Sequence) -> bool:
+    """Returns whether the host computes something of a sequence's tokens before the next ones are chosen."""
+    return not sequence.is_plain and (sequence.params.edits_logits or sequence.grammar is not None)
 
 
 def _forced(sequence: Sequence) -> list[int]:

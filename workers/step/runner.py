@@ -54,7 +54,7 @@ PromptLogprobs = list[tuple[int, PendingLogprobs]]  # logprobs of spans of promp
 
 
 class Sampled(msgspec.Struct, frozen=True, gc=False):
-    """The result of one chunk. A step makes one for each sequence, and a Struct is made fastest."""
+    """The result of one chunk. A Struct is made fastest."""
 
     tokens: list[int]  # the sequence's next tokens; none if the chunk ends before its last token
     logprobs: list[TokenLogprobs] = []  # one for each of these tokens, if requested
@@ -128,8 +128,9 @@ class ChosenStep:
     verification: DraftVerification | None  # None if the step has no drafts.
     accepted_S: Tensor  # DraftVerification.accepted_S on the host, as token_B is.
 
-    def collect(self) -> list[Sampled]:
-        """Waits for the step, and returns one Sampled for each chunk, in order. Nothing else waits for the device."""
+    def collect(self) -> tuple[list[int], list[Sampled]]:
+        """Waits for the step. Returns the token of each of the first num_plain chunks, and one Sampled for each of the
+        others, in order. Nothing else waits for the device."""
         launched = self.launched
         launched.download.wait()
         tokens, accepted = self.token_B.tolist(), self.accepted_S.tolist()
@@ -143,7 +144,7 @@ class ChosenStep:
         if self.late:
             late = {sequence.request_id for sequence in self.late}
             row_by_request = {name: row for name, row in row_by_request.items() if name not in late}
-        results = [Sampled([token]) for token in tokens[: launched.num_plain]]
+        results: list[Sampled] = []
         routed = launched.routed_of_chunks()
         for i, chunk in enumerate(launched.chunks[launched.num_plain :], launched.num_plain):
             sequence = chunk.sequence
@@ -159,7 +160,7 @@ class ChosenStep:
                     end += min(found_right, self.num_masked.get(sequence, found_right))
                 found = [logprobs[j] for j in range(row, end) if j in logprobs] if logprobs else []
                 results.append(Sampled(tokens[row:end], found, prompt, embedding, routed.get(i)))
-        return results
+        return tokens[: launched.num_plain], results
 
 
 class ModelRunner:

@@ -45,7 +45,8 @@ class CollectedStep:
 
     chunks: list[Chunk]
     ends: list[int]  # Number of computed tokens of each chunk's sequence after the step.
-    sampled: list[Sampled]  # The result of each chunk.
+    plain: list[int]  # The token of each of the first chunks, whose sequences want nothing else.
+    sampled: list[Sampled]  # The result of each of the other chunks.
     late: Many[Sequence]  # Sequences that got no token, since their masks were late.
     shape: StepShape
     began_s: float  # Start of the step by time.perf_counter().
@@ -62,7 +63,7 @@ class _StepInFlight:
     chosen: ChosenStep | None  # None until choose(), if the choice waits for masks.
 
     def go_on_behind(self, chunks: Many[Chunk], sampled: Many[Sampled]) -> None:
-        """Takes in what the step before has accepted. Those are its chunks, and the result of each."""
+        """Takes in what the step before has accepted: the last of its chunks, and the result of each."""
         accepted = {
             chunk.sequence: len(own.tokens) - 1 for chunk, own in zip(chunks, sampled, strict=True) if own.tokens
         }
@@ -154,10 +155,11 @@ class StepPipeline:
         if step is None:
             return None
         assert step.chosen is not None, "choose() comes before collect()"
-        launched, sampled = step.launched, step.chosen.collect()
+        launched, late = step.launched, step.chosen.late
+        plain, sampled = step.chosen.collect()
         if step.chosen.verification is not None and self._in_flight is not None:
-            self._in_flight.go_on_behind(launched.chunks, sampled)
-        return CollectedStep(launched.chunks, step.ends, sampled, step.chosen.late, launched.shape, step.began_s)
+            self._in_flight.go_on_behind(launched.chunks[len(plain) :], sampled)
+        return CollectedStep(launched.chunks, step.ends, plain, sampled, late, launched.shape, step.began_s)
 
     def request_masks(self) -> None:
         """Requests the masks of the step in flight, unless they were requested before its launch.
