@@ -76,6 +76,7 @@ from lorafleet.workers.slots.extra_memory import ExtraMemory
 from lorafleet.workers.slots.loader import AdapterLoader
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
+from lorafleet.workers.speculation.draft_heads import check_division
 from lorafleet.workers.speculation.draft_model import DraftModel, load_drafting_model
 from lorafleet.workers.speculation.draft_steps import DraftSteps
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
@@ -204,6 +205,7 @@ def _build_model(
     model_config = replace(model_config, quantization=resolved(model_config.quantization, config.quantization))
     dtype = base_dtype(config, model_config, folder)
     Shard.of(model_config, rank, config.tensor_parallel_size)  # raises before the other ranks are waited for
+    check_division(config, model_config)  # as above
     model = load_model(config, model_config, join(), dtype, device, progress)
     reload = partial(fill_model, config, model)
     return _LoadedModel(model, BaseLayout.of(model_config), held_tensors(model), reload, dtype, device)

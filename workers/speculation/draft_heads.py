@@ -10,6 +10,7 @@ import torch
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.workers.bases.checkpoint import has_mtp_tensors, read_mtp_config
+from lorafleet.workers.bases.model_config import ModelConfig
 from lorafleet.workers.model_loading import fill_model
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.models.engine_model import EngineModel
@@ -44,6 +45,20 @@ def make_head(config: EngineConfig, own: EngineConfig, base: EngineModel, device
     return make(config, own, base, device)
 
 
+def check_division(config: EngineConfig, target: ModelConfig) -> None:
+    """Raises ConfigError if an EAGLE-3 head cannot be divided among the ranks. MTP layers can, since the base can."""
+    options = config.speculative_config
+    if options is None or options.method != "eagle3":
+        return
+    folder = Path(str(options.model))
+    try:
+        Shard.of(read_eagle_config(folder, target).layer, 0, config.tensor_parallel_size)
+    except ConfigError as error:
+        if error.param != "tensor_parallel_size":
+            raise
+        raise ConfigError(f"speculative_config: the head {str(folder)!r}: {error.message}", error.param) from None
+
+
 def fill_head(own: EngineConfig, head: DraftHead) -> None:
     """Fills the head from its checkpoint. `own` is as above."""
     if isinstance(head, EagleHead):
@@ -55,10 +70,6 @@ def fill_head(own: EngineConfig, head: DraftHead) -> None:
 def _make_eagle(config: EngineConfig, own: EngineConfig, base: DecoderModel, device: torch.device) -> EagleHead:
     folder = Path(own.model)
     read = read_eagle_config(folder, base.config)
-    try:
-        Shard.of(read.layer, base.group.rank, base.group.size)
-    except ConfigError as error:
-        raise ConfigError(f"speculative_config: the head {str(folder)!r}: {error.message}", error.param) from None
     return EagleHead(
         read.layer,
         base,

@@ -71,6 +71,7 @@ class LaunchedStep:
     shape: StepShape
     num_plain: int  # Chunks at the front that sample one token and are of a Sequence.is_plain.
     sampling: list[Chunk]  # The chunks that sample.
+    shares_tokens: bool  # As in RunStep. A sequence whose grammar waited for masks may have ended since.
     num_rows: int  # Rows of StepInputs.sampled_B: Chunk.num_sampled of each of these chunks.
     params: list[SamplingParams]  # One for each of these rows; empty if the step is greedy.
     draws: DrawTable | None  # The draws of these rows; None if the step is greedy.
@@ -220,9 +221,9 @@ class ModelRunner:
     def launch(self, chunks: list[Chunk], plan: StepPlan, unread: UnreadInputs | None = None) -> LaunchedStep:
         """Queues a step on the device, up to its logits. `unread` is what the plan lacks."""
         sampling = chunks if plan.is_decode else [chunk for chunk in chunks if chunk.samples]
+        shares_tokens = not plan.is_greedy and not _need_masks(sampling)
         if self._others is not None:
             self._others.check()
-            shares_tokens = not plan.is_greedy and not _need_masks(sampling)
             sent = SentPlan.of(plan, self._block_size)
             self._others.send(RunStep(sent, self._generations(plan.slots), shares_tokens))
         shape = plan.shape
@@ -257,6 +258,7 @@ class ModelRunner:
             shape=shape,
             num_plain=len(chunks) if plan.is_decode and not special else _num_plain(chunks, plan.sampling),
             sampling=sampling,
+            shares_tokens=shares_tokens,
             num_rows=len(plan.sampling),
             params=params,
             draws=draws,
@@ -308,7 +310,7 @@ class ModelRunner:
                 i for i, params in enumerate(step.params) if params.logprobs is not None and i not in late_rows
             ]
             logprobs = self._sample(step.logits.sampled_BV, step, edited, logprob_rows, masks)
-            if self._others is not None and step.needs_masks:  # Other orders may stand between the step and its choice.
+            if self._others is not None and not step.shares_tokens:  # Other orders may stand between step and choice.
                 self._others.send(ShareTokens(num_rows))
             self.steps.share(num_rows)
         token_B = step.download.add(self._inputs.sampled_B[:num_rows])

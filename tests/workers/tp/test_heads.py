@@ -66,7 +66,8 @@ def check_equal(
     before_masks: list[int] | None = None,
     **options: Any,
 ) -> list[Drafted]:
-    """Returns what is drafted on two ranks, whose answers must be those of one rank without drafts.
+    """Returns what is drafted on two ranks, whose answers must be those of one rank without drafts, before a sleep and
+    behind it.
 
     Args:
         before_masks: Gets the numbers of drafts that draft_before_masks() has. None leaves it out.
@@ -78,6 +79,11 @@ def check_equal(
     drafted = recorded(shared)
     counts = [] if before_masks is None else draft_before_masks(shared)
     assert answers(shared, prompt, path, params) == expected
+    num_drafted = len(drafted)
+    shared.sleep(2)
+    shared.wake_up()
+    assert answers(shared, prompt, path, params[:2]) == expected[:2]
+    assert len(drafted) > num_drafted
     shared.close()
     if before_masks is not None:
         before_masks += counts
