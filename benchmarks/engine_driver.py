@@ -16,7 +16,8 @@ from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.messages import EngineRequest, TokenOutput
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.engine import Engine
-from lorafleet.workers.speculation.drafter import DeviceDrafter, Drafter
+from lorafleet.workers.speculation.ahead_drafts import AheadDrafts
+from lorafleet.workers.speculation.drafter import Drafter
 from lorafleet.workers.speculation.speculation import Speculation
 from lorafleet.workers.speculation.step_pace import StepPace
 
@@ -51,7 +52,7 @@ def make_speculation(
     pace: StepPace | None = None,
     *,
     is_certain: bool,
-    ahead: DeviceDrafter | None = None,
+    ahead: AheadDrafts | None = None,
 ) -> Speculation:
     """Returns the speculation of an engine with another drafter. The arguments are Speculation's."""
     most_sampled = len(engine.runner.steps.inputs.sampled_B)

@@ -48,6 +48,7 @@ from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.schedule.sequence import Sequence
+from lorafleet.workers.speculation.ahead_drafts import AheadDrafts
 from lorafleet.workers.speculation.drafter import DeviceDrafts, Wanted
 from lorafleet.workers.speculation.eagle_head import EagleHead
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
@@ -104,7 +105,7 @@ def arm(engine: Engine, name: str, most_drafts: int, model: ModelDrafter | None)
         return make_speculation(engine, NgramDrafter(SpeculativeConfig("ngram")), most_drafts, is_certain=False)
     right, *waits = name.split()
     drafter = KnownDrafter(float(right), model)
-    ahead = None if waits or model is None else drafter
+    ahead = None if waits or model is None else AheadDrafts(drafter)
     return make_speculation(engine, drafter, most_drafts, is_certain=model is not None, ahead=ahead)
 
 

@@ -26,7 +26,7 @@ from lorafleet.workers.request_intake import RequestIntake
 from lorafleet.workers.schedule.admission import QueueAdmission
 from lorafleet.workers.schedule.prompts_ahead import computes_prompts
 from lorafleet.workers.schedule.scheduler import Scheduler
-from lorafleet.workers.schedule.sequence import Sequence
+from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
 from lorafleet.workers.speculation.speculation import Speculation
 from lorafleet.workers.step.runner import ModelRunner, Sampled
@@ -216,7 +216,8 @@ class Engine:
         seconds = self.statistics.steps.ended(step.shape, step.began_s)
         if self._speculation is not None:
             num_drafts = sum(len(chunk.drafts) for chunk in step.chunks)
-            seconds = self._speculation.observe(step.shape, num_drafts, seconds)
+            is_ahead = num_drafts > 0 and any(UNKNOWN in chunk.drafts for chunk in step.chunks)
+            seconds = self._speculation.observe(step.shape, num_drafts, seconds, is_ahead=is_ahead)
         self.scheduler.budget.observe(step.shape, seconds)
         return outputs
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -147,7 +147,6 @@ class DraftRows:
     total: int  # Rows of a step, including those at its end that belong to no sequence.
 
 
-@runtime_checkable
 class ShortensSequences(Protocol):
     """The backends of captured steps with drafts can take in lengths that only the device knows."""
 

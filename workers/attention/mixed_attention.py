@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor
 
@@ -48,8 +49,7 @@ class MixedAttention:
 
     def shorten(self, short_B: Tensor) -> None:
         for backend in self._backends:
-            assert isinstance(backend, ShortensSequences)
-            backend.shorten(short_B)
+            cast(ShortensSequences, backend).shorten(short_B)
 
     def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:
         place = self._places[layer]

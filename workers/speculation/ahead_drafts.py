@@ -11,13 +11,15 @@ from collections.abc import Sequence as Many
 
 from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
+from lorafleet.workers.speculation.ahead_pace import AheadPace
 from lorafleet.workers.speculation.drafter import DeviceDrafter, DeviceDrafts, Wanted
 
 
 class AheadDrafts:
     """The drafts of one engine that the host does not know before they are verified."""
 
-    def __init__(self, drafter: DeviceDrafter) -> None:
+    def __init__(self, drafter: DeviceDrafter, pace: AheadPace | None = None) -> None:
+        self.pace = pace or AheadPace()
         self.made: DeviceDrafts | None = None  # Those of the next step.
         self.usual_s = 0.0  # Seconds that the drafter took when it was last waited for.
         self._drafter = drafter

@@ -28,7 +28,7 @@ from lorafleet.workers.schedule.step_budget import StepBudget
 from lorafleet.workers.speculation.acceptance import Acceptance
 from lorafleet.workers.speculation.ahead_drafts import AheadDrafts
 from lorafleet.workers.speculation.draft_turns import DraftTurns
-from lorafleet.workers.speculation.drafter import DeviceDrafter, DeviceDrafts, Drafter, Wanted
+from lorafleet.workers.speculation.drafter import DeviceDrafts, Drafter, Wanted
 from lorafleet.workers.speculation.host_times import HostTimes
 from lorafleet.workers.speculation.step_pace import StepPace
 
@@ -48,7 +48,7 @@ class Speculation:
         most_drafts: Largest number of draft tokens in one step, or None if nothing else bounds it.
         is_certain: Whether the drafter nearly always proposes as many tokens as are wanted, and takes its time for
             that. Then it is asked only if so many pay, and once for a step.
-        ahead: The drafter, if it may draft behind a step in flight.
+        ahead: What makes drafts behind a step in flight. None if the drafter cannot.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Speculation:
         most_drafts: int | None = None,
         is_certain: bool = False,
         clock: Callable[[], float] = time.perf_counter,
-        ahead: DeviceDrafter | None = None,
+        ahead: AheadDrafts | None = None,
     ) -> None:
         self.drafter = drafter
         self._budget = budget
@@ -72,7 +72,7 @@ class Speculation:
         self._pace = pace or StepPace()
         self._is_certain = is_certain
         self._times = HostTimes(clock)
-        self._ahead = AheadDrafts(ahead) if ahead is not None else None
+        self._ahead = ahead
         self._acceptances: dict[Sequence, Acceptance] = {}
         self._of_adapters: LRUCache[str, Acceptance] = LRUCache(MOST_ADAPTERS)  # By digest; "" for the base.
         self._forced: dict[Sequence, list[int]] = {}  # Drafts that a grammar forces, of the last choose().
@@ -156,12 +156,18 @@ class Speculation:
         for acceptance in (self._acceptance(sequence), self._of_adapter(sequence.digest)):
             acceptance.add(num_drafted, num_accepted)
 
-    def observe(self, shape: StepShape, num_drafts: int, seconds: float) -> float:
+    def observe(self, shape: StepShape, num_drafts: int, seconds: float, *, is_ahead: bool = False) -> float:
         """Takes in the duration of a step with this many draft tokens. Returns the seconds that it took without the
-        drafter's part."""
+        drafter's part.
+
+        Args:
+            is_ahead: Whether the drafts were made behind a step in flight.
+        """
         drafting_s = self._times.step_ended()
         if num_drafts and self._ahead is not None:
             self._ahead.usual_s = drafting_s = drafting_s or self._ahead.usual_s
+            if shape.kind == "decode":
+                self._ahead.pace.observe(shape.num_tokens, seconds, self._budget.token_s, is_ahead=is_ahead)
         undrafted_s = max(0.0, seconds - drafting_s)
         if num_drafts:
             self._pace.waited(self._unpaid_s)
@@ -181,6 +187,8 @@ class Speculation:
         """Returns whether the drafts of the next step can be made behind those in flight, and should pay. The arguments
         are those of needs_tokens()."""
         if self._ahead is None or any(map(_needs_tokens_before, running)):
+            return False
+        if not self._ahead.pace.is_ahead(self._budget.token_s):
             return False
         decodes = [sequence for sequence in running if sequence.num_remaining > 0]
         wanted = self._wanted(decodes, decodes, num_sequences, num_unknown=0)

@@ -9,6 +9,8 @@ from collections.abc import Sequence as Many
 from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
+from lorafleet.workers.speculation.ahead_drafts import AheadDrafts
+from lorafleet.workers.speculation.ahead_pace import AheadPace
 from lorafleet.workers.speculation.drafter import DeviceDrafts, Drafter, Wanted
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from lorafleet.workers.speculation.speculation import Speculation
@@ -24,6 +26,13 @@ class DraftsPay(StepPace):
         return 0.0
 
     def is_faster(self, num_decodes: int, num_drafts: int, num_accepted: float, token_s: float) -> bool:  # noqa: ARG002
+        return True
+
+
+class AlwaysAhead(AheadPace):
+    """Takes drafts behind a step in flight for faster than any other."""
+
+    def is_ahead(self, token_s: float) -> bool:  # noqa: ARG002  it is the same for all
         return True
 
 
@@ -87,7 +96,7 @@ def speculate(engine: Engine, drafter: Drafter | None, most_tokens: int = 4) -> 
         rows,
         DraftsPay(),
         is_certain=model is not None,
-        ahead=model if is_ahead else None,
+        ahead=AheadDrafts(model, AlwaysAhead()) if model is not None and is_ahead else None,
     )
     engine.scheduler.speculation = made
     return made
