@@ -42,6 +42,7 @@ class Speculation:
     """The drafts of one engine.
 
     Args:
+        drafter: Proposes drafts. None if all drafts are tokens that grammars force.
         most_tokens: Largest number of draft tokens of one sequence.
         most_sampled: Largest number of tokens that one step may choose.
         most_drafts: Largest number of draft tokens in one step, or None if nothing else bounds it.
@@ -52,7 +53,7 @@ class Speculation:
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafter: Drafter | None,
         budget: StepBudget,
         most_tokens: int,
         most_sampled: int,
@@ -82,7 +83,8 @@ class Speculation:
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
         self._acceptances.pop(sequence, None)
-        self.drafter.release(sequence)
+        if self.drafter is not None:
+            self.drafter.release(sequence)
 
     @property
     def on_device(self) -> DeviceDrafts | None:
@@ -207,7 +209,7 @@ class Speculation:
             self._forced = {}
             return {}
         with self._times.drafting() if self._is_certain else nullcontext():
-            proposed = zip(wanted, self.drafter.propose(wanted), strict=True)
+            proposed = zip(wanted, [] if self.drafter is None else self.drafter.propose(wanted), strict=True)
         drafts = {entry.sequence: found[num_unknown:] for entry, found in proposed if len(found) > num_unknown}
         drafts |= self._forced
         # Where a drafter's time is spent, all that has come of it is of use.
@@ -221,6 +223,8 @@ class Speculation:
     ) -> list[Wanted]:
         """Returns the sequences for which each draft token should be worth its time. The arguments are as above."""
         self._forced = {}
+        if self.drafter is None:
+            drafting = [sequence for sequence in drafting if sequence.grammar is not None]
         if self._turns.is_plain or not drafting:
             return []
         price = self._pace.price(len(decodes), self._budget.token_s)
@@ -239,7 +243,7 @@ class Speculation:
             if forced and price < 1.0:
                 self._forced[sequence] = forced
                 room -= len(forced)
-            elif count > 0:
+            elif count > 0 and self.drafter is not None:
                 wanted.append(Wanted(sequence, len(sequence.tokens) - num_unknown, count + num_unknown))
                 room -= count
         return wanted

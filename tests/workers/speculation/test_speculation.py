@@ -161,6 +161,18 @@ def test_forced_tokens_are_drafts_and_say_nothing_about_other_drafts() -> None:
     assert made.choose([bound, free], 2)[bound] == [TOKEN] * 4
 
 
+def test_without_a_drafter_only_forced_tokens_are_drafted() -> None:
+    made = Speculation(None, StepBudget(StepLimits(64)), 4, 64, DraftsPay())
+    plain(made, PLAIN_STEPS)
+    free, bound = decode("free"), decode("bound")
+    bound.grammar = Forcing(8, 9)  # type: ignore[assignment]  # as much of a grammar as is needed
+    assert made.choose([free, bound], 2) == {bound: [8, 9]}
+    bound.grammar = Forcing()  # type: ignore[assignment]  # as above
+    assert made.choose([free, bound], 2) == {}
+    assert free not in made._acceptances, "a sequence that nobody drafts for costs nothing"
+    made.release(free)
+
+
 def test_forced_tokens_are_drafted_however_wrong_other_drafts_were() -> None:
     class Dear(DraftsPay):
         def price(self, num_decodes: int, token_s: float) -> float:  # noqa: ARG002
