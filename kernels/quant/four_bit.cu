@@ -20,8 +20,6 @@
 //   EXPERTS  1 if the weight is that of all experts of a mixture: each tile of pairs multiplies its expert's rows
 //   FEW_8_WARPS, FEW_16_WARPS, FEW_32_WARPS  warps of a program, as many as have enough registers; 0 for no such kernel
 //   RESIDENT  programs of few_8 and few_16 that have room on an SM together
-#define BLOCK_BYTES 2048  // codes of 64 rows and 64 inputs
-#define STEPS 4          // products of 16 inputs in a block
 #define SCALE_BYTES (SCALE == 0 ? 4 : 2)
 #define MANY_WARPS 8
 #define MANY_ROWS 128
@@ -31,6 +29,7 @@
 
 // Arguments of a launch; FourBitArguments in four_bit_cuda.py is the same. T tokens, O outputs, D inputs, G groups of a row.
 struct Linear {
+  MatrixMap x_map;               // x, for the kernels of four_bit_dense.cu
   const unsigned char* codes;    // [O / 64, D / 64, 2048], see code_tiles.py; with EXPERTS those of each expert in turn
   const unsigned char* scales;   // [O / 64, G, 8, 2, 4]
   const unsigned char* zeros;    // [O / 64, G, 8, 2, 4] uint8
@@ -49,6 +48,7 @@ struct Linear {
   unsigned inverse;              // with EXPERTS: 2^32 / pairs that read the same row of x, rounded up, or 0 for one pair
   int least_blocks;              // with EXPERTS: blocks that a program has at least
   int most_idle;                 // blocks that a program may lack on average so that no item is shared
+  int most_collected;            // for four_bit_dense.cu: most programs of an item whose parts one of them adds
   int blocks_a_group;            // blocks of 64 inputs that share a scale; 1 if SUB > 1
   int first_tile, rounded;       // for dequantize(): its first tile of 64 rows, and the dtype before quantization, as SCALE
 };
@@ -184,8 +184,8 @@ struct Groups {
   }
 };
 
-// Fills the table of pairs. All loads of a thread are in flight together, since every launch waits for them.
-template <int THREADS> DEVICE unsigned fill_table(const Linear& p) {
+// Writes the table of pairs. All loads of a thread are in flight together, since every launch waits for them.
+template <int THREADS> DEVICE void write_table(const Linear& p) {
   constexpr int COUNT = (256 * 8 + THREADS - 1) / THREADS;
   unsigned pair[COUNT];
 #pragma unroll
@@ -195,6 +195,10 @@ template <int THREADS> DEVICE unsigned fill_table(const Linear& p) {
     const int i = k * THREADS + threadIdx.x;
     if (i < 256 * 8) store_entries(i >> 3, i & 7, pair[k]);
   }
+}
+
+template <int THREADS> DEVICE unsigned fill_table(const Linear& p) {
+  write_table<THREADS>(p);
   __syncthreads();
   return lane_part(threadIdx.x & 31);
 }
@@ -301,7 +305,7 @@ template <int NT> struct Operands {
   DEVICE void load_weight(const Linear& p, const Groups& groups, int at, int lane) {
     const int g = lane >> 2;
 #pragma unroll
-    for (int m = 0; m < 4; m++) code[m] = load_once(p.codes + (size_t)at * BLOCK_BYTES + m * 512 + lane * 16);
+    for (int m = 0; m < 4; m++) code[m] = load_once(p.codes + (size_t)at * BLOCK_BYTES + m * 512 + codes_of_lane(lane));
     const size_t group = (size_t)groups.first_of(at) * 64 + g * 8;
 #pragma unroll
     for (int s = 0; s < SUB; s++) {
@@ -351,7 +355,7 @@ template <int NT> struct Operands {
           unsigned a[4];
 #pragma unroll
           for (int i = 0; i < 4; i++) {
-            a[i] = lookup(code[m].v[q], i, lane);
+            a[i] = operand(code[m], q, i, lane);
             if (ZEROS) a[i] = minus_zero(a[i], i & 1 ? lower : upper);
           }
 #pragma unroll
@@ -556,7 +560,7 @@ template <int NT> struct Many {
       }
       if (half < count && has_rows(place.item.rows)) {
         const int block = (place.item.rows * 2 + rows) * run.blocks + place.block + half;  // through all tiles of 64 rows
-        const unsigned char* codes = p.codes + (size_t)block * BLOCK_BYTES + tile * 512 + lane * 16;
+        const unsigned char* codes = p.codes + (size_t)block * BLOCK_BYTES + tile * 512 + codes_of_lane(lane);
         copy_to_shared<16>(stage + X_BYTES + tid * 16, codes);
         copy_to_shared<16>(stage + X_BYTES + (THREADS + tid) * 16, codes + 512);
         const size_t group = (size_t)groups.first_of(block) * 64 + g * 8;
@@ -597,7 +601,7 @@ template <int NT> struct Many {
         for (int m = 0; m < 2; m++)
 #pragma unroll
           for (int i = 0; i < 4; i++) {
-            a[m][i] = lookup(code[m].v[q], i, lane_bits);
+            a[m][i] = operand(code[m], q, i, lane_bits);
             if (ZEROS) a[m][i] = minus_zero(a[m][i], zero[m][i & 1]);
           }
 #pragma unroll
@@ -685,7 +689,7 @@ KERNEL void __launch_bounds__(256) dequantize(const Linear p) {
   if (at >= p.outputs / 64 * blocks) return;
   const int tile_rows = at / blocks, block = at - tile_rows * blocks;
   const size_t from = (size_t)(p.first_tile + tile_rows);
-  const unsigned char* codes = p.codes + (from * blocks + block) * BLOCK_BYTES + lane * 16;
+  const unsigned char* codes = p.codes + (from * blocks + block) * BLOCK_BYTES + codes_of_lane(lane);
   const size_t group = (size_t)Groups(p).first_of((int)from * blocks + block) * 64 + g * 8;
 #pragma unroll
   for (int m = 0; m < 4; m++) {
@@ -702,7 +706,7 @@ KERNEL void __launch_bounds__(256) dequantize(const Linear p) {
         const float zero = ZEROS ? (float)p.zeros[its] - 8.f : 0.f;
 #pragma unroll
         for (int k = 0; k < 2; k++) {  // bytes of inputs 0 and 1, 2 and 3 of the lane's four
-          const unsigned byte = code.v[q] >> (k * 2 + h) * 8 & 255;
+          const unsigned byte = code.v[word_of(q, k * 2 + h)] >> byte_of(q, k * 2 + h) * 8 & 255;
           const unsigned low = served((book[byte & 15] - zero) * scale, p.rounded);
           const unsigned high = served((book[byte >> 4] - zero) * scale, p.rounded);
           out.v[q % 2 * 2 + k] = low | high << 16;

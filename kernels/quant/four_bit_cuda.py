@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.lora.gemm_sms import sms_for_gemms
-from lorafleet.kernels.nvrtc import CudaCode, CudaCodeError, machine_code
+from lorafleet.kernels.nvrtc import CudaCode, CudaCodeError, MatrixMap, machine_code, matrix_map
 from lorafleet.kernels.quant.code_tiles import TILE
 
 if TYPE_CHECKING:
@@ -32,11 +32,13 @@ TABLE_BYTES = 0x10000  # of shared memory: the table of pairs
 WARP_SUMS_BYTES = 2048  # of shared memory for eight tokens: the sums that a warp of few() leaves to another one
 MANY_BYTES = 36864 + 98304  # behind the table, for many(): SUMS_BYTES and STAGE_BYTES in four_bit.cu
 FLAGS_BYTES = 16  # of shared memory for few(): whether the program is an item's last one
-WIDE_BYTES = 163840  # behind the table, for four_bit_wide.cu
+WIDE_BYTES = 163840  # behind the table, for four_bit_wide.cu and four_bit_dense.cu
 LEAST_CAPABILITY = (8, 0)  # bfloat16 in tensor cores and asynchronous copies
-SOURCES = ("four_bit_primitives.cuh", "four_bit_wide.cuh", "four_bit.cu", "four_bit_wide.cu")
+SOURCES = (
+    *("four_bit_primitives.cuh", "code_tiles.cuh", "four_bit_wide.cuh"),
+    *("four_bit.cu", "four_bit_wide.cu", "four_bit_dense.cu"),
+)
 MANY_WARPS = 8
-WIDE_WARPS = 12
 WGMMA_CAPABILITY = (9, 0)  # no other GPU has wgmma
 MAX_PROGRAMS = 512  # of a launch for products: a weight has a ticket for each
 RESIDENT = 2  # programs of few_8 and few_16 on an SM: benchmarks/NOTES.md, "Launches of four bits that overlap"
@@ -47,13 +49,15 @@ class FourBitArguments(ctypes.Structure):
     """The arguments of all kernels: struct Linear in four_bit.cu."""
 
     _fields_ = (
+        ("x_map", MatrixMap),
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "pairs", "book")),
         *((name, ctypes.c_void_p) for name in ("x", "bias", "y", "parts", "tickets")),
         *((name, ctypes.c_void_p) for name in ("used_tiles", "expert_of_tile", "pair_of_tile")),
         *((name, ctypes.c_int) for name in ("tokens", "outputs", "inputs")),
         ("inverse", ctypes.c_uint),
-        *((name, ctypes.c_int) for name in ("least_blocks", "most_idle", "blocks_a_group")),
+        *((name, ctypes.c_int) for name in ("least_blocks", "most_idle", "most_collected", "blocks_a_group")),
         *((name, ctypes.c_int) for name in ("first_tile", "rounded")),
+        ("_rest", ctypes.c_int * 12),  # a map begins at a multiple of 64 bytes, and so the structure ends at one
     )
 
 
@@ -108,7 +112,7 @@ class FourBitVariant:
             for shape in KERNEL_SHAPES
             if self.few_warps.get(shape.name) != 0
             and (has_wgmma or not shape.needs_wgmma)
-            and (shape.serves_experts or not self.of_experts)
+            and (shape.serves_experts if self.of_experts else shape.serves_dense)
         )
 
 
@@ -123,14 +127,22 @@ class KernelShape:
     least_blocks: int  # blocks of 64 inputs that a program has at least, or adding its parts would be more work
     most_idle: int  # blocks that programs may lack on average if no two share an item then
     spans: int = 1  # most items of a launch that have the same rows and different tokens, without experts
+    serves_dense: bool = True
     serves_experts: bool = (
         True  # whether it is also compiled for experts, with a tile of pairs as the tokens of an item
     )
+    wgmma_warps: int = 0  # warps of a program that multiplies by wgmma. Such programs wait for each other.
+    most_collected: int = 0  # for four_bit_dense.cu: most programs of an item whose parts one of them adds
 
     @property
     def needs_wgmma(self) -> bool:
-        """Whether it is one of four_bit_wide.cu, whose programs wait for each other."""
-        return self.name.startswith("wide")
+        """Whether it multiplies by wgmma."""
+        return self.wgmma_warps > 0
+
+    @property
+    def maps_x(self) -> bool:
+        """Whether it is one of four_bit_dense.cu, for which the copy engine arranges x."""
+        return self.needs_wgmma and not self.serves_experts
 
     @property
     def launch_tokens(self) -> int:
@@ -142,9 +154,12 @@ class KernelShape:
 KERNEL_SHAPES = (
     KernelShape("few_8", 8, 8, TILE, 8, 20),
     KernelShape("few_16", 16, 16, TILE, 8, 20),
-    KernelShape("wide_32", 32, 32, 4 * TILE, 4, 8),
-    KernelShape("wide_64", 64, 64, 4 * TILE, 4, 6),
-    KernelShape("wide_128", 128, 256, 4 * TILE, 4, 3, spans=2),
+    KernelShape("dense_32", 32, 32, 4 * TILE, 4, 8, serves_experts=False, wgmma_warps=20, most_collected=2),
+    KernelShape("dense_64", 64, 64, 4 * TILE, 4, 6, serves_experts=False, wgmma_warps=20, most_collected=2),
+    KernelShape("dense_128", 128, 256, 4 * TILE, 4, 3, 2, serves_experts=False, wgmma_warps=12, most_collected=2),
+    KernelShape("wide_32", 32, 32, 4 * TILE, 4, 8, serves_dense=False, wgmma_warps=12),
+    KernelShape("wide_64", 64, 64, 4 * TILE, 4, 6, serves_dense=False, wgmma_warps=12),
+    KernelShape("wide_128", 128, 256, 4 * TILE, 4, 3, serves_dense=False, wgmma_warps=12),
     # Without wgmma:
     KernelShape("few_32", 32, 64, TILE, 8, 0, serves_experts=False),
     # for groups of 16 and 32, for which few_32 has no registers
@@ -160,6 +175,7 @@ class FourBitKernels:
     shapes: tuple[KernelShape, ...]  # in the order in which they are tried
     by_name: dict[str, Launch]
     dequantize: Launch
+    map_of: Callable[[Tensor, int], ctypes.Array[ctypes.c_uint64]]  # matrix_map() of nvrtc.py
     num_sms: int
     resident: dict[str, int]  # programs of each kernel that run on an SM at the same time
 
@@ -211,7 +227,9 @@ def _kernels(variant: FourBitVariant, index: int) -> FourBitKernels | None:
             products: dict[str, Launch] = {shape.name: _product(code, variant, shape, has_wgmma) for shape in shapes}
             resident = {shape.name: variant.resident_of(shape) for shape in shapes}
             dequantize = code.kernel("dequantize", DEQUANTIZE_WARPS * 32, 0)
-            return FourBitKernels(shapes, products, dequantize, properties.multi_processor_count, resident)
+            return FourBitKernels(
+                shapes, products, dequantize, matrix_map, properties.multi_processor_count, resident
+            )
     except CudaCodeError as error:
         log.warning("weights of four bits are served by slower kernels: %s", error)
         return None
@@ -220,7 +238,7 @@ def _kernels(variant: FourBitVariant, index: int) -> FourBitKernels | None:
 def _product(code: CudaCode, variant: FourBitVariant, shape: KernelShape, has_wgmma: bool) -> Launch:
     early = has_wgmma and not variant.of_experts
     if shape.needs_wgmma:
-        return code.kernel(shape.name, WIDE_WARPS * 32, TABLE_BYTES + WIDE_BYTES, waits=True, early=early)
+        return code.kernel(shape.name, shape.wgmma_warps * 32, TABLE_BYTES + WIDE_BYTES, waits=True, early=early)
     warps = variant.few_warps.get(shape.name)
     if warps is not None:
         shared_bytes = TABLE_BYTES + (warps - 1) * (shape.tokens // 8) * WARP_SUMS_BYTES + FLAGS_BYTES
@@ -251,11 +269,13 @@ def launch(
     parts = torch.empty(programs * 2 * shape.tokens * shape.rows, dtype=torch.float32, device=device)
     arguments = arguments_of(weight)
     arguments.parts, arguments.outputs = parts.data_ptr(), outputs
-    arguments.most_idle = shape.most_idle
+    arguments.most_idle, arguments.most_collected = shape.most_idle, shape.most_collected
     arguments.bias = None if bias_O is None else bias_O.data_ptr()
     for first in range(0, len(x_TD), shape.launch_tokens):
-        arguments.x, arguments.y = x_TD[first:].data_ptr(), y_TO[first:].data_ptr()
-        arguments.tokens = min(shape.launch_tokens, len(x_TD) - first)
+        x = x_TD[first : first + shape.launch_tokens]
+        arguments.x, arguments.y, arguments.tokens = x.data_ptr(), y_TO[first:].data_ptr(), len(x)
+        if shape.maps_x:
+            arguments.x_map = kernels.map_of(x, shape.tokens)
         kernels.by_name[shape.name](programs, arguments)
     return y_TO
 

@@ -10,6 +10,7 @@
 struct __align__(8) U2 { unsigned v[2]; };
 struct __align__(16) U4 { unsigned v[4]; };
 struct __align__(16) F4 { float v[4]; };
+struct __align__(64) MatrixMap { unsigned long long words[16]; };  // a matrix, as CUtensorMap describes it
 
 // A table of 256 pairs lies at the start of shared memory, 32 times: 64 KB in all. The driver uses the first KB of the
 // shared window. An entry's address is this constant, which is part of the load's instruction, and one byte permutation.
@@ -130,6 +131,13 @@ DEVICE void mma(float* c, const unsigned* a, U2 b) {
 DEVICE unsigned fma_pair(unsigned a, unsigned b, unsigned c) {
   unsigned r;
   asm("fma.rn." NUMBER "x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+
+// Returns a number of the served dtype, twice.
+DEVICE unsigned twice(float value) {
+  unsigned r;
+  asm("cvt.rn." NUMBER "x2.f32 %0, %1, %1;" : "=r"(r) : "f"(value));
   return r;
 }
 

@@ -8,7 +8,7 @@
 // products. A fence before wgmma waits for all loads of a warp, so each warp of the producer has a block of its own.
 // Programs that share an item wait for each other, and each adds up a share of the parts: one program alone would take longer
 // to add them than the products take. So they must all run at once.
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && EXPERTS
 #define MULTIPLIERS 2  // warpgroups that multiply
 #define WIDE_THREADS ((MULTIPLIERS + 1) * 128)
 #define WIDE_BYTES 163840  // shared memory behind the table
@@ -140,7 +140,7 @@ template <int N, int SPANS> struct Wide {
   // Looks up the codes of a group or a block, of 16 rows for a warp.
   DEVICE void decode(unsigned (*a)[4], int stage, int m, int s, unsigned lane_bits) const {
     const unsigned char* from = operands(stage, (threadIdx.x >> 7) * TILES + m);
-    const U4 code = *(const U4*)(from + warp * 512 + lane * 16);
+    const U4 code = *(const U4*)(from + warp * 512 + codes_of_lane(lane));
     unsigned zero[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) zero[h] = ZEROS ? zero_pair(from[BLOCK_BYTES + SCALES + s * 64 + g * 8 + h * 4 + warp], 0) : 0;
@@ -148,7 +148,7 @@ template <int N, int SPANS> struct Wide {
     for (int q = 0; q < GROUP_STEPS; q++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        a[q][i] = lookup(code.v[s * GROUP_STEPS + q], i, lane_bits);
+        a[q][i] = operand(code, s * GROUP_STEPS + q, i, lane_bits);
         if (ZEROS) a[q][i] = minus_zero(a[q][i], zero[i & 1]);
       }
   }

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lorafleet.kernels.nvrtc import MatrixMap
 from lorafleet.kernels.quant import four_bit_cuda
 from lorafleet.kernels.quant.four_bit_cuda import (
     KERNEL_SHAPES,
@@ -36,10 +37,12 @@ LAUNCHES = (
     (27, 3, BY_NAME["few_32"]),
     (27, 3, BY_NAME["many_32"]),
     (64 + 53, 1, BY_NAME["many_64"]),
-    (27, 4, replace(BY_NAME["wide_32"], most_idle=0)),
-    (27, 2, BY_NAME["wide_32"]),
-    (53, 1, BY_NAME["wide_64"]),
-    (128 + 22, 3, replace(BY_NAME["wide_128"], most_idle=0)),
+    (27, 4, replace(BY_NAME["dense_32"], most_idle=0)),
+    (27, 2, BY_NAME["dense_32"]),
+    (53, 3, replace(BY_NAME["dense_64"], most_idle=0, most_collected=9)),
+    (53, 1, BY_NAME["dense_64"]),
+    (128 + 22, 3, replace(BY_NAME["dense_128"], most_idle=0)),
+    (128 + 22, 2, replace(BY_NAME["dense_128"], most_idle=0)),
 )
 
 
@@ -51,8 +54,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def compiled(weight: TiledWeight, folder: Path) -> ctypes.CDLL:
     options = [option for option in weight.variant.options if option.startswith("-D") and "WARPS" not in option]
     options += [f"-D{name.upper()}_WARPS={min(warps, MOST_WARPS)}" for name, warps in weight.variant.few_warps.items()]
-    sources = {"FOUR_BIT_SOURCE": SOURCES / "four_bit.cu", "WIDE_SOURCE": SOURCES / "four_bit_wide.cu"}
+    names = {"FOUR_BIT_SOURCE": "four_bit.cu", "WIDE_SOURCE": "four_bit_wide.cu", "DENSE_SOURCE": "four_bit_dense.cu"}
+    sources = {name: SOURCES / file for name, file in names.items()}
     return compiled_emulation(options, sources, folder)
+
+
+def emulated_map(matrix: torch.Tensor, rows: int) -> ctypes.Array[ctypes.c_uint64]:
+    """Describes a matrix as emulated_gpu.h reads it."""
+    return MatrixMap(matrix.data_ptr(), matrix.shape[1], matrix.shape[0], rows)
 
 
 def emulated_kernels(
@@ -67,7 +76,7 @@ def emulated_kernels(
     shapes = weight.variant.shapes(has_wgmma=True)
     if most_idle is not None:
         shapes = tuple(replace(shape, most_idle=most_idle) for shape in shapes)
-    return FourBitKernels(shapes, by_name, kernel(len(KERNEL_SHAPES)), programs, dict.fromkeys(by_name, 1))
+    return FourBitKernels(shapes, by_name, kernel(len(KERNEL_SHAPES)), emulated_map, programs, dict.fromkeys(by_name, 1))
 
 
 @pytest.mark.parametrize("case", EMULATED)

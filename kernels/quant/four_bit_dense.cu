@@ -1,0 +1,383 @@
+// x @ W.T with weights of four bits that are not those of experts, for 17 tokens and more, on GPUs of compute capability 9.0.
+// It follows four_bit.cu, whose packing, table of pairs, runs and parts it shares.
+//
+// Idea: a warpgroup looks its rows' codes up, multiplies the values by their scales and rounds them, as for many tokens. They
+// are wgmma's first operand, from registers. So its sums are those of an item from the first block to the last, and
+// nothing else takes registers: an item has up to 256 rows and 128 tokens. While a tile of 64 rows is multiplied, the next
+// one's codes are looked up. One more warpgroup copies x, codes and scales to shared memory, several blocks of 64 inputs
+// ahead. The copy engine arranges x as wgmma reads it.
+//
+// An item that two programs share is added by the one that has its beginning, which comes to it last: it keeps its own
+// sums in registers, and the other one's part was written long before. If more programs share an item, all write their
+// parts and each adds a share of them. So programs wait for each other, and all must run at once.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !EXPERTS
+#define DENSE_BYTES 163840  // shared memory behind the table
+#define SCALES_ARE_NUMBERS (SCALE == (IS_HALF ? 2 : 1))  // whether a scale is one number of the served dtype, exactly
+#define MINUS_ZEROS 0x80008000u
+
+// Describes x [N, 16] in shared memory, in rows of 128 bytes whose pieces the copy engine has exchanged.
+DEVICE unsigned long long x_matrix(unsigned at) {
+  return (unsigned long long)(at >> 4) | 1ull << 16 | (unsigned long long)(1024 >> 4) << 32 | 1ull << 62;
+}
+
+// A scale as two numbers of the served dtype, each twice.
+struct Scale {
+  unsigned high, low;
+  DEVICE Scale(float value) {
+    high = twice(value);
+    low = SCALES_ARE_NUMBERS ? 0 : twice(value - to_float(high & 0xFFFF));
+  }
+  // Returns the products, which are rounded once.
+  DEVICE unsigned times(unsigned pair) const {
+    return fma_pair(pair, high, SCALES_ARE_NUMBERS ? MINUS_ZEROS : fma_pair(pair, low, MINUS_ZEROS));
+  }
+};
+
+// The codes of a warp's 16 rows as wgmma needs them: see code_tiles.py.
+struct OrderedCodes {
+  unsigned v[4];
+  DEVICE OrderedCodes(const unsigned char* from, int lane) {
+    if (SUB == 4) {  // a lane's four pairs of the first half of each product, and of the second half
+      const int place = (lane >> 1 & 1) * 128 + (lane >> 2) * 16 + (lane & 1) * 8;
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const U2 r = *(const U2*)(from + i * 256 + place);
+        v[i * 2] = r.v[0], v[i * 2 + 1] = r.v[1];
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; i++) v[i] = *(const unsigned*)(from + i * 128 + lane * 4);
+    }
+  }
+  // Returns the pair that is register `i` of the first operand in a step.
+  DEVICE unsigned operand(int step, int i, unsigned lane_bits) const {
+    if (SUB == 4) return lookup(v[(i >> 1) * 2 + (step >> 1)], (step & 1) * 2 + (i & 1), lane_bits);
+    return lookup(v[(step & 1) * 2 + (i >> 1)], (step >> 1) * 2 + (i & 1), lane_bits);
+  }
+};
+
+// An item is GROUPS * TILES * 64 rows and TOKENS tokens. GROUPS warpgroups multiply; each has TILES tiles of 64 rows.
+template <int TOKENS, int GROUPS, int TILES> struct Dense {
+  static constexpr int ROW_TILES = GROUPS * TILES, ROWS = ROW_TILES * 64, MULTIPLIERS = GROUPS * 128, NT = TOKENS / 8;
+  static constexpr int PIECES = TILES * NT;  // of a thread's sums, four in each
+  // Bytes of a stage: x; behind x of all stages codes, scales and zeros of the tiles.
+  static constexpr int STAGE = TOKENS * 128, SCALES = 64 * SUB * SCALE_BYTES, ZERO_BYTES = ZEROS ? 64 * SUB : 0;
+  static constexpr int TILE_BYTES = BLOCK_BYTES + SCALES + ZERO_BYTES, OPERANDS = ROW_TILES * TILE_BYTES;
+  static constexpr int FITTING = (DENSE_BYTES - 256) / (STAGE + OPERANDS), STAGES = FITTING < 8 ? FITTING : 8;
+  static constexpr int PRODUCER_REGISTERS = GROUPS > 2 ? 32 : 40, MULTIPLIER_REGISTERS = GROUPS > 2 ? 112 : 232;
+  static_assert(ROW_TILES <= 4 && STAGES >= 3, "each warp of the producer copies a tile, several stages ahead");
+  using Sums = float[TILES][NT][4];
+  const Linear& p;
+  const Run run;
+  const Groups groups;
+  const int lane, g, t, warp, first_tile;  // warp: of its warpgroup; first_tile: of the warpgroup's, in the item
+
+  DEVICE Dense(const Linear& p)
+      : p(p), run(p, (p.outputs + ROWS - 1) / ROWS, (p.tokens + TOKENS - 1) / TOKENS), groups(p), lane(threadIdx.x & 31),
+        g(lane >> 2), t(lane & 3), warp(threadIdx.x >> 5 & 3), first_tile((threadIdx.x >> 7) * TILES) {}
+
+  DEVICE unsigned char* operands(int stage, int tile) const {
+    return behind_table() + STAGES * STAGE + (stage * ROW_TILES + tile) * TILE_BYTES;
+  }
+  DEVICE Barrier* filled() const { return (Barrier*)operands(STAGES, 0); }  // one of each stage
+  DEVICE Barrier* used() const { return filled() + STAGES; }
+
+  DEVICE void begin_barriers() const {
+    for (int i = 0; i < STAGES; i++) {
+      begin_barrier(filled() + i, 4);
+      begin_barrier(used() + i, GROUPS * 4);
+    }
+    show_barriers();
+  }
+
+  // Begins to copy the codes, scales and zeros of a tile of 64 rows. The last tile takes the place of those behind it,
+  // which are not stored.
+  DEVICE void copy_operands(const Place& place, int stage) const {
+    const int tile = min(place.item.rows * ROW_TILES + warp, p.outputs / 64 - 1), block = tile * run.blocks + place.block;
+    const size_t group = (size_t)groups.first_of(block) * 64;
+    unsigned char* to = operands(stage, warp);
+    Barrier* barrier = filled() + stage;
+    expect_bytes(barrier, TILE_BYTES);
+    copy_bytes(to, p.codes + (size_t)block * BLOCK_BYTES, BLOCK_BYTES, barrier);
+    copy_bytes(to + BLOCK_BYTES, p.scales + group * SCALE_BYTES, SCALES, barrier);
+    if (ZEROS) copy_bytes(to + BLOCK_BYTES + SCALES, p.zeros + group, ZERO_BYTES, barrier);
+  }
+
+  // Each warp of the producer copies a tile, and the last one x. What comes from the weight does not wait for the former
+  // kernel. A lane of the warp calls it.
+  DEVICE void produce(Place place) const {
+    const bool has_tile = warp < ROW_TILES, has_x = warp == 3;
+    Place ahead = place;
+    for (int i = 0; i < STAGES && ahead.at < run.end; i++) {
+      if (has_tile) copy_operands(ahead, i);
+      ahead.move(1, run);
+    }
+    wait_for_former();
+    int stage = 0, phase = 0;
+#pragma unroll 1
+    for (int i = 0; place.at < run.end; i++) {
+      if (i >= STAGES) {
+        wait_barrier(used() + stage, phase ^ 1);
+        if (has_tile) copy_operands(place, stage);
+      }
+      if (has_x) {
+        expect_bytes(filled() + stage, STAGE);
+        copy_matrix(behind_table() + stage * STAGE, &p.x_map, place.block * 64, place.item.span * TOKENS, filled() + stage);
+      }
+      arrive(filled() + stage);
+      place.move(1, run);
+      if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+  }
+
+  // Returns the scale of row g or g + 8 of a warp's 16 rows.
+  DEVICE float scale(const unsigned char* scales, int s, int h) const {
+    const int at = s * 64 + g * 8 + h * 4 + warp;
+    if (SCALE == 0) return ((const float*)scales)[at];
+    const unsigned short bits = ((const unsigned short*)scales)[at];
+    return SCALE == 1 ? bfloat_to_float(bits) : half_to_float(bits);
+  }
+
+  // Looks up the codes of a tile's block and scales their values.
+  DEVICE void decode(unsigned (*a)[4], int stage, int tile, unsigned lane_bits) const {
+    const unsigned char* from = operands(stage, first_tile + tile);
+    const OrderedCodes codes(from + warp * 512, lane);
+#pragma unroll
+    for (int s = 0; s < SUB; s++) {
+      const Scale scales[2] = {scale(from + BLOCK_BYTES, s, 0), scale(from + BLOCK_BYTES, s, 1)};
+      unsigned zero[2] = {0, 0};
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+        if (ZEROS) zero[h] = zero_pair(from[BLOCK_BYTES + SCALES + s * 64 + g * 8 + h * 4 + warp], 0);
+#pragma unroll
+      for (int q = s * (STEPS / SUB); q < (s + 1) * (STEPS / SUB); q++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          unsigned pair = codes.operand(q, i, lane_bits);
+          if (ZEROS) pair = minus_zero(pair, zero[i & 1]);
+          a[q][i] = scales[i & 1].times(pair);
+        }
+    }
+  }
+
+  DEVICE void issue(float (*sums)[4], unsigned (*a)[4], int stage) const {
+    const unsigned x = BEHIND_TABLE + stage * STAGE;
+    begin_wgmma();
+#pragma unroll
+    for (int q = 0; q < STEPS; q++) Wgmma<TOKENS>::run(sums, a[q], x_matrix(x + q * 32), true);
+    close_wgmma();
+  }
+
+  // Where a block lies in shared memory, and the phase of its barrier.
+  struct Stage {
+    int index = 0, phase = 0;
+    DEVICE void move() {
+      if (++index == STAGES) index = 0, phase ^= 1;
+    }
+  };
+
+  // Multiplies a block. Its values of tile 0 are in a[FIRST] already, and so will be those of the next block in the other
+  // one, or in the same one with two tiles. `former` is the stage of the block before, or -1.
+  template <int FIRST> DEVICE void multiply(Sums& sums, unsigned (*a)[STEPS][4], Stage& stage, int former, bool is_last,
+                                            unsigned lane_bits) const {
+    const int now = stage.index;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+      const int other = (FIRST + tile + 1) % 2;
+      issue(sums[tile], a[(FIRST + tile) % 2], now);
+      wait_wgmma<1>();  // the products before, which read the other values
+      if (tile == 0 && former >= 0) release(former);
+      if (tile < TILES - 1) {
+        decode(a[other], now, tile + 1, lane_bits);
+      } else {
+        stage.move();
+        if (!is_last) {
+          wait_barrier(filled() + stage.index, stage.phase);
+          decode(a[other], stage.index, 0, lane_bits);
+        }
+      }
+    }
+  }
+
+  DEVICE void release(int stage) const {
+    if (lane == 0) arrive(used() + stage);
+  }
+
+  DEVICE void consume(Place place, unsigned lane_bits) const {
+    unsigned a[2][STEPS][4];
+    Stage stage;
+    wait_barrier(filled(), 0);
+    decode(a[0], 0, 0, lane_bits);
+#pragma unroll 1
+    while (place.at < run.end) {
+      Sums sums = {};
+      const int steps = min(run.blocks - place.block, run.end - place.at), left = run.end - place.at;
+      int former = -1;
+      if constexpr (TILES % 2 == 0) {
+#pragma unroll 1
+        for (int step = 0; step < steps; step++) {
+          const int now = stage.index;
+          multiply<0>(sums, a, stage, former, step + 1 == left, lane_bits);
+          former = now;
+        }
+        finish_wgmma(sums);
+      } else {
+#pragma unroll 1
+        for (int step = 0; step < steps; step += 2) {
+          const int now = stage.index;
+          multiply<0>(sums, a, stage, former, step + 1 == left, lane_bits);
+          former = now;
+          if (step + 1 < steps) {
+            const int then = stage.index;
+            multiply<1>(sums, a, stage, former, step + 2 == left, lane_bits);
+            former = then;
+          }
+        }
+        finish_wgmma(sums);
+        if (steps % 2) {
+#pragma unroll
+          for (int k = 0; k < STEPS * 4; k++) a[0][k / 4][k % 4] = a[1][k / 4][k % 4];
+        }
+      }
+      release(former);
+      close_item(place.item, sums);
+      place.move(steps, run);
+    }
+    finish();
+  }
+
+  DEVICE F4* part(int program, int index) const { return (F4*)(p.parts + (size_t)(program * 2 + index) * TOKENS * ROWS); }
+  DEVICE int sharers(int item) const { return run.last_owner(item) - run.first_owner(item) + 1; }
+  DEVICE bool is_divided(int item) const { return sharers(item) > p.most_collected; }
+  // Returns whether eight tokens of a piece of the sums exist.
+  DEVICE bool has_tokens(const Item& item, int piece) const { return item.span * TOKENS + piece % NT * 8 < p.tokens; }
+
+  // Stores a piece: eight tokens' sums. Pairs of tokens become pairs of rows, which are side by side in y.
+  DEVICE void store(const Item& item, int piece, const float* sums) const {
+    const int tile = item.rows * ROW_TILES + first_tile + piece / NT, token = item.span * TOKENS + piece % NT * 8 + g;
+    if (tile >= p.outputs / 64) return;
+    const int row = tile * 64 + warp * 16;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float bias = p.bias ? to_float(p.bias[row + h * 8 + g]) : 0.f;
+      const unsigned low = to_number(sums[h * 2] + bias), high = to_number(sums[h * 2 + 1] + bias);
+      const unsigned pair = transpose(low | high << 16);
+      if (token < p.tokens) *(unsigned*)(p.y + (size_t)token * p.outputs + row + h * 8 + t * 2) = pair;
+    }
+  }
+
+  // Counts that a warp has written its part of an item.
+  DEVICE void count_part(int item) const {
+    __syncwarp();
+    if (lane == 0) {
+      __threadfence();
+      atomicAdd(run.ticket(p, item), 1);
+    }
+  }
+
+  // Waits until so many programs have written their parts of an item.
+  DEVICE void wait_parts(int item, int programs) const {
+    if (lane == 0) {
+      while (load_ticket(run.ticket(p, item)) < programs * GROUPS * 4) {}
+      __threadfence();
+    }
+    __syncwarp();
+  }
+
+  DEVICE void close_item(const Item& item, Sums& sums) const {
+    const bool whole = run.has_whole(item.number);
+    if (!whole && (is_divided(item.number) || run.first_owner(item.number) != (int)blockIdx.x)) {
+      F4* to = part(blockIdx.x, run.part_of(blockIdx.x, item.number)) + threadIdx.x;
+#pragma unroll
+      for (int i = 0; i < PIECES; i++) {
+        const float* own = sums[i / NT][i % NT];
+        if (has_tokens(item, i)) to[i * MULTIPLIERS] = F4{{own[0], own[1], own[2], own[3]}};
+      }
+      count_part(item.number);
+      return;
+    }
+    if (!whole) collect(item, sums);
+#pragma unroll
+    for (int i = 0; i < PIECES; i++)
+      if (has_tokens(item, i)) store(item, i, sums[i / NT][i % NT]);
+  }
+
+  // Adds the other programs' parts of an item to the sums of the program that has its beginning.
+  DEVICE void collect(const Item& item, Sums& sums) const {
+    const int others = sharers(item.number) - 1;
+    wait_parts(item.number, others);
+    const F4* from = part(blockIdx.x + 1, 0) + threadIdx.x;
+#pragma unroll 1
+    for (int k = 0; k < others; k++, from += 2 * TOKENS * ROWS / 4)
+#pragma unroll
+      for (int i = 0; i < PIECES; i++) {
+        if (!has_tokens(item, i)) continue;
+        const F4 r = load_shared_by_programs(from + i * MULTIPLIERS);
+#pragma unroll
+        for (int j = 0; j < 4; j++) sums[i / NT][i % NT][j] += r.v[j];
+      }
+    wait_threads<MULTIPLIERS>();  // all warps have seen the parts
+    if (threadIdx.x == 0) *run.ticket(p, item.number) = 0;
+  }
+
+  // Adds the parts of items that several programs divide among themselves.
+  DEVICE void finish() const {
+#pragma unroll 1
+    for (int which = 0; which < 2; which++) {
+      const int number = run.shared_item(which);
+      if (number < 0 || !is_divided(number)) continue;
+      const Item item = run.item(number);
+      const int first = run.first_owner(number), count = sharers(number), own = blockIdx.x - first;
+      wait_parts(number, count);
+      const F4* parts = part(first, run.part_of(first, number)) + threadIdx.x;
+      const F4* others = part(first, 0) + threadIdx.x;
+#pragma unroll 2
+      for (int i = own; i < PIECES; i += count) {
+        if (!has_tokens(item, i)) continue;
+        F4 sum = load_shared_by_programs(parts + i * MULTIPLIERS);
+#pragma unroll 8
+        for (int k = 1; k < count; k++) {
+          const F4 r = load_shared_by_programs(others + (k * 2 * (TOKENS * ROWS / 4) + i * MULTIPLIERS));
+#pragma unroll
+          for (int j = 0; j < 4; j++) sum.v[j] += r.v[j];
+        }
+        store(item, i, sum.v);
+      }
+      wait_threads<MULTIPLIERS>();  // all warps have seen the parts
+      int* ticket = run.ticket(p, number);
+      const int written = count * GROUPS * 4;
+      if (threadIdx.x == 0 && atomicAdd(ticket, 1) == written + count - 1) *ticket = 0;
+    }
+  }
+
+  DEVICE void work() const {
+    const bool produces = threadIdx.x >= MULTIPLIERS;
+    begin_next();
+    if (run.is_empty()) {
+      wait_for_former();
+      return;
+    }
+    if (threadIdx.x == MULTIPLIERS) begin_barriers();
+    __syncthreads();
+    const Place place = run.place(run.begin);
+    if (produces) {
+      take_registers<PRODUCER_REGISTERS, false>();
+      if (lane == 0) produce(place);
+    } else {
+      take_registers<MULTIPLIER_REGISTERS, true>();
+      write_table<MULTIPLIERS>(p);
+      wait_threads<MULTIPLIERS>();
+      wait_for_former();
+      consume(place, lane_part(lane));
+    }
+  }
+};
+
+#define DENSE_KERNEL(NAME, TOKENS, GROUPS, TILES)                                                             \
+  KERNEL void __launch_bounds__((GROUPS + 1) * 128, 1) NAME(const __grid_constant__ Linear p) {                \
+    Dense<TOKENS, GROUPS, TILES>(p).work();                                                                    \
+  }
+DENSE_KERNEL(dense_32, 32, 4, 1)
+DENSE_KERNEL(dense_64, 64, 4, 1)
+DENSE_KERNEL(dense_128, 128, 2, 2)
+#endif
