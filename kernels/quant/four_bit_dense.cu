@@ -252,18 +252,23 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
   // Returns whether eight tokens of a piece of the sums exist.
   DEVICE bool has_tokens(const Item& item, int piece) const { return item.span * TOKENS + piece % NT * 8 < p.tokens; }
 
-  // Stores a piece: eight tokens' sums. Pairs of tokens become pairs of rows, which are side by side in y.
+  // Stores a piece: eight tokens' sums. Pairs of tokens become pairs of rows, which are side by side in y, and neighboring
+  // lanes exchange theirs, so that the four lanes of a token write 32 bytes side by side.
   DEVICE void store(const Item& item, int piece, const float* sums) const {
     const int tile = item.rows * ROW_TILES + first_tile + piece / NT, token = item.span * TOKENS + piece % NT * 8 + g;
     if (tile >= p.outputs / 64) return;
     const int row = tile * 64 + warp * 16;
+    unsigned pair[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const float bias = p.bias ? to_float(p.bias[row + h * 8 + g]) : 0.f;
       const unsigned low = to_number(sums[h * 2] + bias), high = to_number(sums[h * 2 + 1] + bias);
-      const unsigned pair = transpose(low | high << 16);
-      if (token < p.tokens) *(unsigned*)(p.y + (size_t)token * p.outputs + row + h * 8 + t * 2) = pair;
+      pair[h] = transpose(low | high << 16);
     }
+    const bool odd = t & 1;  // such a lane writes the second eight rows
+    const unsigned other = neighbors(odd ? pair[0] : pair[1]);
+    U2* to = (U2*)(p.y + (size_t)token * p.outputs + row + odd * 8 + (t & 2) * 2);
+    if (token < p.tokens) *to = odd ? U2{{other, pair[1]}} : U2{{pair[0], other}};
   }
 
   // Counts that a warp has written its part of an item.

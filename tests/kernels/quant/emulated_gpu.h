@@ -243,6 +243,16 @@ inline unsigned transpose(unsigned pair) {
   return r;
 }
 
+inline unsigned neighbors(unsigned own) {
+  Warp& warp = current->program->warps[threadIdx.x >> 5];
+  const int lane = threadIdx.x & 31;
+  warp.a[lane][0] = own;
+  warp.barrier.arrive_and_wait();
+  const unsigned r = warp.a[lane ^ 1][0];
+  warp.barrier.arrive_and_wait();
+  return r;
+}
+
 template <int N> struct Wgmma {
   static void run(float (*c)[4], const unsigned* a, unsigned long long b, bool adds) {
     current->open_products.push_back({c, a, b, adds, N});
