@@ -17,6 +17,7 @@
 //   SCALE    0 if scales are float32, 1 bfloat16, 2 float16
 //   SUB      groups in a block of 64 inputs: 4, 2, or 1 if a group is one block or several
 //   ZEROS    1 if groups have zero points
+//   INTEGERS 1 if the book is that of integers, code - 8
 //   EXPERTS  1 if the weight is that of all experts of a mixture: each tile of pairs multiplies its expert's rows
 //   FEW_8_WARPS, FEW_16_WARPS, FEW_32_WARPS  warps of a program, as many as have enough registers; 0 for no such kernel
 //   RESIDENT  programs of few_8 and few_16 that have room on an SM together

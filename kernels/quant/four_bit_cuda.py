@@ -72,6 +72,7 @@ class FourBitVariant:
     scale_dtype: torch.dtype
     groups_a_block: int  # groups in 64 inputs: 4, 2, or 1 if a group is 64 inputs or several times 64
     has_zeros: bool
+    has_integers: bool  # whether the book is that of integers
     of_experts: bool = False  # whether the weight is that of all experts of a mixture
 
     @property
@@ -100,6 +101,7 @@ class FourBitVariant:
             f"-DSCALE={DTYPE_INDEX[self.scale_dtype]}",
             f"-DSUB={self.groups_a_block}",
             f"-DZEROS={int(self.has_zeros)}",
+            f"-DINTEGERS={int(self.has_integers)}",
             f"-DEXPERTS={int(self.of_experts)}",
             f"-DRESIDENT={self.resident}",
             *(f"-D{name.upper()}_WARPS={warps}" for name, warps in self.few_warps.items()),

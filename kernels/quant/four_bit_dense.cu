@@ -11,7 +11,14 @@
 // sums in registers, and the other one's part was written long before. If more programs share an item, all write their
 // parts and each adds a share of them. So programs wait for each other, and all must run at once.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !EXPERTS
-#define DENSE_BYTES 163840  // shared memory behind the table
+#if INTEGERS  // which are computed, so that there is no table
+#define DENSE_AT TABLE_AT
+#define DENSE_BYTES (163840 + (BEHIND_TABLE - TABLE_AT))
+#else
+#define DENSE_AT BEHIND_TABLE
+#define DENSE_BYTES 163840
+#endif
+#define INTEGER_BITS (IS_HALF ? 0x64006400u : 0x43004300u)  // 1024 or 128, twice. A code becomes their lowest bits.
 #define SCALES_ARE_NUMBERS (SCALE == (IS_HALF ? 2 : 1))  // whether a scale is one number of the served dtype, exactly
 #define MINUS_ZEROS 0x80008000u
 
@@ -35,7 +42,7 @@ struct Scale {
 
 // The codes of a warp's 16 rows as wgmma needs them: see code_tiles.py.
 struct OrderedCodes {
-  unsigned v[4];
+  unsigned v[4], upper[4];
   DEVICE OrderedCodes(const unsigned char* from, int lane) {
     if (SUB == 4) {  // a lane's four pairs of the first half of each product, and of the second half
       const int place = (lane >> 1 & 1) * 128 + (lane >> 2) * 16 + (lane & 1) * 8;
@@ -48,11 +55,14 @@ struct OrderedCodes {
 #pragma unroll
       for (int i = 0; i < 4; i++) v[i] = *(const unsigned*)(from + i * 128 + lane * 4);
     }
+#pragma unroll
+    for (int i = 0; i < 4; i++) upper[i] = v[i] >> 4;
   }
-  // Returns the pair that is register `i` of the first operand in a step.
+  // Returns the pair that is register `i` of the first operand in a step. Integers have INTEGER_BITS added.
   DEVICE unsigned operand(int step, int i, unsigned lane_bits) const {
-    if (SUB == 4) return lookup(v[(i >> 1) * 2 + (step >> 1)], (step & 1) * 2 + (i & 1), lane_bits);
-    return lookup(v[(step & 1) * 2 + (i >> 1)], (step >> 1) * 2 + (i & 1), lane_bits);
+    const int word = word_of(step, i), byte = byte_of(step, i);
+    if (!INTEGERS) return lookup(v[word], byte, lane_bits);
+    return (__byte_perm(v[word], upper[word], byte * 0x1111 + 0x4400) & 0xF000Fu) | INTEGER_BITS;
   }
 };
 
@@ -65,6 +75,7 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
   static constexpr int TILE_BYTES = BLOCK_BYTES + SCALES + ZERO_BYTES, OPERANDS = ROW_TILES * TILE_BYTES;
   static constexpr int FITTING = (DENSE_BYTES - 256) / (STAGE + OPERANDS), STAGES = FITTING < 8 ? FITTING : 8;
   static constexpr int PRODUCER_REGISTERS = GROUPS > 2 ? 32 : 40, MULTIPLIER_REGISTERS = GROUPS > 2 ? 112 : 232;
+  static_assert(INTEGERS || !ZEROS, "only integers have zeros");
   static_assert(ROW_TILES <= 4 && STAGES >= 3, "each warp of the producer copies a tile, several stages ahead");
   using Sums = float[TILES][NT][4];
   const Linear& p;
@@ -76,8 +87,9 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
       : p(p), run(p, (p.outputs + ROWS - 1) / ROWS, (p.tokens + TOKENS - 1) / TOKENS), groups(p), lane(threadIdx.x & 31),
         g(lane >> 2), t(lane & 3), warp(threadIdx.x >> 5 & 3), first_tile((threadIdx.x >> 7) * TILES) {}
 
+  DEVICE unsigned char* memory() const { return INTEGERS ? all_shared() : behind_table(); }
   DEVICE unsigned char* operands(int stage, int tile) const {
-    return behind_table() + STAGES * STAGE + (stage * ROW_TILES + tile) * TILE_BYTES;
+    return memory() + STAGES * STAGE + (stage * ROW_TILES + tile) * TILE_BYTES;
   }
   DEVICE Barrier* filled() const { return (Barrier*)operands(STAGES, 0); }  // one of each stage
   DEVICE Barrier* used() const { return filled() + STAGES; }
@@ -122,7 +134,7 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
       }
       if (has_x) {
         expect_bytes(filled() + stage, STAGE);
-        copy_matrix(behind_table() + stage * STAGE, &p.x_map, place.block * 64, place.item.span * TOKENS, filled() + stage);
+        copy_matrix(memory() + stage * STAGE, &p.x_map, place.block * 64, place.item.span * TOKENS, filled() + stage);
       }
       arrive(filled() + stage);
       place.move(1, run);
@@ -145,23 +157,23 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
 #pragma unroll
     for (int s = 0; s < SUB; s++) {
       const Scale scales[2] = {scale(from + BLOCK_BYTES, s, 0), scale(from + BLOCK_BYTES, s, 1)};
-      unsigned zero[2] = {0, 0};
+      unsigned zero[2] = {INTEGER_BITS + 0x80008u, INTEGER_BITS + 0x80008u};
 #pragma unroll
       for (int h = 0; h < 2; h++)
-        if (ZEROS) zero[h] = zero_pair(from[BLOCK_BYTES + SCALES + s * 64 + g * 8 + h * 4 + warp], 0);
+        if (ZEROS) zero[h] = INTEGER_BITS + from[BLOCK_BYTES + SCALES + s * 64 + g * 8 + h * 4 + warp] * 0x10001u;
 #pragma unroll
       for (int q = s * (STEPS / SUB); q < (s + 1) * (STEPS / SUB); q++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           unsigned pair = codes.operand(q, i, lane_bits);
-          if (ZEROS) pair = minus_zero(pair, zero[i & 1]);
+          if (INTEGERS) pair = minus_zero(pair, zero[i & 1]);
           a[q][i] = scales[i & 1].times(pair);
         }
     }
   }
 
   DEVICE void issue(float (*sums)[4], unsigned (*a)[4], int stage) const {
-    const unsigned x = BEHIND_TABLE + stage * STAGE;
+    const unsigned x = DENSE_AT + stage * STAGE;
     begin_wgmma();
 #pragma unroll
     for (int q = 0; q < STEPS; q++) Wgmma<TOKENS>::run(sums, a[q], x_matrix(x + q * 32), true);
@@ -370,7 +382,7 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
       if (lane == 0) produce(place);
     } else {
       take_registers<MULTIPLIER_REGISTERS, true>();
-      write_table<MULTIPLIERS>(p);
+      if (!INTEGERS) write_table<MULTIPLIERS>(p);
       wait_threads<MULTIPLIERS>();
       wait_for_former();
       consume(place, lane_part(lane));

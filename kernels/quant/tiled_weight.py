@@ -108,9 +108,12 @@ class TiledWeight(nn.Module):
         self.num_outputs, self.num_inputs = outputs, inputs
         self.dtype = dtype
         self.group = _group(scheme, inputs)
-        has_zeros = isinstance(scheme, IntScheme) and scheme.has_zeros
+        has_integers = isinstance(scheme, IntScheme)
+        has_zeros = has_integers and scheme.has_zeros
         groups_a_block = max(1, TILE // self.group)
-        self.variant = FourBitVariant(dtype, _scale_dtype(scheme), groups_a_block, has_zeros, of_experts)
+        self.variant = FourBitVariant(
+            dtype, _scale_dtype(scheme), groups_a_block, has_zeros, has_integers, of_experts
+        )
         self.quantized_from: torch.dtype | None = None  # dtype before quantization; None until fill()
         if isinstance(scheme, IntScheme):
             self.quantized_from = scheme.dtype or dtype

@@ -111,6 +111,12 @@ inline void __syncwarp() { current->program->warps[threadIdx.x >> 5].barrier.arr
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline int atomicAdd(int* at, int value) { return __sync_fetch_and_add(at, value); }
 inline int __ldg(const int* at) { return *at; }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const unsigned long long bytes = (unsigned long long)b << 32 | a;
+  unsigned r = 0;
+  for (int i = 0; i < 4; i++) r |= (unsigned)(bytes >> (selector >> i * 4 & 7) * 8 & 255) << i * 8;
+  return r;
+}
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
 inline float __uint_as_float(unsigned bits) { float r; memcpy(&r, &bits, 4); return r; }
 
@@ -332,13 +338,6 @@ template <class Arguments> void launch(void (*kernel)(Arguments), int num_progra
 }
 
 #ifdef FEW_TOKENS_SOURCE
-inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
-  const unsigned long long bytes = (unsigned long long)b << 32 | a;
-  unsigned r = 0;
-  for (int i = 0; i < 4; i++) r |= (unsigned)(bytes >> (selector >> i * 4 & 7) * 8 & 255) << i * 8;
-  return r;
-}
-
 template <int TEAM> void wait_team(int team) {
   current->program->teams.try_emplace(team, TEAM * 32).first->second.arrive_and_wait();
 }
