@@ -1,5 +1,5 @@
-// x @ W.T with weights of four bits, for 17 tokens and more, on GPUs of compute capability 9.0. It follows four_bit.cu, whose
-// packing, table of pairs, runs and parts it shares.
+// x @ W.T with the weights of four bits of a mixture's experts, for tiles of 32 pairs and more, on GPUs of compute capability
+// 9.0. It follows four_bit.cu, whose packing, table of pairs, runs and parts it shares.
 //
 // Idea: a warpgroup looks its rows' codes up once and multiplies them by up to 128 tokens with wgmma, whose first operand
 // lies in registers and whose second operand, x, lies in shared memory. A warpgroup has two tiles of 64 rows: while one is
@@ -36,8 +36,8 @@ template <int N, int SPANS> struct Wide {
   const int lane, g, t, warp;  // warp: of its warpgroup
 
   DEVICE Wide(const Linear& p)
-      : p(p), run(p, (p.outputs + ROWS - 1) / ROWS, EXPERTS ? *p.used_tiles : (p.tokens + TOKENS - 1) / TOKENS), groups(p),
-        lane(threadIdx.x & 31), g(lane >> 2), t(lane & 3), warp(threadIdx.x >> 5 & 3) {}
+      : p(p), run(p, (p.outputs + ROWS - 1) / ROWS, *p.used_tiles), groups(p), lane(threadIdx.x & 31),
+        g(lane >> 2), t(lane & 3), warp(threadIdx.x >> 5 & 3) {}
 
   DEVICE unsigned char* operands(int stage, int tile) const {
     return behind_table() + STAGES * STAGE + (stage * (ROWS / 64) + tile) * TILE_BYTES;
@@ -48,7 +48,7 @@ template <int N, int SPANS> struct Wide {
   // Returns the block of a tile of 64 rows. It is that of the last tile for those behind it, which are not stored.
   DEVICE int held_block(const Place& place, int index) const {
     const int tiles = p.outputs / 64, tile = min(place.item.rows * (ROWS / 64) + index, tiles - 1);
-    return ((EXPERTS ? __ldg(p.expert_of_tile + place.item.span) * tiles : 0) + tile) * run.blocks + place.block;
+    return (__ldg(p.expert_of_tile + place.item.span) * tiles + tile) * run.blocks + place.block;
   }
 
   DEVICE void load_x(U4* x, const Place& place, int batch) const {
@@ -199,8 +199,8 @@ template <int N, int SPANS> struct Wide {
     for (int u = 0; u < UNITS; u++)
 #pragma unroll
       for (int n = 0; n < N / 8; n++) {
-        // With experts a whole item's tiles of rows are looked up at once, without a branch for each eight tokens.
-        if (!(EXPERTS && whole) && y_row_of(item, u, n, 0) < 0) continue;
+        // A whole item's tiles of rows are looked up at once, without a branch for each eight tokens.
+        if (!whole && y_row_of(item, u, n, 0) < 0) continue;
         if (whole)
           store(item, u, n, sums[u][n]);
         else
