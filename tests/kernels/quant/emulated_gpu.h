@@ -356,6 +356,8 @@ extern "C" void emulate(int kernel, int programs, const FewTokens* arguments) {
 #include WIDE_SOURCE
 #include DENSE_SOURCE
 
+extern "C" int bytes_of_arguments() { return sizeof(Linear); }
+
 extern "C" void emulate(int kernel, int programs, const Linear* arguments) {
   using Kernel = void (*)(Linear);
   // In the order of KERNEL_SHAPES, with as many warps.

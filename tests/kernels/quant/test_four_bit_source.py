@@ -16,6 +16,7 @@ from lorafleet.kernels.nvrtc import MatrixMap
 from lorafleet.kernels.quant import four_bit_cuda
 from lorafleet.kernels.quant.four_bit_cuda import (
     KERNEL_SHAPES,
+    FourBitArguments,
     FourBitKernels,
     Launch,
     four_bit_values,
@@ -84,6 +85,7 @@ def test_the_source_computes_products_and_values(case: str, folder: Path) -> Non
     scheme, dtype = CASES[case]
     weight = filled(scheme, 192, 320, dtype)  # three tiles of rows, so that an item of 128 is half outside
     library, generator = compiled(weight, folder), torch.Generator().manual_seed(4)
+    assert library.bytes_of_arguments() == ctypes.sizeof(FourBitArguments)
     values = weight.dequantized().double()
     bias = torch.randn(192, generator=generator).to(dtype)
     for tokens, programs, shape in LAUNCHES:
