@@ -49,7 +49,6 @@ struct Linear {
   unsigned inverse;              // with EXPERTS: 2^32 / pairs that read the same row of x, rounded up, or 0 for one pair
   int least_blocks;              // with EXPERTS: blocks that a program has at least
   int most_idle;                 // blocks that a program may lack on average so that no item is shared
-  int most_collected;            // for four_bit_dense.cu: most programs of an item whose parts one of them adds
   int blocks_a_group;            // blocks of 64 inputs that share a scale; 1 if SUB > 1
   int first_tile, rounded;       // for dequantize(): its first tile of 64 rows, and the dtype before quantization, as SCALE
 };

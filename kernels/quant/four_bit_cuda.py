@@ -55,9 +55,9 @@ class FourBitArguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("used_tiles", "expert_of_tile", "pair_of_tile")),
         *((name, ctypes.c_int) for name in ("tokens", "outputs", "inputs")),
         ("inverse", ctypes.c_uint),
-        *((name, ctypes.c_int) for name in ("least_blocks", "most_idle", "most_collected", "blocks_a_group")),
+        *((name, ctypes.c_int) for name in ("least_blocks", "most_idle", "blocks_a_group")),
         *((name, ctypes.c_int) for name in ("first_tile", "rounded")),
-        ("_rest", ctypes.c_int * 12),  # a map begins at a multiple of 64 bytes, and so the structure ends at one
+        ("_rest", ctypes.c_int * 13),  # a map begins at a multiple of 64 bytes, and so the structure ends at one
     )
 
 
@@ -133,8 +133,7 @@ class KernelShape:
     serves_experts: bool = (
         True  # whether it is also compiled for experts, with a tile of pairs as the tokens of an item
     )
-    wgmma_warps: int = 0  # warps of a program that multiplies by wgmma. Such programs wait for each other.
-    most_collected: int = 0  # for four_bit_dense.cu: most programs of an item whose parts one of them adds
+    wgmma_warps: int = 0  # warps of a program that multiplies by wgmma
 
     @property
     def needs_wgmma(self) -> bool:
@@ -156,9 +155,9 @@ class KernelShape:
 KERNEL_SHAPES = (
     KernelShape("few_8", 8, 8, TILE, 8, 20),
     KernelShape("few_16", 16, 16, TILE, 8, 20),
-    KernelShape("dense_32", 32, 32, 4 * TILE, 4, 8, serves_experts=False, wgmma_warps=20, most_collected=2),
-    KernelShape("dense_64", 64, 64, 4 * TILE, 4, 6, serves_experts=False, wgmma_warps=20, most_collected=2),
-    KernelShape("dense_128", 128, 256, 4 * TILE, 4, 3, 2, serves_experts=False, wgmma_warps=12, most_collected=2),
+    KernelShape("dense_32", 32, 32, 4 * TILE, 4, 8, serves_experts=False, wgmma_warps=20),
+    KernelShape("dense_64", 64, 64, 4 * TILE, 4, 6, serves_experts=False, wgmma_warps=20),
+    KernelShape("dense_128", 128, 256, 4 * TILE, 4, 3, 2, serves_experts=False, wgmma_warps=12),
     KernelShape("wide_32", 32, 32, 4 * TILE, 4, 8, serves_dense=False, wgmma_warps=12),
     KernelShape("wide_64", 64, 64, 4 * TILE, 4, 6, serves_dense=False, wgmma_warps=12),
     KernelShape("wide_128", 128, 256, 4 * TILE, 4, 3, serves_dense=False, wgmma_warps=12),
@@ -240,7 +239,7 @@ def _kernels(variant: FourBitVariant, index: int) -> FourBitKernels | None:
 def _product(code: CudaCode, variant: FourBitVariant, shape: KernelShape, has_wgmma: bool) -> Launch:
     early = has_wgmma and not variant.of_experts
     if shape.needs_wgmma:
-        return code.kernel(shape.name, shape.wgmma_warps * 32, TABLE_BYTES + WIDE_BYTES, waits=True, early=early)
+        return code.kernel(shape.name, shape.wgmma_warps * 32, TABLE_BYTES + WIDE_BYTES, waits=variant.of_experts, early=early)
     warps = variant.few_warps.get(shape.name)
     if warps is not None:
         shared_bytes = TABLE_BYTES + (warps - 1) * (shape.tokens // 8) * WARP_SUMS_BYTES + FLAGS_BYTES
@@ -271,7 +270,7 @@ def launch(
     parts = torch.empty(programs * 2 * shape.tokens * shape.rows, dtype=torch.float32, device=device)
     arguments = arguments_of(weight)
     arguments.parts, arguments.outputs = parts.data_ptr(), outputs
-    arguments.most_idle, arguments.most_collected = shape.most_idle, shape.most_collected
+    arguments.most_idle = shape.most_idle
     arguments.bias = None if bias_O is None else bias_O.data_ptr()
     for first in range(0, len(x_TD), shape.launch_tokens):
         x = x_TD[first : first + shape.launch_tokens]

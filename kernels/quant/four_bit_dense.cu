@@ -7,9 +7,9 @@
 // one's codes are looked up. One more warpgroup copies x, codes and scales to shared memory, several blocks of 64 inputs
 // ahead. The copy engine arranges x as wgmma reads it.
 //
-// An item that two programs share is added by the one that has its beginning, which comes to it last: it keeps its own
-// sums in registers, and the other one's part was written long before. If more programs share an item, all write their
-// parts and each adds a share of them. So programs wait for each other, and all must run at once.
+// A program begins with the last item of its run. If it shares that item with the next programs, it writes its part early, and
+// the last of the item's programs, for which it is the last item, adds all parts to the sums in its registers. So a program
+// waits only for programs before it, which have begun before it, and seldom has to.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !EXPERTS
 #if INTEGERS  // which are computed, so that there is no table
 #define DENSE_AT TABLE_AT
@@ -26,6 +26,27 @@
 DEVICE unsigned long long x_matrix(unsigned at) {
   return (unsigned long long)(at >> 4) | 1ull << 16 | (unsigned long long)(1024 >> 4) << 32 | 1ull << 62;
 }
+
+// The blocks of a program's run: items from the last to the first, and the blocks of each from its first one.
+struct Walk {
+  const Run& run;
+  Item item;
+  int block, left;  // left: blocks of the item that are in the run and have not been passed
+
+  DEVICE Walk(const Run& run) : run(run) { begin(run.item_of(run.end - 1)); }
+  DEVICE void begin(int number) {
+    item = run.item(number);
+    const int first = number * run.blocks, at = max(run.begin, first);
+    block = at - first;
+    left = min(run.end, first + run.blocks) - at;
+  }
+  DEVICE bool is_last_item() const { return item.number * run.blocks <= run.begin; }
+  DEVICE bool has_blocks() const { return left > 0; }
+  DEVICE void move() {
+    block++;
+    if (--left == 0 && !is_last_item()) begin(item.number - 1);
+  }
+};
 
 // A scale as two numbers of the served dtype, each twice.
 struct Scale {
@@ -104,7 +125,7 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
 
   // Begins to copy the codes, scales and zeros of a tile of 64 rows. The last tile takes the place of those behind it,
   // which are not stored.
-  DEVICE void copy_operands(const Place& place, int stage) const {
+  DEVICE void copy_operands(const Walk& place, int stage) const {
     const int tile = min(place.item.rows * ROW_TILES + warp, p.outputs / 64 - 1), block = tile * run.blocks + place.block;
     const size_t group = (size_t)groups.first_of(block) * 64;
     unsigned char* to = operands(stage, warp);
@@ -117,27 +138,27 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
 
   // Each warp of the producer copies a tile, and the last one x. What comes from the weight does not wait for the former
   // kernel. A lane of the warp calls it.
-  DEVICE void produce(Place place) const {
+  DEVICE void produce() const {
     const bool has_tile = warp < ROW_TILES, has_x = warp == 3;
-    Place ahead = place;
-    for (int i = 0; i < STAGES && ahead.at < run.end; i++) {
+    Walk ahead(run), now(run);
+    for (int i = 0; i < STAGES && ahead.has_blocks(); i++) {
       if (has_tile) copy_operands(ahead, i);
-      ahead.move(1, run);
+      ahead.move();
     }
     wait_for_former();
     int stage = 0, phase = 0;
 #pragma unroll 1
-    for (int i = 0; place.at < run.end; i++) {
+    for (int i = 0; now.has_blocks(); i++) {
       if (i >= STAGES) {
         wait_barrier(used() + stage, phase ^ 1);
-        if (has_tile) copy_operands(place, stage);
+        if (has_tile) copy_operands(now, stage);
       }
       if (has_x) {
         expect_bytes(filled() + stage, STAGE);
-        copy_matrix(memory() + stage * STAGE, &p.x_map, place.block * 64, place.item.span * TOKENS, filled() + stage);
+        copy_matrix(memory() + stage * STAGE, &p.x_map, now.block * 64, now.item.span * TOKENS, filled() + stage);
       }
       arrive(filled() + stage);
-      place.move(1, run);
+      now.move();
       if (++stage == STAGES) stage = 0, phase ^= 1;
     }
   }
@@ -215,21 +236,22 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
     if (lane == 0) arrive(used() + stage);
   }
 
-  DEVICE void consume(Place place, unsigned lane_bits) const {
+  DEVICE void consume(unsigned lane_bits) const {
     unsigned a[2][STEPS][4];
     Stage stage;
     wait_barrier(filled(), 0);
     decode(a[0], 0, 0, lane_bits);
 #pragma unroll 1
-    while (place.at < run.end) {
+    for (Walk walk(run);; walk.begin(walk.item.number - 1)) {
       Sums sums = {};
-      const int steps = min(run.blocks - place.block, run.end - place.at), left = run.end - place.at;
+      const bool ends = walk.is_last_item();
+      const int steps = walk.left;
       int former = -1;
       if constexpr (TILES % 2 == 0) {
 #pragma unroll 1
         for (int step = 0; step < steps; step++) {
           const int now = stage.index;
-          multiply<0>(sums, a, stage, former, step + 1 == left, lane_bits);
+          multiply<0>(sums, a, stage, former, ends && step + 1 == steps, lane_bits);
           former = now;
         }
         finish_wgmma(sums);
@@ -237,11 +259,11 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
 #pragma unroll 1
         for (int step = 0; step < steps; step += 2) {
           const int now = stage.index;
-          multiply<0>(sums, a, stage, former, step + 1 == left, lane_bits);
+          multiply<0>(sums, a, stage, former, ends && step + 1 == steps, lane_bits);
           former = now;
           if (step + 1 < steps) {
             const int then = stage.index;
-            multiply<1>(sums, a, stage, former, step + 2 == left, lane_bits);
+            multiply<1>(sums, a, stage, former, ends && step + 2 == steps, lane_bits);
             former = then;
           }
         }
@@ -252,15 +274,12 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
         }
       }
       release(former);
-      close_item(place.item, sums);
-      place.move(steps, run);
+      close_item(walk.item, sums);
+      if (ends) return;
     }
-    finish();
   }
 
-  DEVICE F4* part(int program, int index) const { return (F4*)(p.parts + (size_t)(program * 2 + index) * TOKENS * ROWS); }
-  DEVICE int sharers(int item) const { return run.last_owner(item) - run.first_owner(item) + 1; }
-  DEVICE bool is_divided(int item) const { return sharers(item) > p.most_collected; }
+  DEVICE F4* part(int program) const { return (F4*)(p.parts + (size_t)program * TOKENS * ROWS) + threadIdx.x; }
   // Returns whether eight tokens of a piece of the sums exist.
   DEVICE bool has_tokens(const Item& item, int piece) const { return item.span * TOKENS + piece % NT * 8 < p.tokens; }
 
@@ -283,49 +302,41 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
     if (token < p.tokens) *to = odd ? U2{{other, pair[1]}} : U2{{pair[0], other}};
   }
 
-  // Counts that a warp has written its part of an item.
-  DEVICE void count_part(int item) const {
-    __syncwarp();
-    if (lane == 0) {
-      __threadfence();
-      atomicAdd(run.ticket(p, item), 1);
-    }
-  }
-
-  // Waits until so many programs have written their parts of an item.
-  DEVICE void wait_parts(int item, int programs) const {
-    if (lane == 0) {
-      while (load_ticket(run.ticket(p, item)) < programs * GROUPS * 4) {}
-      __threadfence();
-    }
-    __syncwarp();
-  }
-
+  // Stores an item, or writes the program's part of it.
   DEVICE void close_item(const Item& item, Sums& sums) const {
-    const bool whole = run.has_whole(item.number);
-    if (!whole && (is_divided(item.number) || run.first_owner(item.number) != (int)blockIdx.x)) {
-      F4* to = part(blockIdx.x, run.part_of(blockIdx.x, item.number)) + threadIdx.x;
+    const int last = run.last_owner(item.number);
+    int* ticket = p.tickets + last;  // of the item: a program is the last one of one item that is shared
+    if (last != (int)blockIdx.x) {
+      F4* to = part(blockIdx.x);
 #pragma unroll
       for (int i = 0; i < PIECES; i++) {
         const float* own = sums[i / NT][i % NT];
         if (has_tokens(item, i)) to[i * MULTIPLIERS] = F4{{own[0], own[1], own[2], own[3]}};
       }
-      count_part(item.number);
+      __syncwarp();
+      if (lane == 0) {
+        __threadfence();
+        atomicAdd(ticket, 1);
+      }
       return;
     }
-    if (!whole) collect(item, sums);
+    const int first = run.first_owner(item.number);
+    if (first < last) collect(item, first, ticket, sums);
 #pragma unroll
     for (int i = 0; i < PIECES; i++)
       if (has_tokens(item, i)) store(item, i, sums[i / NT][i % NT]);
   }
 
-  // Adds the other programs' parts of an item to the sums of the program that has its beginning.
-  DEVICE void collect(const Item& item, Sums& sums) const {
-    const int others = sharers(item.number) - 1;
-    wait_parts(item.number, others);
-    const F4* from = part(blockIdx.x + 1, 0) + threadIdx.x;
+  // Adds the parts of the programs from `first` to the one before this one.
+  DEVICE void collect(const Item& item, int first, int* ticket, Sums& sums) const {
+    if (lane == 0) {
+      while (load_ticket(ticket) < ((int)blockIdx.x - first) * GROUPS * 4) {}
+      __threadfence();
+    }
+    __syncwarp();
 #pragma unroll 1
-    for (int k = 0; k < others; k++, from += 2 * TOKENS * ROWS / 4)
+    for (int program = first; program < (int)blockIdx.x; program++) {
+      const F4* from = part(program);
 #pragma unroll
       for (int i = 0; i < PIECES; i++) {
         if (!has_tokens(item, i)) continue;
@@ -333,38 +344,9 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
 #pragma unroll
         for (int j = 0; j < 4; j++) sums[i / NT][i % NT][j] += r.v[j];
       }
-    wait_threads<MULTIPLIERS>();  // all warps have seen the parts
-    if (threadIdx.x == 0) *run.ticket(p, item.number) = 0;
-  }
-
-  // Adds the parts of items that several programs divide among themselves.
-  DEVICE void finish() const {
-#pragma unroll 1
-    for (int which = 0; which < 2; which++) {
-      const int number = run.shared_item(which);
-      if (number < 0 || !is_divided(number)) continue;
-      const Item item = run.item(number);
-      const int first = run.first_owner(number), count = sharers(number), own = blockIdx.x - first;
-      wait_parts(number, count);
-      const F4* parts = part(first, run.part_of(first, number)) + threadIdx.x;
-      const F4* others = part(first, 0) + threadIdx.x;
-#pragma unroll 2
-      for (int i = own; i < PIECES; i += count) {
-        if (!has_tokens(item, i)) continue;
-        F4 sum = load_shared_by_programs(parts + i * MULTIPLIERS);
-#pragma unroll 8
-        for (int k = 1; k < count; k++) {
-          const F4 r = load_shared_by_programs(others + (k * 2 * (TOKENS * ROWS / 4) + i * MULTIPLIERS));
-#pragma unroll
-          for (int j = 0; j < 4; j++) sum.v[j] += r.v[j];
-        }
-        store(item, i, sum.v);
-      }
-      wait_threads<MULTIPLIERS>();  // all warps have seen the parts
-      int* ticket = run.ticket(p, number);
-      const int written = count * GROUPS * 4;
-      if (threadIdx.x == 0 && atomicAdd(ticket, 1) == written + count - 1) *ticket = 0;
     }
+    wait_threads<MULTIPLIERS>();  // all warps have seen the ticket
+    if (threadIdx.x == 0) *ticket = 0;
   }
 
   DEVICE void work() const {
@@ -376,16 +358,15 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
     }
     if (threadIdx.x == MULTIPLIERS) begin_barriers();
     __syncthreads();
-    const Place place = run.place(run.begin);
     if (produces) {
       take_registers<PRODUCER_REGISTERS, false>();
-      if (lane == 0) produce(place);
+      if (lane == 0) produce();
     } else {
       take_registers<MULTIPLIER_REGISTERS, true>();
       if (!INTEGERS) write_table<MULTIPLIERS>(p);
       wait_threads<MULTIPLIERS>();
       wait_for_former();
-      consume(place, lane_part(lane));
+      consume(lane_part(lane));
     }
   }
 };
