@@ -34,7 +34,6 @@ struct Linear {
   const unsigned char* codes;    // [O / 64, D / 64, 2048], see code_tiles.py; with EXPERTS those of each expert in turn
   const unsigned char* scales;   // [O / 64, G, 8, 2, 4]
   const unsigned char* zeros;    // [O / 64, G, 8, 2, 4] uint8
-  const unsigned* pairs;         // [256] pairs of values
   const float* book;             // [16] values
   const unsigned short* x;       // [T, D]
   const unsigned short* bias;    // [O] or null
@@ -45,6 +44,7 @@ struct Linear {
   const int* used_tiles;         // [1] number of tiles that have pairs
   const int* expert_of_tile;     // [used_tiles]
   const int* pair_of_tile;       // [used_tiles, tokens of a kernel's item], and -1 behind a tile's last pair
+  unsigned numbers[8];           // the book in the served dtype, two values in each. Arguments need no load from memory.
   int tokens, outputs, inputs;   // tokens: not used with EXPERTS; outputs: of one expert
   unsigned inverse;              // with EXPERTS: 2^32 / pairs that read the same row of x, rounded up, or 0 for one pair
   int least_blocks;              // with EXPERTS: blocks that a program has at least
@@ -184,16 +184,14 @@ struct Groups {
   }
 };
 
-// Writes the table of pairs. All loads of a thread are in flight together, since every launch waits for them.
+DEVICE unsigned number_of(const Linear& p, int code) { return p.numbers[code >> 1] >> (code & 1) * 16 & 0xFFFF; }
+
+// Writes the table of pairs.
 template <int THREADS> DEVICE void write_table(const Linear& p) {
-  constexpr int COUNT = (256 * 8 + THREADS - 1) / THREADS;
-  unsigned pair[COUNT];
-#pragma unroll
-  for (int k = 0; k < COUNT; k++) pair[k] = p.pairs[min(k * THREADS + (int)threadIdx.x, 256 * 8 - 1) >> 3];
-#pragma unroll
-  for (int k = 0; k < COUNT; k++) {
-    const int i = k * THREADS + threadIdx.x;
-    if (i < 256 * 8) store_entries(i >> 3, i & 7, pair[k]);
+#pragma unroll 4
+  for (int i = threadIdx.x; i < 256 * 8; i += THREADS) {
+    const int byte = i >> 3;
+    store_entries(byte, i & 7, number_of(p, byte & 15) | number_of(p, byte >> 4) << 16);
   }
 }
 

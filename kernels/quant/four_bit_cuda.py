@@ -50,14 +50,15 @@ class FourBitArguments(ctypes.Structure):
 
     _fields_ = (
         ("x_map", MatrixMap),
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "pairs", "book")),
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "book")),
         *((name, ctypes.c_void_p) for name in ("x", "bias", "y", "parts", "tickets")),
         *((name, ctypes.c_void_p) for name in ("used_tiles", "expert_of_tile", "pair_of_tile")),
+        ("numbers", ctypes.c_uint * 8),
         *((name, ctypes.c_int) for name in ("tokens", "outputs", "inputs")),
         ("inverse", ctypes.c_uint),
         *((name, ctypes.c_int) for name in ("least_blocks", "most_idle", "blocks_a_group")),
         *((name, ctypes.c_int) for name in ("first_tile", "rounded")),
-        ("_rest", ctypes.c_int * 13),  # a map begins at a multiple of 64 bytes, and so the structure ends at one
+        ("_rest", ctypes.c_int * 7),  # a map begins at a multiple of 64 bytes, and so the structure ends at one
     )
 
 
@@ -301,8 +302,8 @@ def arguments_of(weight: TiledWeight) -> FourBitArguments:
         codes=weight.codes.data_ptr(),
         scales=weight.scales.data_ptr(),
         zeros=None if weight.zeros is None else weight.zeros.data_ptr(),
-        pairs=weight.pairs.data_ptr(),
         book=weight.book.data_ptr(),
+        numbers=weight.numbers,
         tickets=weight.tickets.data_ptr(),
         inputs=weight.num_inputs,
         blocks_a_group=max(1, weight.group // TILE),
