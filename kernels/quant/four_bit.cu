@@ -109,19 +109,21 @@ struct Place {
 struct Run {
   int rows, spans;  // numbers of items along the rows and along the tokens
   int begin, end, blocks, total, programs;
-  int unit;  // blocks that are not divided among programs: one, or those of an item
+  int unit, units;  // blocks that are not divided among programs: one, or those of an item; and their number
   DEVICE Run(const Linear& p, int rows, int spans) : rows(rows), spans(spans), blocks(p.inputs / 64) {
     total = rows * spans * blocks;
     programs = gridDim.x;
     if (EXPERTS) programs = min(programs, (total + p.least_blocks - 1) / p.least_blocks);
     const int items = rows * spans, most = items ? (items + programs - 1) / programs : 0;
     unit = (long long)most * blocks * programs - total <= (long long)p.most_idle * programs ? blocks : 1;
+    units = unit == 1 ? total : items;
     begin = end = 0;
     if ((int)blockIdx.x < programs) begin = first_of(blockIdx.x), end = first_of(blockIdx.x + 1);
   }
   DEVICE bool is_empty() const { return begin == end; }
-  DEVICE int first_of(int program) const { return (int)((long long)program * (total / unit) / programs) * unit; }
-  DEVICE int owner(int at) const { return (int)(((long long)(at / unit + 1) * programs - 1) / (total / unit)); }
+  // A division of 64 bits takes hundreds of instructions. 2^32 / MAX_PROGRAMS blocks are more than any launch has.
+  DEVICE int first_of(int program) const { return (unsigned)program * (unsigned)units / (unsigned)programs * unit; }
+  DEVICE int owner(int at) const { return ((unsigned)(at / unit + 1) * (unsigned)programs - 1) / (unsigned)units; }
   DEVICE int first_owner(int item) const { return owner(item * blocks); }
   DEVICE int last_owner(int item) const { return owner((item + 1) * blocks - 1); }
   DEVICE Item item(int number) const {

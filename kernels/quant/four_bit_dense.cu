@@ -90,7 +90,7 @@ struct OrderedCodes {
 // An item is GROUPS * TILES * 64 rows and TOKENS tokens. GROUPS warpgroups multiply; each has TILES tiles of 64 rows.
 template <int TOKENS, int GROUPS, int TILES> struct Dense {
   static constexpr int ROW_TILES = GROUPS * TILES, ROWS = ROW_TILES * 64, MULTIPLIERS = GROUPS * 128, NT = TOKENS / 8;
-  static constexpr int PIECES = TILES * NT;  // of a thread's sums, four in each
+  static constexpr int PIECES = TILES * NT, BATCH = NT < 8 ? NT : 8;  // of a thread's sums, four in each
   // Bytes of a stage: x; behind x of all stages codes, scales and zeros of the tiles.
   static constexpr int STAGE = TOKENS * 128, SCALES = 64 * SUB * SCALE_BYTES, ZERO_BYTES = ZEROS ? 64 * SUB : 0;
   static constexpr int TILE_BYTES = BLOCK_BYTES + SCALES + ZERO_BYTES, OPERANDS = ROW_TILES * TILE_BYTES;
@@ -314,10 +314,7 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
         if (has_tokens(item, i)) to[i * MULTIPLIERS] = F4{{own[0], own[1], own[2], own[3]}};
       }
       __syncwarp();
-      if (lane == 0) {
-        __threadfence();
-        atomicAdd(ticket, 1);
-      }
+      if (lane == 0) count_ticket(ticket);
       return;
     }
     const int first = run.first_owner(item.number);
@@ -329,20 +326,21 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
 
   // Adds the parts of the programs from `first` to the one before this one.
   DEVICE void collect(const Item& item, int first, int* ticket, Sums& sums) const {
-    if (lane == 0) {
+    if (lane == 0)
       while (load_ticket(ticket) < ((int)blockIdx.x - first) * GROUPS * 4) {}
-      __threadfence();
-    }
     __syncwarp();
 #pragma unroll 1
     for (int program = first; program < (int)blockIdx.x; program++) {
-      const F4* from = part(program);
 #pragma unroll
-      for (int i = 0; i < PIECES; i++) {
-        if (!has_tokens(item, i)) continue;
-        const F4 r = load_shared_by_programs(from + i * MULTIPLIERS);
+      for (int n = 0; n < NT; n += BATCH) {
+        if (!has_tokens(item, n)) break;  // the loads of a batch are in flight together, so they have no branches
+        F4 r[TILES][BATCH];
 #pragma unroll
-        for (int j = 0; j < 4; j++) sums[i / NT][i % NT][j] += r.v[j];
+        for (int i = 0; i < TILES * BATCH; i++)
+          r[i / BATCH][i % BATCH] = load_shared_by_programs(part(program) + (i / BATCH * NT + n + i % BATCH) * MULTIPLIERS);
+#pragma unroll
+        for (int i = 0; i < TILES * BATCH * 4; i++)
+          sums[i / 4 / BATCH][n + i / 4 % BATCH][i % 4] += r[i / 4 / BATCH][i / 4 % BATCH].v[i % 4];
       }
     }
     wait_threads<MULTIPLIERS>();  // all warps have seen the ticket
@@ -357,6 +355,7 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
       return;
     }
     if (threadIdx.x == MULTIPLIERS) begin_barriers();
+    if (threadIdx.x == MULTIPLIERS + 96) fetch_map(&p.x_map);
     __syncthreads();
     if (produces) {
       take_registers<PRODUCER_REGISTERS, false>();

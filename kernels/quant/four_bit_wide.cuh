@@ -31,6 +31,9 @@ DEVICE void copy_bytes(void* to, const void* from, int bytes, Barrier* barrier) 
                :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
 
+// Fetches the description of a matrix, which the first copy would wait for.
+DEVICE void fetch_map(const MatrixMap* map) { asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory"); }
+
 // Begins to copy 64 columns of a matrix, and as many rows as its map says, from a place of it. Numbers outside the matrix are
 // zeros. A row of 128 bytes has its pieces of 16 bytes exchanged, by the last three bits of its number.
 DEVICE void copy_matrix(void* to, const MatrixMap* map, int column, int row, Barrier* barrier) {
@@ -50,6 +53,9 @@ template <int COUNT, bool MORE> DEVICE void take_registers() {
 
 // Makes this thread's writes to shared memory visible to wgmma.
 DEVICE void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Adds 1 to a ticket. Whoever sees it sees all that this warp has written before __syncwarp().
+DEVICE void count_ticket(int* at) { asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(at) : "memory"); }
 
 DEVICE int load_ticket(const int* at) {
   int r;
