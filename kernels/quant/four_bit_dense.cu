@@ -61,10 +61,14 @@ struct Scale {
   }
 };
 
-// The codes of a warp's 16 rows as wgmma needs them: see code_tiles.py.
-struct OrderedCodes {
-  unsigned v[4], upper[4];
-  DEVICE OrderedCodes(const unsigned char* from, int lane) {
+// The codes, scales and zeros of a warp's 16 rows of a block, in registers.
+struct Codes {
+  unsigned v[4], zero[SUB][2];
+  float scale[SUB][2];  // of rows g and g + 8
+
+  // Loads them from a tile of 64 rows as wgmma needs them: see code_tiles.py.
+  DEVICE void load(const unsigned char* tile, int warp, int lane) {
+    const unsigned char* from = tile + warp * 512;
     if (SUB == 4) {  // a lane's four pairs of the first half of each product, and of the second half
       const int place = (lane >> 1 & 1) * 128 + (lane >> 2) * 16 + (lane & 1) * 8;
 #pragma unroll
@@ -76,14 +80,39 @@ struct OrderedCodes {
 #pragma unroll
       for (int i = 0; i < 4; i++) v[i] = *(const unsigned*)(from + i * 128 + lane * 4);
     }
+    const unsigned char *scales = tile + BLOCK_BYTES, *zeros = scales + 64 * SUB * SCALE_BYTES;
 #pragma unroll
-    for (int i = 0; i < 4; i++) upper[i] = v[i] >> 4;
+    for (int i = 0; i < SUB * 2; i++) {
+      const int at = i / 2 * 64 + (lane >> 2) * 8 + i % 2 * 4 + warp;
+      if (SCALE == 0) {
+        scale[i / 2][i % 2] = ((const float*)scales)[at];
+      } else {
+        const unsigned short bits = ((const unsigned short*)scales)[at];
+        scale[i / 2][i % 2] = SCALE == 1 ? bfloat_to_float(bits) : half_to_float(bits);
+      }
+      if (INTEGERS) zero[i / 2][i % 2] = INTEGER_BITS + (ZEROS ? zeros[at] : 8) * 0x10001u;
+    }
   }
-  // Returns the pair that is register `i` of the first operand in a step. Integers have INTEGER_BITS added.
-  DEVICE unsigned operand(int step, int i, unsigned lane_bits) const {
-    const int word = word_of(step, i), byte = byte_of(step, i);
-    if (!INTEGERS) return lookup(v[word], byte, lane_bits);
-    return (__byte_perm(v[word], upper[word], byte * 0x1111 + 0x4400) & 0xF000Fu) | INTEGER_BITS;
+
+  // Returns the values in the order of the first operand's registers, times their scales.
+  DEVICE void decode(unsigned (*a)[4], unsigned lane_bits) const {
+#pragma unroll
+    for (int s = 0; s < SUB; s++) {
+      const Scale scales[2] = {scale[s][0], scale[s][1]};
+#pragma unroll
+      for (int q = s * (STEPS / SUB); q < (s + 1) * (STEPS / SUB); q++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const unsigned word = v[word_of(q, i)];
+          const int byte = byte_of(q, i);
+          if (INTEGERS) {
+            const unsigned pair = (__byte_perm(word, word >> 4, byte * 0x1111 + 0x4400) & 0xF000Fu) | INTEGER_BITS;
+            a[q][i] = scales[i & 1].times(minus_zero(pair, zero[s][i & 1]));
+          } else {
+            a[q][i] = scales[i & 1].times(lookup(word, byte, lane_bits));
+          }
+        }
+    }
   }
 };
 
@@ -163,36 +192,6 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
     }
   }
 
-  // Returns the scale of row g or g + 8 of a warp's 16 rows.
-  DEVICE float scale(const unsigned char* scales, int s, int h) const {
-    const int at = s * 64 + g * 8 + h * 4 + warp;
-    if (SCALE == 0) return ((const float*)scales)[at];
-    const unsigned short bits = ((const unsigned short*)scales)[at];
-    return SCALE == 1 ? bfloat_to_float(bits) : half_to_float(bits);
-  }
-
-  // Looks up the codes of a tile's block and scales their values.
-  DEVICE void decode(unsigned (*a)[4], int stage, int tile, unsigned lane_bits) const {
-    const unsigned char* from = operands(stage, first_tile + tile);
-    const OrderedCodes codes(from + warp * 512, lane);
-#pragma unroll
-    for (int s = 0; s < SUB; s++) {
-      const Scale scales[2] = {scale(from + BLOCK_BYTES, s, 0), scale(from + BLOCK_BYTES, s, 1)};
-      unsigned zero[2] = {INTEGER_BITS + 0x80008u, INTEGER_BITS + 0x80008u};
-#pragma unroll
-      for (int h = 0; h < 2; h++)
-        if (ZEROS) zero[h] = INTEGER_BITS + from[BLOCK_BYTES + SCALES + s * 64 + g * 8 + h * 4 + warp] * 0x10001u;
-#pragma unroll
-      for (int q = s * (STEPS / SUB); q < (s + 1) * (STEPS / SUB); q++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          unsigned pair = codes.operand(q, i, lane_bits);
-          if (INTEGERS) pair = minus_zero(pair, zero[i & 1]);
-          a[q][i] = scales[i & 1].times(pair);
-        }
-    }
-  }
-
   DEVICE void issue(float (*sums)[4], unsigned (*a)[4], int stage) const {
     const unsigned x = DENSE_AT + stage * STAGE;
     begin_wgmma();
@@ -209,26 +208,24 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
     }
   };
 
-  // Multiplies a block. Its values of tile 0 are in a[FIRST] already, and so will be those of the next block in the other
-  // one, or in the same one with two tiles. `former` is the stage of the block before, or -1.
-  template <int FIRST> DEVICE void multiply(Sums& sums, unsigned (*a)[STEPS][4], Stage& stage, int former, bool is_last,
-                                            unsigned lane_bits) const {
+  // Multiplies a block, whose values of tile 0 are in a[0]. Then those of the next block are there. The codes of the next tile
+  // are loaded while one is multiplied; they become values when the products that read the same registers have ended.
+  // `former` is the stage of the block before, or -1.
+  DEVICE void multiply(Sums& sums, unsigned (*a)[STEPS][4], Stage& stage, int former, bool is_last, unsigned lane_bits) const {
     const int now = stage.index;
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
-      const int other = (FIRST + tile + 1) % 2;
-      issue(sums[tile], a[(FIRST + tile) % 2], now);
-      wait_wgmma<1>();  // the products before, which read the other values
-      if (tile == 0 && former >= 0) release(former);
-      if (tile < TILES - 1) {
-        decode(a[other], now, tile + 1, lane_bits);
-      } else {
+      Codes codes;
+      issue(sums[tile], a[tile], now);
+      if (tile == TILES - 1) {
         stage.move();
-        if (!is_last) {
-          wait_barrier(filled() + stage.index, stage.phase);
-          decode(a[other], stage.index, 0, lane_bits);
-        }
+        if (!is_last) wait_barrier(filled() + stage.index, stage.phase);
       }
+      if (tile < TILES - 1 || !is_last) codes.load(operands(stage.index, first_tile + (tile + 1) % TILES), warp, lane);
+      wait_wgmma<TILES - 1>();
+      if (tile == 0 && TILES > 1 && former >= 0) release(former);
+      if (TILES == 1) release(now);
+      if (tile < TILES - 1 || !is_last) codes.decode(a[(tile + 1) % TILES], lane_bits);
     }
   }
 
@@ -237,43 +234,25 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
   }
 
   DEVICE void consume(unsigned lane_bits) const {
-    unsigned a[2][STEPS][4];
+    unsigned a[TILES][STEPS][4];
     Stage stage;
+    Codes codes;
     wait_barrier(filled(), 0);
-    decode(a[0], 0, 0, lane_bits);
+    codes.load(operands(0, first_tile), warp, lane);
+    codes.decode(a[0], lane_bits);
 #pragma unroll 1
     for (Walk walk(run);; walk.begin(walk.item.number - 1)) {
       Sums sums = {};
       const bool ends = walk.is_last_item();
-      const int steps = walk.left;
       int former = -1;
-      if constexpr (TILES % 2 == 0) {
 #pragma unroll 1
-        for (int step = 0; step < steps; step++) {
-          const int now = stage.index;
-          multiply<0>(sums, a, stage, former, ends && step + 1 == steps, lane_bits);
-          former = now;
-        }
-        finish_wgmma(sums);
-      } else {
-#pragma unroll 1
-        for (int step = 0; step < steps; step += 2) {
-          const int now = stage.index;
-          multiply<0>(sums, a, stage, former, ends && step + 1 == steps, lane_bits);
-          former = now;
-          if (step + 1 < steps) {
-            const int then = stage.index;
-            multiply<1>(sums, a, stage, former, ends && step + 2 == steps, lane_bits);
-            former = then;
-          }
-        }
-        finish_wgmma(sums);
-        if (steps % 2) {
-#pragma unroll
-          for (int k = 0; k < STEPS * 4; k++) a[0][k / 4][k % 4] = a[1][k / 4][k % 4];
-        }
+      for (int left = walk.left; left > 0; left--) {
+        const int now = stage.index;
+        multiply(sums, a, stage, former, ends && left == 1, lane_bits);
+        former = now;
       }
-      release(former);
+      finish_wgmma(sums);
+      if (TILES > 1) release(former);
       close_item(walk.item, sums);
       if (ends) return;
     }
