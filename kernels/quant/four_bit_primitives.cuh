@@ -109,7 +109,8 @@ DEVICE void store_entries(unsigned byte, unsigned lanes, unsigned pair) {
 DEVICE unsigned lane_part(unsigned lane) {
   if (shared_address(shared_start) != TABLE_AT) __trap();
   unsigned r;
-  asm volatile("mov.u32 %0, %1;" : "=r"(r) : "r"(lane * 4) : "memory");
+  // The compiler would compute a number that is moved again and again, from the thread's index.
+  asm volatile("shfl.sync.idx.b32 %0, %1, %2, 31, -1;" : "=r"(r) : "r"(lane * 4), "r"(lane) : "memory");
   return r;
 }
 
