@@ -186,14 +186,14 @@ struct Groups {
   }
 };
 
-DEVICE unsigned number_of(const Linear& p, int code) { return p.numbers[code >> 1] >> (code & 1) * 16 & 0xFFFF; }
-
-// Writes the table of pairs.
+// Writes the table of pairs. Whole warps call it: each lane has a value of the book, and reads the others' ones.
 template <int THREADS> DEVICE void write_table(const Linear& p) {
-#pragma unroll 4
+  const int lane = threadIdx.x & 31;
+  const unsigned own = p.numbers[lane >> 1 & 7] >> (lane & 1) * 16 & 0xFFFF;
+#pragma unroll 8
   for (int i = threadIdx.x; i < 256 * 8; i += THREADS) {
     const int byte = i >> 3;
-    store_entries(byte, i & 7, number_of(p, byte & 15) | number_of(p, byte >> 4) << 16);
+    store_entries(byte, i & 7, from_lane(own, byte & 15) | from_lane(own, byte >> 4) << 16);
   }
 }
 

@@ -11,13 +11,7 @@
 // the last of the item's programs, for which it is the last item, adds all parts to the sums in its registers. So a program
 // waits only for programs before it, which have begun before it, and seldom has to.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !EXPERTS
-#if INTEGERS  // which are computed, so that there is no table
-#define DENSE_AT TABLE_AT
-#define DENSE_BYTES (163840 + (BEHIND_TABLE - TABLE_AT))
-#else
-#define DENSE_AT BEHIND_TABLE
-#define DENSE_BYTES 163840
-#endif
+#define DENSE_AT (INTEGERS ? TABLE_AT : BEHIND_TABLE)  // integers are computed, so that there is no table
 #define INTEGER_BITS (IS_HALF ? 0x64006400u : 0x43004300u)  // 1024 or 128, twice. A code becomes their lowest bits.
 #define SCALES_ARE_NUMBERS (SCALE == (IS_HALF ? 2 : 1))  // whether a scale is one number of the served dtype, exactly
 #define MINUS_ZEROS 0x80008000u
@@ -70,15 +64,14 @@ struct Codes {
   DEVICE void load(const unsigned char* tile, int warp, int lane) {
     const unsigned char* from = tile + warp * 512;
     if (SUB == 4) {  // a lane's four pairs of the first half of each product, and of the second half
-      const int place = (lane >> 1 & 1) * 128 + (lane >> 2) * 16 + (lane & 1) * 8;
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const U2 r = *(const U2*)(from + i * 256 + place);
+        const U2 r = *(const U2*)(from + piece_at(lane >> 2, i * 2 + (lane >> 1 & 1)) + (lane & 1) * 8);
         v[i * 2] = r.v[0], v[i * 2 + 1] = r.v[1];
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < 4; i++) v[i] = *(const unsigned*)(from + i * 128 + lane * 4);
+      for (int i = 0; i < 4; i++) v[i] = *(const unsigned*)(from + piece_at(lane >> 2, i) + (lane & 3) * 4);
     }
     const unsigned char *scales = tile + BLOCK_BYTES, *zeros = scales + 64 * SUB * SCALE_BYTES;
 #pragma unroll
@@ -117,14 +110,17 @@ struct Codes {
 };
 
 // An item is GROUPS * TILES * 64 rows and TOKENS tokens. GROUPS warpgroups multiply; each has TILES tiles of 64 rows.
-template <int TOKENS, int GROUPS, int TILES> struct Dense {
+// RESIDENT_PROGRAMS have room on an SM.
+template <int TOKENS, int GROUPS, int TILES, int RESIDENT_PROGRAMS> struct Dense {
   static constexpr int ROW_TILES = GROUPS * TILES, ROWS = ROW_TILES * 64, MULTIPLIERS = GROUPS * 128, NT = TOKENS / 8;
   static constexpr int PIECES = TILES * NT, BATCH = NT < 8 ? NT : 8;  // of a thread's sums, four in each
+  static constexpr int BYTES = (RESIDENT_PROGRAMS == 1 ? 229376 : 115712) - (DENSE_AT - TABLE_AT);  // of shared memory for stages
   // Bytes of a stage: x; behind x of all stages codes, scales and zeros of the tiles.
   static constexpr int STAGE = TOKENS * 128, SCALES = 64 * SUB * SCALE_BYTES, ZERO_BYTES = ZEROS ? 64 * SUB : 0;
   static constexpr int TILE_BYTES = BLOCK_BYTES + SCALES + ZERO_BYTES, OPERANDS = ROW_TILES * TILE_BYTES;
-  static constexpr int FITTING = (DENSE_BYTES - 256) / (STAGE + OPERANDS), STAGES = FITTING < 8 ? FITTING : 8;
-  static constexpr int PRODUCER_REGISTERS = GROUPS > 2 ? 32 : 40, MULTIPLIER_REGISTERS = GROUPS > 2 ? 112 : 232;
+  static constexpr int FITTING = (BYTES - 256) / (STAGE + OPERANDS), STAGES = FITTING < 4 ? FITTING : 4;
+  static constexpr int MANY = GROUPS * RESIDENT_PROGRAMS > 2;
+  static constexpr int PRODUCER_REGISTERS = MANY ? 32 : 40, MULTIPLIER_REGISTERS = GROUPS > 2 ? 112 : MANY ? 104 : 232;
   static_assert(INTEGERS || !ZEROS, "only integers have zeros");
   static_assert(ROW_TILES <= 4 && STAGES >= 3, "each warp of the producer copies a tile, several stages ahead");
   using Sums = float[TILES][NT][4];
@@ -200,32 +196,23 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
     close_wgmma();
   }
 
-  // Where a block lies in shared memory, and the phase of its barrier.
-  struct Stage {
-    int index = 0, phase = 0;
-    DEVICE void move() {
-      if (++index == STAGES) index = 0, phase ^= 1;
-    }
-  };
-
-  // Multiplies a block, whose values of tile 0 are in a[0]. Then those of the next block are there. The codes of the next tile
-  // are loaded while one is multiplied; they become values when the products that read the same registers have ended.
-  // `former` is the stage of the block before, or -1.
-  DEVICE void multiply(Sums& sums, unsigned (*a)[STEPS][4], Stage& stage, int former, bool is_last, unsigned lane_bits) const {
-    const int now = stage.index;
+  // Multiplies the block in stage NOW, whose values of tile 0 are in a[0]. Then those of the next block are there. The codes of
+  // the next tile are loaded while one is multiplied; they become values when the products that read the same registers
+  // have ended. `phase` is that of the next block's barrier.
+  template <int NOW> DEVICE void multiply(Sums& sums, unsigned (*a)[STEPS][4], int phase, bool is_first, bool is_last,
+                                          unsigned lane_bits) const {
+    constexpr int NEXT = (NOW + 1) % STAGES, FORMER = (NOW + STAGES - 1) % STAGES;
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
       Codes codes;
-      issue(sums[tile], a[tile], now);
-      if (tile == TILES - 1) {
-        stage.move();
-        if (!is_last) wait_barrier(filled() + stage.index, stage.phase);
-      }
-      if (tile < TILES - 1 || !is_last) codes.load(operands(stage.index, first_tile + (tile + 1) % TILES), warp, lane);
+      const bool ends = tile == TILES - 1;
+      issue(sums[tile], a[tile], NOW);
+      if (ends && !is_last) wait_barrier(filled() + NEXT, phase);
+      if (!ends || !is_last) codes.load(operands(ends ? NEXT : NOW, first_tile + (tile + 1) % TILES), warp, lane);
       wait_wgmma<TILES - 1>();
-      if (tile == 0 && TILES > 1 && former >= 0) release(former);
-      if (TILES == 1) release(now);
-      if (tile < TILES - 1 || !is_last) codes.decode(a[(tile + 1) % TILES], lane_bits);
+      if (tile == 0 && TILES > 1 && !is_first) release(FORMER);
+      if (TILES == 1) release(NOW);
+      if (!ends || !is_last) codes.decode(a[(tile + 1) % TILES], lane_bits);
     }
   }
 
@@ -233,9 +220,23 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
     if (lane == 0) arrive(used() + stage);
   }
 
+  // Multiplies the next block if it is in stage NOW, and then those in the stages behind it. So addresses are constants.
+  template <int NOW> DEVICE void multiply_from(Sums& sums, unsigned (*a)[STEPS][4], int& stage, int& phase, int steps, int& left,
+                                               bool ends, unsigned lane_bits) const {
+    if constexpr (NOW < STAGES) {
+      if (stage == NOW && left > 0) {
+        if (NOW == STAGES - 1) phase ^= 1;
+        multiply<NOW>(sums, a, phase, left == steps, ends && left == 1, lane_bits);
+        stage = (NOW + 1) % STAGES;
+        left--;
+      }
+      multiply_from<NOW + 1>(sums, a, stage, phase, steps, left, ends, lane_bits);
+    }
+  }
+
   DEVICE void consume(unsigned lane_bits) const {
     unsigned a[TILES][STEPS][4];
-    Stage stage;
+    int stage = 0, phase = 0;
     Codes codes;
     wait_barrier(filled(), 0);
     codes.load(operands(0, first_tile), warp, lane);
@@ -244,15 +245,11 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
     for (Walk walk(run);; walk.begin(walk.item.number - 1)) {
       Sums sums = {};
       const bool ends = walk.is_last_item();
-      int former = -1;
+      int left = walk.left;
 #pragma unroll 1
-      for (int left = walk.left; left > 0; left--) {
-        const int now = stage.index;
-        multiply(sums, a, stage, former, ends && left == 1, lane_bits);
-        former = now;
-      }
+      while (left > 0) multiply_from<0>(sums, a, stage, phase, walk.left, left, ends, lane_bits);
       finish_wgmma(sums);
-      if (TILES > 1) release(former);
+      if (TILES > 1) release((stage + STAGES - 1) % STAGES);
       close_item(walk.item, sums);
       if (ends) return;
     }
@@ -276,7 +273,7 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
       pair[h] = transpose(low | high << 16);
     }
     const bool odd = t & 1;  // such a lane writes the second eight rows
-    const unsigned other = neighbors(odd ? pair[0] : pair[1]);
+    const unsigned other = from_lane(odd ? pair[0] : pair[1], lane ^ 1);
     U2* to = (U2*)(p.y + (size_t)token * p.outputs + row + odd * 8 + (t & 2) * 2);
     if (token < p.tokens) *to = odd ? U2{{other, pair[1]}} : U2{{pair[0], other}};
   }
@@ -349,11 +346,11 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
   }
 };
 
-#define DENSE_KERNEL(NAME, TOKENS, GROUPS, TILES)                                                             \
-  KERNEL void __launch_bounds__((GROUPS + 1) * 128, 1) NAME(const __grid_constant__ Linear p) {                \
-    Dense<TOKENS, GROUPS, TILES>(p).work();                                                                    \
+#define DENSE_KERNEL(NAME, TOKENS, GROUPS, TILES, RESIDENT_PROGRAMS)                                              \
+  KERNEL void __launch_bounds__((GROUPS + 1) * 128, RESIDENT_PROGRAMS) NAME(const __grid_constant__ Linear p) {  \
+    Dense<TOKENS, GROUPS, TILES, RESIDENT_PROGRAMS>(p).work();                                                   \
   }
-DENSE_KERNEL(dense_32, 32, 4, 1)
-DENSE_KERNEL(dense_64, 64, 4, 1)
-DENSE_KERNEL(dense_128, 128, 2, 2)
+DENSE_KERNEL(dense_32, 32, 4, 1, 1)
+DENSE_KERNEL(dense_64, 64, 4, 1, 1)
+DENSE_KERNEL(dense_128, 128, 2, 2, 1)
 #endif

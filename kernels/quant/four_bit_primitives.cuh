@@ -100,6 +100,9 @@ DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory")
 // Waits until at most LEFT groups of this thread's copies are in flight.
 template <int LEFT> DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
 
+// Returns the number of another lane. All lanes of a warp call it.
+DEVICE unsigned from_lane(unsigned own, int lane) { return __shfl_sync(~0u, own, lane); }
+
 // Writes the pair of a byte for four lanes.
 DEVICE void store_entries(unsigned byte, unsigned lanes, unsigned pair) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" :: "r"(TABLE_AT + byte * 256 + lanes * 16), "r"(pair) : "memory");

@@ -70,9 +70,6 @@ DEVICE unsigned transpose(unsigned pair) {
   return r;
 }
 
-// Returns the number of the lane beside this one: lanes 0 and 1 exchange theirs, and so on.
-DEVICE unsigned neighbors(unsigned own) { return __shfl_xor_sync(~0u, own, 1); }
-
 DEVICE void begin_wgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void close_wgmma() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 

@@ -149,6 +149,14 @@ template <int LEFT> void wait_copies() {
   for (; copies.size() > LEFT; copies.pop_front()) for (auto& copy : copies.front()) copy();
 }
 
+inline unsigned from_lane(unsigned own, int from) {
+  Warp& warp = current->program->warps[threadIdx.x >> 5];
+  warp.a[threadIdx.x & 31][0] = own;
+  warp.barrier.arrive_and_wait();
+  const unsigned r = warp.a[from][0];
+  warp.barrier.arrive_and_wait();
+  return r;
+}
 inline void store_entries(unsigned byte, unsigned lanes, unsigned pair) {
   for (int i = 0; i < 4; i++) memcpy(at_window(TABLE_AT + byte * 256 + lanes * 16 + i * 4, 4), &pair, 4);
 }
@@ -247,16 +255,6 @@ inline unsigned transpose(unsigned pair) {
   warp.barrier.arrive_and_wait();
   const auto at = [&](int i, int j) { return warp.a[i * 4 + j / 2][0] >> j % 2 * 16 & 0xFFFF; };
   const unsigned r = at(column, row) | at(column + 1, row) << 16;
-  warp.barrier.arrive_and_wait();
-  return r;
-}
-
-inline unsigned neighbors(unsigned own) {
-  Warp& warp = current->program->warps[threadIdx.x >> 5];
-  const int lane = threadIdx.x & 31;
-  warp.a[lane][0] = own;
-  warp.barrier.arrive_and_wait();
-  const unsigned r = warp.a[lane ^ 1][0];
   warp.barrier.arrive_and_wait();
   return r;
 }
