@@ -38,7 +38,7 @@ struct Linear {
   const unsigned short* x;       // [T, D]
   const unsigned short* bias;    // [O] or null
   unsigned short* y;             // [T, O]
-  float* parts;                  // [programs, 2, numbers of an item's sums]
+  float* parts;                  // [programs, 2, numbers of an item's sums]; one for a program of four_bit_dense.cu
   int* tickets;                  // [programs] zeros, which are left as zeros
   // With EXPERTS the tokens of y are pairs of a token and its expert. Tiles have pairs of one expert.
   const int* used_tiles;         // [1] number of tiles that have pairs

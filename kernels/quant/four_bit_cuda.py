@@ -135,6 +135,7 @@ class KernelShape:
         True  # whether it is also compiled for experts, with a tile of pairs as the tokens of an item
     )
     wgmma_warps: int = 0  # warps of a program that multiplies by wgmma
+    least_items: int = 0  # items of a launch without experts; with fewer ones, the next kernel is chosen
 
     @property
     def needs_wgmma(self) -> bool:
@@ -151,14 +152,20 @@ class KernelShape:
         """Most tokens of a launch."""
         return self.tokens * self.spans
 
+    def items(self, tokens: int, outputs: int) -> int:
+        """Returns the number of items of a launch without experts."""
+        return -(-outputs // self.rows) * -(-min(tokens, self.launch_tokens) // self.tokens)
+
 
 # Those with wgmma were measured on an H100, the others on an H200: benchmarks/NOTES.md, "Four bits by wgmma".
 KERNEL_SHAPES = (
     KernelShape("few_8", 8, 8, TILE, 8, 20),
     KernelShape("few_16", 16, 16, TILE, 8, 20),
     KernelShape("dense_32", 32, 32, 4 * TILE, 4, 8, serves_experts=False, wgmma_warps=20),
-    KernelShape("dense_64", 64, 64, 4 * TILE, 4, 6, serves_experts=False, wgmma_warps=20),
-    KernelShape("dense_128", 128, 256, 4 * TILE, 4, 3, 2, serves_experts=False, wgmma_warps=12),
+    KernelShape("dense_64", 64, 64, 4 * TILE, 4, 6, serves_experts=False, wgmma_warps=20, least_items=64),
+    KernelShape("narrow_64", 64, 64, 2 * TILE, 4, 6, serves_experts=False, wgmma_warps=12),
+    KernelShape("dense_128", 128, 512, 4 * TILE, 4, 3, 4, serves_experts=False, wgmma_warps=12, least_items=64),
+    KernelShape("narrow_128", 128, 512, 2 * TILE, 4, 3, 4, serves_experts=False, wgmma_warps=12),
     KernelShape("wide_32", 32, 32, 4 * TILE, 4, 8, serves_dense=False, wgmma_warps=12),
     KernelShape("wide_64", 64, 64, 4 * TILE, 4, 6, serves_dense=False, wgmma_warps=12),
     KernelShape("wide_128", 128, 256, 4 * TILE, 4, 3, serves_dense=False, wgmma_warps=12),
@@ -186,9 +193,13 @@ class FourBitKernels:
         """Most tokens for which a kernel is chosen."""
         return max(shape.serves for shape in self.shapes)
 
-    def shape_of(self, tokens: int) -> KernelShape:
-        """Returns the first kernel that serves so many tokens, which are most_tokens or less."""
-        return next(shape for shape in self.shapes if tokens <= shape.serves)
+    def shape_of(self, tokens: int, outputs: int) -> KernelShape:
+        """Returns the first kernel that serves so many tokens, which are most_tokens or less, and rows of W."""
+        return next(
+            shape
+            for shape in self.shapes
+            if tokens <= shape.serves and shape.items(tokens, outputs) >= shape.least_items
+        )
 
     def shape_of_tile(self, pairs: int) -> KernelShape:
         """Returns the kernel for tiles of so many pairs of tokens and experts."""
@@ -250,7 +261,7 @@ def _product(code: CudaCode, variant: FourBitVariant, shape: KernelShape, has_wg
 
 def four_bit_linear(x_TD: Tensor, weight: TiledWeight, bias_O: Tensor | None, kernels: FourBitKernels) -> Tensor:
     """Returns x @ W.T + bias."""
-    return launch(x_TD, weight, bias_O, kernels, kernels.shape_of(len(x_TD)))
+    return launch(x_TD, weight, bias_O, kernels, kernels.shape_of(len(x_TD), weight.num_outputs))
 
 
 def launch(
@@ -264,11 +275,10 @@ def launch(
     assert x_TD.data_ptr() % 16 == 0
     assert bias_O is None or (bias_O.is_contiguous() and bias_O.dtype == weight.dtype)
     outputs, device = weight.num_outputs, x_TD.device
-    spans = -(-min(len(x_TD), shape.launch_tokens) // shape.tokens)
-    blocks = -(-outputs // shape.rows) * spans * (weight.num_inputs // TILE)
-    programs = kernels.programs_for(shape, blocks)
+    programs = kernels.programs_for(shape, shape.items(len(x_TD), outputs) * (weight.num_inputs // TILE))
     y_TO = torch.empty(len(x_TD), outputs, dtype=weight.dtype, device=device)
-    parts = torch.empty(programs * 2 * shape.tokens * shape.rows, dtype=torch.float32, device=device)
+    parts_a_program = 1 if shape.maps_x else 2
+    parts = torch.empty(programs * parts_a_program * shape.tokens * shape.rows, dtype=torch.float32, device=device)
     arguments = arguments_of(weight)
     arguments.parts, arguments.outputs = parts.data_ptr(), outputs
     arguments.most_idle = shape.most_idle

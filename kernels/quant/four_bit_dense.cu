@@ -353,4 +353,7 @@ template <int TOKENS, int GROUPS, int TILES, int RESIDENT_PROGRAMS> struct Dense
 DENSE_KERNEL(dense_32, 32, 4, 1, 1)
 DENSE_KERNEL(dense_64, 64, 4, 1, 1)
 DENSE_KERNEL(dense_128, 128, 2, 2, 1)
+// For weights of few rows, whose items more programs would share:
+DENSE_KERNEL(narrow_64, 64, 2, 1, 1)
+DENSE_KERNEL(narrow_128, 128, 2, 1, 1)
 #endif

@@ -362,16 +362,16 @@ extern "C" void emulate(int kernel, int programs, const Linear* arguments) {
   using Kernel = void (*)(Linear);
   // In the order of KERNEL_SHAPES, with as many warps.
 #if EXPERTS
-  const Kernel kernels[] = {few_8, few_16, {}, {}, {}, wide_32, wide_64, wide_128, {}, {}, {}, dequantize};
+  const Kernel kernels[] = {few_8, few_16, {}, {}, {}, {}, {}, wide_32, wide_64, wide_128, {}, {}, {}, dequantize};
 #else
 #if FEW_32_WARPS
   const Kernel few_of_32 = few_32;
 #else
   const Kernel few_of_32 = nullptr;
 #endif
-  const Kernel kernels[] = {few_8, few_16, dense_32, dense_64, dense_128, {}, {}, {}, few_of_32, many_32, many_64, dequantize};
+  const Kernel kernels[] = {few_8, few_16, dense_32, dense_64, narrow_64, dense_128, narrow_128, {}, {}, {}, few_of_32, many_32, many_64, dequantize};
 #endif
-  const int warps[] = {FEW_8_WARPS, FEW_16_WARPS, 20, 20, 12, 12, 12, 12, FEW_32_WARPS, MANY_WARPS, MANY_WARPS, 8};
+  const int warps[] = {FEW_8_WARPS, FEW_16_WARPS, 20, 20, 12, 12, 12, 12, 12, 12, FEW_32_WARPS, MANY_WARPS, MANY_WARPS, 8};
   alignas(64) char aligned[sizeof(Linear)];
   memcpy(aligned, arguments, sizeof(Linear));
   launch<Linear>(kernels[kernel], programs, warps[kernel] * 32, (const Linear*)aligned);

@@ -41,9 +41,9 @@ LAUNCHES = (
     (27, 4, replace(BY_NAME["dense_32"], most_idle=0)),
     (27, 2, BY_NAME["dense_32"]),
     (53, 3, replace(BY_NAME["dense_64"], most_idle=0)),
-    (53, 1, BY_NAME["dense_64"]),
+    (53, 2, BY_NAME["narrow_64"]),
     (128 + 22, 3, replace(BY_NAME["dense_128"], most_idle=0)),
-    (128 + 22, 2, replace(BY_NAME["dense_128"], most_idle=0)),
+    (100, 5, replace(BY_NAME["narrow_128"], most_idle=0)),
 )
 
 
