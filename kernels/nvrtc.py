@@ -113,14 +113,14 @@ class CudaKernel:
 def matrix_map(matrix: torch.Tensor, rows: int) -> ctypes.Array[ctypes.c_uint64]:
     """Describes a matrix to the copy engine (TMA) of GPUs of compute capability 9.0 and later.
 
-    A copy takes 64 columns and so many rows, at most 256. Numbers outside the matrix are zeros. In shared memory a row of
-    128 bytes has its pieces of 16 bytes exchanged, as wgmma reads them. The matrix is contiguous, has numbers of 16 bits,
-    and begins at a multiple of 16 bytes, as its rows do.
+    A copy takes 64 columns and so many rows, at most 256. Numbers outside the matrix are zeros. In shared memory a row
+    of 128 bytes has its pieces of 16 bytes exchanged, as wgmma reads them. The matrix is contiguous, has numbers of
+    16 bits, and begins at a multiple of 16 bytes, as its rows do.
     """
     assert matrix.is_contiguous() and matrix.element_size() == 2 and matrix.shape[1] % 8 == 0
     memory = (ctypes.c_uint64 * 24)()  # of which 128 bytes begin at a multiple of 64
     at = -(-ctypes.addressof(memory) // 64) * 64
-    map = MatrixMap.from_address(at)
+    described = MatrixMap.from_address(at)
     status = _library("libcuda.so.1").cuTensorMapEncodeTiled(
         ctypes.c_void_p(at),
         _UINT16,
@@ -137,7 +137,7 @@ def matrix_map(matrix: torch.Tensor, rows: int) -> ctypes.Array[ctypes.c_uint64]
     )
     if status != 0:
         raise CudaCodeError(f"the CUDA driver cannot describe a matrix of shape {tuple(matrix.shape)}: error {status}")
-    return MatrixMap(*map)
+    return MatrixMap(*described)
 
 
 def machine_code(source: str, options: Sequence[str], device: torch.device) -> bytes:

@@ -1,8 +1,9 @@
 """The order in which four-bit codes and their groups' numbers lie for kernels/quant/four_bit.cu.
 
 A tile is 64 rows and 64 inputs, in 2048 bytes. A byte holds two inputs side by side, the first one in its lower four
-bits. Bytes lie by tile, then by 16 rows (M), piece, four of eight inputs in a row (B), two of these (P), 32 inputs (A), and first or
-second eight of the 16 rows (H). A piece is the bytes of a row of eight (N) and eight inputs in a row of 32 (L):
+bits. Bytes lie by tile, then by 16 rows (M), piece, four of eight inputs in a row (B), two of these (P), 32 inputs (A),
+and first or second eight of the 16 rows (H). A piece is the bytes of a row of eight (N) and eight inputs in a row of
+32 (L):
 
     row = 16 M + 8 H + N        input = 32 A + 8 L + 4 B + 2 P (+ 1 for the upper bits)
 
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 TILE = 64
-PIECES = torch.tensor([[n // 2 * 8 + (l ^ n // 2) * 2 + n % 2 for l in range(4)] for n in range(8)])  # [N, L]
+PIECES = torch.tensor([[n // 2 * 8 + (run ^ n // 2) * 2 + n % 2 for run in range(4)] for n in range(8)])  # [N, L]
 
 
 def empty_codes(outputs: int, inputs: int, group: int) -> tuple[int, ...]:

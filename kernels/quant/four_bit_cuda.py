@@ -240,9 +240,7 @@ def _kernels(variant: FourBitVariant, index: int) -> FourBitKernels | None:
             products: dict[str, Launch] = {shape.name: _product(code, variant, shape, has_wgmma) for shape in shapes}
             resident = {shape.name: variant.resident_of(shape) for shape in shapes}
             dequantize = code.kernel("dequantize", DEQUANTIZE_WARPS * 32, 0)
-            return FourBitKernels(
-                shapes, products, dequantize, matrix_map, properties.multi_processor_count, resident
-            )
+            return FourBitKernels(shapes, products, dequantize, matrix_map, properties.multi_processor_count, resident)
     except CudaCodeError as error:
         log.warning("weights of four bits are served by slower kernels: %s", error)
         return None
@@ -251,7 +249,9 @@ def _kernels(variant: FourBitVariant, index: int) -> FourBitKernels | None:
 def _product(code: CudaCode, variant: FourBitVariant, shape: KernelShape, has_wgmma: bool) -> Launch:
     early = has_wgmma and not variant.of_experts
     if shape.needs_wgmma:
-        return code.kernel(shape.name, shape.wgmma_warps * 32, TABLE_BYTES + WIDE_BYTES, waits=variant.of_experts, early=early)
+        return code.kernel(
+            shape.name, shape.wgmma_warps * 32, TABLE_BYTES + WIDE_BYTES, waits=variant.of_experts, early=early
+        )
     warps = variant.few_warps.get(shape.name)
     if warps is not None:
         shared_bytes = TABLE_BYTES + (warps - 1) * (shape.tokens // 8) * WARP_SUMS_BYTES + FLAGS_BYTES

@@ -109,11 +109,9 @@ class TiledWeight(nn.Module):
         self.dtype = dtype
         self.group = _group(scheme, inputs)
         has_integers = isinstance(scheme, IntScheme)
-        has_zeros = has_integers and scheme.has_zeros
+        has_zeros = isinstance(scheme, IntScheme) and scheme.has_zeros
         groups_a_block = max(1, TILE // self.group)
-        self.variant = FourBitVariant(
-            dtype, _scale_dtype(scheme), groups_a_block, has_zeros, has_integers, of_experts
-        )
+        self.variant = FourBitVariant(dtype, _scale_dtype(scheme), groups_a_block, has_zeros, has_integers, of_experts)
         self.quantized_from: torch.dtype | None = None  # dtype before quantization; None until fill()
         if isinstance(scheme, IntScheme):
             self.quantized_from = scheme.dtype or dtype
@@ -124,7 +122,7 @@ class TiledWeight(nn.Module):
         self.book = _held(BOOK_SIZE, dtype=torch.float32, device=device)
         self.pairs = _held(BOOK_SIZE * BOOK_SIZE, dtype=torch.int32, device=device)  # two of the book in each, by byte
         self.tickets = _held(MAX_PROGRAMS, dtype=torch.int32, device=device)  # zeros between launches
-        self.numbers = (0,) * (BOOK_SIZE // 2)  # the book in the served dtype, two values in each, for arguments of launches
+        self.numbers = (0,) * (BOOK_SIZE // 2)  # the book in the served dtype, two values in each, for launches
         self._has_book = False  # until fill()
         self._scratch = scratch
         if device.type == "cuda":

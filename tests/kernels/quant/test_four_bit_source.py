@@ -77,7 +77,9 @@ def emulated_kernels(
     shapes = weight.variant.shapes(has_wgmma=True)
     if most_idle is not None:
         shapes = tuple(replace(shape, most_idle=most_idle) for shape in shapes)
-    return FourBitKernels(shapes, by_name, kernel(len(KERNEL_SHAPES)), emulated_map, programs, dict.fromkeys(by_name, 1))
+    return FourBitKernels(
+        shapes, by_name, kernel(len(KERNEL_SHAPES)), emulated_map, programs, dict.fromkeys(by_name, 1)
+    )
 
 
 @pytest.mark.parametrize("case", EMULATED)
