@@ -41,6 +41,7 @@ SOURCES = (
 MANY_WARPS = 8
 WGMMA_CAPABILITY = (9, 0)  # no other GPU has wgmma
 MAX_PROGRAMS = 512  # of a launch for products: a weight has a ticket for each
+EVEN_SHARE = 0.95  # share of the programs above which they are as many for each item
 RESIDENT = 2  # programs of few_8 and few_16 on an SM: benchmarks/NOTES.md, "Launches of four bits that overlap"
 DEQUANTIZE_WARPS = 8  # each writes a tile
 
@@ -157,15 +158,15 @@ class KernelShape:
         return -(-outputs // self.rows) * -(-min(tokens, self.launch_tokens) // self.tokens)
 
 
-# Those with wgmma were measured on an H100, the others on an H200: benchmarks/NOTES.md, "Four bits by wgmma".
+# Measured on an H200, the wide ones on an H100: benchmarks/NOTES.md, "Four bits by wgmma" and the sections behind it.
 KERNEL_SHAPES = (
     KernelShape("few_8", 8, 8, TILE, 8, 20),
     KernelShape("few_16", 16, 16, TILE, 8, 20),
     KernelShape("dense_32", 32, 32, 4 * TILE, 4, 8, serves_experts=False, wgmma_warps=20),
     KernelShape("dense_64", 64, 64, 4 * TILE, 4, 6, serves_experts=False, wgmma_warps=20, least_items=64),
     KernelShape("narrow_64", 64, 64, 2 * TILE, 4, 6, serves_experts=False, wgmma_warps=12),
-    KernelShape("dense_128", 128, 512, 4 * TILE, 4, 3, 4, serves_experts=False, wgmma_warps=12, least_items=64),
-    KernelShape("narrow_128", 128, 512, 2 * TILE, 4, 3, 4, serves_experts=False, wgmma_warps=12),
+    KernelShape("dense_128", 128, 384, 4 * TILE, 4, 3, 3, serves_experts=False, wgmma_warps=12, least_items=64),
+    KernelShape("narrow_128", 128, 384, 2 * TILE, 4, 3, 3, serves_experts=False, wgmma_warps=12),
     KernelShape("wide_32", 32, 32, 4 * TILE, 4, 8, serves_dense=False, wgmma_warps=12),
     KernelShape("wide_64", 64, 64, 4 * TILE, 4, 6, serves_dense=False, wgmma_warps=12),
     KernelShape("wide_128", 128, 256, 4 * TILE, 4, 3, serves_dense=False, wgmma_warps=12),
@@ -205,9 +206,14 @@ class FourBitKernels:
         """Returns the kernel for tiles of so many pairs of tokens and experts."""
         return next(shape for shape in self.shapes if shape.tokens == pairs)
 
-    def programs_for(self, shape: KernelShape, blocks: int) -> int:
-        """Returns the number of programs for a product of that many blocks, which are 64 inputs of an item each."""
+    def programs_for(self, shape: KernelShape, blocks: int, items: int = 0) -> int:
+        """Returns the number of programs for a product of that many blocks, which are 64 inputs of an item each.
+
+        If the number of items is given, as many programs share each of them, where that leaves few SMs without one.
+        """
         most = min(sms_for_gemms(self.num_sms) * self.resident[shape.name], MAX_PROGRAMS)
+        if items and most // items * items > EVEN_SHARE * most:
+            most = most // items * items
         return min(most, -(-blocks // shape.least_blocks))
 
 
@@ -275,7 +281,8 @@ def launch(
     assert x_TD.data_ptr() % 16 == 0
     assert bias_O is None or (bias_O.is_contiguous() and bias_O.dtype == weight.dtype)
     outputs, device = weight.num_outputs, x_TD.device
-    programs = kernels.programs_for(shape, shape.items(len(x_TD), outputs) * (weight.num_inputs // TILE))
+    items = shape.items(len(x_TD), outputs)
+    programs = kernels.programs_for(shape, items * (weight.num_inputs // TILE), items if shape.maps_x else 0)
     y_TO = torch.empty(len(x_TD), outputs, dtype=weight.dtype, device=device)
     parts_a_program = 1 if shape.maps_x else 2
     parts = torch.empty(programs * parts_a_program * shape.tokens * shape.rows, dtype=torch.float32, device=device)

@@ -110,17 +110,15 @@ struct Codes {
 };
 
 // An item is GROUPS * TILES * 64 rows and TOKENS tokens. GROUPS warpgroups multiply; each has TILES tiles of 64 rows.
-// RESIDENT_PROGRAMS have room on an SM.
-template <int TOKENS, int GROUPS, int TILES, int RESIDENT_PROGRAMS> struct Dense {
+template <int TOKENS, int GROUPS, int TILES> struct Dense {
   static constexpr int ROW_TILES = GROUPS * TILES, ROWS = ROW_TILES * 64, MULTIPLIERS = GROUPS * 128, NT = TOKENS / 8;
   static constexpr int PIECES = TILES * NT, BATCH = NT < 8 ? NT : 8;  // of a thread's sums, four in each
-  static constexpr int BYTES = (RESIDENT_PROGRAMS == 1 ? 229376 : 115712) - (DENSE_AT - TABLE_AT);  // of shared memory for stages
+  static constexpr int BYTES = 229376 - (DENSE_AT - TABLE_AT);  // of shared memory for stages
   // Bytes of a stage: x; behind x of all stages codes, scales and zeros of the tiles.
   static constexpr int STAGE = TOKENS * 128, SCALES = 64 * SUB * SCALE_BYTES, ZERO_BYTES = ZEROS ? 64 * SUB : 0;
   static constexpr int TILE_BYTES = BLOCK_BYTES + SCALES + ZERO_BYTES, OPERANDS = ROW_TILES * TILE_BYTES;
   static constexpr int FITTING = (BYTES - 256) / (STAGE + OPERANDS), STAGES = FITTING < 4 ? FITTING : 4;
-  static constexpr int MANY = GROUPS * RESIDENT_PROGRAMS > 2;
-  static constexpr int PRODUCER_REGISTERS = MANY ? 32 : 40, MULTIPLIER_REGISTERS = GROUPS > 2 ? 112 : MANY ? 104 : 232;
+  static constexpr int PRODUCER_REGISTERS = GROUPS > 2 ? 32 : 40, MULTIPLIER_REGISTERS = GROUPS > 2 ? 112 : 232;
   static_assert(INTEGERS || !ZEROS, "only integers have zeros");
   static_assert(ROW_TILES <= 4 && STAGES >= 3, "each warp of the producer copies a tile, several stages ahead");
   using Sums = float[TILES][NT][4];
@@ -346,14 +344,14 @@ template <int TOKENS, int GROUPS, int TILES, int RESIDENT_PROGRAMS> struct Dense
   }
 };
 
-#define DENSE_KERNEL(NAME, TOKENS, GROUPS, TILES, RESIDENT_PROGRAMS)                                              \
-  KERNEL void __launch_bounds__((GROUPS + 1) * 128, RESIDENT_PROGRAMS) NAME(const __grid_constant__ Linear p) {  \
-    Dense<TOKENS, GROUPS, TILES, RESIDENT_PROGRAMS>(p).work();                                                   \
+#define DENSE_KERNEL(NAME, TOKENS, GROUPS, TILES)                                                \
+  KERNEL void __launch_bounds__((GROUPS + 1) * 128, 1) NAME(const __grid_constant__ Linear p) {  \
+    Dense<TOKENS, GROUPS, TILES>(p).work();                                                      \
   }
-DENSE_KERNEL(dense_32, 32, 4, 1, 1)
-DENSE_KERNEL(dense_64, 64, 4, 1, 1)
-DENSE_KERNEL(dense_128, 128, 2, 2, 1)
+DENSE_KERNEL(dense_32, 32, 4, 1)
+DENSE_KERNEL(dense_64, 64, 4, 1)
+DENSE_KERNEL(dense_128, 128, 2, 2)
 // For weights of few rows, whose items more programs would share:
-DENSE_KERNEL(narrow_64, 64, 2, 1, 1)
-DENSE_KERNEL(narrow_128, 128, 2, 1, 1)
+DENSE_KERNEL(narrow_64, 64, 2, 1)
+DENSE_KERNEL(narrow_128, 128, 2, 1)
 #endif

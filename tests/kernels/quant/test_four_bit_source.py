@@ -103,3 +103,20 @@ def test_the_source_computes_products_and_values(case: str, folder: Path) -> Non
     out = torch.full((128, 320), torch.nan, dtype=dtype)
     four_bit_values(weight, out, 64, emulated_kernels(library, 1, weight))
     assert torch.equal(out, weight.dequantized(slice(64, None)))
+
+
+def unused(_programs: int, _arguments: object) -> None:
+    """Stands for a kernel that is not launched."""
+
+
+def test_a_weight_of_few_rows_has_half_as_many_in_an_item_and_equal_programs_for_each() -> None:
+    by_name = dict.fromkeys(BY_NAME, 1)
+    kernels = FourBitKernels(KERNEL_SHAPES, dict.fromkeys(BY_NAME, unused), unused, emulated_map, 132, by_name)
+    chosen = {
+        (tokens, outputs): kernels.shape_of(tokens, outputs).name
+        for tokens, outputs in ((17, 4096), (64, 4096), (64, 28672), (128, 6144), (256, 28672), (384, 4096))
+    }
+    assert list(chosen.values()) == ["dense_32", "narrow_64", "dense_64", "narrow_128", "dense_128", "narrow_128"]
+    assert kernels.programs_for(BY_NAME["narrow_64"], 32 * 64, 32) == 128
+    assert kernels.programs_for(BY_NAME["narrow_64"], 48 * 64, 48) == 132  # 96 would be too few
+    assert kernels.programs_for(BY_NAME["few_8"], 64 * 64) == 132
