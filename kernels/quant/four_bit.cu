@@ -1,5 +1,5 @@
 // x @ W.T with weights of four bits, for few tokens. kernels/quant/four_bit_cuda.py compiles this file with NVRTC, and after it
-// four_bit_wide.cu, for more tokens.
+// four_bit_wide.cu and four_bit_dense.cu, for more tokens.
 //
 // Idea: with few tokens, the cost of a GEMM is the weight's bytes. A byte names a pair of values. A table of all 256 pairs
 // lies in shared memory, a copy for each lane, so that a lookup has no bank conflict. It gives two values at once, which

@@ -1,4 +1,4 @@
-"""Compiles and launches four_bit.cu and four_bit_wide.cu: products with weights of four bits, and their values.
+"""Compiles and launches four_bit.cu, four_bit_wide.cu and four_bit_dense.cu: products and values of four-bit weights.
 
 kernels/moe/moe_codes_cuda.py launches those that are compiled for experts.
 """
@@ -211,6 +211,7 @@ class FourBitKernels:
 
         If the number of items is given, as many programs share each of them, where that leaves few SMs without one.
         """
+        assert blocks * MAX_PROGRAMS < 1 << 32, "the kernels divide blocks among programs in 32 bits"
         most = min(sms_for_gemms(self.num_sms) * self.resident[shape.name], MAX_PROGRAMS)
         if items and most // items * items > EVEN_SHARE * most:
             most = most // items * items

@@ -28,8 +28,8 @@ from lorafleet.kernels.lora.sm_split import (
     split_path,
     write_splits,
 )
-from lorafleet.kernels.quant.base_weight import PlainWeight
 from lorafleet.kernels.nvrtc import matrix_map
+from lorafleet.kernels.quant.base_weight import PlainWeight
 from lorafleet.kernels.quant.four_bit_cuda import FourBitKernels, KernelShape
 from tests.kernels.harness import needs_gpu, poison_free_memory
 from tests.kernels.lora_cases import RANKS_OF_SLOTS, make_inputs, make_packed, reference, slots_of_tokens
