@@ -17,16 +17,17 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.device.host_copy import to_device
 from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
+from lorafleet.workers.speculation.behind_steps import BehindStep, BehindSteps
 from lorafleet.workers.speculation.draft_slots import DraftSlots
-from lorafleet.workers.speculation.drafter import Wanted
-from lorafleet.workers.speculation.feature_rows import FeatureRows
+from lorafleet.workers.speculation.draft_steps import DraftSteps
+from lorafleet.workers.speculation.drafter import DeviceDrafts, Wanted
 from lorafleet.workers.speculation.followed_sequence import FollowedSequence
 from lorafleet.workers.step.planner import plan_step
-from lorafleet.workers.step.step_runner import StepRunner
 
 # Tokens that one call computes before the first draft, in all sequences together: some milliseconds of a small model.
 CAUGHT_UP_TOKENS = 1024
@@ -38,39 +39,38 @@ class ModelDrafter:
     """The drafts of one engine.
 
     Args:
-        steps: Runs the draft model. Its inputs have room for CAUGHT_UP_TOKENS.
+        steps: Runs the draft model or head. Its inputs have room for CAUGHT_UP_TOKENS.
         kv: The blocks of its KV cache.
         slots: The draft LoRAs of adapters. None if there are no adapters.
         base_vocab: Size of the base's vocabulary. Larger tokens are not drafted, and end a draft.
         longest: Number of tokens of the longest sequence that it drafts for.
         most_rows: Most tokens of one sequence that are computed as a token and its drafts.
-        rows: What a head reads and writes beside the inputs; None for a model of its own.
     """
 
     def __init__(
         self,
-        steps: StepRunner,
+        steps: DraftSteps,
         kv: KVCacheManager,
         slots: DraftSlots | None,
         base_vocab: int,
         longest: int,
         most_rows: int,
-        rows: FeatureRows | None = None,
     ) -> None:
         self.kv = kv
-        self.steps = steps
+        self.steps = steps.runner
+        self._draft_steps = steps
         self.slots = slots
         self._vocab_size = base_vocab
-        self._readable = base_vocab if rows is not None else steps.model.config.vocab_size
+        self._readable = base_vocab if steps.rows is not None else steps.runner.model.config.vocab_size
         self._longest = longest
-        self._rows = rows
         self._most_rows = most_rows
+        self._behind = BehindSteps(steps, kv.block_size, slots, min(base_vocab, self._readable))
         self._followed: dict[Sequence, FollowedSequence] = {}  # The one that was drafted for last is the last one.
 
     @property
     def is_of_head(self) -> bool:
         """Whether a head drafts, which reads weights of the target."""
-        return self._rows is not None
+        return self._draft_steps.rows is not None
 
     def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
         """Returns the draft model's likeliest continuation of each sequence. There is none for a sequence that the
@@ -81,7 +81,7 @@ class ModelDrafter:
         for entry, followed in zip(wanted, found, strict=True):
             if not followed.drafts:
                 count = min(entry.most, self._longest + 1 - entry.num_known)
-                if count > 0 and followed.num_known and followed.largest_token < self._readable:
+                if self._can_draft(followed, count):
                     counts[followed] = count
         chunks = self._first_chunks(counts, keep=set(found))
         if chunks:
@@ -89,6 +89,33 @@ class ModelDrafter:
                 chunks, {followed.own: counts[followed] for followed in counts}, self._features(chunks, wanted, found)
             )
         return [self._usable(followed.drafts[: entry.most]) for entry, followed in zip(wanted, found, strict=True)]
+
+    def is_current(self, entry: Wanted, step: DraftVerification) -> bool:
+        """Returns whether it has computed all known tokens of a sequence in the step, or cannot draft for it at all."""
+        followed = self._followed.get(entry.sequence)
+        if followed is None or entry.sequence not in step.rows or followed.digest != self._digest(entry.sequence)[0]:
+            return False
+        if not self._can_draft(followed, self._room_behind(entry, step)):
+            return True
+        is_known = followed.num_known == entry.num_known - followed.first
+        return followed.behind == step.number - 1 or (is_known and followed.num_missing <= 0)
+
+    @torch.inference_mode()
+    def propose_behind(self, wanted: Many[Wanted], step: DraftVerification) -> DeviceDrafts:
+        """Queues steps of the draft model behind the step in flight: one for all of its rows, those of wrong drafts
+        too, and then one for each further draft token of a sequence."""
+        found = [self._follow(entry) for entry in wanted]
+        entries: list[BehindStep] = []
+        for entry, followed in zip(wanted, found, strict=True):
+            rows, count = step.rows[entry.sequence], min(entry.most, self._room_behind(entry, step))
+            if self._can_draft(followed, count):
+                followed.go_behind(step.number)
+                if self._grow(followed, followed.num_known + rows.num_drafts + count, set(found)):
+                    entries.append(BehindStep(entry.sequence, followed, rows, count))
+                else:
+                    followed.behind = None
+        entries.sort(key=lambda entry: -entry.count)
+        return self._behind.run(entries, step)
 
     def release(self, sequence: Sequence) -> None:
         followed = self._followed.pop(sequence, None)
@@ -98,8 +125,7 @@ class ModelDrafter:
     def _follow(self, entry: Wanted) -> FollowedSequence:
         """Returns the draft model's sequence, with the tokens that are known now and the slot of its draft LoRA."""
         sequence, num_known, _ = entry
-        slot = None if self.slots is None else self.slots.find(sequence.slot, sequence.digest)
-        digest = sequence.digest if slot is not None or self._rows is not None else ""
+        digest, slot = self._digest(sequence)
         followed = self._followed.pop(sequence, None)
         if followed is not None and followed.digest != digest:
             followed.close()
@@ -111,6 +137,19 @@ class ModelDrafter:
         self._followed[sequence] = followed
         followed.own.slot = slot
         return followed
+
+    def _digest(self, sequence: Sequence) -> tuple[str, int | None]:
+        """Returns FollowedSequence.digest for a sequence, and the slot of its draft LoRA."""
+        slot = None if self.slots is None else self.slots.find(sequence.slot, sequence.digest)
+        return sequence.digest if slot is not None or self.is_of_head else "", slot
+
+    def _can_draft(self, followed: FollowedSequence, count: int) -> bool:
+        """Returns whether the draft model can read the known tokens, and has room for so many drafts behind them."""
+        return count > 0 and followed.num_known > 0 and followed.largest_token < self._readable
+
+    def _room_behind(self, entry: Wanted, step: DraftVerification) -> int:
+        """Returns how many drafts the draft model has room for behind all drafts of the step in flight."""
+        return self._longest - entry.num_known - step.rows[entry.sequence].num_drafts
 
     def _first_chunks(self, counts: dict[FollowedSequence, int], keep: set[FollowedSequence]) -> list[Chunk]:
         """Returns the known tokens that are computed now, the sequences with the fewest first. A sequence without room
@@ -150,14 +189,16 @@ class ModelDrafter:
 
     def _features(self, chunks: list[Chunk], wanted: Many[Wanted], found: Many[FollowedSequence]) -> list[int]:
         """Returns the row of the feature of each token of the chunks, if a head drafts."""
-        if self._rows is None:
+        rows = self._draft_steps.rows
+        if rows is None:
             return []
         of_own = {followed.own: (followed, entry.sequence) for followed, entry in zip(found, wanted, strict=True)}
         sources: list[int] = []
         for chunk in chunks:
             followed, target = of_own[chunk.sequence]
-            slots = followed.feature_slots(target, self.kv.block_size)[: chunk.num_tokens]
-            sources += [self._rows.most_rows + slot for slot in slots]
+            end = chunk.sequence.num_computed + chunk.num_tokens
+            slots = followed.feature_slots(target, end, self.kv.block_size)
+            sources += [rows.most_rows + slot for slot in slots]
         return sources
 
     @torch.inference_mode()
@@ -173,11 +214,7 @@ class ModelDrafter:
         inputs = self.steps.inputs
         while chunks:
             plan, last_rows = self._plan(chunks, rows)
-            if self._rows is not None:
-                self._rows.begin(sources)
-            self.steps.run(plan)
-            if self._rows is not None:
-                self._rows.end(plan.sampling, inputs.sampled_B)
+            self._draft_steps.run(plan, sources)
             sampling = [chunk.sequence for chunk in chunks if chunk.samples]
             rows = {sequence.request_id: row for sequence, row in zip(sampling, last_rows, strict=True)}
             for chunk in chunks:
