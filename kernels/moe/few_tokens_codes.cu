@@ -1,5 +1,6 @@
 // The quantized experts of few tokens: gate and up with the activation, then down times the experts' weights.
-// kernels/moe/few_tokens_codes_cuda.py compiles this file with NVRTC, behind kernels/quant/four_bit_primitives.cuh.
+// kernels/moe/few_tokens_codes_cuda.py compiles this file with NVRTC, behind four_bit_primitives.cuh and
+// code_tiles.cuh of kernels/quant.
 //
 // Idea: an item is 16 outputs of one expert, for all tokens that chose it. The warps of a team share an item's inputs: a
 // warp multiplies some blocks of 64 inputs, and the team adds the sums in shared memory. So results never depend on timing.
@@ -21,7 +22,6 @@
 //   INNER_TEAM, OUTER_TEAM  warps of a team, powers of two
 //   INNER_DEPTH, OUTER_DEPTH  blocks of a warp that are in flight
 #define THREADS (WARPS * 32)
-#define STEPS 4       // products of 16 inputs in a block
 #define ROWS 16       // outputs of an item; of gate and of up each
 #define PITCH 20      // floats of a token's sums: lanes that write sums of 8 rows and 4 tokens meet no bank twice
 #define COLUMNS 8     // the most tokens
@@ -205,7 +205,7 @@ template <int PARTS> struct Weights {
       }
 #else
       const size_t tile = first / 64, quarter = first / 16 % 4;
-      code[part][0] = load_once(m.codes + (tile * (m.inputs / 64) + block) * 2048 + quarter * 512 + lane * 16);
+      code[part][0] = load_once(m.codes + (tile * (m.inputs / 64) + block) * 2048 + quarter * 512 + codes_of_lane(lane));
 #pragma unroll
       for (int s = 0; s < SUB; s++)
 #pragma unroll
@@ -250,7 +250,7 @@ template <int PARTS> struct Weights {
 #if BITS == 8
             a[i] = e4m3_pair(code[part][i & 1].v[q], i >> 1);
 #else
-            a[i] = lookup(code[part][0].v[q], i, table);
+            a[i] = operand(code[part][0], q, i, table);
             if (ZEROS) a[i] = less_zero(a[i], zero[part][i & 1][s]);
 #endif
           }

@@ -125,8 +125,9 @@ class CodesKernels:
 
 
 def source() -> str:
-    primitives = Path(four_bit_cuda.__file__).with_name("four_bit_primitives.cuh")
-    return primitives.read_text() + Path(__file__).with_name("few_tokens_codes.cu").read_text()
+    quant = Path(four_bit_cuda.__file__).parent
+    files = quant / "four_bit_primitives.cuh", quant / "code_tiles.cuh", Path(__file__).with_name("few_tokens_codes.cu")
+    return "".join(file.read_text() for file in files)
 
 
 def serves(mixture: FewTokenMixture, num_tokens: int) -> bool:
