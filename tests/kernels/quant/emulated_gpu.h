@@ -45,6 +45,9 @@ inline ucontext_t host;
 inline std::vector<Thread*> ready, watching;  // those that can go on, and those that wait for memory to change
 inline unsigned order;
 inline int running;  // threads that have not ended
+inline long watches;  // how often a loop has waited for memory, in one launch
+inline bool is_stuck;
+constexpr long MOST_WATCHES = 1'000'000;
 #define threadIdx (current->thread)
 #define blockIdx (current->block)
 
@@ -56,7 +59,8 @@ inline void look_again() {
 inline void give_way() {
   Thread* self = current;
   if (ready.empty()) look_again();
-  if (ready.empty()) abort();  // all wait for each other
+  is_stuck = ready.empty();  // all wait for each other
+  if (is_stuck) setcontext(&host);
   order = order * 1664525 + 1013904223;
   std::swap(ready[(order >> 8) % ready.size()], ready.back());
   current = ready.back();
@@ -65,6 +69,8 @@ inline void give_way() {
 }
 // For loops that wait until memory has a value.
 inline void watch() {
+  is_stuck = ++watches > MOST_WATCHES;  // what they wait for does not come
+  if (is_stuck) setcontext(&host);
   watching.push_back(current);
   give_way();
 }
@@ -306,7 +312,8 @@ template <int TILES, int NT> void finish_wgmma(float (&c)[TILES][NT][4]) { wait_
 
 constexpr size_t STACK_BYTES = 128 << 10;  // of a thread; the system gives only what is touched
 
-template <class Arguments> void launch(void (*kernel)(Arguments), int num_programs, int num_threads, const Arguments* arguments) {
+// Returns false where threads wait for ever.
+template <class Arguments> bool launch(void (*kernel)(Arguments), int num_programs, int num_threads, const Arguments* arguments) {
   static std::function<void()> run;
   static void (*const begin)() = [] { run(); };
   run = [=] {
@@ -332,9 +339,12 @@ template <class Arguments> void launch(void (*kernel)(Arguments), int num_progra
     ready.push_back(&thread);
   }
   running = threads.size();
+  watches = 0;
   current = ready.back();
   ready.pop_back();
   swapcontext(&host, &current->context);
+  if (is_stuck) ready.clear(), watching.clear();
+  return !is_stuck;
 }
 
 #ifdef FEW_TOKENS_SOURCE
@@ -345,10 +355,10 @@ template <int TEAM> void wait_team(int team) {
 #include CODE_TILES
 #include FEW_TOKENS_SOURCE
 
-extern "C" void emulate(int kernel, int programs, const FewTokens* arguments) {
+extern "C" bool emulate(int kernel, int programs, const FewTokens* arguments) {
   using Kernel = void (*)(FewTokens);
   const Kernel kernels[] = {inner, outer};
-  launch<FewTokens>(kernels[kernel], programs, THREADS, arguments);
+  return launch<FewTokens>(kernels[kernel], programs, THREADS, arguments);
 }
 #else
 #include CODE_TILES
@@ -358,7 +368,7 @@ extern "C" void emulate(int kernel, int programs, const FewTokens* arguments) {
 
 extern "C" int bytes_of_arguments() { return sizeof(Linear); }
 
-extern "C" void emulate(int kernel, int programs, const Linear* arguments) {
+extern "C" bool emulate(int kernel, int programs, const Linear* arguments) {
   using Kernel = void (*)(Linear);
   // In the order of KERNEL_SHAPES, with as many warps.
 #if EXPERTS
@@ -374,6 +384,6 @@ extern "C" void emulate(int kernel, int programs, const Linear* arguments) {
   const int warps[] = {FEW_8_WARPS, FEW_16_WARPS, 20, 20, 12, 12, 12, 12, 12, 12, FEW_32_WARPS, MANY_WARPS, MANY_WARPS, 8};
   alignas(64) char aligned[sizeof(Linear)];
   memcpy(aligned, arguments, sizeof(Linear));
-  launch<Linear>(kernels[kernel], programs, warps[kernel] * 32, (const Linear*)aligned);
+  return launch<Linear>(kernels[kernel], programs, warps[kernel] * 32, (const Linear*)aligned);
 }
 #endif
