@@ -20,7 +20,7 @@ KERNEL void outer(FewTokens arguments) { if (threadIdx.x || arguments.value) __s
 def test_a_kernel_whose_threads_wait_for_ever_fails(tmp_path: Path) -> None:
     source = tmp_path / "waits.cu"
     source.write_text(SOURCE)
-    library = compiled_emulation(["-DIS_HALF=0"], {"FEW_TOKENS_SOURCE": source}, tmp_path)
+    library = compiled_emulation(["-DIS_HALF=0", "-DSUB=1"], {"FEW_TOKENS_SOURCE": source}, tmp_path)
     for kernel in (0, 1):  # One waits for memory, and one at a barrier that a thread has left out.
         with pytest.raises(AssertionError, match="wait for each other, or for memory"):
             library.emulate(kernel, 2, ctypes.byref(ctypes.c_int(0)))
