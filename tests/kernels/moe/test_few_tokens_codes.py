@@ -33,11 +33,12 @@ from lorafleet.kernels.quant.scaled_weight import ScaledScheme, ScaledWeight
 from lorafleet.kernels.quant.tiled_weight import TiledWeight
 from tests.kernels.harness import needs_gpu, poison_free_memory
 from tests.kernels.moe.test_few_tokens import activated
+from tests.kernels.moe.test_tiled_experts import tiles_of
 from tests.kernels.quant.emulation import MOST_WARPS, compiled_emulation
 from tests.kernels.quant.four_bit_cases import BF16, CASES, F16, random_matrix_of
 
 SOURCE = Path(few_tokens_codes_cuda.__file__).with_name("few_tokens_codes.cu")
-WARPS = {"WARPS": MOST_WARPS, "INNER_TEAM": MOST_WARPS, "OUTER_TEAM": 2}  # of the emulated kernels
+WARPS = {"WARPS": MOST_WARPS, "ONE_INNER_TEAM": MOST_WARPS, "INNER_TEAM": 2, "OUTER_TEAM": 1}  # of the emulated kernels
 # Each kind of codes, with the served dtype.
 CODES: dict[str, tuple[Scheme, torch.dtype]] = CASES | {
     "e4m3 by rows": (ScaledScheme("fp8", FP8), BF16),
@@ -148,11 +149,12 @@ def test_the_source_computes_a_mixture(
     weights = few_tokens_codes_cuda._weights(mixture)
     assert weights is not None
     kernels = emulated_kernels(CodesVariant.of(weights[0], activation, early=False), folder, 2)
-    for tokens in (1, COLUMNS):
+    for tokens in (1, COLUMNS, COLUMNS + 3):
         x_TD = make_x(mixture, tokens)
         expert_TK, weight_TK = few_token_choice(x_TD, mixture.router)
         weight_TJ = torch.cat([weight_TK, torch.full((tokens, int(shared_inner > 0)), 0.3)], dim=1)
-        out = launch(x_TD, mixture, (expert_TK, weight_TJ), kernels)
+        tiles = tiles_of(expert_TK.flatten(), COLUMNS) if tokens > COLUMNS else None
+        out = launch(x_TD, mixture, (expert_TK, weight_TJ), tiles, kernels)
         assert out.sums is not None
         check(out.sums.part_KTO.sum(0), expected(x_TD, mixture, expert_TK, weight_TJ))
 

@@ -314,7 +314,7 @@ template <int TEAM> void wait_team(int team) {
 
 extern "C" void emulate(int kernel, int programs, const FewTokens* arguments) {
   using Kernel = void (*)(FewTokens);
-  const Kernel kernels[] = {inner, outer};
+  const Kernel kernels[] = {inner_one, inner_few, inner_tiles, outer_few, outer_tiles};
   launch<FewTokens>(kernels[kernel], programs, THREADS, arguments);
 }
 #else
