@@ -24,7 +24,7 @@ from lorafleet.kernels.lora.linear_output import LinearOutput, SplitSums
 from lorafleet.kernels.moe.expert_activation import ExpertActivation, is_gated
 from lorafleet.kernels.moe.expert_activation_triton import formula_of
 from lorafleet.kernels.moe.expert_codes import ExpertCodes
-from lorafleet.kernels.moe.few_tokens import FewTokenMixture
+from lorafleet.kernels.moe.few_tokens import MOST_TOKENS, FewTokenMixture
 from lorafleet.kernels.moe.few_tokens_choice_triton import few_token_choice_triton
 from lorafleet.kernels.moe.moe_route_triton import route_triton
 from lorafleet.kernels.moe.moe_tiles_triton import ExpertTiles, make_tiles
@@ -184,7 +184,12 @@ def few_token_codes_cuda(x_TD: Tensor, mixture: FewTokenMixture, out_TK: Tensor 
     if len(x_TD) <= COLUMNS:
         choice = few_token_choice_triton(x_TD, mixture.router, mixture.shared, out_TK)
         return launch(x_TD, mixture, choice, None, kernels)
-    choice = _choice_of_more(x_TD, mixture, out_TK)
+    few = len(x_TD) <= MOST_TOKENS
+    choice = (
+        few_token_choice_triton(x_TD, mixture.router, mixture.shared, out_TK)
+        if few
+        else _choice_of_more(x_TD, mixture, out_TK)
+    )
     tiles = make_tiles(choice[0], len(mixture.router.router_ED), COLUMNS)
     return launch(x_TD, mixture, choice, tiles, kernels)
 
