@@ -126,9 +126,9 @@ def fill_alike(model: DecoderModel) -> None:
     for layer in later:
         for own, of_first in zip(layer.parameters(), first.parameters(), strict=True):
             own.data.copy_(of_first.data)
-        for own, of_first in zip(layer.modules(), first.modules(), strict=True):
-            if isinstance(own, TiledWeight) and isinstance(of_first, TiledWeight):
-                own.quantized_from = of_first.quantized_from
+        for module, first_module in zip(layer.modules(), first.modules(), strict=True):
+            if isinstance(module, TiledWeight) and isinstance(first_module, TiledWeight):
+                module.quantized_from = first_module.quantized_from
 
 
 def print_kernels(engine: Engine, batch: int, loras: list[LoRARequest]) -> None:

@@ -46,8 +46,8 @@ ROOM = 0xA000  # bytes of shared memory for sums and the choice
 LEAST_CAPABILITY = (9, 0)
 FORMULAS = ("silu", "gelu_tanh", "clamped_swiglu")
 TEAMS = {"ONE_INNER": 16, "INNER": 4, "OUTER": 4}  # warps of a team
-# Blocks of a warp in flight, for gate and up and for down; by bits of a code, and for four bits with several groups in a
-# block.
+# Blocks of a warp in flight, for gate and up and for down: by bits of a code, and for four bits with several groups in
+# a block.
 DEPTHS = {8: (2, 3), 4: (2, 3)}
 SMALL_GROUP_DEPTHS = 2, 2
 NAMES = "inner_one", "inner_few", "inner_tiles", "outer_few", "outer_tiles"
