@@ -1,14 +1,9 @@
 // The quantized experts of few tokens: gate and up with the activation, then down times the experts' weights.
-// kernels/moe/few_tokens_codes_cuda.py compiles this file with NVRTC, behind kernels/quant/four_bit_primitives.cuh.
+// kernels/moe/few_tokens_codes_cuda.py compiles this file with NVRTC, behind kernels/quant/code_operands.cuh.
 //
-// Idea: an item is 16 outputs of one expert, for a group of at most 8 pairs of a token and that expert. The warps of a team
-// share an item's inputs: a warp multiplies some blocks of 64 inputs, and the team adds the sums in shared memory. So
-// results never depend on timing.
-// Codes go from memory to registers, some blocks ahead, and become the tensor cores' first operand there: four bits by a
-// table of pairs (four_bit.cu), e4m3 by moving its bits into a longer number, which is exact. x is loaded with the codes that
-// it is multiplied by. A GPU returns the data of loads in order, so any later load would wait for codes of the blocks
-// ahead. What an item needs beside them is in shared memory for the same reason. Programs divide the items evenly, and each
-// takes neighboring ones, whose x is then in its cache.
+// Idea: an item is 16 outputs of one expert, of gate and up each, for a group of at most 8 pairs of a token and that expert.
+// code_operands.cuh says how a team of warps computes it. What an item needs beside codes and x is in shared memory. Programs
+// divide the items evenly, and each takes neighboring ones, whose x is then in its cache.
 // Up to 8 tokens, the first pair that has an expert stands for all others, and nothing is sorted. For more tokens, a group
 // has the pairs of a tile (moe_tiles_triton.py).
 //
@@ -21,27 +16,13 @@
 //   SCALE, SUB, ZEROS  as for four_bit.cu
 //   FORMULA  0 silu, 1 gelu_tanh, 2 clamped_swiglu
 //   WARPS    warps of a program, a power of two
-//   ROOM     bytes of shared memory for sums and the choice; with four bits they lie behind the table
+//   ROOM     bytes of shared memory for blocks in flight, sums and the choice; with four bits they lie behind the table
 //   ONE_INNER_TEAM, INNER_TEAM, OUTER_TEAM  warps of a team, powers of two: of gate and up for one token and for more, and
 //            of down
-//   INNER_DEPTH, OUTER_DEPTH  blocks of a warp that are in flight
-#define THREADS (WARPS * 32)
-#define STEPS 4       // products of 16 inputs in a block
-#define ROWS 16       // outputs of an item; of gate and of up each
-#define PITCH 20      // floats of a token's sums: lanes that write sums of 8 rows and 4 tokens meet no bank twice
-#define COLUMNS 8     // the most pairs of a group
+//   INNER_DEPTH, OUTER_DEPTH  blocks of a warp that have room, the one that is multiplied and those in flight
 #define MOST_PAIRS 512      // without tiles
 #define MOST_GROUPS 512     // of a program
 #define MOST_WEIGHTS 2048
-#define WORDS (BITS == 8 ? 2 : 1)  // loads of 16 bytes that are a lane's codes of 16 rows and 64 inputs
-
-// The weights of one linear: those of all experts, one after the other, or those of the shared expert.
-struct Matrix {
-  const unsigned char* codes;
-  const unsigned char* scales;
-  const unsigned char* zeros;
-  int inputs, blocks_a_group;  // blocks of 64 inputs that share a scale; 1 if SUB > 1
-};
 
 // Arguments of a launch; FewTokenArguments in few_tokens_codes_cuda.py is the same. T tokens, K experts a token, D hidden
 // size, I intermediate size, J = K, or K + 1 with a shared expert.
@@ -62,61 +43,6 @@ struct FewTokens {
   int outputs, shared_outputs;     // gate and up: I of an expert, and of the shared one or 0; down: D, and D or 0
   float alpha, limit;              // of clamped_swiglu
 };
-
-// Waits until the launch ahead has ended.
-DEVICE void wait_for_launch_ahead() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-DEVICE void let_next_launch_begin() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-#ifdef __CUDA_ARCH__
-// Waits for all threads of a team.
-template <int TEAM> DEVICE void wait_team(int team) {
-  if (TEAM == 1)
-    __syncwarp();
-  else
-    asm volatile("bar.sync %0, %1;" :: "r"(team), "n"(TEAM * 32) : "memory");
-}
-#endif
-
-#if BITS == 4
-// Fills the table of pairs. All loads of a thread are in flight together.
-DEVICE void fill_pairs(const unsigned* pairs) {
-  constexpr int COUNT = 256 * 8 / THREADS;
-  unsigned pair[COUNT];
-#pragma unroll
-  for (int k = 0; k < COUNT; k++) pair[k] = pairs[(k * THREADS + (int)threadIdx.x) >> 3];
-#pragma unroll
-  for (int k = 0; k < COUNT; k++) {
-    const int i = k * THREADS + threadIdx.x;
-    store_entries(i >> 3, i & 7, pair[k]);
-  }
-}
-
-// Returns a pair of values minus their group's zero, a byte. The byte becomes the mantissa of 128 or of 1024, so all is exact.
-DEVICE unsigned less_zero(unsigned pair, unsigned byte) {
-  const unsigned number = byte * 0x10001u + (IS_HALF ? 0x64006400u : 0x43004300u);
-  const unsigned zero = fma_pair(number, IS_HALF ? 0x3C003C00u : 0x3F803F80u, IS_HALF ? 0xE408E408u : 0xC308C308u);
-  return fma_pair(zero, IS_HALF ? 0xBC00BC00u : 0xBF80BF80u, pair);
-}
-#else
-// Returns the values of two neighboring e4m3 codes, of the lower or upper half of a word. Their bits, moved to the exponent
-// and mantissa of a longer number, are 2^120 or 2^8 times too small. The sum moves the sign farther than the rest. A code of
-// NaN becomes 480.
-DEVICE unsigned e4m3_pair(unsigned word, int upper) {
-  const unsigned two = __byte_perm(word, 0, upper ? 0x4342 : 0x4140);  // in the lower byte of each half
-  const unsigned sign = two & 0x00800080u;
-  const unsigned small = IS_HALF ? (two + sign) * 128u : two * 16u + sign * 240u;
-  return fma_pair(small, IS_HALF ? 0x5C005C00u : 0x7B807B80u, 0x80008000u);
-}
-#endif
 
 // The groups of pairs of which a program has items, in shared memory. A pair is a token's number times K, and as which of
 // its experts the token chose the group's.
@@ -219,91 +145,6 @@ struct Item {
   }
 };
 
-// The weights of 16 outputs and a block of 64 inputs, for gate and up those of both, and x, in registers.
-template <int PARTS> struct Operands {
-  U4 code[PARTS][WORDS];
-  float scale[PARTS][2][SUB];  // of rows g and g + 8
-  unsigned zero[PARTS][2][SUB];
-  U2 x[STEPS];
-
-  DEVICE void load_weights(const FewTokens& p, const Item& item, int block, int lane) {
-    const int g = lane >> 2;
-    const Matrix& m = item.is_shared ? p.shared : p.routed;
-    const int outputs = item.is_shared ? p.shared_outputs : p.outputs;
-    const int groups = m.inputs / 64 / m.blocks_a_group * SUB;  // of a row
-    const int group = SUB > 1 ? block * SUB : block / m.blocks_a_group;
-#pragma unroll
-    for (int part = 0; part < PARTS; part++) {
-      const size_t first = ((size_t)item.expert * PARTS + part) * outputs + item.output;  // the item's first row
-#if BITS == 8
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const size_t row = first + g + h * 8;
-        code[part][h] = load_once(m.codes + row * m.inputs + block * 64 + (lane & 3) * 16);
-        scale[part][h][0] = ((const float*)m.scales)[row * groups + group];
-      }
-#else
-      const size_t tile = first / 64, quarter = first / 16 % 4;
-      code[part][0] = load_once(m.codes + (tile * (m.inputs / 64) + block) * 2048 + quarter * 512 + lane * 16);
-#pragma unroll
-      for (int s = 0; s < SUB; s++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const size_t at = ((tile * groups + group + s) * 8 + g) * 8 + h * 4 + quarter;
-          const unsigned short bits = SCALE == 0 ? 0 : ((const unsigned short*)m.scales)[at];
-          scale[part][h][s] =
-              SCALE == 0 ? ((const float*)m.scales)[at] : SCALE == 1 ? bfloat_to_float(bits) : half_to_float(bits);
-          if (ZEROS) zero[part][h][s] = m.zeros[at];
-        }
-#endif
-    }
-  }
-
-  DEVICE void load_x(const FewTokens& p, const Item& item, int block, int lane) {
-#pragma unroll
-    for (int q = 0; q < STEPS; q++) x[q] = U2{{0, 0}};
-    if (item.row < 0) return;
-    const int t = lane & 3, inputs = item.is_shared ? p.shared.inputs : p.routed.inputs;
-    const unsigned short* from = (item.is_shared ? p.shared_x : p.x) + (size_t)item.row * inputs + block * 64;
-#pragma unroll
-    for (int q = 0; q < STEPS; q++) {
-      if (SUB == 4) {
-        x[q] = load_8(from + q * 16 + t * 4);
-      } else if (q % 2 == 0) {
-        const U4 r = load_16(from + (BITS == 8 ? t * 16 + q * 4 : q / 2 * 32 + t * 8));
-        x[q] = U2{{r.v[0], r.v[1]}};
-        x[q + 1] = U2{{r.v[2], r.v[3]}};
-      }
-    }
-  }
-
-  // Adds the products of a block to the sums.
-  DEVICE void multiply(float (*sums)[4], unsigned table) const {
-#pragma unroll
-    for (int part = 0; part < PARTS; part++)
-#pragma unroll
-      for (int s = 0; s < SUB; s++) {
-        float c[4] = {};
-#pragma unroll
-        for (int q = s * (STEPS / SUB); q < (s + 1) * (STEPS / SUB); q++) {
-          unsigned a[4];
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-#if BITS == 8
-            a[i] = e4m3_pair(code[part][i & 1].v[q], i >> 1);
-#else
-            a[i] = lookup(code[part][0].v[q], i, table);
-            if (ZEROS) a[i] = less_zero(a[i], zero[part][i & 1][s]);
-#endif
-          }
-          mma(c, a, x[q]);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++) sums[part][i] += scale[part][i >> 1][s] * c[i];
-      }
-  }
-};
-
 DEVICE float sigmoid(float z) { return 1.f / (1.f + expf(-z)); }
 
 DEVICE float activated(const FewTokens& p, float gate, float up) {
@@ -317,9 +158,12 @@ DEVICE float activated(const FewTokens& p, float gate, float up) {
 
 template <bool OUTER, bool TILED, int TEAM, int DEPTH> DEVICE void compute(const FewTokens& p) {
   constexpr int PARTS = OUTER ? 1 : 2, TEAMS = WARPS / TEAM, SUMS = WARPS * PARTS * COLUMNS * PITCH;
+  using Block = Operands<PARTS>;
+  static_assert(SUMS * 4 + Groups::BYTES + WARPS * DEPTH * Block::BYTES <= ROOM, "the shared memory must suffice");
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, team = warp / TEAM, member = warp % TEAM;
-  float* all_sums = (float*)(BITS == 4 ? behind_table() : all_shared());  // [warps, parts, COLUMNS, PITCH]
-  static_assert(SUMS * 4 + Groups::BYTES <= ROOM && MOST_WEIGHTS > 2 * MOST_PAIRS, "the sums and the choice must fit");
+  unsigned char* memory = BITS == 4 ? behind_table() : all_shared();
+  unsigned char* blocks = memory + warp * DEPTH * Block::BYTES;  // of this warp
+  float* all_sums = (float*)(memory + WARPS * DEPTH * Block::BYTES);  // [warps, parts, COLUMNS, PITCH]
   unsigned lane_bits = 0;
 #if BITS == 4
   fill_pairs(p.pairs);
@@ -346,53 +190,54 @@ template <bool OUTER, bool TILED, int TEAM, int DEPTH> DEVICE void compute(const
   lane_bits = lane_part(lane);
 #endif
   const auto item_at = [&](int index) { return Item(p, groups, index, end, member, TEAM, OUTER, lane); };
-  int index = first + team, next_index = index, next_step = 0;
+  const auto source_of = [&](const Item& item) {
+    const int outputs = item.is_shared ? p.shared_outputs : p.outputs;
+    const Matrix& m = item.is_shared ? p.shared : p.routed;
+    const unsigned short* x = item.is_shared ? p.shared_x : p.x;
+    return Source<PARTS>(m, (size_t)item.expert * PARTS * outputs + item.output, outputs,
+                         item.row < 0 ? nullptr : x + (size_t)item.row * m.inputs, lane);
+  };
+  int index = first + team, next_index = index, next_step = 0, next_slot = 0, slot = 0;
   Item item = item_at(index), next_item = item;
-  Operands<PARTS> operands[DEPTH];
-  // Finds the item whose operands are loaded next. A warp skips items of which it has no block.
-  const auto advance = [&]() {
+  Source<PARTS> source = source_of(item), next_source = source;
+  // Copies the next block of this warp, and finds the one behind it. A warp skips items of which it has no block.
+  const auto copy_next = [&](bool weights, bool x) {
     while (next_item.exists && next_step >= next_item.steps) {
       next_index += TEAMS;
       next_item = item_at(next_index);
+      next_source = source_of(next_item);
       next_step = 0;
     }
+    if (next_item.exists) {
+      const int block = next_step++ * TEAM + member;
+      if (weights) Block::copy_weights(blocks + next_slot * Block::BYTES, next_source, block, lane);
+      if (x) Block::copy_x(blocks + next_slot * Block::BYTES, next_source, p.x, block, lane);
+    }
+    next_slot = next_slot + 1 == DEPTH ? 0 : next_slot + 1;
   };
-  const auto load_weights = [&](int i) {
-    if (next_step + i < next_item.steps) operands[i].load_weights(p, next_item, (next_step + i) * TEAM + member, lane);
-  };
-  const auto load_x = [&](int i) {
-    if (next_step + i < next_item.steps) operands[i].load_x(p, next_item, (next_step + i) * TEAM + member, lane);
-  };
-  advance();
-#pragma unroll
-  for (int i = 0; i < DEPTH; i++) load_weights(i);
   if (OUTER) {
+    for (int i = 0; i < DEPTH - 1; i++) copy_next(true, false);
     wait_for_launch_ahead();
     let_next_launch_begin();
+    next_index = index, next_item = item, next_source = source, next_step = next_slot = 0;
   }
-#pragma unroll
-  for (int i = 0; i < DEPTH; i++) load_x(i);
+  for (int i = 0; i < DEPTH - 1; i++) {
+    copy_next(!OUTER, true);
+    close_copies();
+  }
 #pragma unroll 1
   while (item.exists) {
     float sums[PARTS][4] = {};
 #pragma unroll 1
-    for (int step = 0; step < item.steps; step += DEPTH) {
-      next_step += DEPTH;
-      advance();
-#pragma unroll
-      for (int i = 0; i < DEPTH; i++) {
-        if (step + i < item.steps) operands[i].multiply(sums, lane_bits);
-        load_weights(i);
-        load_x(i);
-      }
+    for (int step = 0; step < item.steps; step++) {
+      wait_copies<DEPTH - 2>();
+      copy_next(true, true);
+      close_copies();
+      Block::multiply(blocks + slot * Block::BYTES, source, sums, lane, lane_bits);
+      slot = slot + 1 == DEPTH ? 0 : slot + 1;
     }
-    const int g = lane >> 2, t = lane & 3;
     wait_team<TEAM>(team);  // the sums of the last item have been read
-#pragma unroll
-    for (int part = 0; part < PARTS; part++)
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        all_sums[((warp * PARTS + part) * COLUMNS + t * 2 + (i & 1)) * PITCH + g + (i >> 1) * 8] = sums[part][i];
+    put_sums<PARTS>(all_sums + warp * PARTS * COLUMNS * PITCH, sums, lane);
     wait_team<TEAM>(team);
     for (int i = threadIdx.x % (TEAM * 32); i < COLUMNS * ROWS; i += TEAM * 32) {
       const int n = i / ROWS, row = i % ROWS, output = item.output + row;
@@ -418,6 +263,7 @@ template <bool OUTER, bool TILED, int TEAM, int DEPTH> DEVICE void compute(const
     }
     index += TEAMS;
     item = item_at(index);
+    source = source_of(item);
   }
 }
 

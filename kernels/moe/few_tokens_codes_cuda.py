@@ -42,14 +42,14 @@ WARPS = 16
 COLUMNS = 8  # pairs of a group, and tokens up to which the kernels need no tiles
 TILE_PAIRS_AN_EXPERT = 5  # largest average number of pairs of an expert for which tiles of COLUMNS pairs are used
 MOST_PAIRS, MOST_GROUPS, MOST_WEIGHTS = 512, 512, 2048  # as in few_tokens_codes.cu
-ROOM = 0xA000  # bytes of shared memory for sums and the choice
+# Bytes of shared memory for blocks in flight, sums and the choice, by bits of a code. With four bits there is a table, too.
+ROOM = {8: 0x38000, 4: 0x28000}
 LEAST_CAPABILITY = (9, 0)
 FORMULAS = ("silu", "gelu_tanh", "clamped_swiglu")
 TEAMS = {"ONE_INNER": 16, "INNER": 4, "OUTER": 4}  # warps of a team
 # Blocks of a warp in flight, for gate and up and for down: by bits of a code, and for four bits with several groups in
 # a block.
-DEPTHS = {8: (2, 3), 4: (2, 3)}
-SMALL_GROUP_DEPTHS = 2, 2
+DEPTHS = {8: (3, 4), 4: (3, 4)}
 NAMES = "inner_one", "inner_few", "inner_tiles", "outer_few", "outer_tiles"
 Codes = ScaledWeight | TiledWeight
 
@@ -93,8 +93,13 @@ class CodesVariant:
     early: bool
 
     @property
+    def warps(self) -> int:
+        """Returns the warps of a program. The scales of small groups leave shared memory for fewer."""
+        return WARPS if self.groups_a_block == 1 else WARPS // 2
+
+    @property
     def options(self) -> list[str]:
-        depths = DEPTHS[self.bits] if self.groups_a_block == 1 else SMALL_GROUP_DEPTHS
+        depths = DEPTHS[self.bits]
         return [
             "--std=c++17",
             f"-DIS_HALF={int(self.dtype == torch.float16)}",
@@ -103,9 +108,9 @@ class CodesVariant:
             f"-DSUB={self.groups_a_block}",
             f"-DZEROS={int(self.has_zeros)}",
             f"-DFORMULA={FORMULAS.index(self.formula)}",
-            f"-DWARPS={WARPS}",
-            f"-DROOM={ROOM}",
-            *(f"-D{name}_TEAM={warps}" for name, warps in TEAMS.items()),
+            f"-DWARPS={self.warps}",
+            f"-DROOM={ROOM[self.bits]}",
+            *(f"-D{name}_TEAM={min(warps, self.warps)}" for name, warps in TEAMS.items()),
             *(f"-D{name}_DEPTH={depth}" for name, depth in zip(("INNER", "OUTER"), depths, strict=True)),
         ]
 
@@ -127,8 +132,8 @@ class CodesKernels:
 
 
 def source() -> str:
-    primitives = Path(four_bit_cuda.__file__).with_name("four_bit_primitives.cuh")
-    return primitives.read_text() + Path(__file__).with_name("few_tokens_codes.cu").read_text()
+    shared = (Path(four_bit_cuda.__file__).with_name(name) for name in ("four_bit_primitives.cuh", "code_operands.cuh"))
+    return "".join(path.read_text() for path in (*shared, Path(__file__).with_name("few_tokens_codes.cu")))
 
 
 def serves(mixture: FewTokenMixture, num_tokens: int) -> bool:
@@ -161,13 +166,13 @@ def _kernels(variant: CodesVariant, index: int) -> CodesKernels | None:
     device = torch.device("cuda", index)
     if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return None
-    shared_bytes = TABLE_BYTES + ROOM if variant.bits == 4 else ROOM
+    shared_bytes = ROOM[variant.bits] + (TABLE_BYTES if variant.bits == 4 else 0)
     try:
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # makes the device's context current in this thread
             code = CudaCode(machine_code(source(), variant.options, device))
             by_name: dict[str, Launch] = {
-                name: code.kernel(name, WARPS * 32, shared_bytes, early=variant.early) for name in NAMES
+                name: code.kernel(name, variant.warps * 32, shared_bytes, early=variant.early) for name in NAMES
             }
             return CodesKernels(by_name, torch.cuda.get_device_properties(device).multi_processor_count)
     except CudaCodeError as error:

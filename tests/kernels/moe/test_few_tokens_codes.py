@@ -27,6 +27,7 @@ from lorafleet.kernels.moe.few_tokens import (
 )
 from lorafleet.kernels.moe.few_tokens_codes_cuda import COLUMNS, NAMES, CodesKernels, CodesVariant, Launch, launch
 from lorafleet.kernels.moe.routing_rule import RoutingRule
+from lorafleet.kernels.quant import four_bit_cuda
 from lorafleet.kernels.quant.base_weight import Scheme
 from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.kernels.quant.scaled_weight import ScaledScheme, ScaledWeight
@@ -38,6 +39,7 @@ from tests.kernels.quant.emulation import MOST_WARPS, compiled_emulation
 from tests.kernels.quant.four_bit_cases import BF16, CASES, F16, random_matrix_of
 
 SOURCE = Path(few_tokens_codes_cuda.__file__).with_name("few_tokens_codes.cu")
+OPERANDS = Path(four_bit_cuda.__file__).with_name("code_operands.cuh")
 WARPS = {"WARPS": MOST_WARPS, "ONE_INNER_TEAM": MOST_WARPS, "INNER_TEAM": 2, "OUTER_TEAM": 1}  # of the emulated kernels
 # Each kind of codes, with the served dtype.
 CODES: dict[str, tuple[Scheme, torch.dtype]] = CASES | {
@@ -125,7 +127,7 @@ def emulated_kernels(variant: CodesVariant, folder: Path, programs: int) -> Code
     options = [
         option for option in variant.options if option.startswith("-D") and option.split("=")[0][2:] not in WARPS
     ]
-    loaded = compiled_emulation([*options, *fewer], {"FEW_TOKENS_SOURCE": SOURCE}, folder)
+    loaded = compiled_emulation([*options, *fewer], {"FEW_TOKENS_SOURCE": SOURCE, "OPERANDS_SOURCE": OPERANDS}, folder)
 
     def kernel(index: int) -> Launch:
         return lambda programs, arguments: loaded.emulate(index, programs, ctypes.byref(arguments))

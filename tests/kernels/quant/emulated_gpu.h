@@ -131,6 +131,7 @@ template <int BYTES> void copy_to_shared(void* to, const void* from, bool inside
   if ((size_t)from % BYTES || offset % BYTES || offset < DRIVER || offset + BYTES > WINDOW) abort();
   current->open_copies.push_back([=] { if (inside) memcpy(to, from, BYTES); else memset(to, 0, BYTES); });
 }
+inline void copy_cached_to_shared(void* to, const void* from, bool inside) { copy_to_shared<16>(to, from, inside); }
 inline void close_copies() {
   current->copies.push_back(std::move(current->open_copies));
   current->open_copies.clear();
@@ -310,6 +311,7 @@ template <int TEAM> void wait_team(int team) {
   current->program->teams.try_emplace(team, TEAM * 32).first->second.arrive_and_wait();
 }
 
+#include OPERANDS_SOURCE
 #include FEW_TOKENS_SOURCE
 
 extern "C" void emulate(int kernel, int programs, const FewTokens* arguments) {
