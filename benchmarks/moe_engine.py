@@ -52,6 +52,7 @@ from random_llama import write_alike_adapters
 
 LATER_LAYER = re.compile(r"model\.layers\.[1-9]")
 PROFILED_STEPS = 8
+LEAST_US = 10  # of a kernel that is printed
 PROMPT, GENERATED, RANK, ADAPTERS, ROUNDS = 512, 128, 16, 8, 3
 EXPERTS, PER_TOKEN, HIDDEN, INNER, HEADS, KV_HEADS, HEAD = 128, 8, 2048, 768, 32, 4, 128
 CONFIG: dict[str, Any] = {
@@ -144,7 +145,7 @@ def print_kernels(engine: Engine, batch: int, loras: list[LoRARequest]) -> None:
         torch.cuda.synchronize()
     abort(engine, name, batch)
     events = sorted(profile.key_averages(), key=lambda event: -event.device_time_total)
-    for event in (event for event in events if event.device_time_total >= PROFILED_STEPS):
+    for event in (event for event in events if event.device_time_total >= LEAST_US * PROFILED_STEPS):
         count = event.count / PROFILED_STEPS
         print(f"    {event.device_time_total / PROFILED_STEPS:8.1f} us, {count:5.1f} x {event.key[:70]}", flush=True)
 
