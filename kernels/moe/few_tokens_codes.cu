@@ -20,8 +20,8 @@
 //   ONE_INNER_TEAM, INNER_TEAM, OUTER_TEAM  warps of a team, powers of two: of gate and up for one token and for more, and
 //            of down
 //   INNER_DEPTH, OUTER_DEPTH  blocks of a warp that have room, the one that is multiplied and those in flight
-#define MOST_PAIRS 512      // without tiles
-#define MOST_GROUPS 512     // of a program
+#define MOST_PAIRS 256      // without tiles
+#define MOST_GROUPS 256     // of a program
 #define MOST_WEIGHTS 2048
 
 // Arguments of a launch; FewTokenArguments in few_tokens_codes_cuda.py is the same. T tokens, K experts a token, D hidden
@@ -44,18 +44,27 @@ struct FewTokens {
   float alpha, limit;              // of clamped_swiglu
 };
 
+// A token, and as which of its experts it chose a group's. The token is -1 for a column of the product that is not used.
+struct Column {
+  int token, place;
+};
+
 // The groups of pairs of which a program has items, in shared memory. A pair is a token's number times K, and as which of
 // its experts the token chose the group's.
 struct Groups {
   int* expert;    // [MOST_GROUPS]
-  short* pair;    // [MOST_GROUPS, COLUMNS], -1 for a column of the product that is not used
+  int* columns;   // [MOST_GROUPS, COLUMNS]: a column's token * 256 + place, or -1 if it is not used
   float* weight;  // [T, J], for down
   int first;      // the group that lies first
   int count;      // all groups of the launch
-  static constexpr int BYTES = MOST_GROUPS * (4 + COLUMNS * 2) + MOST_WEIGHTS * 4;
+  static constexpr int BYTES = (MOST_GROUPS * (1 + COLUMNS) + MOST_WEIGHTS) * 4;
 
-  DEVICE Groups(int* memory) : expert(memory), pair((short*)(memory + MOST_GROUPS)), first(0), count(0) {
-    weight = (float*)(pair + MOST_GROUPS * COLUMNS);
+  DEVICE Groups(int* memory)
+      : expert(memory), columns(memory + MOST_GROUPS), weight((float*)(memory + MOST_GROUPS * (1 + COLUMNS))), first(0), count(0) {}
+
+  DEVICE Column column(int group, int n) const {
+    const int found = columns[(group - first) * COLUMNS + n];
+    return {found >> 8, found & 255};
   }
 
   // Finds the experts that few tokens chose. All threads call it, before read_weights(), in whose memory it works.
@@ -84,11 +93,11 @@ struct Groups {
     count = *found;
     for (int i = threadIdx.x; i < count * COLUMNS; i += THREADS) {
       const int own = expert[i / COLUMNS], token = i % COLUMNS;
-      int last = -1;  // a token of NaN may have an expert several times
+      int found = -1;  // a token of NaN may have an expert several times
       if (token < p.tokens)
 #pragma unroll 8
-        for (int k = token * p.per_token; k < (token + 1) * p.per_token; k++) last = chosen[k] == own ? k : last;
-      pair[i] = last;
+        for (int k = 0; k < p.per_token; k++) found = chosen[token * p.per_token + k] == own ? token * 256 + k : found;
+      columns[i] = found;
     }
     __syncthreads();
   }
@@ -97,7 +106,8 @@ struct Groups {
   DEVICE void read_tiles(const FewTokens& p, int end) {
     for (int i = threadIdx.x; i < (end - first) * COLUMNS; i += THREADS) {
       if (i % COLUMNS == 0) expert[i / COLUMNS] = p.expert_of_tile[first + i / COLUMNS];
-      pair[i] = p.pair_of_tile[first * COLUMNS + i];
+      const int pair = p.pair_of_tile[first * COLUMNS + i];
+      columns[i] = pair < 0 ? -1 : pair / p.per_token * 256 + pair % p.per_token;
     }
   }
 
@@ -107,41 +117,54 @@ struct Groups {
   }
 };
 
-// A token, and as which of its experts it chose an item's. The token is -1 for a column of the product that is not used.
-struct Column {
-  int token, place;
-};
+// 16 outputs of an expert for a group of pairs. Groups of some tokens for the shared expert are behind the others.
+template <bool OUTER, int TEAM> struct Item {
+  const FewTokens& p;
+  const Groups& groups;
+  int left;       // items of the program from this one on
+  int group, at;  // which item of the group it is
+  bool is_shared;
+  int steps, row;  // blocks of the warp, and the row of x of the lane's column: -1 if it is not used
 
-// 16 outputs of an expert for a group of pairs. Its row of x, for the column of a lane, is -1 for an unused column.
-struct Item {
-  bool exists, is_shared;
-  int group, expert, output, steps;  // group: one of Groups, or some tokens for the shared expert
-  int row;
-
-  DEVICE Item(const FewTokens& p, const Groups& groups, int index, int end, int member, int team, bool outer, int lane) {
-    const int of_expert = p.outputs / ROWS, own = groups.count * of_expert;
-    exists = index < end;
-    is_shared = exists && index >= own;
-    group = 0, expert = 0, output = 0, steps = 0, row = -1;
-    if (!exists) return;
-    if (is_shared) {
-      const int of_shared = p.shared_outputs / ROWS;
-      group = (index - own) / of_shared;
-      output = (index - own) % of_shared * ROWS;
-    } else {
-      group = index / of_expert;
-      output = index % of_expert * ROWS;
-      expert = groups.expert[group - groups.first];
-    }
-    steps = ((is_shared ? p.shared.inputs : p.routed.inputs) / 64 - member + team - 1) / team;
-    const Column of_lane = column(p, groups, lane >> 2);
-    row = outer && !is_shared && of_lane.token >= 0 ? of_lane.place * p.tokens + of_lane.token : of_lane.token;
+  DEVICE Item(const FewTokens& p, const Groups& groups, int index, int end)
+      : p(p), groups(groups), left(end - index), group(0), at(index), is_shared(false), steps(0), row(-1) {
+    const int of_expert = p.outputs / ROWS, skipped = min(index / of_expert, groups.count);
+    group = skipped;
+    at -= skipped * of_expert;
+    settle();
   }
-
-  DEVICE Column column(const FewTokens& p, const Groups& groups, int n) const {
-    if (is_shared) return {group * COLUMNS + n < p.tokens ? group * COLUMNS + n : -1, p.per_token};
-    const int pair = groups.pair[(group - groups.first) * COLUMNS + n];
-    return {pair < 0 ? -1 : pair / p.per_token, pair < 0 ? 0 : pair % p.per_token};
+  DEVICE bool exists() const { return left > 0; }
+  DEVICE int of_group() const { return (is_shared ? p.shared_outputs : p.outputs) / ROWS; }
+  DEVICE const Matrix& matrix() const { return is_shared ? p.shared : p.routed; }
+  DEVICE int output() const { return at * ROWS; }
+  DEVICE Column column(int n) const {
+    if (!is_shared) return groups.column(group, n);
+    const int token = (group - groups.count) * COLUMNS + n;
+    return {token < p.tokens ? token : -1, p.per_token};
+  }
+  DEVICE void move(int count) {
+    left -= count;
+    at += count;
+    settle();
+  }
+  // Finds the group, which is not far, and what depends on it.
+  DEVICE void settle() {
+    if (left <= 0) return;
+    is_shared = group >= groups.count;
+    while (at >= of_group()) {
+      at -= of_group();
+      is_shared = ++group >= groups.count;
+    }
+    const int member = (threadIdx.x >> 5) % TEAM;
+    steps = (matrix().inputs / 64 - member + TEAM - 1) / TEAM;
+    const Column of_lane = column((threadIdx.x & 31) >> 2);
+    row = OUTER && !is_shared && of_lane.token >= 0 ? of_lane.place * p.tokens + of_lane.token : of_lane.token;
+  }
+  template <int PARTS> DEVICE Source<PARTS> source() const {
+    const Matrix& m = matrix();
+    const int outputs = is_shared ? p.shared_outputs : p.outputs, expert = is_shared ? 0 : groups.expert[group - groups.first];
+    const unsigned short* x = (is_shared ? p.shared_x : p.x) + (size_t)row * m.inputs;
+    return Source<PARTS>(m, (size_t)expert * PARTS * outputs + output(), outputs, row < 0 ? nullptr : x, threadIdx.x & 31);
   }
 };
 
@@ -189,26 +212,21 @@ template <bool OUTER, bool TILED, int TEAM, int DEPTH> DEVICE void compute(const
 #if BITS == 4
   lane_bits = lane_part(lane);
 #endif
-  const auto item_at = [&](int index) { return Item(p, groups, index, end, member, TEAM, OUTER, lane); };
-  const auto source_of = [&](const Item& item) {
-    const int outputs = item.is_shared ? p.shared_outputs : p.outputs;
-    const Matrix& m = item.is_shared ? p.shared : p.routed;
-    const unsigned short* x = item.is_shared ? p.shared_x : p.x;
-    return Source<PARTS>(m, (size_t)item.expert * PARTS * outputs + item.output, outputs,
-                         item.row < 0 ? nullptr : x + (size_t)item.row * m.inputs, lane);
-  };
-  int index = first + team, next_index = index, next_step = 0, next_slot = 0, slot = 0;
-  Item item = item_at(index), next_item = item;
-  Source<PARTS> source = source_of(item), next_source = source;
+  Item<OUTER, TEAM> item(p, groups, first + team, end), next_item = item;
+  int next_step = 0, next_slot = 0, slot = 0;
+  if (!item.exists()) {
+    if (OUTER) wait_for_launch_ahead(), let_next_launch_begin();
+    return;
+  }
+  Source<PARTS> source = item.template source<PARTS>(), next_source = source;
   // Copies the next block of this warp, and finds the one behind it. A warp skips items of which it has no block.
   const auto copy_next = [&](bool weights, bool x) {
-    while (next_item.exists && next_step >= next_item.steps) {
-      next_index += TEAMS;
-      next_item = item_at(next_index);
-      next_source = source_of(next_item);
+    while (next_item.exists() && next_step >= next_item.steps) {
+      next_item.move(TEAMS);
+      if (next_item.exists()) next_source = next_item.template source<PARTS>();
       next_step = 0;
     }
-    if (next_item.exists) {
+    if (next_item.exists()) {
       const int block = next_step++ * TEAM + member;
       if (weights) Block::copy_weights(blocks + next_slot * Block::BYTES, next_source, block, lane);
       if (x) Block::copy_x(blocks + next_slot * Block::BYTES, next_source, p.x, block, lane);
@@ -219,14 +237,16 @@ template <bool OUTER, bool TILED, int TEAM, int DEPTH> DEVICE void compute(const
     for (int i = 0; i < DEPTH - 1; i++) copy_next(true, false);
     wait_for_launch_ahead();
     let_next_launch_begin();
-    next_index = index, next_item = item, next_source = source, next_step = next_slot = 0;
+    next_item.left = item.left, next_item.group = item.group, next_item.at = item.at;
+    next_item.settle();
+    next_source = source, next_step = next_slot = 0;
   }
   for (int i = 0; i < DEPTH - 1; i++) {
     copy_next(!OUTER, true);
     close_copies();
   }
 #pragma unroll 1
-  while (item.exists) {
+  while (item.exists()) {
     float sums[PARTS][4] = {};
 #pragma unroll 1
     for (int step = 0; step < item.steps; step++) {
@@ -240,8 +260,8 @@ template <bool OUTER, bool TILED, int TEAM, int DEPTH> DEVICE void compute(const
     put_sums<PARTS>(all_sums + warp * PARTS * COLUMNS * PITCH, sums, lane);
     wait_team<TEAM>(team);
     for (int i = threadIdx.x % (TEAM * 32); i < COLUMNS * ROWS; i += TEAM * 32) {
-      const int n = i / ROWS, row = i % ROWS, output = item.output + row;
-      const Column column = item.column(p, groups, n);
+      const int n = i / ROWS, row = i % ROWS, output = item.output() + row;
+      const Column column = item.column(n);
       if (column.token < 0) continue;
       float sum[PARTS] = {};
 #pragma unroll
@@ -261,9 +281,8 @@ template <bool OUTER, bool TILED, int TEAM, int DEPTH> DEVICE void compute(const
           p.inner[pair * p.outputs + output] = number;
       }
     }
-    index += TEAMS;
-    item = item_at(index);
-    source = source_of(item);
+    item.move(TEAMS);
+    if (item.exists()) source = item.template source<PARTS>();
   }
 }
 

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 WARPS = 16
 COLUMNS = 8  # pairs of a group, and tokens up to which the kernels need no tiles
 TILE_PAIRS_AN_EXPERT = 5  # largest average number of pairs of an expert for which tiles of COLUMNS pairs are used
-MOST_PAIRS, MOST_GROUPS, MOST_WEIGHTS = 512, 512, 2048  # as in few_tokens_codes.cu
+MOST_PAIRS, MOST_GROUPS, MOST_WEIGHTS = 256, 256, 2048  # as in few_tokens_codes.cu
 # Bytes of shared memory for blocks in flight, sums and the choice, by bits of a code. With four bits there is a table, too.
 ROOM = {8: 0x38000, 4: 0x28000}
 LEAST_CAPABILITY = (9, 0)
@@ -59,7 +59,8 @@ class MatrixArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros")),
-        *((name, ctypes.c_int) for name in ("inputs", "blocks_a_group")),
+        *((name, ctypes.c_int) for name in ("inputs", "groups")),
+        ("inverse", ctypes.c_uint),
     )
 
 
@@ -142,7 +143,7 @@ def serves(mixture: FewTokenMixture, num_tokens: int) -> bool:
     per_token, num_experts = mixture.router.rule.per_token, len(mixture.router.router_ED)
     if per_token * COLUMNS > MOST_PAIRS or num_tokens * mixture.num_summands > MOST_WEIGHTS:
         return False
-    if num_tokens > COLUMNS and not MOST_GROUPS >= num_experts >= num_tokens * per_token / TILE_PAIRS_AN_EXPERT:
+    if num_tokens > COLUMNS and num_tokens * per_token > TILE_PAIRS_AN_EXPERT * num_experts:
         return False
     if weights is None or not is_gated(mixture.activation):
         return False
@@ -301,7 +302,9 @@ def _matrix(weight: Codes) -> MatrixArguments:
         code, scale, zero, inputs = weight.codes, weight.scales, weight.zeros, weight.num_inputs
     assert code.is_contiguous() and scale.is_contiguous()
     zeros = None if zero is None else zero.data_ptr()
-    return MatrixArguments(code.data_ptr(), scale.data_ptr(), zeros, inputs, max(1, weight.group // TILE))
+    blocks = weight.group // TILE  # 0 if a block has several groups
+    inverse = -(-(1 << 32) // blocks) if blocks > 1 else 0
+    return MatrixArguments(code.data_ptr(), scale.data_ptr(), zeros, inputs, inputs // weight.group, inverse)
 
 
 def _device(weight: Codes) -> torch.device:

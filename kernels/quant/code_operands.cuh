@@ -20,7 +20,8 @@ struct Matrix {
   const unsigned char* codes;
   const unsigned char* scales;
   const unsigned char* zeros;
-  int inputs, blocks_a_group;  // blocks of 64 inputs that share a scale; 1 if SUB > 1
+  int inputs, groups;  // groups of a row
+  unsigned inverse;    // 2^32 / blocks of 64 inputs that share a scale, rounded up, or 0 if none share one
 };
 
 // Waits until the launch ahead has ended.
@@ -85,24 +86,25 @@ template <int PARTS> struct Source {
   const unsigned char *scales, *zeros;
   const unsigned short* x;  // null for a column that is not used
   size_t half;              // from the codes of row g to those of row g + 8
-  int half_numbers, blocks_a_group;
+  int half_numbers;
+  unsigned inverse;
 
   // The rows begin at `row`, and those of the second part `part_rows` later.
   DEVICE Source(const Matrix& m, size_t row, int part_rows, const unsigned short* x_row, int lane)
-      : scales(m.scales), zeros(m.zeros), blocks_a_group(m.blocks_a_group) {
-    const int g = lane >> 2, t = lane & 3, blocks = m.inputs / 64, groups = blocks / m.blocks_a_group * SUB;
+      : scales(m.scales), zeros(m.zeros), inverse(m.inverse) {
+    const int g = lane >> 2, t = lane & 3, blocks = m.inputs >> 6;
     half = (size_t)m.inputs * 8;
-    half_numbers = BITS == 8 ? groups * 8 : 4;
+    half_numbers = BITS == 8 ? m.groups * 8 : 4;
 #pragma unroll
     for (int part = 0; part < PARTS; part++) {
       const size_t first = row + part * (size_t)part_rows;
       if (BITS == 8) {
         code[part] = m.codes + (first + g) * m.inputs + t * 16;
-        number[part] = (first + g) * groups;
+        number[part] = (first + g) * m.groups;
       } else {
         const size_t tile = first / 64, quarter = first / 16 % 4;
         code[part] = m.codes + tile * blocks * 2048 + quarter * 512 + lane * 16;
-        number[part] = (tile * groups * 8 + g) * 8 + quarter;
+        number[part] = (tile * m.groups * 8 + g) * 8 + quarter;
       }
     }
     x = x_row ? x_row + (SUB == 4 ? t * 4 : BITS == 8 ? t * 16 : t * 8) : x_row;
@@ -118,7 +120,7 @@ template <int PARTS> struct Operands {
 
   // Copies a block's codes, scales and zeros. Numbers of 8 or 16 bits come with their neighbors in 4 bytes.
   static DEVICE void copy_weights(unsigned char* to, const Source<PARTS>& from, int block, int lane) {
-    const int group = SUB > 1 ? block * SUB : block / from.blocks_a_group;
+    const int group = SUB > 1 ? block * SUB : from.inverse ? (int)__umulhi(block, from.inverse) : block;
 #pragma unroll
     for (int part = 0; part < PARTS; part++) {
 #pragma unroll

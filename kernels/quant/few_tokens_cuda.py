@@ -36,7 +36,8 @@ class MatrixArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros")),
-        *((name, ctypes.c_int) for name in ("inputs", "blocks_a_group")),
+        *((name, ctypes.c_int) for name in ("inputs", "groups")),
+        ("inverse", ctypes.c_uint),
     )
 
 
@@ -96,7 +97,9 @@ def few_token_linear(x_TD: Tensor, weight: ScaledWeight, bias_O: Tensor | None, 
     assert outputs % ROWS == inputs % TILE == weight.group % TILE == 0
     assert x_TD.is_contiguous() and x_TD.data_ptr() % 16 == 0 and code_OD.is_contiguous() and scale_OG.is_contiguous()
     y_TO = torch.empty(num_tokens, outputs, dtype=x_TD.dtype, device=x_TD.device)
-    matrix = MatrixArguments(code_OD.data_ptr(), scale_OG.data_ptr(), None, inputs, weight.group // TILE)
+    blocks = weight.group // TILE
+    inverse = -(-(1 << 32) // blocks) if blocks > 1 else 0
+    matrix = MatrixArguments(code_OD.data_ptr(), scale_OG.data_ptr(), None, inputs, scale_OG.shape[1], inverse)
     arguments = FewTokenLinearArguments(
         weight=matrix,
         x=x_TD.data_ptr(),
