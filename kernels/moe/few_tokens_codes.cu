@@ -124,10 +124,10 @@ template <bool OUTER, int TEAM> struct Item {
   int left;       // items of the program from this one on
   int group, at;  // which item of the group it is
   bool is_shared;
-  int steps, row;  // blocks of the warp, and the row of x of the lane's column: -1 if it is not used
+  int row;  // of x, for the lane's column, or -1 if it is not used
 
   DEVICE Item(const FewTokens& p, const Groups& groups, int index, int end)
-      : p(p), groups(groups), left(end - index), group(0), at(index), is_shared(false), steps(0), row(-1) {
+      : p(p), groups(groups), left(end - index), group(0), at(index), is_shared(false), row(-1) {
     const int of_expert = p.outputs / ROWS, skipped = min(index / of_expert, groups.count);
     group = skipped;
     at -= skipped * of_expert;
@@ -136,6 +136,7 @@ template <bool OUTER, int TEAM> struct Item {
   DEVICE bool exists() const { return left > 0; }
   DEVICE int of_group() const { return (is_shared ? p.shared_outputs : p.outputs) / ROWS; }
   DEVICE const Matrix& matrix() const { return is_shared ? p.shared : p.routed; }
+  DEVICE Share share() const { return Share(matrix().inputs, (threadIdx.x >> 5) % TEAM, TEAM); }
   DEVICE int output() const { return at * ROWS; }
   DEVICE Column column(int n) const {
     if (!is_shared) return groups.column(group, n);
@@ -155,8 +156,6 @@ template <bool OUTER, int TEAM> struct Item {
       at -= of_group();
       is_shared = ++group >= groups.count;
     }
-    const int member = (threadIdx.x >> 5) % TEAM;
-    steps = (matrix().inputs / 64 - member + TEAM - 1) / TEAM;
     const Column of_lane = column((threadIdx.x & 31) >> 2);
     row = OUTER && !is_shared && of_lane.token >= 0 ? of_lane.place * p.tokens + of_lane.token : of_lane.token;
   }
@@ -183,7 +182,7 @@ template <bool OUTER, bool TILED, int TEAM, int DEPTH> DEVICE void compute(const
   constexpr int PARTS = OUTER ? 1 : 2, TEAMS = WARPS / TEAM, SUMS = WARPS * PARTS * COLUMNS * PITCH;
   using Block = Operands<PARTS>;
   static_assert(SUMS * 4 + Groups::BYTES + WARPS * DEPTH * Block::BYTES <= ROOM, "the shared memory must suffice");
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, team = warp / TEAM, member = warp % TEAM;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, team = warp / TEAM;
   unsigned char* memory = BITS == 4 ? behind_table() : all_shared();
   unsigned char* blocks = memory + warp * DEPTH * Block::BYTES;  // of this warp
   float* all_sums = (float*)(memory + WARPS * DEPTH * Block::BYTES);  // [warps, parts, COLUMNS, PITCH]
@@ -219,17 +218,21 @@ template <bool OUTER, bool TILED, int TEAM, int DEPTH> DEVICE void compute(const
     return;
   }
   Source<PARTS> source = item.template source<PARTS>(), next_source = source;
+  Share share = item.share(), next_share = share;
+  Block operands;
   // Copies the next block of this warp, and finds the one behind it. A warp skips items of which it has no block.
   const auto copy_next = [&](bool weights, bool x) {
-    while (next_item.exists() && next_step >= next_item.steps) {
+    while (next_item.exists() && next_step >= next_share.count) {
       next_item.move(TEAMS);
-      if (next_item.exists()) next_source = next_item.template source<PARTS>();
+      if (next_item.exists()) next_source = next_item.template source<PARTS>(), next_share = next_item.share();
       next_step = 0;
     }
     if (next_item.exists()) {
-      const int block = next_step++ * TEAM + member;
-      if (weights) Block::copy_weights(blocks + next_slot * Block::BYTES, next_source, block, lane);
-      if (x) Block::copy_x(blocks + next_slot * Block::BYTES, next_source, p.x, block, lane);
+      unsigned char* to = blocks + next_slot * Block::BYTES;
+      const int block = next_share.first + next_step;
+      if (weights) Block::copy_weights(to, next_source, block, begins_group(next_source, next_share, next_step), lane);
+      if (x) Block::copy_x(to, next_source, p.x, block, lane);
+      next_step++;
     }
     next_slot = next_slot + 1 == DEPTH ? 0 : next_slot + 1;
   };
@@ -239,7 +242,7 @@ template <bool OUTER, bool TILED, int TEAM, int DEPTH> DEVICE void compute(const
     let_next_launch_begin();
     next_item.left = item.left, next_item.group = item.group, next_item.at = item.at;
     next_item.settle();
-    next_source = source, next_step = next_slot = 0;
+    next_source = source, next_share = share, next_step = next_slot = 0;
   }
   for (int i = 0; i < DEPTH - 1; i++) {
     copy_next(!OUTER, true);
@@ -249,11 +252,12 @@ template <bool OUTER, bool TILED, int TEAM, int DEPTH> DEVICE void compute(const
   while (item.exists()) {
     float sums[PARTS][4] = {};
 #pragma unroll 1
-    for (int step = 0; step < item.steps; step++) {
+    for (int step = 0; step < share.count; step++) {
       wait_copies<DEPTH - 2>();
       copy_next(true, true);
       close_copies();
-      Block::multiply(blocks + slot * Block::BYTES, source, sums, lane, lane_bits);
+      const bool begins = begins_group(source, share, step);
+      operands.multiply(blocks + slot * Block::BYTES, source, begins, sums, lane, lane_bits);
       slot = slot + 1 == DEPTH ? 0 : slot + 1;
     }
     wait_team<TEAM>(team);  // the sums of the last item have been read
@@ -282,7 +286,7 @@ template <bool OUTER, bool TILED, int TEAM, int DEPTH> DEVICE void compute(const
       }
     }
     item.move(TEAMS);
-    if (item.exists()) source = item.template source<PARTS>();
+    if (item.exists()) source = item.template source<PARTS>(), share = item.share();
   }
 }
 

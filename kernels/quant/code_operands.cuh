@@ -90,6 +90,8 @@ template <int PARTS> struct Source {
   unsigned inverse;
 
   // The rows begin at `row`, and those of the second part `part_rows` later.
+  DEVICE int group_of(int block) const { return SUB > 1 ? block * SUB : inverse ? (int)__umulhi(block, inverse) : block; }
+
   DEVICE Source(const Matrix& m, size_t row, int part_rows, const unsigned short* x_row, int lane)
       : scales(m.scales), zeros(m.zeros), inverse(m.inverse) {
     const int g = lane >> 2, t = lane & 3, blocks = m.inputs >> 6;
@@ -111,22 +113,42 @@ template <int PARTS> struct Source {
   }
 };
 
+// The blocks of an item that a warp of a team multiplies, which are neighbors: their scales are read together.
+struct Share {
+  int first, count;
+  DEVICE Share(int inputs, int member, int team)
+      : first((inputs >> 6) * member / team), count((inputs >> 6) * (member + 1) / team - first) {}
+};
+
+// Whether a warp's block begins a group of inputs, so that it needs other scales than the block before.
+template <int PARTS> DEVICE bool begins_group(const Source<PARTS>& from, const Share& share, int step) {
+  const int block = share.first + step;
+  return step == 0 || from.group_of(block) != from.group_of(block - 1);
+}
+
 // The weights of 16 outputs and a block of 64 inputs, and x, on their way through shared memory. With two parts, the outputs
 // are those of gate and of up. Each lane reads what it has copied itself, so no lane waits for another one.
 template <int PARTS> struct Operands {
+  float scale[PARTS][2][SUB];  // of rows g and g + 8 in the last block that was multiplied
+  unsigned zero[PARTS][2][SUB];
+
   static constexpr int SCALE_COPIES = PARTS * 2 * SUB;
   static constexpr int X_AT = PARTS * WORDS * 512, SCALES_AT = X_AT + 1024, ZEROS_AT = SCALES_AT + SCALE_COPIES * 128;
   static constexpr int BYTES = ZEROS_AT + (ZEROS ? SCALE_COPIES * 128 : 0);  // of a block
 
-  // Copies a block's codes, scales and zeros. Numbers of 8 or 16 bits come with their neighbors in 4 bytes.
-  static DEVICE void copy_weights(unsigned char* to, const Source<PARTS>& from, int block, int lane) {
-    const int group = SUB > 1 ? block * SUB : from.inverse ? (int)__umulhi(block, from.inverse) : block;
+  // Copies a block's codes, and the scales and zeros of its groups if a lane does not have them from the block before. Numbers
+  // of 8 or 16 bits come with their neighbors in 4 bytes.
+  static DEVICE void copy_weights(unsigned char* to, const Source<PARTS>& from, int block, bool begins, int lane) {
 #pragma unroll
-    for (int part = 0; part < PARTS; part++) {
+    for (int part = 0; part < PARTS; part++)
 #pragma unroll
       for (int h = 0; h < WORDS; h++)
         copy_to_shared<16>(to + (part * WORDS + h) * 512 + lane * 16,
                            from.code[part] + h * from.half + (size_t)block * (BITS == 8 ? 64 : 2048));
+    if (!begins) return;
+    const int group = from.group_of(block);
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) {
 #pragma unroll
       for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -150,8 +172,24 @@ template <int PARTS> struct Operands {
     }
   }
 
+  DEVICE void read_scales(const unsigned char* at, const Source<PARTS>& from, int lane) {
+#pragma unroll
+    for (int part = 0; part < PARTS; part++)
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int s = 0; s < SUB; s++) {
+          const int copy = ((part * 2 + h) * SUB + s) * 128 + lane * 4;
+          const unsigned word = *(const unsigned*)(at + SCALES_AT + copy);
+          const unsigned short bits = word >> (from.number[part] & 1) * 16;
+          scale[part][h][s] = SCALE == 0 ? __uint_as_float(word) : SCALE == 1 ? bfloat_to_float(bits) : half_to_float(bits);
+          if (ZEROS) zero[part][h][s] = *(const unsigned*)(at + ZEROS_AT + copy) >> (from.number[part] & 3) * 8 & 255;
+        }
+  }
+
   // Adds the products of a block, whose copies have ended, to the sums.
-  static DEVICE void multiply(const unsigned char* at, const Source<PARTS>& from, float (*sums)[4], int lane, unsigned table) {
+  DEVICE void multiply(const unsigned char* at, const Source<PARTS>& from, bool begins, float (*sums)[4], int lane, unsigned table) {
+    if (begins) read_scales(at, from, lane);
     U2 x[STEPS];
 #pragma unroll
     for (int q = 0; q < STEPS; q++) {
@@ -171,16 +209,6 @@ template <int PARTS> struct Operands {
 #pragma unroll
       for (int s = 0; s < SUB; s++) {
         float c[4] = {};
-        float scale[2];
-        unsigned zero[2];
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const int copy = ((part * 2 + h) * SUB + s) * 128 + lane * 4;
-          const unsigned word = *(const unsigned*)(at + SCALES_AT + copy);
-          const unsigned short bits = word >> (from.number[part] & 1) * 16;
-          scale[h] = SCALE == 0 ? __uint_as_float(word) : SCALE == 1 ? bfloat_to_float(bits) : half_to_float(bits);
-          if (ZEROS) zero[h] = *(const unsigned*)(at + ZEROS_AT + copy) >> (from.number[part] & 3) * 8 & 255;
-        }
 #pragma unroll
         for (int q = s * (STEPS / SUB); q < (s + 1) * (STEPS / SUB); q++) {
           unsigned a[4];
@@ -190,13 +218,13 @@ template <int PARTS> struct Operands {
             a[i] = e4m3_pair(code[i & 1].v[q], i >> 1);
 #else
             a[i] = lookup(code[0].v[q], i, table);
-            if (ZEROS) a[i] = less_zero(a[i], zero[i & 1]);
+            if (ZEROS) a[i] = less_zero(a[i], zero[part][i & 1][s]);
 #endif
           }
           mma(c, a, x[q]);
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++) sums[part][i] += scale[i >> 1] * c[i];
+        for (int i = 0; i < 4; i++) sums[part][i] += scale[part][i >> 1][s] * c[i];
       }
     }
   }

@@ -30,21 +30,24 @@ KERNEL void __launch_bounds__(THREADS, 1) linear(const FewTokenLinear p) {
   float* all_sums = (float*)(memory + WARPS * LINEAR_DEPTH * Block::BYTES);  // [warps, COLUMNS, PITCH]
   const int items = p.outputs / ROWS, inputs = p.weight.inputs, column = lane >> 2;
   const int first = (long long)items * blockIdx.x / gridDim.x, end = (long long)items * (blockIdx.x + 1) / gridDim.x;
-  const int steps = (inputs / 64 - member + LINEAR_TEAM - 1) / LINEAR_TEAM;  // blocks of this warp in an item
+  const Share share(inputs, member, LINEAR_TEAM);
   const unsigned short* x = column < p.tokens ? p.x + (size_t)column * inputs : nullptr;
   const auto source_of = [&](int item) { return Source<1>(p.weight, (size_t)item * ROWS, 0, x, lane); };
   int next_item = first + team, next_step = 0, next_slot = 0, slot = 0;
   Source<1> next_source = source_of(next_item);
+  Block operands;
   const auto copy_next = [&](bool weights, bool x) {
-    if (next_step == steps) {
+    if (next_step == share.count) {
       next_item += TEAMS;
       next_source = source_of(next_item);
       next_step = 0;
     }
-    if (next_item < end && steps) {
-      const int block = next_step++ * LINEAR_TEAM + member;
-      if (weights) Block::copy_weights(blocks + next_slot * Block::BYTES, next_source, block, lane);
-      if (x) Block::copy_x(blocks + next_slot * Block::BYTES, next_source, p.x, block, lane);
+    if (next_item < end && share.count) {
+      unsigned char* to = blocks + next_slot * Block::BYTES;
+      const int block = share.first + next_step;
+      if (weights) Block::copy_weights(to, next_source, block, begins_group(next_source, share, next_step), lane);
+      if (x) Block::copy_x(to, next_source, p.x, block, lane);
+      next_step++;
     }
     next_slot = next_slot + 1 == LINEAR_DEPTH ? 0 : next_slot + 1;
   };
@@ -68,11 +71,11 @@ KERNEL void __launch_bounds__(THREADS, 1) linear(const FewTokenLinear p) {
     const Source<1> source = source_of(item);
     float sums[1][4] = {};
 #pragma unroll 1
-    for (int step = 0; step < steps; step++) {
+    for (int step = 0; step < share.count; step++) {
       wait_copies<LINEAR_DEPTH - 2>();
       copy_next(true, true);
       close_copies();
-      Block::multiply(blocks + slot * Block::BYTES, source, sums, lane, lane_bits);
+      operands.multiply(blocks + slot * Block::BYTES, source, begins_group(source, share, step), sums, lane, lane_bits);
       slot = slot + 1 == LINEAR_DEPTH ? 0 : slot + 1;
     }
     wait_team<LINEAR_TEAM>(team);  // the sums of the last item have been read
