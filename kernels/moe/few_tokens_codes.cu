@@ -1,8 +1,8 @@
 // The quantized experts of few tokens: gate and up with the activation, then down times the experts' weights.
 // kernels/moe/few_tokens_codes_cuda.py compiles this file with NVRTC, behind kernels/quant/code_operands.cuh.
 //
-// Idea: an item is 16 outputs of one expert, of gate and up each, for a group of at most 8 pairs of a token and that expert.
-// code_operands.cuh says how a team of warps computes it. What an item needs beside codes and x is in shared memory. Programs
+// Idea: an item is 16 outputs of gate and up each, or 32 of down, of one expert for a group of at most 8 pairs of a token and
+// that expert. code_operands.cuh says how a team of warps computes it. What an item needs beside codes and x is in shared memory. Programs
 // divide the items evenly, and each takes neighboring ones, whose x is then in its cache.
 // Up to 8 tokens, the first pair that has an expert stands for all others, and nothing is sorted. For more tokens, a group
 // has the pairs of a tile (moe_tiles_triton.py).
@@ -117,8 +117,10 @@ struct Groups {
   }
 };
 
-// 16 outputs of an expert for a group of pairs. Groups of some tokens for the shared expert are behind the others.
+// Some outputs of an expert for a group of pairs, in two parts of ROWS rows of its matrix. Groups of some tokens for the shared
+// expert are behind the others.
 template <bool OUTER, int TEAM> struct Item {
+  static constexpr int OUTPUTS = OUTER ? 2 * ROWS : ROWS;  // of gate and up each
   const FewTokens& p;
   const Groups& groups;
   int left;       // items of the program from this one on
@@ -128,16 +130,16 @@ template <bool OUTER, int TEAM> struct Item {
 
   DEVICE Item(const FewTokens& p, const Groups& groups, int index, int end)
       : p(p), groups(groups), left(end - index), group(0), at(index), is_shared(false), row(-1) {
-    const int of_expert = p.outputs / ROWS, skipped = min(index / of_expert, groups.count);
+    const int of_expert = p.outputs / OUTPUTS, skipped = min(index / of_expert, groups.count);
     group = skipped;
     at -= skipped * of_expert;
     settle();
   }
   DEVICE bool exists() const { return left > 0; }
-  DEVICE int of_group() const { return (is_shared ? p.shared_outputs : p.outputs) / ROWS; }
+  DEVICE int of_group() const { return (is_shared ? p.shared_outputs : p.outputs) / OUTPUTS; }
   DEVICE const Matrix& matrix() const { return is_shared ? p.shared : p.routed; }
   DEVICE Share share() const { return Share(matrix().inputs, (threadIdx.x >> 5) % TEAM, TEAM); }
-  DEVICE int output() const { return at * ROWS; }
+  DEVICE int output() const { return at * OUTPUTS; }
   DEVICE Column column(int n) const {
     if (!is_shared) return groups.column(group, n);
     const int token = (group - groups.count) * COLUMNS + n;
@@ -159,11 +161,12 @@ template <bool OUTER, int TEAM> struct Item {
     const Column of_lane = column((threadIdx.x & 31) >> 2);
     row = OUTER && !is_shared && of_lane.token >= 0 ? of_lane.place * p.tokens + of_lane.token : of_lane.token;
   }
-  template <int PARTS> DEVICE Source<PARTS> source() const {
+  DEVICE Source<2> source() const {
     const Matrix& m = matrix();
     const int outputs = is_shared ? p.shared_outputs : p.outputs, expert = is_shared ? 0 : groups.expert[group - groups.first];
     const unsigned short* x = (is_shared ? p.shared_x : p.x) + (size_t)row * m.inputs;
-    return Source<PARTS>(m, (size_t)expert * PARTS * outputs + output(), outputs, row < 0 ? nullptr : x, threadIdx.x & 31);
+    const size_t first = (size_t)expert * (OUTER ? outputs : 2 * outputs) + output();
+    return Source<2>(m, first, OUTER ? ROWS : outputs, row < 0 ? nullptr : x, threadIdx.x & 31);
   }
 };
 
@@ -179,13 +182,14 @@ DEVICE float activated(const FewTokens& p, float gate, float up) {
 }
 
 template <bool OUTER, bool TILED, int TEAM, int DEPTH> DEVICE void compute(const FewTokens& p) {
-  constexpr int PARTS = OUTER ? 1 : 2, TEAMS = WARPS / TEAM, SUMS = WARPS * PARTS * COLUMNS * PITCH;
-  using Block = Operands<PARTS>;
+  using Block = Operands<2>;
+  constexpr int TEAMS = WARPS / TEAM, SUMS_OF_WARP = 2 * COLUMNS * PITCH, SUMS = WARPS * SUMS_OF_WARP;
+  constexpr int OUTPUTS = Item<OUTER, TEAM>::OUTPUTS;
   static_assert(SUMS * 4 + Groups::BYTES + WARPS * DEPTH * Block::BYTES <= ROOM, "the shared memory must suffice");
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, team = warp / TEAM;
   unsigned char* memory = BITS == 4 ? behind_table() : all_shared();
   unsigned char* blocks = memory + warp * DEPTH * Block::BYTES;  // of this warp
-  float* all_sums = (float*)(memory + WARPS * DEPTH * Block::BYTES);  // [warps, parts, COLUMNS, PITCH]
+  float* all_sums = (float*)(memory + WARPS * DEPTH * Block::BYTES);  // [warps, 2, COLUMNS, PITCH]
   unsigned lane_bits = 0;
 #if BITS == 4
   fill_pairs(p.pairs);
@@ -199,7 +203,7 @@ template <bool OUTER, bool TILED, int TEAM, int DEPTH> DEVICE void compute(const
     groups.count = *p.used_tiles;
   else
     groups.choose(p);
-  const int of_expert = p.outputs / ROWS, of_shared = p.shared_outputs / ROWS * ((p.tokens + COLUMNS - 1) / COLUMNS);
+  const int of_expert = p.outputs / OUTPUTS, of_shared = p.shared_outputs / OUTPUTS * ((p.tokens + COLUMNS - 1) / COLUMNS);
   const long long total = groups.count * of_expert + of_shared;
   const int first = total * blockIdx.x / gridDim.x, end = total * (blockIdx.x + 1) / gridDim.x;
   if (TILED) {
@@ -217,14 +221,14 @@ template <bool OUTER, bool TILED, int TEAM, int DEPTH> DEVICE void compute(const
     if (OUTER) wait_for_launch_ahead(), let_next_launch_begin();
     return;
   }
-  Source<PARTS> source = item.template source<PARTS>(), next_source = source;
+  Source<2> source = item.source(), next_source = source;
   Share share = item.share(), next_share = share;
   Block operands;
   // Copies the next block of this warp, and finds the one behind it. A warp skips items of which it has no block.
   const auto copy_next = [&](bool weights, bool x) {
     while (next_item.exists() && next_step >= next_share.count) {
       next_item.move(TEAMS);
-      if (next_item.exists()) next_source = next_item.template source<PARTS>(), next_share = next_item.share();
+      if (next_item.exists()) next_source = next_item.source(), next_share = next_item.share();
       next_step = 0;
     }
     if (next_item.exists()) {
@@ -250,7 +254,7 @@ template <bool OUTER, bool TILED, int TEAM, int DEPTH> DEVICE void compute(const
   }
 #pragma unroll 1
   while (item.exists()) {
-    float sums[PARTS][4] = {};
+    float sums[2][4] = {};
 #pragma unroll 1
     for (int step = 0; step < share.count; step++) {
       wait_copies<DEPTH - 2>();
@@ -261,23 +265,25 @@ template <bool OUTER, bool TILED, int TEAM, int DEPTH> DEVICE void compute(const
       slot = slot + 1 == DEPTH ? 0 : slot + 1;
     }
     wait_team<TEAM>(team);  // the sums of the last item have been read
-    put_sums<PARTS>(all_sums + warp * PARTS * COLUMNS * PITCH, sums, lane);
+    put_sums<2>(all_sums + warp * SUMS_OF_WARP, sums, lane);
     wait_team<TEAM>(team);
-    for (int i = threadIdx.x % (TEAM * 32); i < COLUMNS * ROWS; i += TEAM * 32) {
-      const int n = i / ROWS, row = i % ROWS, output = item.output() + row;
+    const float* of_team = all_sums + team * TEAM * SUMS_OF_WARP;
+    for (int i = threadIdx.x % (TEAM * 32); i < COLUMNS * OUTPUTS; i += TEAM * 32) {
+      const int n = i / OUTPUTS, row = i % OUTPUTS, output = item.output() + row;
       const Column column = item.column(n);
       if (column.token < 0) continue;
-      float sum[PARTS] = {};
+      const auto sum_of = [&](int part) {
+        float sum = 0.f;
 #pragma unroll
-      for (int part = 0; part < PARTS; part++)
-#pragma unroll
-        for (int w = 0; w < TEAM; w++) sum[part] += all_sums[(((team * TEAM + w) * PARTS + part) * COLUMNS + n) * PITCH + row];
+        for (int w = 0; w < TEAM; w++) sum += of_team[w * SUMS_OF_WARP + (part * COLUMNS + n) * PITCH + row % ROWS];
+        return sum;
+      };
       const size_t pair = (size_t)column.place * p.tokens + column.token;
       if constexpr (OUTER) {
         const int summands = p.per_token + (p.shared_outputs > 0);
-        p.sums[pair * p.outputs + output] = sum[0] * groups.weight[column.token * summands + column.place];
+        p.sums[pair * p.outputs + output] = sum_of(row / ROWS) * groups.weight[column.token * summands + column.place];
       } else {
-        const float value = activated(p, sum[0], sum[PARTS - 1]);
+        const float value = activated(p, sum_of(0), sum_of(1));
         const unsigned short number = IS_HALF ? to_half(value) : to_bfloat(value);
         if (item.is_shared)
           p.shared_inner[(size_t)column.token * p.shared_outputs + output] = number;
@@ -286,7 +292,7 @@ template <bool OUTER, bool TILED, int TEAM, int DEPTH> DEVICE void compute(const
       }
     }
     item.move(TEAMS);
-    if (item.exists()) source = item.template source<PARTS>(), share = item.share();
+    if (item.exists()) source = item.source(), share = item.share();
   }
 }
 

@@ -49,7 +49,7 @@ FORMULAS = ("silu", "gelu_tanh", "clamped_swiglu")
 TEAMS = {"ONE_INNER": 16, "INNER": 4, "OUTER": 4}  # warps of a team
 # Blocks of a warp in flight, for gate and up and for down: by bits of a code, and for four bits with several groups in
 # a block.
-DEPTHS = {8: (3, 4), 4: (3, 4)}
+DEPTHS = {8: (3, 3), 4: (3, 3)}
 NAMES = "inner_one", "inner_few", "inner_tiles", "outer_few", "outer_tiles"
 Codes = ScaledWeight | TiledWeight
 
