@@ -19,7 +19,8 @@
 //   ROOM     bytes of shared memory for blocks in flight, sums and the choice; with four bits they lie behind the table
 //   ONE_INNER_TEAM, INNER_TEAM, OUTER_TEAM  warps of a team, powers of two: of gate and up for one token and for more, and
 //            of down
-//   INNER_DEPTH, OUTER_DEPTH  blocks of a warp that have room, the one that is multiplied and those in flight
+//   FEW_PARTS, TILE_PARTS  parts of an item, 2 or 4: without tiles and with them
+//   FEW_DEPTH, TILE_DEPTH  blocks of a warp that have room, the one that is multiplied and those in flight
 #define MOST_PAIRS 256      // without tiles
 #define MOST_GROUPS 256     // of a program
 #define MOST_WEIGHTS 2048
@@ -117,10 +118,10 @@ struct Groups {
   }
 };
 
-// Some outputs of an expert for a group of pairs, in two parts of ROWS rows of its matrix. Groups of some tokens for the shared
+// Some outputs of an expert for a group of pairs, in parts of ROWS rows of its matrix. Groups of some tokens for the shared
 // expert are behind the others.
-template <bool OUTER, int TEAM> struct Item {
-  static constexpr int OUTPUTS = OUTER ? 2 * ROWS : ROWS;  // of gate and up each
+template <bool OUTER, int PARTS, int TEAM> struct Item {
+  static constexpr int OUTPUTS = (OUTER ? PARTS : PARTS / 2) * ROWS;  // of gate and up each
   const FewTokens& p;
   const Groups& groups;
   int left;       // items of the program from this one on
@@ -161,12 +162,12 @@ template <bool OUTER, int TEAM> struct Item {
     const Column of_lane = column((threadIdx.x & 31) >> 2);
     row = OUTER && !is_shared && of_lane.token >= 0 ? of_lane.place * p.tokens + of_lane.token : of_lane.token;
   }
-  DEVICE Source<2> source() const {
+  DEVICE Source<PARTS> source() const {
     const Matrix& m = matrix();
     const int outputs = is_shared ? p.shared_outputs : p.outputs, expert = is_shared ? 0 : groups.expert[group - groups.first];
     const unsigned short* x = (is_shared ? p.shared_x : p.x) + (size_t)row * m.inputs;
     const size_t first = (size_t)expert * (OUTER ? outputs : 2 * outputs) + output();
-    return Source<2>(m, first, OUTER ? ROWS : outputs, row < 0 ? nullptr : x, threadIdx.x & 31);
+    return Source<PARTS>(m, first, OUTER ? OUTPUTS / 2 : outputs, row < 0 ? nullptr : x, threadIdx.x & 31);
   }
 };
 
@@ -181,15 +182,15 @@ DEVICE float activated(const FewTokens& p, float gate, float up) {
   return gate * sigmoid(gate) * up;
 }
 
-template <bool OUTER, bool TILED, int TEAM, int DEPTH> DEVICE void compute(const FewTokens& p) {
-  using Block = Operands<2>;
-  constexpr int TEAMS = WARPS / TEAM, SUMS_OF_WARP = 2 * COLUMNS * PITCH, SUMS = WARPS * SUMS_OF_WARP;
-  constexpr int OUTPUTS = Item<OUTER, TEAM>::OUTPUTS;
+template <bool OUTER, bool TILED, int PARTS, int TEAM, int DEPTH> DEVICE void compute(const FewTokens& p) {
+  using Block = Operands<PARTS>;
+  constexpr int TEAMS = WARPS / TEAM, SUMS_OF_WARP = PARTS * COLUMNS * PITCH, SUMS = WARPS * SUMS_OF_WARP;
+  constexpr int OUTPUTS = Item<OUTER, PARTS, TEAM>::OUTPUTS;
   static_assert(SUMS * 4 + Groups::BYTES + WARPS * DEPTH * Block::BYTES <= ROOM, "the shared memory must suffice");
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, team = warp / TEAM;
   unsigned char* memory = BITS == 4 ? behind_table() : all_shared();
   unsigned char* blocks = memory + warp * DEPTH * Block::BYTES;  // of this warp
-  float* all_sums = (float*)(memory + WARPS * DEPTH * Block::BYTES);  // [warps, 2, COLUMNS, PITCH]
+  float* all_sums = (float*)(memory + WARPS * DEPTH * Block::BYTES);  // [warps, PARTS, COLUMNS, PITCH]
   unsigned lane_bits = 0;
 #if BITS == 4
   fill_pairs(p.pairs);
@@ -215,13 +216,13 @@ template <bool OUTER, bool TILED, int TEAM, int DEPTH> DEVICE void compute(const
 #if BITS == 4
   lane_bits = lane_part(lane);
 #endif
-  Item<OUTER, TEAM> item(p, groups, first + team, end), next_item = item;
+  Item<OUTER, PARTS, TEAM> item(p, groups, first + team, end), next_item = item;
   int next_step = 0, next_slot = 0, slot = 0;
   if (!item.exists()) {
     if (OUTER) wait_for_launch_ahead(), let_next_launch_begin();
     return;
   }
-  Source<2> source = item.source(), next_source = source;
+  Source<PARTS> source = item.source(), next_source = source;
   Share share = item.share(), next_share = share;
   Block operands;
   // Copies the next block of this warp, and finds the one behind it. A warp skips items of which it has no block.
@@ -254,7 +255,7 @@ template <bool OUTER, bool TILED, int TEAM, int DEPTH> DEVICE void compute(const
   }
 #pragma unroll 1
   while (item.exists()) {
-    float sums[2][4] = {};
+    float sums[PARTS][4] = {};
 #pragma unroll 1
     for (int step = 0; step < share.count; step++) {
       wait_copies<DEPTH - 2>();
@@ -265,7 +266,7 @@ template <bool OUTER, bool TILED, int TEAM, int DEPTH> DEVICE void compute(const
       slot = slot + 1 == DEPTH ? 0 : slot + 1;
     }
     wait_team<TEAM>(team);  // the sums of the last item have been read
-    put_sums<2>(all_sums + warp * SUMS_OF_WARP, sums, lane);
+    put_sums<PARTS>(all_sums + warp * SUMS_OF_WARP, sums, lane);
     wait_team<TEAM>(team);
     const float* of_team = all_sums + team * TEAM * SUMS_OF_WARP;
     for (int i = threadIdx.x % (TEAM * 32); i < COLUMNS * OUTPUTS; i += TEAM * 32) {
@@ -281,9 +282,11 @@ template <bool OUTER, bool TILED, int TEAM, int DEPTH> DEVICE void compute(const
       const size_t pair = (size_t)column.place * p.tokens + column.token;
       if constexpr (OUTER) {
         const int summands = p.per_token + (p.shared_outputs > 0);
-        p.sums[pair * p.outputs + output] = sum_of(row / ROWS) * groups.weight[column.token * summands + column.place];
+        // The parts alternate between the item's two halves.
+        const int half = row / (OUTPUTS / 2), part = row % (OUTPUTS / 2) / ROWS * 2 + half;
+        p.sums[pair * p.outputs + output] = sum_of(part) * groups.weight[column.token * summands + column.place];
       } else {
-        const float value = activated(p, sum_of(0), sum_of(1));
+        const float value = activated(p, sum_of(row / ROWS * 2), sum_of(row / ROWS * 2 + 1));
         const unsigned short number = IS_HALF ? to_half(value) : to_bfloat(value);
         if (item.is_shared)
           p.shared_inner[(size_t)column.token * p.shared_outputs + output] = number;
@@ -297,8 +300,8 @@ template <bool OUTER, bool TILED, int TEAM, int DEPTH> DEVICE void compute(const
 }
 
 #define PROGRAM KERNEL void __launch_bounds__(THREADS, 1)
-PROGRAM inner_one(const FewTokens p) { compute<false, false, ONE_INNER_TEAM, INNER_DEPTH>(p); }
-PROGRAM inner_few(const FewTokens p) { compute<false, false, INNER_TEAM, INNER_DEPTH>(p); }
-PROGRAM inner_tiles(const FewTokens p) { compute<false, true, INNER_TEAM, INNER_DEPTH>(p); }
-PROGRAM outer_few(const FewTokens p) { compute<true, false, OUTER_TEAM, OUTER_DEPTH>(p); }
-PROGRAM outer_tiles(const FewTokens p) { compute<true, true, OUTER_TEAM, OUTER_DEPTH>(p); }
+PROGRAM inner_one(const FewTokens p) { compute<false, false, 2, ONE_INNER_TEAM, 3>(p); }
+PROGRAM inner_few(const FewTokens p) { compute<false, false, FEW_PARTS, INNER_TEAM, FEW_DEPTH>(p); }
+PROGRAM inner_tiles(const FewTokens p) { compute<false, true, TILE_PARTS, INNER_TEAM, TILE_DEPTH>(p); }
+PROGRAM outer_few(const FewTokens p) { compute<true, false, FEW_PARTS, OUTER_TEAM, FEW_DEPTH>(p); }
+PROGRAM outer_tiles(const FewTokens p) { compute<true, true, TILE_PARTS, OUTER_TEAM, TILE_DEPTH>(p); }

@@ -46,10 +46,9 @@ MOST_PAIRS, MOST_GROUPS, MOST_WEIGHTS = 256, 256, 2048  # as in few_tokens_codes
 ROOM = {8: 0x38000, 4: 0x28000}
 LEAST_CAPABILITY = (9, 0)
 FORMULAS = ("silu", "gelu_tanh", "clamped_swiglu")
-TEAMS = {"ONE_INNER": 16, "INNER": 4, "OUTER": 4}  # warps of a team
-# Blocks of a warp in flight, for gate and up and for down: by bits of a code, and for four bits with several groups in
-# a block.
-DEPTHS = {8: (3, 3), 4: (3, 3)}
+TEAMS = {"ONE_INNER": 16, "INNER": 2, "OUTER": 2}  # warps of a team
+PARTS = {"FEW": 2, "TILE": 2}  # of an item
+DEPTHS = {2: 3, 4: 2}  # blocks of a warp that have room, by parts
 NAMES = "inner_one", "inner_few", "inner_tiles", "outer_few", "outer_tiles"
 Codes = ScaledWeight | TiledWeight
 
@@ -100,7 +99,6 @@ class CodesVariant:
 
     @property
     def options(self) -> list[str]:
-        depths = DEPTHS[self.bits]
         return [
             "--std=c++17",
             f"-DIS_HALF={int(self.dtype == torch.float16)}",
@@ -112,7 +110,8 @@ class CodesVariant:
             f"-DWARPS={self.warps}",
             f"-DROOM={ROOM[self.bits]}",
             *(f"-D{name}_TEAM={min(warps, self.warps)}" for name, warps in TEAMS.items()),
-            *(f"-D{name}_DEPTH={depth}" for name, depth in zip(("INNER", "OUTER"), depths, strict=True)),
+            *(f"-D{name}_PARTS={parts}" for name, parts in PARTS.items()),
+            *(f"-D{name}_DEPTH={DEPTHS[parts]}" for name, parts in PARTS.items()),
         ]
 
     @classmethod

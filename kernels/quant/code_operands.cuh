@@ -50,14 +50,14 @@ template <int TEAM> DEVICE void wait_team(int team) {
 #if BITS == 4
 // Fills the table of pairs. All loads of a thread are in flight together.
 DEVICE void fill_pairs(const unsigned* pairs) {
-  constexpr int COUNT = 256 * 8 / THREADS;
+  constexpr int COUNT = (256 * 8 + THREADS - 1) / THREADS;
   unsigned pair[COUNT];
 #pragma unroll
-  for (int k = 0; k < COUNT; k++) pair[k] = pairs[(k * THREADS + (int)threadIdx.x) >> 3];
+  for (int k = 0; k < COUNT; k++) pair[k] = pairs[min(k * THREADS + (int)threadIdx.x, 256 * 8 - 1) >> 3];
 #pragma unroll
   for (int k = 0; k < COUNT; k++) {
     const int i = k * THREADS + threadIdx.x;
-    store_entries(i >> 3, i & 7, pair[k]);
+    if (i < 256 * 8) store_entries(i >> 3, i & 7, pair[k]);
   }
 }
 
@@ -79,7 +79,7 @@ DEVICE unsigned e4m3_pair(unsigned word, int upper) {
 }
 #endif
 
-// Where a lane's codes, scales and x of an item lie: 16 outputs of a matrix, and one row of x.
+// Where a lane's codes, scales and x of an item lie: some parts of 16 rows of a matrix, and one row of x.
 template <int PARTS> struct Source {
   const unsigned char* code[PARTS];
   size_t number[PARTS];  // of the scale and the zero of row g in the first group
@@ -89,17 +89,17 @@ template <int PARTS> struct Source {
   int half_numbers;
   unsigned inverse;
 
-  // The rows begin at `row`, and those of the second part `part_rows` later.
+  // The parts of ROWS rows alternate between two sequences of rows, of which the second begins `apart` behind the first.
   DEVICE int group_of(int block) const { return SUB > 1 ? block * SUB : inverse ? (int)__umulhi(block, inverse) : block; }
 
-  DEVICE Source(const Matrix& m, size_t row, int part_rows, const unsigned short* x_row, int lane)
+  DEVICE Source(const Matrix& m, size_t row, int apart, const unsigned short* x_row, int lane)
       : scales(m.scales), zeros(m.zeros), inverse(m.inverse) {
     const int g = lane >> 2, t = lane & 3, blocks = m.inputs >> 6;
     half = (size_t)m.inputs * 8;
     half_numbers = BITS == 8 ? m.groups * 8 : 4;
 #pragma unroll
     for (int part = 0; part < PARTS; part++) {
-      const size_t first = row + part * (size_t)part_rows;
+      const size_t first = row + part % 2 * (size_t)apart + part / 2 * ROWS;
       if (BITS == 8) {
         code[part] = m.codes + (first + g) * m.inputs + t * 16;
         number[part] = (first + g) * m.groups;
@@ -126,8 +126,8 @@ template <int PARTS> DEVICE bool begins_group(const Source<PARTS>& from, const S
   return step == 0 || from.group_of(block) != from.group_of(block - 1);
 }
 
-// The weights of 16 outputs and a block of 64 inputs, and x, on their way through shared memory. With two parts, the outputs
-// are those of gate and of up. Each lane reads what it has copied itself, so no lane waits for another one.
+// The weights of an item's rows and a block of 64 inputs, and x, on their way through shared memory. Each lane reads what it
+// has copied itself, so no lane waits for another one.
 template <int PARTS> struct Operands {
   float scale[PARTS][2][SUB];  // of rows g and g + 8 in the last block that was multiplied
   unsigned zero[PARTS][2][SUB];
