@@ -20,7 +20,7 @@
 //   ONE_INNER_TEAM, INNER_TEAM, OUTER_TEAM  warps of a team, powers of two: of gate and up for one token and for more, and
 //            of down
 //   FEW_PARTS, TILE_PARTS  parts of an item, 2 or 4: without tiles and with them
-//   FEW_DEPTH, TILE_DEPTH  blocks of a warp that have room, the one that is multiplied and those in flight
+//   MOST_DEPTH  the most blocks of a warp that have room, the one that is multiplied and those in flight
 #define MOST_PAIRS 256      // without tiles
 #define MOST_GROUPS 256     // of a program
 #define MOST_WEIGHTS 2048
@@ -182,11 +182,12 @@ DEVICE float activated(const FewTokens& p, float gate, float up) {
   return gate * sigmoid(gate) * up;
 }
 
-template <bool OUTER, bool TILED, int PARTS, int TEAM, int DEPTH> DEVICE void compute(const FewTokens& p) {
+template <bool OUTER, bool TILED, int PARTS, int TEAM> DEVICE void compute(const FewTokens& p) {
   using Block = Operands<PARTS>;
   constexpr int TEAMS = WARPS / TEAM, SUMS_OF_WARP = PARTS * COLUMNS * PITCH, SUMS = WARPS * SUMS_OF_WARP;
   constexpr int OUTPUTS = Item<OUTER, PARTS, TEAM>::OUTPUTS;
-  static_assert(SUMS * 4 + Groups::BYTES + WARPS * DEPTH * Block::BYTES <= ROOM, "the shared memory must suffice");
+  constexpr int FIT = (ROOM - SUMS * 4 - Groups::BYTES) / (WARPS * Block::BYTES), DEPTH = FIT < MOST_DEPTH ? FIT : MOST_DEPTH;
+  static_assert(DEPTH >= 2, "the shared memory must suffice");
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, team = warp / TEAM;
   unsigned char* memory = BITS == 4 ? behind_table() : all_shared();
   unsigned char* blocks = memory + warp * DEPTH * Block::BYTES;  // of this warp
@@ -300,8 +301,8 @@ template <bool OUTER, bool TILED, int PARTS, int TEAM, int DEPTH> DEVICE void co
 }
 
 #define PROGRAM KERNEL void __launch_bounds__(THREADS, 1)
-PROGRAM inner_one(const FewTokens p) { compute<false, false, 2, ONE_INNER_TEAM, 3>(p); }
-PROGRAM inner_few(const FewTokens p) { compute<false, false, FEW_PARTS, INNER_TEAM, FEW_DEPTH>(p); }
-PROGRAM inner_tiles(const FewTokens p) { compute<false, true, TILE_PARTS, INNER_TEAM, TILE_DEPTH>(p); }
-PROGRAM outer_few(const FewTokens p) { compute<true, false, FEW_PARTS, OUTER_TEAM, FEW_DEPTH>(p); }
-PROGRAM outer_tiles(const FewTokens p) { compute<true, true, TILE_PARTS, OUTER_TEAM, TILE_DEPTH>(p); }
+PROGRAM inner_one(const FewTokens p) { compute<false, false, 2, ONE_INNER_TEAM>(p); }
+PROGRAM inner_few(const FewTokens p) { compute<false, false, FEW_PARTS, INNER_TEAM>(p); }
+PROGRAM inner_tiles(const FewTokens p) { compute<false, true, TILE_PARTS, INNER_TEAM>(p); }
+PROGRAM outer_few(const FewTokens p) { compute<true, false, FEW_PARTS, OUTER_TEAM>(p); }
+PROGRAM outer_tiles(const FewTokens p) { compute<true, true, TILE_PARTS, OUTER_TEAM>(p); }

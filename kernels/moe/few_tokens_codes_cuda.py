@@ -48,7 +48,7 @@ LEAST_CAPABILITY = (9, 0)
 FORMULAS = ("silu", "gelu_tanh", "clamped_swiglu")
 TEAMS = {"ONE_INNER": 16, "INNER": 2, "OUTER": 2}  # warps of a team
 PARTS = {"FEW": 2, "TILE": 2}  # of an item
-DEPTHS = {2: 3, 4: 2}  # blocks of a warp that have room, by parts
+MOST_DEPTH = 3  # blocks of a warp that have room, the one that is multiplied and those in flight
 NAMES = "inner_one", "inner_few", "inner_tiles", "outer_few", "outer_tiles"
 Codes = ScaledWeight | TiledWeight
 
@@ -94,8 +94,8 @@ class CodesVariant:
 
     @property
     def warps(self) -> int:
-        """Returns the warps of a program. The scales of small groups leave shared memory for fewer."""
-        return WARPS if self.groups_a_block == 1 else WARPS // 2
+        """Returns the warps of a program. The scales and zeros of small groups leave shared memory for fewer."""
+        return WARPS if self.groups_a_block * (1 + self.has_zeros) <= 2 else WARPS // 2
 
     @property
     def options(self) -> list[str]:
@@ -111,7 +111,7 @@ class CodesVariant:
             f"-DROOM={ROOM[self.bits]}",
             *(f"-D{name}_TEAM={min(warps, self.warps)}" for name, warps in TEAMS.items()),
             *(f"-D{name}_PARTS={parts}" for name, parts in PARTS.items()),
-            *(f"-D{name}_DEPTH={DEPTHS[parts]}" for name, parts in PARTS.items()),
+            f"-DMOST_DEPTH={MOST_DEPTH}",
         ]
 
     @classmethod
