@@ -96,7 +96,7 @@ _TILED_SHAPES: _Shapes = (
     (256, _Shape(128, None, beside=False)),
     (float("inf"), _Shape(128, _Gemm(256, 64, 8, 4), adapter_pairs=64, beside=False)),
 )
-MOST_VALUES = 1 << 28  # of codes that are written at a time, unless one expert has more
+MOST_VALUES = 1 << 27  # of codes that are written at a time, unless one expert has more
 FLOAT32_O = 64
 # Up to so many pairs, the weighted sum reads B of down for each pair, instead of additions that were written.
 MOST_FOLDED_PAIRS = 2048

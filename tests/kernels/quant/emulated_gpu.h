@@ -299,7 +299,7 @@ template <class Arguments> void launch(void (*kernel)(Arguments), int num_progra
   swapcontext(&host, &current->context);
 }
 
-#ifdef FEW_TOKENS_SOURCE
+#ifdef OPERANDS_SOURCE
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const unsigned long long bytes = (unsigned long long)b << 32 | a;
   unsigned r = 0;
@@ -312,6 +312,13 @@ template <int TEAM> void wait_team(int team) {
 }
 
 #include OPERANDS_SOURCE
+#ifdef LINEAR_SOURCE
+#include LINEAR_SOURCE
+
+extern "C" void emulate(int programs, const FewTokenLinear* arguments) {
+  launch<FewTokenLinear>(linear, programs, THREADS, arguments);
+}
+#else
 #include FEW_TOKENS_SOURCE
 
 extern "C" void emulate(int kernel, int programs, const FewTokens* arguments) {
@@ -319,6 +326,7 @@ extern "C" void emulate(int kernel, int programs, const FewTokens* arguments) {
   const Kernel kernels[] = {inner_one, inner_few, inner_tiles, outer_few, outer_tiles};
   launch<FewTokens>(kernels[kernel], programs, THREADS, arguments);
 }
+#endif
 #else
 #include FOUR_BIT_SOURCE
 #include WIDE_SOURCE
