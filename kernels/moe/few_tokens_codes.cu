@@ -139,7 +139,7 @@ template <bool OUTER, int PARTS, int TEAM> struct Item {
   DEVICE bool exists() const { return left > 0; }
   DEVICE int of_group() const { return (is_shared ? p.shared_outputs : p.outputs) / OUTPUTS; }
   DEVICE const Matrix& matrix() const { return is_shared ? p.shared : p.routed; }
-  DEVICE Share share() const { return Share(matrix().inputs, (threadIdx.x >> 5) % TEAM, TEAM); }
+  DEVICE Share share() const { return Share(matrix().inputs, (threadIdx.x >> 5) % TEAM, TEAM, BITS == 8); }
   DEVICE int output() const { return at * OUTPUTS; }
   DEVICE Column column(int n) const {
     if (!is_shared) return groups.column(group, n);
@@ -235,7 +235,7 @@ template <bool OUTER, bool TILED, int PARTS, int TEAM> DEVICE void compute(const
     }
     if (next_item.exists()) {
       unsigned char* to = blocks + next_slot * Block::BYTES;
-      const int block = next_share.first + next_step;
+      const int block = next_share.block(next_step);
       if (weights) Block::copy_weights(to, next_source, block, begins_group(next_source, next_share, next_step), lane);
       if (x) Block::copy_x(to, next_source, p.x, block, lane);
       next_step++;

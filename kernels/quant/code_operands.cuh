@@ -113,17 +113,22 @@ template <int PARTS> struct Source {
   }
 };
 
-// The blocks of an item that a warp of a team multiplies, which are neighbors: their scales are read together.
+// The blocks of an item that a warp of a team multiplies. They are neighbors, whose scales are read together, or the team's
+// warps read neighboring blocks at a time, so that they ask memory for more than 64 bytes of a row.
 struct Share {
-  int first, count;
-  DEVICE Share(int inputs, int member, int team)
-      : first((inputs >> 6) * member / team), count((inputs >> 6) * (member + 1) / team - first) {}
+  int first, count, stride;
+  DEVICE Share(int inputs, int member, int team, bool alternates) {
+    const int blocks = inputs >> 6;
+    first = alternates ? member : blocks * member / team;
+    count = alternates ? (blocks - member + team - 1) / team : blocks * (member + 1) / team - first;
+    stride = alternates ? team : 1;
+  }
+  DEVICE int block(int step) const { return first + step * stride; }
 };
 
 // Whether a warp's block begins a group of inputs, so that it needs other scales than the block before.
 template <int PARTS> DEVICE bool begins_group(const Source<PARTS>& from, const Share& share, int step) {
-  const int block = share.first + step;
-  return step == 0 || from.group_of(block) != from.group_of(block - 1);
+  return step == 0 || from.group_of(share.block(step)) != from.group_of(share.block(step - 1));
 }
 
 // The weights of an item's rows and a block of 64 inputs, and x, on their way through shared memory. Each lane reads what it

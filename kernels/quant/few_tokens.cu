@@ -30,7 +30,7 @@ KERNEL void __launch_bounds__(THREADS, 1) linear(const FewTokenLinear p) {
   float* all_sums = (float*)(memory + WARPS * LINEAR_DEPTH * Block::BYTES);  // [warps, COLUMNS, PITCH]
   const int items = p.outputs / ROWS, inputs = p.weight.inputs, column = lane >> 2;
   const int first = (long long)items * blockIdx.x / gridDim.x, end = (long long)items * (blockIdx.x + 1) / gridDim.x;
-  const Share share(inputs, member, LINEAR_TEAM);
+  const Share share(inputs, member, LINEAR_TEAM, false);
   const unsigned short* x = column < p.tokens ? p.x + (size_t)column * inputs : nullptr;
   const auto source_of = [&](int item) { return Source<1>(p.weight, (size_t)item * ROWS, 0, x, lane); };
   int next_item = first + team, next_step = 0, next_slot = 0, slot = 0;
@@ -44,7 +44,7 @@ KERNEL void __launch_bounds__(THREADS, 1) linear(const FewTokenLinear p) {
     }
     if (next_item < end && share.count) {
       unsigned char* to = blocks + next_slot * Block::BYTES;
-      const int block = share.first + next_step;
+      const int block = share.block(next_step);
       if (weights) Block::copy_weights(to, next_source, block, begins_group(next_source, share, next_step), lane);
       if (x) Block::copy_x(to, next_source, p.x, block, lane);
       next_step++;
