@@ -90,12 +90,11 @@ def few_token_mixture(x_TD: Tensor, mixture: FewTokenMixture, out_TK: Tensor | N
 
     out_TK is the int32 memory for the router's choice; None makes new memory.
     """
-    assert len(x_TD) > 0
+    assert 0 < len(x_TD) <= MOST_TOKENS
     if x_TD.is_cuda and isinstance(mixture.gate_up_EUD, ExpertCodes):
         from lorafleet.kernels.moe.few_tokens_codes_cuda import few_token_codes_cuda  # optional on a CPU
 
         return few_token_codes_cuda(x_TD, mixture, out_TK)
-    assert len(x_TD) <= MOST_TOKENS
     if x_TD.is_cuda:
         from lorafleet.kernels.moe.few_tokens_experts_triton import few_token_mixture_triton  # optional on a CPU
 
@@ -106,7 +105,7 @@ def few_token_mixture(x_TD: Tensor, mixture: FewTokenMixture, out_TK: Tensor | N
 def serves_tokens(mixture: FewTokenMixture, num_tokens: int) -> bool:
     """Returns whether few_token_mixture() computes the mixture for so many tokens.
 
-    On a CPU it computes every mixture for MOST_TOKENS. With quantized experts it may compute more on a GPU.
+    On a CPU it computes every mixture for MOST_TOKENS. With quantized experts it computes fewer on a GPU.
     """
     shared = () if mixture.shared is None else (mixture.shared.gate_up_UD, mixture.shared.down_DI)
     experts = (mixture.gate_up_EUD, mixture.down_EDI)

@@ -1,11 +1,10 @@
 // The quantized experts of few tokens: gate and up with the activation, then down times the experts' weights.
 // kernels/moe/few_tokens_codes_cuda.py compiles this file with NVRTC, behind kernels/quant/code_operands.cuh.
 //
-// Idea: an item is 16 outputs of gate and up each, or 32 of down, of one expert for a group of at most 8 pairs of a token and
-// that expert. code_operands.cuh says how a team of warps computes it. What an item needs beside codes and x is in shared memory. Programs
+// Idea: an item is 16 outputs of gate and up each, or 32 of down, of one expert for all tokens that chose it, which are 8 at
+// most. code_operands.cuh says how a team of warps computes it. What an item needs beside codes and x is in shared memory. Programs
 // divide the items evenly, and each takes neighboring ones, whose x is then in its cache.
-// Up to 8 tokens, the first pair that has an expert stands for all others, and nothing is sorted. For more tokens, a group
-// has the pairs of a tile (moe_tiles_triton.py).
+// The first pair of a token and an expert stands for all pairs of that expert, and nothing is sorted.
 //
 // A launch may begin before the one ahead has ended. The choice of experts is complete when gate and up lets the next
 // launch begin, so down reads the choice and its first codes before it waits.
@@ -19,11 +18,10 @@
 //   ROOM     bytes of shared memory for blocks in flight, sums and the choice; with four bits they lie behind the table
 //   ONE_INNER_TEAM, INNER_TEAM, OUTER_TEAM  warps of a team, powers of two: of gate and up for one token and for more, and
 //            of down
-//   FEW_PARTS, TILE_PARTS  parts of an item, 2 or 4: without tiles and with them
 //   MOST_DEPTH  the most blocks of a warp that have room, the one that is multiplied and those in flight
-#define MOST_PAIRS 256      // without tiles
-#define MOST_GROUPS 256     // of a program
-#define MOST_WEIGHTS 2048
+#define MOST_PAIRS 256
+#define MOST_WEIGHTS (MOST_PAIRS + COLUMNS)
+#define PARTS 2  // of ROWS rows in an item
 
 // Arguments of a launch; FewTokenArguments in few_tokens_codes_cuda.py is the same. T tokens, K experts a token, D hidden
 // size, I intermediate size, J = K, or K + 1 with a shared expert.
@@ -32,10 +30,7 @@ struct FewTokens {
   const unsigned* pairs;           // [256] pairs of values, if BITS is 4
   const unsigned short* x;         // gate and up: [T, D]; down: [K, T, I]
   const unsigned short* shared_x;  // gate and up: [T, D]; down: [T, I of the shared expert]
-  const int* experts;              // [T, K], for at most COLUMNS tokens
-  const int* used_tiles;           // [1] number of tiles that have pairs, for more tokens, as the next two
-  const int* expert_of_tile;       // [used_tiles]
-  const int* pair_of_tile;         // [used_tiles, COLUMNS], and -1 behind a tile's last pair
+  const int* experts;              // [T, K]
   const float* weights;            // [T, J], for down
   unsigned short* inner;           // [K, T, I], of gate and up
   unsigned short* shared_inner;    // [T, I of the shared expert], of gate and up
@@ -50,29 +45,25 @@ struct Column {
   int token, place;
 };
 
-// The groups of pairs of which a program has items, in shared memory. A pair is a token's number times K, and as which of
-// its experts the token chose the group's.
+// The experts that the tokens chose, in shared memory. A group is the tokens that chose the same one.
 struct Groups {
-  int* expert;    // [MOST_GROUPS]
-  int* columns;   // [MOST_GROUPS, COLUMNS]: a column's token * 256 + place, or -1 if it is not used
+  int* expert;    // [MOST_PAIRS]
+  int* columns;   // [MOST_PAIRS, COLUMNS]: a column's token * 256 + place, or -1 if it is not used
   float* weight;  // [T, J], for down
-  int first;      // the group that lies first
-  int count;      // all groups of the launch
-  static constexpr int BYTES = (MOST_GROUPS * (1 + COLUMNS) + MOST_WEIGHTS) * 4;
-
-  DEVICE Groups(int* memory)
-      : expert(memory), columns(memory + MOST_GROUPS), weight((float*)(memory + MOST_GROUPS * (1 + COLUMNS))), first(0), count(0) {}
+  int count;
+  static constexpr int BYTES = (MOST_PAIRS * (3 + COLUMNS) + 1 + MOST_WEIGHTS) * 4;
 
   DEVICE Column column(int group, int n) const {
-    const int found = columns[(group - first) * COLUMNS + n];
+    const int found = columns[group * COLUMNS + n];
     return {found >> 8, found & 255};
   }
 
-  // Finds the experts that few tokens chose. All threads call it, before read_weights(), in whose memory it works.
-  DEVICE void choose(const FewTokens& p) {
+  // Reads the choice. All threads call it, and wait for each other behind it.
+  DEVICE Groups(const FewTokens& p, int* memory) : expert(memory), columns(memory + MOST_PAIRS) {
     const int pairs = p.tokens * p.per_token;
-    int* scratch = (int*)weight;
-    int *const chosen = scratch, *const is_first = scratch + MOST_PAIRS, *const found = scratch + 2 * MOST_PAIRS;
+    int *const chosen = columns + MOST_PAIRS * COLUMNS, *const is_first = chosen + MOST_PAIRS;
+    int* const found = is_first + MOST_PAIRS;
+    weight = (float*)(found + 1);
     for (int i = threadIdx.x; i < pairs; i += THREADS) chosen[i] = p.experts[i];
     __syncthreads();
     for (int i = threadIdx.x; i < pairs; i += THREADS) {
@@ -100,28 +91,18 @@ struct Groups {
         for (int k = 0; k < p.per_token; k++) found = chosen[token * p.per_token + k] == own ? token * 256 + k : found;
       columns[i] = found;
     }
-    __syncthreads();
   }
 
-  // Reads the tiles from `first` on. All threads call it.
-  DEVICE void read_tiles(const FewTokens& p, int end) {
-    for (int i = threadIdx.x; i < (end - first) * COLUMNS; i += THREADS) {
-      if (i % COLUMNS == 0) expert[i / COLUMNS] = p.expert_of_tile[first + i / COLUMNS];
-      const int pair = p.pair_of_tile[first * COLUMNS + i];
-      columns[i] = pair < 0 ? -1 : pair / p.per_token * 256 + pair % p.per_token;
-    }
-  }
-
-  DEVICE void read_weights(const FewTokens& p) {
+  DEVICE void read_weights(const FewTokens& p) const {
     const int count = p.tokens * (p.per_token + (p.shared_outputs > 0));
     for (int i = threadIdx.x; i < count; i += THREADS) weight[i] = p.weights[i];
   }
 };
 
-// Some outputs of an expert for a group of pairs, in parts of ROWS rows of its matrix. Groups of some tokens for the shared
-// expert are behind the others.
-template <bool OUTER, int PARTS, int TEAM> struct Item {
-  static constexpr int OUTPUTS = (OUTER ? PARTS : PARTS / 2) * ROWS;  // of gate and up each
+// Some outputs of an expert for a group, in parts of ROWS rows of its matrix. The group of the shared expert is behind the
+// others, and has all tokens.
+template <bool OUTER, int TEAM> struct Item {
+  static constexpr int OUTPUTS = OUTER ? PARTS * ROWS : ROWS;  // of gate and up each
   const FewTokens& p;
   const Groups& groups;
   int left;       // items of the program from this one on
@@ -143,8 +124,7 @@ template <bool OUTER, int PARTS, int TEAM> struct Item {
   DEVICE int output() const { return at * OUTPUTS; }
   DEVICE Column column(int n) const {
     if (!is_shared) return groups.column(group, n);
-    const int token = (group - groups.count) * COLUMNS + n;
-    return {token < p.tokens ? token : -1, p.per_token};
+    return {n < p.tokens ? n : -1, p.per_token};
   }
   DEVICE void move(int count) {
     left -= count;
@@ -164,10 +144,10 @@ template <bool OUTER, int PARTS, int TEAM> struct Item {
   }
   DEVICE Source<PARTS> source() const {
     const Matrix& m = matrix();
-    const int outputs = is_shared ? p.shared_outputs : p.outputs, expert = is_shared ? 0 : groups.expert[group - groups.first];
+    const int outputs = is_shared ? p.shared_outputs : p.outputs, expert = is_shared ? 0 : groups.expert[group];
     const unsigned short* x = (is_shared ? p.shared_x : p.x) + (size_t)row * m.inputs;
     const size_t first = (size_t)expert * (OUTER ? outputs : 2 * outputs) + output();
-    return Source<PARTS>(m, first, OUTER ? OUTPUTS / 2 : outputs, row < 0 ? nullptr : x, threadIdx.x & 31);
+    return Source<PARTS>(m, first, OUTER ? ROWS : outputs, row < 0 ? nullptr : x, threadIdx.x & 31);
   }
 };
 
@@ -182,10 +162,10 @@ DEVICE float activated(const FewTokens& p, float gate, float up) {
   return gate * sigmoid(gate) * up;
 }
 
-template <bool OUTER, bool TILED, int PARTS, int TEAM> DEVICE void compute(const FewTokens& p) {
+template <bool OUTER, int TEAM> DEVICE void compute(const FewTokens& p) {
   using Block = Operands<PARTS>;
   constexpr int TEAMS = WARPS / TEAM, SUMS_OF_WARP = PARTS * COLUMNS * PITCH, SUMS = WARPS * SUMS_OF_WARP;
-  constexpr int OUTPUTS = Item<OUTER, PARTS, TEAM>::OUTPUTS;
+  constexpr int OUTPUTS = Item<OUTER, TEAM>::OUTPUTS;
   constexpr int FIT = (ROOM - SUMS * 4 - Groups::BYTES) / (WARPS * Block::BYTES), DEPTH = FIT < MOST_DEPTH ? FIT : MOST_DEPTH;
   static_assert(DEPTH >= 2, "the shared memory must suffice");
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, team = warp / TEAM;
@@ -200,24 +180,15 @@ template <bool OUTER, bool TILED, int PARTS, int TEAM> DEVICE void compute(const
     wait_for_launch_ahead();
     let_next_launch_begin();
   }
-  Groups groups((int*)(all_sums + SUMS));
-  if (TILED)
-    groups.count = *p.used_tiles;
-  else
-    groups.choose(p);
-  const int of_expert = p.outputs / OUTPUTS, of_shared = p.shared_outputs / OUTPUTS * ((p.tokens + COLUMNS - 1) / COLUMNS);
-  const long long total = groups.count * of_expert + of_shared;
+  const Groups groups(p, (int*)(all_sums + SUMS));
+  const long long total = groups.count * (p.outputs / OUTPUTS) + p.shared_outputs / OUTPUTS;
   const int first = total * blockIdx.x / gridDim.x, end = total * (blockIdx.x + 1) / gridDim.x;
-  if (TILED) {
-    groups.first = first / of_expert;
-    groups.read_tiles(p, min(groups.count, (end + of_expert - 1) / of_expert));
-  }
   if (OUTER) groups.read_weights(p);
   __syncthreads();  // for the table, too
 #if BITS == 4
   lane_bits = lane_part(lane);
 #endif
-  Item<OUTER, PARTS, TEAM> item(p, groups, first + team, end), next_item = item;
+  Item<OUTER, TEAM> item(p, groups, first + team, end), next_item = item;
   int next_step = 0, next_slot = 0, slot = 0;
   if (!item.exists()) {
     if (OUTER) wait_for_launch_ahead(), let_next_launch_begin();
@@ -283,11 +254,9 @@ template <bool OUTER, bool TILED, int PARTS, int TEAM> DEVICE void compute(const
       const size_t pair = (size_t)column.place * p.tokens + column.token;
       if constexpr (OUTER) {
         const int summands = p.per_token + (p.shared_outputs > 0);
-        // The parts alternate between the item's two halves.
-        const int half = row / (OUTPUTS / 2), part = row % (OUTPUTS / 2) / ROWS * 2 + half;
-        p.sums[pair * p.outputs + output] = sum_of(part) * groups.weight[column.token * summands + column.place];
+        p.sums[pair * p.outputs + output] = sum_of(row / ROWS) * groups.weight[column.token * summands + column.place];
       } else {
-        const float value = activated(p, sum_of(row / ROWS * 2), sum_of(row / ROWS * 2 + 1));
+        const float value = activated(p, sum_of(0), sum_of(1));
         const unsigned short number = IS_HALF ? to_half(value) : to_bfloat(value);
         if (item.is_shared)
           p.shared_inner[(size_t)column.token * p.shared_outputs + output] = number;
@@ -301,8 +270,6 @@ template <bool OUTER, bool TILED, int PARTS, int TEAM> DEVICE void compute(const
 }
 
 #define PROGRAM KERNEL void __launch_bounds__(THREADS, 1)
-PROGRAM inner_one(const FewTokens p) { compute<false, false, 2, ONE_INNER_TEAM>(p); }
-PROGRAM inner_few(const FewTokens p) { compute<false, false, FEW_PARTS, INNER_TEAM>(p); }
-PROGRAM inner_tiles(const FewTokens p) { compute<false, true, TILE_PARTS, INNER_TEAM>(p); }
-PROGRAM outer_few(const FewTokens p) { compute<true, false, FEW_PARTS, OUTER_TEAM>(p); }
-PROGRAM outer_tiles(const FewTokens p) { compute<true, true, TILE_PARTS, OUTER_TEAM>(p); }
+PROGRAM inner_one(const FewTokens p) { compute<false, ONE_INNER_TEAM>(p); }
+PROGRAM inner(const FewTokens p) { compute<false, INNER_TEAM>(p); }
+PROGRAM outer(const FewTokens p) { compute<true, OUTER_TEAM>(p); }

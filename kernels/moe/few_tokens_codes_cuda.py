@@ -17,17 +17,14 @@ from functools import cache
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lorafleet.kernels.lora.linear_output import LinearOutput, SplitSums
 from lorafleet.kernels.moe.expert_activation import ExpertActivation, is_gated
 from lorafleet.kernels.moe.expert_activation_triton import formula_of
 from lorafleet.kernels.moe.expert_codes import ExpertCodes
-from lorafleet.kernels.moe.few_tokens import MOST_TOKENS, FewTokenMixture
+from lorafleet.kernels.moe.few_tokens import FewTokenMixture
 from lorafleet.kernels.moe.few_tokens_choice_triton import few_token_choice_triton
-from lorafleet.kernels.moe.moe_route_triton import route_triton
-from lorafleet.kernels.moe.moe_tiles_triton import ExpertTiles, make_tiles
 from lorafleet.kernels.nvrtc import CudaCode, CudaCodeError, machine_code
 from lorafleet.kernels.quant import four_bit_cuda
 from lorafleet.kernels.quant.code_tiles import TILE
@@ -39,17 +36,16 @@ from lorafleet.kernels.quant.tiled_weight import TiledWeight
 log = logging.getLogger(__name__)
 
 WARPS = 16
-COLUMNS = 8  # pairs of a group, and tokens up to which the kernels need no tiles
-TILE_PAIRS_AN_EXPERT = 5  # largest average number of pairs of an expert for which tiles of COLUMNS pairs are used
-MOST_PAIRS, MOST_GROUPS, MOST_WEIGHTS = 256, 256, 2048  # as in few_tokens_codes.cu
+COLUMNS = 8  # tokens that the kernels can compute
+SERVED_TOKENS = {8: 8, 4: 1}  # tokens for which they are faster, by bits of a code: benchmarks/NOTES.md
+MOST_PAIRS = 256
 # Bytes of shared memory for blocks in flight, sums and the choice, by bits of a code. With four bits there is a table, too.
 ROOM = {8: 0x38000, 4: 0x28000}
 LEAST_CAPABILITY = (9, 0)
 FORMULAS = ("silu", "gelu_tanh", "clamped_swiglu")
-TEAMS = {"ONE_INNER": 16, "INNER": 2, "OUTER": 2}  # warps of a team
-PARTS = {"FEW": 2, "TILE": 2}  # of an item
+TEAMS = {"ONE_INNER": 16, "INNER": 4, "OUTER": 4}  # warps of a team
 MOST_DEPTH = 3  # blocks of a warp that have room, the one that is multiplied and those in flight
-NAMES = "inner_one", "inner_few", "inner_tiles", "outer_few", "outer_tiles"
+NAMES = "inner_one", "inner", "outer"
 Codes = ScaledWeight | TiledWeight
 
 
@@ -70,8 +66,7 @@ class FewTokenArguments(ctypes.Structure):
         ("routed", MatrixArguments),
         ("shared", MatrixArguments),
         *((name, ctypes.c_void_p) for name in ("pairs", "x", "shared_x", "experts")),
-        *((name, ctypes.c_void_p) for name in ("used_tiles", "expert_of_tile", "pair_of_tile", "weights")),
-        *((name, ctypes.c_void_p) for name in ("inner", "shared_inner", "sums")),
+        *((name, ctypes.c_void_p) for name in ("weights", "inner", "shared_inner", "sums")),
         *((name, ctypes.c_int) for name in ("tokens", "per_token", "outputs", "shared_outputs")),
         *((name, ctypes.c_float) for name in ("alpha", "limit")),
     )
@@ -110,7 +105,6 @@ class CodesVariant:
             f"-DWARPS={self.warps}",
             f"-DROOM={ROOM[self.bits]}",
             *(f"-D{name}_TEAM={min(warps, self.warps)}" for name, warps in TEAMS.items()),
-            *(f"-D{name}_PARTS={parts}" for name, parts in PARTS.items()),
             f"-DMOST_DEPTH={MOST_DEPTH}",
         ]
 
@@ -139,21 +133,19 @@ def source() -> str:
 def serves(mixture: FewTokenMixture, num_tokens: int) -> bool:
     """Returns whether the kernels can compute the mixture's experts, which are on a GPU, for so many tokens."""
     weights = _weights(mixture)
-    per_token, num_experts = mixture.router.rule.per_token, len(mixture.router.router_ED)
-    if per_token * COLUMNS > MOST_PAIRS or num_tokens * mixture.num_summands > MOST_WEIGHTS:
-        return False
-    if num_tokens > COLUMNS and num_tokens * per_token > TILE_PAIRS_AN_EXPERT * num_experts:
-        return False
-    if weights is None or not is_gated(mixture.activation):
+    if weights is None or not is_gated(mixture.activation) or mixture.router.rule.per_token * COLUMNS > MOST_PAIRS:
         return False
     variants = {CodesVariant.of(weight, mixture.activation, mixture.router.early) for weight in weights}
     if len(variants) > 1 or weights[0].dtype not in (torch.bfloat16, torch.float16):
+        return False
+    variant = variants.pop()
+    if num_tokens > SERVED_TOKENS[variant.bits]:
         return False
     if not all(
         _is_e4m3(weight) if isinstance(weight, ScaledWeight) else _has_book(weight, weights) for weight in weights
     ):
         return False
-    return codes_kernels(variants.pop(), _device(weights[0])) is not None
+    return codes_kernels(variant, _device(weights[0])) is not None
 
 
 def codes_kernels(variant: CodesVariant, device: torch.device) -> CodesKernels | None:
@@ -187,43 +179,18 @@ def few_token_codes_cuda(x_TD: Tensor, mixture: FewTokenMixture, out_TK: Tensor 
     variant = CodesVariant.of(weights[0], mixture.activation, mixture.router.early)
     kernels = codes_kernels(variant, x_TD.device)
     assert kernels is not None  # or serves() would have returned False
-    if len(x_TD) <= COLUMNS:
-        choice = few_token_choice_triton(x_TD, mixture.router, mixture.shared, out_TK)
-        return launch(x_TD, mixture, choice, None, kernels)
-    few = len(x_TD) <= MOST_TOKENS
-    choice = (
-        few_token_choice_triton(x_TD, mixture.router, mixture.shared, out_TK)
-        if few
-        else _choice_of_more(x_TD, mixture, out_TK)
-    )
-    tiles = make_tiles(choice[0], len(mixture.router.router_ED), COLUMNS)
-    return launch(x_TD, mixture, choice, tiles, kernels)
-
-
-def _choice_of_more(x_TD: Tensor, mixture: FewTokenMixture, out_TK: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns few_token_choice_triton() for any number of tokens."""
-    router, shared = mixture.router, mixture.shared
-    logits_TE = F.linear(x_TD.to(router.router_ED.dtype), router.router_ED)
-    weight_TJ = torch.empty(len(x_TD), mixture.num_summands, dtype=torch.float32, device=x_TD.device)
-    if shared is not None:
-        gate_T1 = 1.0 if shared.gate_1D is None else F.linear(x_TD, shared.gate_1D).float().sigmoid_()
-        weight_TJ[:, -1:] = gate_T1
-    return route_triton(
-        logits_TE, router.rule, router.correction_E, router.scale_E, out_TK, weight_TJ, early=router.early
-    )
+    choice = few_token_choice_triton(x_TD, mixture.router, mixture.shared, out_TK)
+    return launch(x_TD, mixture, choice, kernels)
 
 
 def launch(
     x_TD: Tensor,
     mixture: FewTokenMixture,
     choice: tuple[Tensor, Tensor],
-    tiles: ExpertTiles | None,
     kernels: CodesKernels,
 ) -> LinearOutput:
-    """Returns the mixture's output for the experts int32 [T, K] and the weights float32 [T, J] of a choice.
-
-    tiles: The pairs of the choice in tiles of COLUMNS; None for at most COLUMNS tokens.
-    """
+    """Returns the mixture's output for at most COLUMNS tokens, with the experts int32 [T, K] and the weights float32
+    [T, J] of a choice."""
     weights, (expert_TK, weight_TJ) = _weights(mixture), choice
     assert weights is not None and isinstance(mixture.down_EDI, ExpertCodes)
     gate_up, down, *of_shared = weights
@@ -231,7 +198,7 @@ def launch(
     shared_inner = of_shared[0].num_outputs // 2 if of_shared else 0
     assert x_TD.is_contiguous() and x_TD.dtype == gate_up.dtype and x_TD.data_ptr() % 16 == 0
     assert expert_TK.is_contiguous() and weight_TJ.is_contiguous() and weight_TJ.shape[1] == mixture.num_summands
-    assert num_tokens <= COLUMNS if tiles is None else tiles.tile_pairs == COLUMNS
+    assert num_tokens <= COLUMNS
     assert mixture.down_EDI.shape[1] == size
     inner_NI = x_TD.new_empty(per_token * num_tokens, inner)
     shared_TI = x_TD.new_empty(num_tokens, shared_inner)
@@ -257,11 +224,7 @@ def launch(
         arguments.pairs = gate_up.pairs.data_ptr()
     if of_shared:
         arguments.shared = _matrix(of_shared[0])
-    kind = "few" if tiles is None else "tiles"
-    if tiles is not None:
-        arguments.used_tiles, arguments.expert_of_tile = tiles.used_1.data_ptr(), tiles.expert_M.data_ptr()
-        arguments.pair_of_tile = tiles.pair_MB.data_ptr()
-    kernels.by_name["inner_one" if num_tokens == 1 else f"inner_{kind}"](kernels.num_sms, arguments)
+    kernels.by_name["inner_one" if num_tokens == 1 else "inner"](kernels.num_sms, arguments)
     arguments.routed, arguments.x, arguments.outputs = _matrix(down), inner_NI.data_ptr(), size
     if of_shared:
         arguments.shared, arguments.shared_x, arguments.shared_outputs = (
@@ -269,7 +232,7 @@ def launch(
             shared_TI.data_ptr(),
             size,
         )
-    kernels.by_name[f"outer_{kind}"](kernels.num_sms, arguments)
+    kernels.by_name["outer"](kernels.num_sms, arguments)
     return LinearOutput(torch.empty_like(x_TD), sums=SplitSums(part_JTD, mixture.router.early))
 
 

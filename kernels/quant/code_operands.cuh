@@ -89,7 +89,7 @@ template <int PARTS> struct Source {
   int half_numbers;
   unsigned inverse;
 
-  // The parts of ROWS rows alternate between two sequences of rows, of which the second begins `apart` behind the first.
+  // The first part's rows begin at `row`, and those of a second part `apart` later.
   DEVICE int group_of(int block) const { return SUB > 1 ? block * SUB : inverse ? (int)__umulhi(block, inverse) : block; }
 
   DEVICE Source(const Matrix& m, size_t row, int apart, const unsigned short* x_row, int lane)
@@ -99,7 +99,7 @@ template <int PARTS> struct Source {
     half_numbers = BITS == 8 ? m.groups * 8 : 4;
 #pragma unroll
     for (int part = 0; part < PARTS; part++) {
-      const size_t first = row + part % 2 * (size_t)apart + part / 2 * ROWS;
+      const size_t first = row + part * (size_t)apart;
       if (BITS == 8) {
         code[part] = m.codes + (first + g) * m.inputs + t * 16;
         number[part] = (first + g) * m.groups;

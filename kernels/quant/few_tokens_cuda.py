@@ -10,20 +10,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from lorafleet.kernels.linear.linear_tuning import may_start_early
 from lorafleet.kernels.nvrtc import CudaCode, CudaCodeError, machine_code
 from lorafleet.kernels.quant.code_tiles import TILE
 
-if TYPE_CHECKING:
-    from lorafleet.kernels.quant.scaled_weight import ScaledWeight
-
 log = logging.getLogger(__name__)
 
-MOST_TOKENS = 8
+FEW_TOKENS = 8
+# Numbers of a weight for which the kernel is faster than the e4m3 GEMM. It is for 5120 x 2048 and 2048 x 4096, and it is
+# not for an 8B model's linears. In between nothing was measured.
+MOST_NUMBERS = 12 << 20
 ROWS = 16  # outputs of an item
 WARPS, TEAM, DEPTH = 16, 16, 4  # as in few_tokens.cu
 ROOM = 0x28000  # bytes of shared memory
@@ -73,8 +73,13 @@ def source() -> str:
     return "".join(Path(__file__).with_name(name).read_text() for name in SOURCES)
 
 
+def is_few_token_size(outputs: int, inputs: int, group: int) -> bool:
+    """Returns whether the kernel can multiply a weight of these sizes, and is worth it."""
+    return outputs * inputs <= MOST_NUMBERS and outputs % ROWS == inputs % TILE == group % TILE == 0
+
+
 @cache
-def few_token_kernel(dtype: torch.dtype, device: torch.device, early: bool) -> FewTokenKernel | None:
+def few_token_kernel(dtype: torch.dtype, device: torch.device) -> FewTokenKernel | None:
     """Returns the kernel, or None if this machine cannot compile or run it. The cause is logged once."""
     if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return None
@@ -82,24 +87,29 @@ def few_token_kernel(dtype: torch.dtype, device: torch.device, early: bool) -> F
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # makes the device's context current in this thread
             code = CudaCode(machine_code(source(), options(dtype), device))
-            launch = code.kernel("linear", WARPS * 32, ROOM, early=early)
+            launch = code.kernel("linear", WARPS * 32, ROOM, early=may_start_early(device))
             return FewTokenKernel(launch, torch.cuda.get_device_properties(device).multi_processor_count)
     except CudaCodeError as error:
         log.warning("e4m3 weights of few tokens are multiplied by a slower kernel: %s", error)
         return None
 
 
-def few_token_linear(x_TD: Tensor, weight: ScaledWeight, bias_O: Tensor | None, kernel: FewTokenKernel) -> Tensor:
-    """Returns x @ (scale * code).T + bias in x's dtype, for at most MOST_TOKENS tokens. All tensors are contiguous."""
-    code_OD, scale_OG = weight.code_OD, weight.scale_OG
-    (num_tokens, inputs), outputs = x_TD.shape, len(code_OD)
-    assert 0 < num_tokens <= MOST_TOKENS and code_OD.shape[1] == inputs
-    assert outputs % ROWS == inputs % TILE == weight.group % TILE == 0
+def few_token_linear(
+    x_TD: Tensor, code_OD: Tensor, scale_OG: Tensor, bias_O: Tensor | None, kernel: FewTokenKernel
+) -> Tensor:
+    """Returns x @ (scale * code).T + bias in x's dtype, for at most FEW_TOKENS tokens.
+
+    scale_OG has a scale for each group of columns of a row, float32. All tensors are contiguous.
+    """
+    (num_tokens, inputs), (outputs, num_groups) = x_TD.shape, scale_OG.shape
+    group = inputs // num_groups
+    assert 0 < num_tokens <= FEW_TOKENS and code_OD.shape == (outputs, inputs)
+    assert outputs % ROWS == inputs % TILE == group % TILE == 0
     assert x_TD.is_contiguous() and x_TD.data_ptr() % 16 == 0 and code_OD.is_contiguous() and scale_OG.is_contiguous()
     y_TO = torch.empty(num_tokens, outputs, dtype=x_TD.dtype, device=x_TD.device)
-    blocks = weight.group // TILE
+    blocks = group // TILE
     inverse = -(-(1 << 32) // blocks) if blocks > 1 else 0
-    matrix = MatrixArguments(code_OD.data_ptr(), scale_OG.data_ptr(), None, inputs, scale_OG.shape[1], inverse)
+    matrix = MatrixArguments(code_OD.data_ptr(), scale_OG.data_ptr(), None, inputs, num_groups, inverse)
     arguments = FewTokenLinearArguments(
         weight=matrix,
         x=x_TD.data_ptr(),

@@ -23,7 +23,6 @@ from lorafleet.kernels.moe.expert_activation import ExpertActivation, activate_e
 from lorafleet.kernels.moe.expert_codes import ExpertCodes, ExpertMatrix
 from lorafleet.kernels.moe.expert_lora import ExpertLoRA
 from lorafleet.kernels.moe.few_tokens import (
-    MOST_TOKENS,
     FewTokenMixture,
     FewTokenRouter,
     SharedMatrix,
@@ -178,21 +177,23 @@ class SparseMLP(nn.Module):
         return route(logits_TE, self.experts.rule, self.correction_E, self.scale_E, out_TK)
 
     def for_few_tokens(self, num_tokens: int, early: bool) -> FewTokenMixture | FewTokenRouter | None:
-        """Returns what the kernels for few tokens read: those of the whole mixture, or of its router, or None."""
+        """Returns what the kernels for few tokens read: those of the whole mixture, or of its router, or None.
+
+        num_tokens: At most MOST_TOKENS.
+        """
         experts, gate_up_EUD, down_EDI = self.experts, self.gate_up_EUD, self.down_EDI
         if experts.router_bias or type(self.gate.weight) is not PlainWeight:  # A FixedWeight's bits must not change.
             return None
         weight_ED = self.gate.weight.dequantized()
         router = FewTokenRouter(weight_ED, experts.rule, self.correction_E, self.scale_E, early)
-        its_router = router if num_tokens <= MOST_TOKENS else None
         is_other = experts.biases or experts.scales_input or not experts.is_gated or self.latent is not None
         if is_other or experts.beside is not None:
-            return its_router
+            return router
         shared = None if self.shared is None else self.shared.weights
         if self.shared is not None and shared is None:
-            return its_router
+            return router
         mixture = FewTokenMixture(router, _plain(gate_up_EUD), _plain(down_EDI), experts.activation, shared)
-        return mixture if serves_tokens(mixture, num_tokens) else its_router
+        return mixture if serves_tokens(mixture, num_tokens) else router
 
     def weight_kinds(self) -> list[type[object]]:
         """Returns the classes of the weights of gate_up and down: PlainWeight, or that of the quantized weight."""

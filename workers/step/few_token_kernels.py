@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lorafleet.kernels.linear.linear_tuning import may_start_early
+from lorafleet.kernels.moe import few_tokens
 from lorafleet.kernels.recurrent import delta_step
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.models.delta_net import DeltaNet
@@ -28,7 +29,8 @@ def few_token_kernels(model: EngineModel, num_rows: int, *, has_drafts: bool = F
     delta_nets: list[DeltaNet] = []
     if isinstance(model, DecoderModel) and model.shard.size == 1:
         early = may_start_early(next(model.parameters()).device)
-        mixtures = [mixture for _, mixture in model.mixtures()]
+        if num_rows <= few_tokens.MOST_TOKENS:
+            mixtures = [mixture for _, mixture in model.mixtures()]
         if num_rows <= delta_step.MOST_TOKENS and not has_drafts:
             delta_nets = [layer.mixer for layer in model.decoder_layers() if isinstance(layer.mixer, DeltaNet)]
         for mixture in mixtures:

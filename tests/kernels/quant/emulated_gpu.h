@@ -323,7 +323,7 @@ extern "C" void emulate(int programs, const FewTokenLinear* arguments) {
 
 extern "C" void emulate(int kernel, int programs, const FewTokens* arguments) {
   using Kernel = void (*)(FewTokens);
-  const Kernel kernels[] = {inner_one, inner_few, inner_tiles, outer_few, outer_tiles};
+  const Kernel kernels[] = {inner_one, inner, outer};
   launch<FewTokens>(kernels[kernel], programs, THREADS, arguments);
 }
 #endif

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,13 @@ from torch import Tensor
 
 from lorafleet.kernels.decoder.scratch import Scratch
 from lorafleet.kernels.quant import few_tokens_cuda
-from lorafleet.kernels.quant.few_tokens_cuda import MOST_TOKENS, FewTokenKernel, few_token_linear, options
+from lorafleet.kernels.quant.few_tokens_cuda import (
+    FEW_TOKENS,
+    FewTokenKernel,
+    few_token_kernel,
+    few_token_linear,
+    options,
+)
 from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.kernels.quant.scaled_weight import ScaledScheme, ScaledWeight
 from tests.kernels.harness import needs_gpu, poison_free_memory
@@ -44,7 +51,23 @@ def test_the_source_multiplies(block: int | None, dtype: torch.dtype, tmp_path: 
     sources = {"OPERANDS_SOURCE": FOLDER / "code_operands.cuh", "LINEAR_SOURCE": FOLDER / "few_tokens.cu"}
     library = compiled_emulation([*kept, *(f"-D{name}={number}" for name, number in fewer.items())], sources, tmp_path)
     kernel = FewTokenKernel(lambda programs, arguments: library.emulate(programs, ctypes.byref(arguments)), 2)
-    for tokens, inputs in ((1, 384), (MOST_TOKENS, 128)):
+    for tokens, inputs in ((1, 384), (FEW_TOKENS, 128)):
         weight = weight_of(80, inputs, block, dtype, "cpu")
         x_TD, bias_O = torch.randn(tokens, inputs).to(dtype), torch.randn(80).to(dtype) if tokens == 1 else None
-        check(few_token_linear(x_TD, weight, bias_O, kernel), x_TD, weight, bias_O)
+        check(few_token_linear(x_TD, weight.code_OD, weight.scale_OG, bias_O, kernel), x_TD, weight, bias_O)
+
+
+class TestOnGPU:
+    pytestmark = needs_gpu
+
+    @pytest.mark.parametrize("block", [None, 128])
+    def test_small_weights_are_multiplied_by_the_kernel(self, block: int | None) -> None:
+        assert few_token_kernel(torch.bfloat16, torch.device("cuda", 0)) is not None
+        for (outputs, inputs), tokens in product(((5120, 2048), (2048, 4096), (48, 128)), (1, 3, FEW_TOKENS)):
+            weight = weight_of(outputs, inputs, block, torch.bfloat16, "cuda")
+            x_TD = torch.randn(tokens, inputs, device="cuda").bfloat16()
+            for bias_O in (None, torch.randn(outputs, device="cuda").bfloat16()):
+                poison_free_memory()
+                y_TO = weight.linear(x_TD, bias_O)
+                check(y_TO, x_TD, weight, bias_O)
+                assert torch.equal(y_TO, weight.linear(x_TD, bias_O))
