@@ -39,7 +39,7 @@ WARPS = 16
 COLUMNS = 8  # tokens that the kernels can compute
 SERVED_TOKENS = {8: 8, 4: 1}  # tokens for which they are faster, by bits of a code: benchmarks/NOTES.md
 MOST_PAIRS = 256
-# Bytes of shared memory for blocks in flight, sums and the choice, by bits of a code. With four bits there is a table, too.
+# Bytes of shared memory for blocks in flight, sums and the choice, by bits of a code. With four bits, a table is beside it.
 ROOM = {8: 0x38000, 4: 0x28000}
 LEAST_CAPABILITY = (9, 0)
 FORMULAS = ("silu", "gelu_tanh", "clamped_swiglu")

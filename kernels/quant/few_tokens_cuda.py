@@ -1,4 +1,4 @@
-"""Compiles and launches few_tokens.cu: products of at most 8 tokens with e4m3 weights, which are limited by the codes' bytes."""
+"""Compiles and launches few_tokens.cu: products of at most 8 tokens with e4m3 weights."""
 
 # T tokens · D in · O out
 
@@ -21,8 +21,8 @@ from lorafleet.kernels.quant.code_tiles import TILE
 log = logging.getLogger(__name__)
 
 FEW_TOKENS = 8
-# Numbers of a weight for which the kernel is faster than the e4m3 GEMM. It is for 5120 x 2048 and 2048 x 4096, and it is
-# not for an 8B model's linears. In between nothing was measured.
+# The most numbers of a weight for which the kernel is used. It was faster than the e4m3 GEMM with 5120 x 2048 and
+# 2048 x 4096, and slower with an 8B model's linears. In between nothing was measured.
 MOST_NUMBERS = 12 << 20
 ROWS = 16  # outputs of an item
 WARPS, TEAM, DEPTH = 16, 16, 4  # as in few_tokens.cu
