@@ -26,7 +26,7 @@ from lorafleet.kernels.moe.expert_codes import ExpertCodes
 from lorafleet.kernels.moe.few_tokens import FewTokenMixture
 from lorafleet.kernels.moe.few_tokens_choice_triton import few_token_choice_triton
 from lorafleet.kernels.nvrtc import CudaCode, CudaCodeError, machine_code
-from lorafleet.kernels.quant import four_bit_cuda
+from lorafleet.kernels.quant.code_operands import MatrixArguments, operands_source
 from lorafleet.kernels.quant.code_tiles import TILE
 from lorafleet.kernels.quant.four_bit_cuda import DTYPE_INDEX, TABLE_BYTES
 from lorafleet.kernels.quant.fp8 import FP8
@@ -39,7 +39,7 @@ WARPS = 16
 COLUMNS = 8  # tokens that the kernels can compute
 SERVED_TOKENS = {8: 8, 4: 1}  # tokens for which they are faster, by bits of a code: benchmarks/NOTES.md
 MOST_PAIRS = 256
-# Bytes of shared memory for blocks in flight, sums and the choice, by bits of a code. With four bits, a table is beside it.
+# Bytes of shared memory for blocks in flight, sums and the choice, by bits of a code. Four bits have a table, too.
 ROOM = {8: 0x38000, 4: 0x28000}
 LEAST_CAPABILITY = (9, 0)
 FORMULAS = ("silu", "gelu_tanh", "clamped_swiglu")
@@ -47,16 +47,6 @@ TEAMS = {"ONE_INNER": 16, "INNER": 4, "OUTER": 4}  # warps of a team
 MOST_DEPTH = 3  # blocks of a warp that have room, the one that is multiplied and those in flight
 NAMES = "inner_one", "inner", "outer"
 Codes = ScaledWeight | TiledWeight
-
-
-class MatrixArguments(ctypes.Structure):
-    """struct Matrix in few_tokens_codes.cu."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros")),
-        *((name, ctypes.c_int) for name in ("inputs", "groups")),
-        ("inverse", ctypes.c_uint),
-    )
 
 
 class FewTokenArguments(ctypes.Structure):
@@ -126,8 +116,7 @@ class CodesKernels:
 
 
 def source() -> str:
-    shared = (Path(four_bit_cuda.__file__).with_name(name) for name in ("four_bit_primitives.cuh", "code_operands.cuh"))
-    return "".join(path.read_text() for path in (*shared, Path(__file__).with_name("few_tokens_codes.cu")))
+    return operands_source() + Path(__file__).with_name("few_tokens_codes.cu").read_text()
 
 
 def serves(mixture: FewTokenMixture, num_tokens: int) -> bool:
@@ -259,14 +248,8 @@ def _has_book(weight: TiledWeight, weights: list[Codes]) -> bool:
 
 def _matrix(weight: Codes) -> MatrixArguments:
     if isinstance(weight, ScaledWeight):
-        code, scale, zero, inputs = weight.code_OD, weight.scale_OG, None, weight.code_OD.shape[1]
-    else:
-        code, scale, zero, inputs = weight.codes, weight.scales, weight.zeros, weight.num_inputs
-    assert code.is_contiguous() and scale.is_contiguous()
-    zeros = None if zero is None else zero.data_ptr()
-    blocks = weight.group // TILE  # 0 if a block has several groups
-    inverse = -(-(1 << 32) // blocks) if blocks > 1 else 0
-    return MatrixArguments(code.data_ptr(), scale.data_ptr(), zeros, inputs, inputs // weight.group, inverse)
+        return MatrixArguments.of(weight.code_OD, weight.scale_OG, None, weight.code_OD.shape[1], weight.group)
+    return MatrixArguments.of(weight.codes, weight.scales, weight.zeros, weight.num_inputs, weight.group)
 
 
 def _device(weight: Codes) -> torch.device:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lorafleet.kernels.linear.linear_tuning import may_start_early
 from lorafleet.kernels.nvrtc import CudaCode, CudaCodeError, machine_code
+from lorafleet.kernels.quant.code_operands import MatrixArguments, operands_source
 from lorafleet.kernels.quant.code_tiles import TILE
 
 log = logging.getLogger(__name__)
@@ -28,17 +29,6 @@ ROWS = 16  # outputs of an item
 WARPS, TEAM, DEPTH = 16, 16, 4  # as in few_tokens.cu
 ROOM = 0x28000  # bytes of shared memory
 LEAST_CAPABILITY = (9, 0)
-SOURCES = ("four_bit_primitives.cuh", "code_operands.cuh", "few_tokens.cu")
-
-
-class MatrixArguments(ctypes.Structure):
-    """struct Matrix in code_operands.cuh."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros")),
-        *((name, ctypes.c_int) for name in ("inputs", "groups")),
-        ("inverse", ctypes.c_uint),
-    )
 
 
 class FewTokenLinearArguments(ctypes.Structure):
@@ -70,7 +60,7 @@ def options(dtype: torch.dtype) -> list[str]:
 
 
 def source() -> str:
-    return "".join(Path(__file__).with_name(name).read_text() for name in SOURCES)
+    return operands_source() + Path(__file__).with_name("few_tokens.cu").read_text()
 
 
 def is_few_token_size(outputs: int, inputs: int, group: int) -> bool:
@@ -105,13 +95,10 @@ def few_token_linear(
     group = inputs // num_groups
     assert 0 < num_tokens <= FEW_TOKENS and code_OD.shape == (outputs, inputs)
     assert outputs % ROWS == inputs % TILE == group % TILE == 0
-    assert x_TD.is_contiguous() and x_TD.data_ptr() % 16 == 0 and code_OD.is_contiguous() and scale_OG.is_contiguous()
+    assert x_TD.is_contiguous() and x_TD.data_ptr() % 16 == 0
     y_TO = torch.empty(num_tokens, outputs, dtype=x_TD.dtype, device=x_TD.device)
-    blocks = group // TILE
-    inverse = -(-(1 << 32) // blocks) if blocks > 1 else 0
-    matrix = MatrixArguments(code_OD.data_ptr(), scale_OG.data_ptr(), None, inputs, num_groups, inverse)
     arguments = FewTokenLinearArguments(
-        weight=matrix,
+        weight=MatrixArguments.of(code_OD, scale_OG, None, inputs, group),
         x=x_TD.data_ptr(),
         bias=None if bias_O is None else bias_O.data_ptr(),
         y=y_TO.data_ptr(),

@@ -35,7 +35,7 @@ from lorafleet.kernels.moe.few_tokens_codes_cuda import (
     launch,
 )
 from lorafleet.kernels.moe.routing_rule import RoutingRule
-from lorafleet.kernels.quant import four_bit_cuda
+from lorafleet.kernels.quant import code_operands
 from lorafleet.kernels.quant.base_weight import Scheme
 from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.kernels.quant.scaled_weight import ScaledScheme, ScaledWeight
@@ -46,7 +46,7 @@ from tests.kernels.quant.emulation import MOST_WARPS, compiled_emulation
 from tests.kernels.quant.four_bit_cases import BF16, CASES, F16, random_matrix_of
 
 SOURCE = Path(few_tokens_codes_cuda.__file__).with_name("few_tokens_codes.cu")
-OPERANDS = Path(four_bit_cuda.__file__).with_name("code_operands.cuh")
+OPERANDS = Path(code_operands.__file__).with_suffix(".cuh")
 WARPS = {"WARPS": MOST_WARPS, "ONE_INNER_TEAM": MOST_WARPS, "INNER_TEAM": 2, "OUTER_TEAM": 1}  # of the emulated kernels
 # Each kind of codes, with the served dtype.
 CODES: dict[str, tuple[Scheme, torch.dtype]] = CASES | {
