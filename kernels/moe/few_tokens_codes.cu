@@ -16,8 +16,8 @@
 //   FORMULA  0 silu, 1 gelu_tanh, 2 clamped_swiglu
 //   WARPS    warps of a program, a power of two
 //   ROOM     bytes of shared memory for blocks in flight, sums and the choice; with four bits they lie behind the table
-//   ONE_INNER_TEAM, INNER_TEAM, OUTER_TEAM  warps of a team, powers of two: of gate and up for one token and for more, and
-//            of down
+//   ONE_INNER_TEAM, INNER_TEAM, ONE_OUTER_TEAM, OUTER_TEAM  warps of a team, powers of two: of gate and up for one token and
+//            for more, and of down for the same
 //   MOST_DEPTH  the most blocks of a warp that have room, the one that is multiplied and those in flight
 #define MOST_PAIRS 256
 #define MOST_WEIGHTS (MOST_PAIRS + COLUMNS)
@@ -120,7 +120,10 @@ template <bool OUTER, int TEAM> struct Item {
   DEVICE bool exists() const { return left > 0; }
   DEVICE int of_group() const { return (is_shared ? p.shared_outputs : p.outputs) / OUTPUTS; }
   DEVICE const Matrix& matrix() const { return is_shared ? p.shared : p.routed; }
-  DEVICE Share share() const { return Share(matrix().inputs, (threadIdx.x >> 5) % TEAM, TEAM, BITS == 8); }
+  // For one token, in which no other order was measured in a whole step, a warp's blocks are always neighbors.
+  DEVICE Share share() const {
+    return Share(matrix().inputs, (threadIdx.x >> 5) % TEAM, TEAM, BITS == 8 && p.tokens > 1);
+  }
   DEVICE int output() const { return at * OUTPUTS; }
   DEVICE Column column(int n) const {
     if (!is_shared) return groups.column(group, n);
@@ -272,4 +275,5 @@ template <bool OUTER, int TEAM> DEVICE void compute(const FewTokens& p) {
 #define PROGRAM KERNEL void __launch_bounds__(THREADS, 1)
 PROGRAM inner_one(const FewTokens p) { compute<false, ONE_INNER_TEAM>(p); }
 PROGRAM inner(const FewTokens p) { compute<false, INNER_TEAM>(p); }
+PROGRAM outer_one(const FewTokens p) { compute<true, ONE_OUTER_TEAM>(p); }
 PROGRAM outer(const FewTokens p) { compute<true, OUTER_TEAM>(p); }

@@ -43,9 +43,9 @@ MOST_PAIRS = 256
 ROOM = {8: 0x38000, 4: 0x28000}
 LEAST_CAPABILITY = (9, 0)
 FORMULAS = ("silu", "gelu_tanh", "clamped_swiglu")
-TEAMS = {"ONE_INNER": 16, "INNER": 4, "OUTER": 4}  # warps of a team
+TEAMS = {"ONE_INNER": 16, "INNER": 4, "ONE_OUTER": 2, "OUTER": 4}  # warps of a team
 MOST_DEPTH = 3  # blocks of a warp that have room, the one that is multiplied and those in flight
-NAMES = "inner_one", "inner", "outer"
+NAMES = "inner_one", "inner", "outer_one", "outer"
 Codes = ScaledWeight | TiledWeight
 
 
@@ -213,7 +213,8 @@ def launch(
         arguments.pairs = gate_up.pairs.data_ptr()
     if of_shared:
         arguments.shared = _matrix(of_shared[0])
-    kernels.by_name["inner_one" if num_tokens == 1 else "inner"](kernels.num_sms, arguments)
+    kind = "_one" if num_tokens == 1 else ""
+    kernels.by_name[f"inner{kind}"](kernels.num_sms, arguments)
     arguments.routed, arguments.x, arguments.outputs = _matrix(down), inner_NI.data_ptr(), size
     if of_shared:
         arguments.shared, arguments.shared_x, arguments.shared_outputs = (
@@ -221,7 +222,7 @@ def launch(
             shared_TI.data_ptr(),
             size,
         )
-    kernels.by_name["outer"](kernels.num_sms, arguments)
+    kernels.by_name[f"outer{kind}"](kernels.num_sms, arguments)
     return LinearOutput(torch.empty_like(x_TD), sums=SplitSums(part_JTD, mixture.router.early))
 
 

@@ -1,5 +1,5 @@
-// Products of codes and the x of at most 8 tokens, from registers, for kernels that are limited by the codes' bytes.
-// kernels/moe/few_tokens_codes.cu and e4m3_few_tokens.cu come behind this file, and four_bit_primitives.cuh before it.
+// Products of codes and the x of at most 8 tokens, from registers, for a kernel that is limited by the codes' bytes.
+// kernels/moe/few_tokens_codes.cu comes behind this file, and four_bit_primitives.cuh before it.
 //
 // Idea: the warps of a team share 16 outputs. Each multiplies some blocks of 64 inputs, and the team adds the sums in shared
 // memory. So results never depend on timing. Codes become the tensor cores' first operand in registers: four bits by a table

@@ -1,4 +1,4 @@
-"""What kernels that come behind code_operands.cuh share: the sources before them, and how they are given a matrix."""
+"""What a kernel behind code_operands.cuh needs: the sources before it, and the arguments for a matrix."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """Weights of 8-bit codes, e4m3 or int8, with one scale for each row of W or for each group of columns in a row.
 
-The values are code * scale in float32. On a GPU there are five ways to multiply them, and the batch decides:
+The values are code * scale in float32. On a GPU there are four ways to multiply them, and the batch decides:
 
-- e4m3 in bf16 models, on GPUs that multiply e4m3, for at most 8 tokens if the weight is small:
-  kernels/quant/few_tokens_cuda.py makes codes x's dtype, which is exact.
-- Otherwise e4m3 in bf16 models, on such GPUs: kernels/quant/e4m3_linear_triton.py. x is a pair of e4m3 numbers for
+- e4m3 in bf16 models, on GPUs that multiply e4m3: kernels/quant/e4m3_linear_triton.py. x is a pair of e4m3 numbers for
   each number, which rounds nothing. If the scheme rounds activations, larger batches are rounded there.
 - The largest batches of a scheme that rounds activations, with a scale per row: x is rounded with one scale for each
   token, for torch's e4m3 GEMM.
@@ -30,7 +28,6 @@ from lorafleet.kernels.decoder.scratch import Scratch
 from lorafleet.kernels.quant.base_weight import QuantizedMatrix, Scheme
 from lorafleet.kernels.quant.e4m3_pairs import pair_block
 from lorafleet.kernels.quant.e4m3_tuning import e4m3_tuning
-from lorafleet.kernels.quant.few_tokens_cuda import FEW_TOKENS, few_token_kernel, few_token_linear, is_few_token_size
 from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.kernels.quant.scaled_matrix import ScaledMatrix, quantize_groups
 
@@ -114,8 +111,6 @@ class ScaledWeight(nn.Module):
             and self.group == inputs
             and outputs % GEMM_ALIGNMENT == inputs % GEMM_ALIGNMENT == 0
         )
-        # For few tokens, the CUDA kernel of small weights is faster than the e4m3 GEMM.
-        self._is_small = is_e4m3 and is_few_token_size(outputs, inputs, self.group)
         if self._reads_codes and not self._rounds_rows:
             scratch.reserve(outputs * inputs)
 
@@ -134,10 +129,6 @@ class ScaledWeight(nn.Module):
 
     def linear(self, x_TD: Tensor, bias_O: Tensor | None) -> Tensor:
         num_tokens = len(x_TD)
-        if self._is_small and 0 < num_tokens <= FEW_TOKENS and x_TD.data_ptr() % 16 == 0:
-            kernel = few_token_kernel(x_TD.dtype, x_TD.device)
-            if kernel is not None:
-                return few_token_linear(x_TD, self.code_OD, self.scale_OG, bias_O, kernel)
         if 0 < num_tokens <= self.pair_tokens:
             from lorafleet.kernels.quant.e4m3_linear_triton import e4m3_linear_triton  # optional on a CPU
 

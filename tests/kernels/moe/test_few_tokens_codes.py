@@ -47,7 +47,13 @@ from tests.kernels.quant.four_bit_cases import BF16, CASES, F16, random_matrix_o
 
 SOURCE = Path(few_tokens_codes_cuda.__file__).with_name("few_tokens_codes.cu")
 OPERANDS = Path(code_operands.__file__).with_suffix(".cuh")
-WARPS = {"WARPS": MOST_WARPS, "ONE_INNER_TEAM": MOST_WARPS, "INNER_TEAM": 2, "OUTER_TEAM": 1}  # of the emulated kernels
+WARPS = {
+    "WARPS": MOST_WARPS,
+    "ONE_INNER_TEAM": MOST_WARPS,
+    "INNER_TEAM": 2,
+    "ONE_OUTER_TEAM": 2,
+    "OUTER_TEAM": 1,
+}  # of the emulated kernels
 # Each kind of codes, with the served dtype.
 CODES: dict[str, tuple[Scheme, torch.dtype]] = CASES | {
     "e4m3 by rows": (ScaledScheme("fp8", FP8), BF16),

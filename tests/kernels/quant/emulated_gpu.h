@@ -312,21 +312,13 @@ template <int TEAM> void wait_team(int team) {
 }
 
 #include OPERANDS_SOURCE
-#ifdef LINEAR_SOURCE
-#include LINEAR_SOURCE
-
-extern "C" void emulate(int programs, const FewTokenLinear* arguments) {
-  launch<FewTokenLinear>(linear, programs, THREADS, arguments);
-}
-#else
 #include FEW_TOKENS_SOURCE
 
 extern "C" void emulate(int kernel, int programs, const FewTokens* arguments) {
   using Kernel = void (*)(FewTokens);
-  const Kernel kernels[] = {inner_one, inner, outer};
+  const Kernel kernels[] = {inner_one, inner, outer_one, outer};
   launch<FewTokens>(kernels[kernel], programs, THREADS, arguments);
 }
-#endif
 #else
 #include FOUR_BIT_SOURCE
 #include WIDE_SOURCE
