@@ -15,12 +15,19 @@ INSTALLED := $(VENV)/.installed
 install: $(INSTALLED)
 
 # --no-compile: pip would compile all 22,000 modules on one core, for more than a minute.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -q --no-compile
+
+# Two processes first install what is pinned, half of it each. Then pip resolves little more than what is there already.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "lorafleet needs Python 3.11 or newer: make install PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -q --no-compile 'pip>=26' || true  # resolves a minute sooner
-	$(BIN)/python -m pip install --disable-pip-version-check -q --no-compile -c constraints.txt -e '.[dev]'
+	$(PIP) 'pip>=26' || true  # resolves a minute sooner
+	for half in 0 1; do \
+		awk "!/^#/ && NR % 2 == $$half" constraints.txt >$(VENV)/half-$$half.txt; \
+		$(PIP) --no-deps -r $(VENV)/half-$$half.txt & \
+	done; wait
+	$(PIP) -c constraints.txt -e '.[dev]'
 	@touch $@
 
 # exec: Ctrl-C must reach the server itself, not a shell before it

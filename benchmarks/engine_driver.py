@@ -16,6 +16,7 @@ from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.messages import EngineRequest, TokenOutput
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.engine import Engine
+from lorafleet.workers.speculation.ahead_drafts import AheadDrafts
 from lorafleet.workers.speculation.drafter import Drafter
 from lorafleet.workers.speculation.speculation import Speculation
 from lorafleet.workers.speculation.step_pace import StepPace
@@ -45,11 +46,19 @@ def load(engine: Engine, paths: Sequence[Path]) -> list[LoRARequest]:
 
 
 def make_speculation(
-    engine: Engine, drafter: Drafter, most_drafts: int, pace: StepPace | None = None, *, is_certain: bool
+    engine: Engine,
+    drafter: Drafter,
+    most_drafts: int,
+    pace: StepPace | None = None,
+    *,
+    is_certain: bool,
+    ahead: AheadDrafts | None = None,
 ) -> Speculation:
     """Returns the speculation of an engine with another drafter. The arguments are Speculation's."""
     most_sampled = len(engine.runner.steps.inputs.sampled_B)
-    return Speculation(drafter, engine.scheduler.budget, most_drafts, most_sampled, pace, is_certain=is_certain)
+    return Speculation(
+        drafter, engine.scheduler.budget, most_drafts, most_sampled, pace, is_certain=is_certain, ahead=ahead
+    )
 
 
 def answer_alone(

@@ -13,8 +13,13 @@ port, while the others are idle. The client is a process of its own. Other progr
 (`--then`). For them it also has the adapters says0 to says7, each of which answers every prompt with one token of its
 own (random_llama.py).
 
-With `--at-once 2`, the servers of two rules start together and wait for each other's measurements, which saves time.
-Both must fit on the GPUs, so `--server-args` should have `--kv-cache-tokens`.
+A workload may have a rate of its own and be for the first rules alone: `Dynamo, flash@18:2` has 18 requests per second
+and replica, and only the first two of `--rules` get it. No later workload is for more rules, so that all rules have
+had the same loads before.
+
+With `--at-once 2`, two rules have servers at a time, which are warmed up together. Then each workload is sent to one of
+them after the other, and rules with fewer workloads come last. Both must fit on the GPUs, so `--server-args` should
+have `--kv-cache-tokens`.
 
 Columns: TTFT from when a request was due; `worst` is the TTFT p50 of the adapter that is worse than 90 % of all;
 `hits` are prompt tokens from the prefix cache, beside those that one cache without bounds would have; `reads` and
@@ -25,6 +30,7 @@ number of tokens that the busiest replica generated, relative to the mean.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shlex
 import subprocess
@@ -37,7 +43,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -59,6 +65,8 @@ RULES: tuple[RoutingRule, ...] = get_args(RoutingRule)
 SLORA, CONVERSATIONS, SATURATION, BASE = "S-LoRA, alpha .3", "conversations", "saturation", "saturation, base"
 ALONE = {f"{workload}, one replica": workload for workload in (SATURATION, BASE)}
 LOOPS = (SATURATION, BASE, *ALONE)
+KNOWN = (*WORKLOADS, CONVERSATIONS, *LOOPS)
+MAX_RATE = 10_000
 BLOCK_SIZE = 16
 NUM_ONE_TOKEN_ADAPTERS = 8
 MORE_CALLS = 4  # A closed loop gets so many times the calls of a workload, so that it never runs out of them.
@@ -66,7 +74,7 @@ LOOP_SHARE = 0.6  # The time of a closed loop, relative to that of the other wor
 RAMP = 0.2  # The part of a closed loop's time in which tokens are not counted, since its batches still grow.
 WARM_UP_SEED = 1000
 FIRST_STREAMS = 8  # Streams for each replica that request every adapter once, before the warm-up.
-FIRST_S = 30.0  # The time in which they do so.
+FIRST_S = 120.0  # The time in which they must have done so.
 MAX_ERRORS, ERROR_CHARS = 3, 160  # Printed of each workload.
 UNITS = {
     **dict.fromkeys(("ttft_p50", "ttft_p99", "gap_p50", "gap_p99", "ttft_worst_adapters"), "s"),
@@ -92,6 +100,31 @@ class Size:
     streams: int  # Number of streams of the closed loop for each replica.
     turn_tokens: int  # Mean tokens of a question, and of an answer, in conversations.
     seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A workload, and how much of it there is."""
+
+    workload: str
+    rate: float | None = None  # Requests per second and replica; None is that of the run.
+    num_rules: int | None = None  # The number of rules that get it, the first ones; None is all.
+
+    @classmethod
+    def parse(cls, text: str) -> Stage:
+        """Reads WORKLOAD[@RATE][:NUMBER OF RULES]. Raises ValueError."""
+        rest, _, count = text.partition(":")
+        workload, _, rate = rest.partition("@")
+        if workload not in KNOWN:
+            raise ValueError(f"{workload!r} is no workload")
+        stage = cls(workload, float(rate) if rate else None, int(count) if count else None)
+        if (stage.rate is not None and not 0 < stage.rate <= MAX_RATE) or stage.num_rules == 0:
+            raise ValueError(f"a rate must be above 0 and at most {MAX_RATE}, and a number of rules at least 1")
+        return stage
+
+    def is_for(self, index: int) -> bool:
+        """Returns whether the rule with this index gets it."""
+        return self.num_rules is None or index < self.num_rules
 
 
 SIZES = {
@@ -184,7 +217,10 @@ def warm_up(server: LocalServer, size: Size, replicas: int) -> None:
     """Requests each adapter once, and then sends calls that are like S-LoRA's, but drawn by another seed."""
     if size.warm_up_s:
         first = [Call(0.0, f"a{number}", [size.token_ids[0]], 1) for number in range(size.adapters)]
-        run_apart(Job(server.url, first, FIRST_STREAMS * replicas, FIRST_S))
+        outcomes = run_apart(Job(server.url, first, FIRST_STREAMS * replicas, FIRST_S)).outcomes
+        num_warm = sum(outcome.error is None for outcome in outcomes)
+        if num_warm < len(first):  # Its caches would not be as warm as those of other rules.
+            raise ReportLost(f"{num_warm} of {len(first)} adapters answered within {FIRST_S:.0f} s")
         run_apart(Job(server.url, draw_calls(SLORA, warm_up_size(size), replicas)))
 
 
@@ -254,18 +290,26 @@ def worst_adapters_s(calls: Sequence[Call], outcomes: Sequence[Outcome]) -> floa
     return found and found.p90
 
 
-def num_places(size: Size) -> int:
-    """Returns how many adapters of mean rank the memory for adapters of a GPU holds."""
-    most_bytes = (
-        size.max_loras * max(RANKS) * RANK_BYTES if size.lora_memory_gib is None else size.lora_memory_gib * 2**30
-    )
-    return round(most_bytes / (fmean(RANKS) * RANK_BYTES))
+def lora_bytes(size: Size) -> int:
+    """Returns the bytes of the memory for adapters of a GPU."""
+    if size.lora_memory_gib is None:
+        return size.max_loras * max(RANKS) * RANK_BYTES
+    return int(size.lora_memory_gib * 2**30)
 
 
-def predict_row(server_loads: Sequence[Load], rule: RoutingRule, replicas: int, size: Size) -> dict[str, float | None]:
-    """Returns the figures that the simulation has of the last load, after the others on the same server."""
-    result = predict(server_loads, rule, replicas, num_places(size), size.max_cpu_loras)
-    known = {"ttft_p50": result.p50_s, "ttft_p99": result.p99_s, "busiest": result.max_over_mean}
+def predict_row(
+    server_loads: Sequence[Load], rule: RoutingRule, replicas: int, size: Size, *, is_warm: bool
+) -> dict[str, float | None]:
+    """Returns the figures that the simulation has of the last load, after the others on the same server. If it
+    `is_warm`, the first of the others is the warm-up."""
+    result = predict(server_loads, rule, replicas, lora_bytes(size), size.max_cpu_loras, is_warm=is_warm)
+    known = {
+        "ttft_p50": result.p50_s,
+        "ttft_p99": result.p99_s,
+        "busiest": result.max_over_mean,
+        "reads": float(result.num_reads),
+        "slots": float(result.num_fills),
+    }
     return dict.fromkeys(UNITS) | known
 
 
@@ -282,17 +326,20 @@ def print_row(settings: dict[str, Any], figures: dict[str, float | None]) -> Non
         f"{'-' if (value := figures[name]) is None else f'{value:.2f}':>6}"
         for name in ("front_cores", "haproxy_cores", "busiest")
     )
-    print(f"{settings['workload']:24}{settings['rule']:>13}{settings['replicas']:>3}{ms}{counts}{ratios}", flush=True)
+    name = f"{settings['workload']} @{settings['rate']:g}"
+    print(f"{name:27}{settings['rule']:>13}{settings['replicas']:>3}{ms}{counts}{ratios}", flush=True)
 
 
 def print_ratios(cases: Sequence[Case]) -> None:
     """Prints affinity's p99 of the TTFT beside each other rule's, and how throughput scales."""
-    by = {(case.settings["workload"], case.settings["rule"], case.settings["replicas"]): case.figures for case in cases}
-    for (workload, rule, replicas), figures in by.items():
-        ours, p99 = by.get((workload, "affinity", replicas)), figures["ttft_p99"]
+    keys = ("workload", "rule", "replicas", "rate")
+    by = {tuple(case.settings[key] for key in keys): case.figures for case in cases}
+    for (workload, rule, replicas, rate), figures in by.items():
+        ours, p99 = by.get((workload, "affinity", replicas, rate)), figures["ttft_p99"]
         if rule != "affinity" and ours is not None and ours["ttft_p99"] is not None and p99:
-            print(f"{workload}, {replicas} replicas: TTFT p99 of affinity is {ours['ttft_p99'] / p99:.2f} x {rule}'s")
-        one = by.get((workload, rule, 1))
+            ratio = f"TTFT p99 of affinity is {ours['ttft_p99'] / p99:.2f} x {rule}'s"
+            print(f"{workload}, {replicas} replicas, {rate} requests/s and replica: {ratio}")
+        one = by.get((workload, rule, 1, rate))
         if workload in LOOPS and replicas != 1 and one is not None and one["tokens_per_s"]:
             times = (figures["tokens_per_s"] or 0.0) / one["tokens_per_s"]
             print(f"{workload}, {rule}: {replicas} replicas generate {times:.2f} x the tokens of one")
@@ -306,10 +353,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--workloads",
         nargs="+",
-        choices=[*WORKLOADS, CONVERSATIONS, *LOOPS],
-        default=[SLORA, "Dynamo, flash", "Dynamo, diurnal", CONVERSATIONS, SATURATION],
+        type=Stage.parse,
+        metavar="WORKLOAD[@RATE][:RULES]",
+        help=f"any of {', '.join(KNOWN)}",
+        default=[Stage(name) for name in (SLORA, "Dynamo, flash", "Dynamo, diurnal", CONVERSATIONS, SATURATION)],
     )
-    parser.add_argument("--once", nargs="+", default=(), help="workloads that only the first rule gets; the last ones")
     parser.add_argument("--rate", type=float, help="requests per second and replica")
     parser.add_argument(
         "--load",
@@ -339,9 +387,11 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.at_once < 1:
         parser.error(f"--at-once is {args.at_once}; it must be at least 1")
-    if any(name in args.once for name in args.workloads[: len(args.workloads) - len(args.once)]):
+    counts = [sum(map(stage.is_for, range(len(args.rules)))) for stage in args.workloads]
+    if any(later > earlier for earlier, later in itertools.pairwise(counts)):
         parser.error(
-            "--once must have the last workloads: others after them would find warmer caches with the first rule"
+            "a workload is for more rules than one before it, which would have warmed the caches of the first rules "
+            "only. Put those for few rules last."
         )
     return args
 
@@ -352,6 +402,7 @@ class Run:
     def __init__(self, args: argparse.Namespace, size: Size) -> None:
         self.cases: list[Case] = []
         self._args = args
+        self._stages: list[Stage] = args.workloads
         self._size = size
         self._first_size = size  # Before --load changes the rate: warm-ups and closed loops are the same for all rules.
         self._end_s = time.monotonic() + args.limit_s
@@ -360,12 +411,15 @@ class Run:
 
     def simulate(self) -> None:
         for replicas in self._size.replicas:
-            for rule in self._args.rules:
+            for index, rule in enumerate(self._args.rules):
                 loads = [load_of(SLORA, warm_up_size(self._size), replicas)] if self._size.warm_up_s else []
-                more = self._workloads("once") if rule == self._args.rules[0] else []
-                for workload in [name for name in [*self._workloads("all"), *more] if name in WORKLOADS]:
-                    loads.append(load_of(workload, self._size, replicas))
-                    self._add(workload, rule, replicas, predict_row(loads, rule, replicas, self._size))
+                is_warm = bool(loads)
+                for stage in self._stages:
+                    if stage.is_for(index) and stage.workload in WORKLOADS:
+                        size = self._size_of(stage)
+                        loads.append(load_of(stage.workload, size, replicas))
+                        figures = predict_row(loads, rule, replicas, size, is_warm=is_warm)
+                        self._add(stage.workload, rule, replicas, size.rate, figures)
 
     def measure(self, folder: Path) -> None:
         rules = self._args.rules
@@ -377,56 +431,70 @@ class Run:
                 self._measure_servers(folder, rules[begin : begin + self._args.at_once], replicas)
 
     def _measure_servers(self, folder: Path, rules: Sequence[str], replicas: int) -> None:
-        """Starts the servers of these rules at once, and measures one after another."""
+        """Starts the servers of these rules, and sends each workload to one after another.
 
-        def start(rule: str) -> LocalServer:
-            return stack.enter_context(served(self._args, self._size, folder, rule, replicas))
+        The first one starts alone, since it compiles kernels that the others then find on the disk.
+        """
+        servers: dict[str, LocalServer] = {}
+
+        def start(rule: str) -> None:
+            servers[rule] = stack.enter_context(served(self._args, self._size, folder, rule, replicas))
+
+        def prepare(rule: str) -> bool:
+            if rule not in servers:
+                start(rule)
+            try:
+                warm_up(servers[rule], self._first_size, replicas)
+            except ReportLost as error:
+                print(f"the warm-up of {rule} failed, {error}", flush=True)
+                return False
+            return True
 
         with ExitStack() as stack, ThreadPoolExecutor(len(rules)) as pool:
-            servers = dict(zip(rules, pool.map(start, rules), strict=True))
-            warm = set[str]()
-            for rule, server in servers.items():
-                try:
-                    warm_up(server, self._first_size, replicas)
-                except ReportLost as error:
-                    print(f"the warm-up of {rule} failed, {error}", flush=True)
-                    continue
-                warm.add(rule)
-                for workload in self._workloads("all"):
-                    self._measure_case(server, workload, rule, replicas)
+            start(rules[0])
+            warm = [rule for rule, is_warm in zip(rules, pool.map(prepare, rules), strict=True) if is_warm]
+            for num_stages, group in itertools.groupby(warm, self._num_stages):  # Those with most workloads come first.
+                alike = list(group)
+                for stage in self._stages[:num_stages]:
+                    for rule in alike:
+                        self._measure_case(servers[rule], stage, rule, replicas)
             if (first := servers.get(self._args.rules[0])) is not None:
-                for workload in self._workloads("once") if rules[0] in warm else []:
-                    self._measure_case(first, workload, rules[0], replicas)
                 self._follow(first)
 
-    def _measure_case(self, server: LocalServer, workload: str, rule: str, replicas: int) -> None:
+    def _measure_case(self, server: LocalServer, stage: Stage, rule: str, replicas: int) -> None:
+        workload = stage.workload
         if self._is_over():
             print(f"left out: {workload}, {rule}, {replicas} replicas")
             return
         url = server.url
         if workload in ALONE:
             url, replicas = server.replica_url(), 1
-        size = self._first_size if workload in LOOPS else self._size
+        size = self._first_size if workload in LOOPS else self._size_of(stage)
         try:
             figures = measure(server, url, workload, size, replicas)
         except ReportLost as error:
             print(f"failed: {workload}, {rule}, {replicas} replicas, {error}", flush=True)
             return
-        self._add(ALONE.get(workload, workload), rule, replicas, figures)
+        self._add(ALONE.get(workload, workload), rule, replicas, size.rate, figures)
         if workload == SATURATION and self._load is not None:
             tokens = fmean(call.max_tokens for call in draw_calls(SATURATION, size, replicas))
             rate = self._load * (figures["tokens_per_s"] or 0.0) / tokens / replicas
             self._size, self._load = replace(self._size, rate=round(rate, 1)), None
             print(f"rate: {self._size.rate} requests per second and replica")
 
-    def _workloads(self, whose: Literal["all", "once"]) -> list[str]:
-        """Returns the workloads that all rules get, or those that only the first one gets."""
-        return [name for name in self._args.workloads if (name in self._args.once) == (whose == "once")]
+    def _num_stages(self, rule: str) -> int:
+        """Returns the number of workloads that the rule gets, which are the first ones."""
+        index = self._args.rules.index(rule)
+        return sum(stage.is_for(index) for stage in self._stages)
 
-    def _add(self, workload: str, rule: str, replicas: int, figures: dict[str, float | None]) -> None:
-        settings = {"workload": workload, "rule": rule, "replicas": replicas, "rate": self._size.rate}
+    def _size_of(self, stage: Stage) -> Size:
+        return self._size if stage.rate is None else replace(self._size, rate=stage.rate)
+
+    def _add(self, workload: str, rule: str, replicas: int, rate: float, figures: dict[str, float | None]) -> None:
+        settings = {"workload": workload, "rule": rule, "replicas": replicas, "rate": rate}
         self.cases.append(Case(settings, figures))
         print_row(settings, figures)
+        write_results(self._args.json, UNITS, self.cases)  # Each time, since a run may be cut.
 
     def _follow(self, server: LocalServer) -> None:
         commands, self._commands = self._commands, []
@@ -445,7 +513,7 @@ def main() -> None:
     given = {name: value for name in Size.__slots__ if (value := getattr(args, name, None)) is not None}
     size = replace(SIZES[args.device], **given)
     print(
-        f"{'':24}{'':>13}{'':>3}{'TTFT p50':>9}{'p99':>9}{'worst':>9}{'gap p50':>9}{'p99':>9}{'tok/s':>8}{'failed':>8}"
+        f"{'':27}{'':>13}{'':>3}{'TTFT p50':>9}{'p99':>9}{'worst':>9}{'gap p50':>9}{'p99':>9}{'tok/s':>8}{'failed':>8}"
         f"{'reads':>8}{'slots':>8}{'hits':>8}{'of':>8}{'front':>6}{'proxy':>6}{'busy':>6}   (ms, cores)",
         flush=True,
     )
@@ -453,7 +521,6 @@ def main() -> None:
     if args.simulate:
         run.simulate()
         print_ratios(run.cases)
-        write_results(args.json, UNITS, run.cases)
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -462,7 +529,6 @@ def main() -> None:
             run.measure(folder)
         finally:  # A run that is interrupted has the figures of the cases before.
             print_ratios(run.cases)
-            write_results(args.json, UNITS, run.cases)
 
 
 if __name__ == "__main__":

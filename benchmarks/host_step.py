@@ -94,7 +94,13 @@ def build(folder: Path, most: int) -> Engine:
     def forward(plan: StepPlan) -> Tensor:
         return hidden_TD[: plan.num_tokens]
 
-    def draw(_logits_BV: Tensor, table_BF: DrawTable, _counts_SV: Tensor, _wanted: Sequence[int] = ()) -> Drawn:
+    def draw(
+        _logits_BV: Tensor,
+        table_BF: DrawTable,
+        _counts_SV: Tensor,
+        _wanted: Sequence[int] = (),
+        _draw_B: Tensor | None = None,
+    ) -> Drawn:
         return Drawn(torch.full((len(table_BF),), TOKEN), None)
 
     steps._forward = forward  # type: ignore[method-assign]  # a stand-in

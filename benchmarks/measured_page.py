@@ -161,9 +161,9 @@ def fleet_table(files: Files) -> str:
     simulated, rows = files["simulated_fleet"], []
     for case in (case for name, run in files.items() if name.startswith("fleet") for case in run.cases):
         settings, figures = case.settings, case.figures
-        same = {name: settings[name] for name in ("workload", "rule", "replicas")}
-        row = [str(setting) for setting in same.values()]
-        row += [f"{settings['rate']:g}", ms_pair(figures["ttft_p50"], figures["ttft_p99"], ".0f")]
+        same = {name: settings[name] for name in ("workload", "rule", "replicas", "rate")}
+        row = [f"{setting:g}" if isinstance(setting, float) else str(setting) for setting in same.values()]
+        row.append(ms_pair(figures["ttft_p50"], figures["ttft_p99"], ".0f"))
         predicted_s = simulated.figure("ttft_p99", **same)
         row.append(number(predicted_s and 1e3 * predicted_s, ".0f"))
         worst_s = figures["ttft_worst_adapters"]

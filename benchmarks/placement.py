@@ -65,6 +65,8 @@ class Result:
     fill_gb: float
     slot_hits: float
     max_over_mean: float  # The number of requests of the busiest replica, divided by the mean.
+    num_reads: int  # Adapters read from disk.
+    num_fills: int  # Adapters copied to slots.
 
 
 class Clock:
@@ -102,7 +104,12 @@ class Scene:
     num_replicas: int = NUM_REPLICAS
     num_slots: int = NUM_SLOTS
     cpu_adapters: int = CPU_ADAPTERS
+    slot_bytes: int | None = (
+        None  # Memory that the adapters in slots of a replica share; None if slots are of one size.
+    )
+    mixed_s: float = math.inf  # The longest step that computes a prompt beside running sequences.
     warm_up_s: float = WARM_UP_S
+    front_s: float = 0.0  # Added to each first token: the time that is not spent in the engine.
 
 
 def simulate(load: Load, arm_name: str, scene: Scene = Scene()) -> Result:
@@ -119,7 +126,18 @@ def simulate_arrivals(arrivals: Sequence[Arrival], load: Load, arm_name: str, sc
     storage, replicas = Storage(scene.storage, names, sizes, scene.cache_bytes), list[Replica]()
     for name in names:
         replicas.append(
-            Replica(name, scene.num_slots, scene.cpu_adapters, sizes, clock.plan, storage, replicas, next_use)
+            Replica(
+                name,
+                scene.num_slots,
+                scene.cpu_adapters,
+                sizes,
+                clock.plan,
+                storage,
+                replicas,
+                scene.slot_bytes,
+                scene.mixed_s,
+                next_use,
+            )
         )
     by_name = {replica.name: replica for replica in replicas}
     arm = placement_arms.make(arm_name, replicas, load.seed, sizes, ranks)
@@ -145,7 +163,9 @@ def simulate_arrivals(arrivals: Sequence[Arrival], load: Load, arm_name: str, sc
     clock.plan(requests[0].arrival.at_s, lambda time_s: arrive(0, time_s))
     clock.run()
     counted = [request for request in requests if request.arrival.at_s >= counted_s]
-    return _result(counted, [count.counts.minus(early) for count, early in zip(replicas, warm, strict=True)])
+    return _result(
+        counted, [count.counts.minus(early) for count, early in zip(replicas, warm, strict=True)], scene.front_s
+    )
 
 
 def _next_use(num_adapters: int, arrivals: Sequence[Arrival]) -> Callable[[int, float], float]:
@@ -161,8 +181,8 @@ def _next_use(num_adapters: int, arrivals: Sequence[Arrival]) -> Callable[[int, 
     return next_use
 
 
-def _result(counted: Sequence[Request], counts: Sequence[Counts]) -> Result:
-    ttft_s = np.array([request.first_token_s - request.arrival.at_s for request in counted])
+def _result(counted: Sequence[Request], counts: Sequence[Counts], front_s: float) -> Result:
+    ttft_s = np.array([request.first_token_s - request.arrival.at_s for request in counted]) + front_s
     assert np.isfinite(ttft_s).all(), "a request was never answered"
     of_adapter: dict[int, list[bool]] = {}
     for request, late in zip(counted, ttft_s > SLO_S, strict=True):
@@ -178,6 +198,8 @@ def _result(counted: Sequence[Request], counts: Sequence[Counts]) -> Result:
         sum(count.fill_bytes for count in counts) / 1e9,
         sum(count.slot_hits for count in counts) / sum(num_requests),
         max(num_requests) / fmean(num_requests),
+        sum(count.num_reads for count in counts),
+        sum(count.num_fills for count in counts),
     )
 
 

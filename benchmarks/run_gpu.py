@@ -72,8 +72,8 @@ RUNS = (
     Run(
         "fleet",
         "fleet.py --device cuda --replicas 4 --max-loras 64 --load 0.7 --duration-s 60 --workloads saturation "
-        "'S-LoRA, alpha .3' 'Dynamo, flash' 'Dynamo, diurnal' conversations 'saturation, one replica' "
-        "--once 'saturation, one replica'",
+        "'S-LoRA, alpha .3' 'Dynamo, flash' 'Dynamo, diurnal' conversations "
+        "'saturation, one replica:1'",
         2400,
         num_gpus=4,
     ),

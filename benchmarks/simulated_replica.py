@@ -23,6 +23,7 @@ from slora_workload import Arrival
 STEPS_S = ((1, 4.98e-3), (8, 5.43e-3), (64, 8.34e-3), (256, 15.17e-3))
 PREFILL_TOKENS_S = 39e3
 CHUNK = 512
+LEAST_STRETCH = 1.5  # A step with a prompt may take this many times as long as one without in any case.
 MAX_RUNNING = 256
 RANK_BYTES = 84_000_000 // 16
 FILL_BYTES_S = 53e9
@@ -66,6 +67,8 @@ class _Slot:
 class Counts:
     read_bytes: int = 0
     fill_bytes: int = 0
+    num_reads: int = 0
+    num_fills: int = 0
     requests: int = 0
     slot_hits: int = 0
 
@@ -76,6 +79,8 @@ class Counts:
         return Counts(
             self.read_bytes - early.read_bytes,
             self.fill_bytes - early.fill_bytes,
+            self.num_reads - early.num_reads,
+            self.num_fills - early.num_fills,
             self.requests - early.requests,
             self.slot_hits - early.slot_hits,
         )
@@ -96,6 +101,8 @@ class Replica:
     plan: Plan
     storage: Storage
     others: list[Replica]  # All replicas, whose host memory may be copied if the storage says so.
+    slot_bytes: int | None = None  # Memory that adapters in slots share; None if slots are of one size.
+    mixed_s: float = math.inf  # The longest step that computes a prompt beside running sequences (step_budget.py).
     # The time of an adapter's next request after a time, for Belady's rule; None evicts by cost and recency.
     next_use: Callable[[int, float], float] | None = None
     counts: Counts = field(default_factory=Counts)
@@ -150,7 +157,12 @@ class Replica:
 
     def free_slots(self) -> int:
         """Returns the number of empty or idle slots, less the adapters that wait for one."""
-        return self.num_slots - len(self.slots) + len(self._idle) - (len(self.waiting) - self._waiting_in_slots)
+        usable = self.num_slots - len(self.slots) + len(self._idle)
+        if self.slot_bytes is not None and self.slots:
+            in_use = sum(self.sizes[adapter] for adapter in self.slots if adapter not in self._idle)
+            held = sum(self.sizes[adapter] for adapter in self.slots)
+            usable = min(usable, (self.slot_bytes - in_use) * len(self.slots) // held)
+        return usable - (len(self.waiting) - self._waiting_in_slots)
 
     def take_changes(self) -> list[tuple[int, Tier | None]]:
         """Returns the adapters whose tier may have changed since the last call."""
@@ -296,8 +308,8 @@ class Replica:
             self._cpu_credits.use(str(adapter), self.sizes[adapter])
 
     def _activate(self, adapter: int, now: float) -> _Slot | None:
-        if len(self.slots) >= self.num_slots:
-            if not self._idle:
+        while len(self.slots) >= self.num_slots or self._lacks_bytes(adapter):
+            if not self._idle or not self._may_fit(adapter):
                 return None
             victim = self._slot_victim(now)
             del self.slots[victim], self._idle[victim]
@@ -308,9 +320,22 @@ class Replica:
         self._slot_credits.use(str(adapter), self.sizes[adapter])
         self._waiting_in_slots += adapter in self.waiting
         self.counts.fill_bytes += self.sizes[adapter]
+        self.counts.num_fills += 1
         self._copy_free_s = max(now, self._copy_free_s) + self.sizes[adapter] / FILL_BYTES_S
         self.plan(self._copy_free_s, lambda time_s: self._filled(slot, time_s))
         return slot
+
+    def _lacks_bytes(self, adapter: int) -> bool:
+        if self.slot_bytes is None:
+            return False
+        return sum(self.sizes[held] for held in self.slots) + self.sizes[adapter] > self.slot_bytes
+
+    def _may_fit(self, adapter: int) -> bool:
+        """Returns whether the adapter has room once all idle slots are empty."""
+        if self.slot_bytes is None:
+            return True
+        in_use = sum(self.sizes[held] for held in self.slots if held not in self._idle)
+        return in_use + self.sizes[adapter] <= self.slot_bytes
 
     def _slot_victim(self, now: float) -> int:
         """Chooses as workers/slots/slot_policy.py does: first by having no waiting request, then by least credit."""
@@ -338,6 +363,7 @@ class Replica:
             return
         self._reading = adapter
         self.counts.read_bytes += self.sizes[adapter]
+        self.counts.num_reads += 1
         self._disk_free_s = now + self.read_s(adapter)
         self.plan(self._disk_free_s, self._read)
 
@@ -411,8 +437,11 @@ class Replica:
         version = self._version
         if self._prefill:
             self._prefilling = True
-            chunks = math.ceil(self._prefill[0].arrival.num_input / CHUNK)
-            length = self._prefill[0].arrival.num_input / PREFILL_TOKENS_S + chunks * STEP_S[len(self._running)]
+            decode_s, num_tokens = STEP_S[len(self._running)], self._prefill[0].arrival.num_input
+            prompt_s = max(self.mixed_s, LEAST_STRETCH * decode_s) - decode_s
+            chunk = min(CHUNK, prompt_s * PREFILL_TOKENS_S)
+            chunks = math.ceil(num_tokens / chunk)
+            length = num_tokens / PREFILL_TOKENS_S + chunks * decode_s
             self.plan(now + length, lambda time_s: self._prefilled(chunks, time_s))
         elif self._running:
             left = max(0.0, self._running[0][0] - self._tokens)

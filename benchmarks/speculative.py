@@ -8,10 +8,11 @@ again and again at the full cost of a step. `ngram` drafts from the repeated tex
 arm of --right has drafts of which each token is right with this probability, as a drafter of that quality would make.
 
 With --draft-layers, a draft model of that many layers drafts in the arms of --right, so that they have its full cost.
-Its drafts would all be right. The arms replace some of their tokens by wrong ones. --draft-head has an EAGLE-3 head
-instead, with random weights in the shape of the target's layers and 32,000 tokens that it drafts. With --mtp, the model
-has the shape of a family of families_decode.py, with as many layers as are measured there, and its own layer for
-several tokens (MTP) drafts in the same way.
+Its drafts would all be right. The arms replace some of their tokens by wrong ones. Each has a second arm in which
+drafts wait for the tokens of the step before, so that steps do not overlap. N-grams are left out. --draft-head has an
+EAGLE-3 head instead, with random weights in the shape of the target's layers and 32,000 tokens that it drafts. With
+--mtp, the model has the shape of a family of families_decode.py, with as many layers as are measured there, and its own
+layer for several tokens (MTP) drafts in the same way.
 
 The second form drafts by n-grams from the answers of a real model to a repetitive prompt.
 
@@ -28,6 +29,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +44,12 @@ from lorafleet.protocol.engine_config import EngineConfig, SpeculativeConfig
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.messages import EngineRequest
 from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.schedule.sequence import Sequence
-from lorafleet.workers.speculation.drafter import Drafter, Wanted
+from lorafleet.workers.speculation.ahead_drafts import AheadDrafts
+from lorafleet.workers.speculation.drafter import DeviceDrafts, Wanted
 from lorafleet.workers.speculation.eagle_head import EagleHead
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from lorafleet.workers.speculation.mtp_head import MTPHead
@@ -78,18 +82,31 @@ class KnownDrafter:
             lengths = [len(draft) for draft in self._model.propose(wanted)]
         return [[0 if self._rng.random() < self._right else WRONG for _ in range(length)] for length in lengths]
 
+    def is_current(self, entry: Wanted, step: DraftVerification) -> bool:
+        return self._model is not None and self._model.is_current(entry, step)
+
+    def propose_behind(self, wanted: Many[Wanted], step: DraftVerification) -> DeviceDrafts:
+        assert self._model is not None
+        made = self._model.propose_behind(wanted, step)
+        is_right_WK = torch.rand(made.token_WK.shape, device=made.token_WK.device) < self._right
+        return replace(made, token_WK=torch.where(is_right_WK, 0, WRONG))
+
     def release(self, sequence: Sequence) -> None:
         if self._model is not None:
             self._model.release(sequence)
 
 
 def arm(engine: Engine, name: str, most_drafts: int, model: ModelDrafter | None) -> Speculation | None:
-    """Returns the speculation of one arm: "off", "ngram" or the quality of its drafts."""
+    """Returns the speculation of one arm: "off", "ngram" or the quality of its drafts, with "waits" if these wait for
+    the tokens of each step."""
     if name == "off":
         return None
-    ngram = name == "ngram"
-    drafter: Drafter = NgramDrafter(SpeculativeConfig("ngram")) if ngram else KnownDrafter(float(name), model)
-    return make_speculation(engine, drafter, most_drafts, is_certain=model is not None and not ngram)
+    if name == "ngram":
+        return make_speculation(engine, NgramDrafter(SpeculativeConfig("ngram")), most_drafts, is_certain=False)
+    right, *waits = name.split()
+    drafter = KnownDrafter(float(right), model)
+    ahead = None if waits or model is None else AheadDrafts(drafter)
+    return make_speculation(engine, drafter, most_drafts, is_certain=model is not None, ahead=ahead)
 
 
 def decode(engine: Engine, prompts: list[list[int]], num_tokens: int, loras: list[LoRARequest]) -> tuple[float, float]:
@@ -137,7 +154,7 @@ def compare(
     for name in arms:
         ratio, accepted = speeds[name] / speeds["off"], statistics.mean(share for _, share in found[name])
         print(
-            f"batch {len(prompts):3}  adapters {len(loras):2}  {name:6} {speeds['off']:9.0f} -> {speeds[name]:9.0f} "
+            f"batch {len(prompts):3}  adapters {len(loras):2}  {name:9} {speeds['off']:9.0f} -> {speeds[name]:9.0f} "
             f"tokens/s  x {ratio:.2f}  accepted {accepted:.2f}",
             flush=True,
         )
@@ -205,7 +222,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.mtp and (args.adapters or args.draft_layers or args.model):
         parser.error("--mtp goes with none of --adapters, --draft-layers and --model")
-    arms = ["ngram"] if args.model else ["ngram", *map(str, args.right)]
+    arms = ["ngram", *map(str, args.right)]
+    if args.model:
+        arms = ["ngram"]
+    elif args.draft_layers or args.draft_head or args.mtp:
+        arms = [f"{right}{waits}" for right in args.right for waits in ("", " waits")]
     cases: list[Case] = []
     with tempfile.TemporaryDirectory() as folder:
         if args.model:

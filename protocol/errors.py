@@ -2,7 +2,8 @@
 
     LorafleetError
     ├── ConfigError              the server cannot start as configured
-    │   └── UnsupportedModel     the checkpoint needs something this engine does not do
+    │   ├── UnsupportedModel     the checkpoint needs something this engine does not do
+    │   └── NothingToShare       the KV cache has no memory that adapters could borrow
     ├── InvalidRequest           the request is wrong; `param` names the field
     │   ├── ContextOverflow      prompt and max_tokens do not fit the context or the KV cache
     │   ├── BodyTooLarge         the HTTP body is larger than the server accepts
@@ -69,6 +70,10 @@ class ConfigError(LorafleetError):
 
 
 class UnsupportedModel(ConfigError):
+    pass
+
+
+class NothingToShare(ConfigError):
     pass
 
 

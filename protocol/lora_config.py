@@ -57,12 +57,13 @@ class LoRAOptions:
         ),
     ] = None
     share_lora_memory: Annotated[
-        bool,
+        bool | None,
         Option(
             "Adapters in slots and KV blocks share GPU memory: adapters borrow from the KV cache what they need, and "
-            "give it back. For one GPU a replica. Experimental."
+            "give it back. For one GPU a replica. Default: true where it can be, except with FlashInfer's attention or "
+            "if lora_memory_gib is set."
         ),
-    ] = False
+    ] = None
     max_lora_rank: Annotated[int, Option("Largest adapter rank that is accepted.", Range(1, MAX_RANK_BOUND))] = 64
     max_cpu_loras: Annotated[int | None, Option("Adapters kept in host memory. Default: 2 x max_loras.")] = None
     lora_dtype: Annotated[

@@ -6,7 +6,6 @@ import functools
 import gc
 import os
 import random
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,6 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+# Nothing here is compiled by torch, whose compiler bitsandbytes would import in 3 s of CPU when PEFT is imported.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # A server is a dozen processes, and each would compile all of lorafleet when it starts.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Each of some thousand clients would read every certificate authority of the machine, which takes 20 ms of CPU. No test
@@ -67,6 +68,16 @@ EXPERT_ADAPTER_KINDS: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the tests that need a GPU, in several processes without one.
+
+    There are thousands of them, and each takes milliseconds in two processes to be skipped.
+    """
+    if hasattr(config, "workerinput") and not torch.cuda.is_available():
+        items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
+
+
 def pytest_collection_finish() -> None:
     """Excludes the tests and modules from garbage collections, which otherwise walk millions of objects for a second.
 
@@ -85,22 +96,7 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keeps a file's tests in one process, as they share its fixtures; its `xdist_group` joins it with other files.
-
-    xdist's own loadgroup writes the group into the test's id, which pytest 9.2 does not accept: each test would be
-    scheduled separately, and every process would start every server.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    @functools.cache
-    def group(file: str) -> str:
-        mark = r'^(?:pytestmark = |    |@)pytest\.mark\.xdist_group\("(\w+)"\)'
-        found = re.search(mark, (config.rootpath / file).read_text(), re.MULTILINE)
-        return found[1] if found else file
-
-    class FilesTogether(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return group(nodeid.partition("::")[0])
+    from shared_processes import FilesTogether
 
     return FilesTogether(config, log)
 
@@ -111,14 +107,20 @@ class Fleet:
     def __init__(self, root: Path, family: str) -> None:
         self.family = family
         self.base = make_model(root / family, family)
-        kinds = EXPERT_ADAPTER_KINDS if has_experts(family) else ADAPTER_KINDS
-        self.adapters = {
-            kind: make_adapter(root / f"{family}-{kind}", self.base, seed=10 + i, **options)
+        self.reference = Reference(self.base)
+        self._root = root
+
+    @functools.cached_property
+    def adapters(self) -> dict[str, Path]:
+        """Folders of adapters, which not every test needs."""
+        kinds = EXPERT_ADAPTER_KINDS if has_experts(self.family) else ADAPTER_KINDS
+        adapters = {
+            kind: make_adapter(self._root / f"{self.family}-{kind}", self.base, seed=10 + i, **options)
             for i, (kind, options) in enumerate(kinds.items())
         }
-        if has_experts(family):
-            self.adapters["layered"] = make_layered_adapter(root / f"{family}-layered", self.base)
-        self.reference = Reference(self.base)
+        if has_experts(self.family):
+            adapters["layered"] = make_layered_adapter(self._root / f"{self.family}-layered", self.base)
+        return adapters
 
 
 @pytest.fixture(scope="session")

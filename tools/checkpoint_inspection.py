@@ -11,6 +11,7 @@ from lorafleet.protocol.errors import ConfigError
 from lorafleet.tools.checkpoint_contents import MTP, TensorGroup, read_contents
 from lorafleet.workers.auto_options import base_dtype
 from lorafleet.workers.bases.checkpoint import read_model_config
+from lorafleet.workers.bases.linear_schemes import form_of, linear_scheme
 from lorafleet.workers.bases.model_config import ModelConfig
 from lorafleet.workers.memory_estimate import Card, MetaEngine, Needs, Room, unquantized_model
 from lorafleet.workers.models.generic.architecture import implementation
@@ -100,8 +101,10 @@ def inspect_checkpoint(config: EngineConfig, card: Card | None, sizes: tuple[int
         found,
         dtype=_name(engine.dtype),
         kv_dtype=_name(engine.spec.kv_dtype),
-        linears=dict(Counter(_form(type(linear.weight)) for _, linear in engine.model.packed_linears())),
-        experts=dict(Counter(_form(kind) for _, mixture in engine.model.mixtures() for kind in mixture.weight_kinds())),
+        linears=dict(Counter(form_of(linear_scheme(served, names)) for names, _ in engine.model.packed_linears())),
+        experts=dict(
+            Counter(form_of(scheme) for _, mixture in engine.model.mixtures() for scheme in mixture.schemes())
+        ),
         num_parameters=_num_parameters(served),
         shares=shares,
     )
@@ -133,10 +136,6 @@ def _share(config: EngineConfig, card: Card | None) -> GPUShare:
 
 def _num_parameters(config: ModelConfig) -> int:
     return sum(parameter.numel() for parameter in unquantized_model(config).parameters())
-
-
-def _form(kind: type[object]) -> str:
-    return kind.__name__.removesuffix("Weight").lower()
 
 
 def _name(dtype: object) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Many
 
 from lorafleet.protocol.messages import DraftCounts, FinishReason, SequenceTimes, TokenOutput, WeightSwitch
 from lorafleet.workers.schedule.scheduler import Scheduler
-from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
+from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
 from lorafleet.workers.step.runner import Sampled
 
@@ -18,6 +19,28 @@ class AnswerProgress:
         self._scheduler = scheduler
         self._loras = loras
 
+    def advance_quiet(
+        self, chunks: Many[Chunk], ends: Many[int], tokens: Many[int]
+    ) -> tuple[list[TokenOutput], list[int]]:
+        """Takes in one token of each of the first sequences, where nothing is due but the token. Most tokens of large
+        batches are of this kind. Returns the outputs, and the indices of the tokens that advance() must take in.
+
+        Args:
+            chunks, ends: As in CollectedStep.
+        """
+        outputs: list[TokenOutput] = []
+        due: list[int] = []
+        for i, token in enumerate(tokens):
+            sequence = chunks[i].sequence
+            end = ends[i]
+            if end < sequence.quiet_until and token not in sequence.stop_ids:
+                sequence.tokens[end] = token
+                outputs.append(TokenOutput(request_id=sequence.request_id, token_ids=[token]))
+            else:
+                due.append(i)
+        self.num_generated_tokens += len(outputs)
+        return outputs, due
+
     def advance(self, sequence: Sequence, end: int, sampled: Sampled, num_drafts: int = 0) -> TokenOutput | None:
         """Takes in what a step computed for a sequence. Returns its output, or None if no token was sampled.
 
@@ -26,10 +49,6 @@ class AnswerProgress:
                 behind them.
             num_drafts: Number of draft tokens that the step has verified.
         """
-        if end < sequence.quiet_until and num_drafts == 0 and sequence.stop_ids.isdisjoint(sampled.tokens):
-            [sequence.tokens[end]] = sampled.tokens
-            self.num_generated_tokens += 1
-            return TokenOutput(request_id=sequence.request_id, token_ids=sampled.tokens)
         self._scheduler.commit(sequence, end)
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs += sampled.prompt
@@ -43,7 +62,7 @@ class AnswerProgress:
         self.num_generated_tokens += len(tokens)
         output = TokenOutput(request_id=sequence.request_id, token_ids=tokens, finish_reason=finish_reason)
         if num_drafts:
-            self._accept(sequence, end, len(tokens) - 1)
+            self._accept(sequence, end, num_drafts, len(tokens) - 1)
             output.drafts = DraftCounts(1, num_drafts, len(sampled.tokens) - 1)
         if not sequence.is_plain:
             _add_routed(sequence, end, sampled, num_drafts, len(tokens) - 1)
@@ -71,9 +90,10 @@ class AnswerProgress:
             self.num_generated_tokens -= len(output.token_ids)
             output.token_ids, output.embedding = [], sampled.embedding
 
-    def _accept(self, sequence: Sequence, end: int, num_accepted: int) -> None:
-        """Records that the step has computed so many more tokens of the sequence, which were drafts."""
+    def _accept(self, sequence: Sequence, end: int, num_drafts: int, num_accepted: int) -> None:
+        """Records that so many of the step's drafts were accepted, and are tokens of the sequence now."""
         self._scheduler.memory.verified(sequence, num_accepted)
+        sequence.num_unverified -= num_drafts
         sequence.num_computed += num_accepted
         self._scheduler.commit(sequence, end + num_accepted)
         self._scheduler.waiting.count_outputs([sequence.flow] * num_accepted)

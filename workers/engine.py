@@ -26,10 +26,10 @@ from lorafleet.workers.request_intake import RequestIntake
 from lorafleet.workers.schedule.admission import QueueAdmission
 from lorafleet.workers.schedule.prompts_ahead import computes_prompts
 from lorafleet.workers.schedule.scheduler import Scheduler
-from lorafleet.workers.schedule.sequence import Sequence
+from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
 from lorafleet.workers.speculation.speculation import Speculation
-from lorafleet.workers.step.runner import ModelRunner
+from lorafleet.workers.step.runner import ModelRunner, Sampled
 from lorafleet.workers.step.step_pipeline import StepPipeline
 from lorafleet.workers.structured.decoding import StructuredDecoding
 from lorafleet.workers.weak_method import weak
@@ -164,7 +164,7 @@ class Engine:
         self.stalled = not chunks and not self.pipeline.has_step
         if self.stalled:
             return outputs
-        planned = self.pipeline.plan(chunks)
+        planned = self.pipeline.plan(chunks, None if self._speculation is None else self._speculation.on_device)
         outputs += self._choose()  # as late as possible, since masks are computed meanwhile
         faults = self.pipeline.launch(planned, began_s)
         outputs += self._collect() + self._fail_unprepared(faults)
@@ -187,10 +187,13 @@ class Engine:
     def _collect(self) -> list[TokenOutput]:
         """Returns the tokens of the step in flight. Those of sequences that have ended meanwhile are dropped."""
         step = self.pipeline.collect()
-        outputs: list[TokenOutput] = []
         if step is None:
-            return outputs
-        for chunk, end, sampled in zip(step.chunks, step.ends, step.sampled, strict=True):
+            return []
+        outputs, due = self._answers.advance_quiet(step.chunks, step.ends, step.plain)
+        num_plain = len(step.plain)
+        for i in (*due, *range(num_plain, len(step.chunks))):
+            chunk, end = step.chunks[i], step.ends[i]
+            sampled = Sampled([step.plain[i]]) if i < num_plain else step.sampled[i - num_plain]
             sequence = chunk.sequence
             if sequence.ended:
                 continue
@@ -211,7 +214,8 @@ class Engine:
         seconds = self.statistics.steps.ended(step.shape, step.began_s)
         if self._speculation is not None:
             num_drafts = sum(len(chunk.drafts) for chunk in step.chunks)
-            seconds = self._speculation.observe(step.shape, num_drafts, seconds)
+            is_ahead = num_drafts > 0 and any(UNKNOWN in chunk.drafts for chunk in step.chunks)
+            seconds = self._speculation.observe(step.shape, num_drafts, seconds, is_ahead=is_ahead)
         self.scheduler.budget.observe(step.shape, seconds)
         return outputs
 
@@ -220,7 +224,9 @@ class Engine:
         if self._speculation is None:
             return False
         running = [] if computes_prompts(self.scheduler) else self.scheduler.running
-        return self._speculation.needs_tokens(self.pipeline.chunks, running, self.scheduler.most_in_step)
+        return self._speculation.needs_tokens(
+            self.pipeline.chunks, running, self.scheduler.most_in_step, self.pipeline.verification
+        )
 
     def _fail_unprepared(self, faults: list[tuple[Sequence, Exception]]) -> list[TokenOutput]:
         """Ends the sequences whose sampling could not be prepared."""

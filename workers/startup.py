@@ -3,6 +3,7 @@ states, CUDA graphs."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lorafleet.kernels.sampling.draw_tokens import warm_up as warm_up_sampling
 from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.errors import NothingToShare
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.messages import EngineHello, LoRALimits
 from lorafleet.protocol.transport.addresses import RankAddresses
@@ -28,7 +30,7 @@ from lorafleet.workers.attention.flashinfer_memory import flashinfer_bytes
 from lorafleet.workers.attention.flashinfer_modules import missing_modules
 from lorafleet.workers.attention.module_build import ModuleBuild, ModuleSource
 from lorafleet.workers.attention.prompt_tiles import TILE_QUERIES
-from lorafleet.workers.attention.select import make_attention, refusal
+from lorafleet.workers.attention.select import make_attention, may_use_flashinfer, refusal
 from lorafleet.workers.attention.switching_attention import SwitchingAttention
 from lorafleet.workers.attention_spec import attention_spec
 from lorafleet.workers.auto_options import base_dtype, choose_device, kv_dtype, lora_dtype
@@ -136,12 +138,32 @@ def build_rank(
         find_neighbors: Finds other nodes that have an adapter; None asks the adapters' sources only.
     """
     config = with_implementation(config)
+    try:
+        return _build_rank(config, rank, addresses, progress, check, find_neighbors)
+    except NothingToShare as error:
+        if config.lora is None or config.lora.share_lora_memory:
+            raise
+        log.info("starting again with fixed shares of memory: %s", error.message)
+    gc.collect()  # The model of the first attempt, which the exception has held.
+    config = replace(config, lora=replace(config.lora, share_lora_memory=False))
+    return _build_rank(config, rank, addresses, progress, check, find_neighbors)
+
+
+def _build_rank(
+    config: EngineConfig,
+    rank: int,
+    addresses: RankAddresses | None,
+    progress: Progress | None,
+    check: Callable[[], None],
+    find_neighbors: FindNeighbors | None,
+) -> Rank:
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
     base = _build_model(config, rank, addresses, progress, check)
     spec = _attention_spec(config, base)
     draft = load_drafting_model(config, base.model, base.device) if rank == 0 else None
-    pool = start_pool(config.lora, base.model.group.size, base.device, block_bytes(spec))
+    why_not = _why_memory_is_fixed(config, spec, draft)
+    pool = start_pool(config.lora, base.model.group.size, base.device, block_bytes(spec), why_not)
     slots, loader = None, None  # They come before the KV cache, which gets the memory that is left.
     if config.lora is not None:
         drafts = None if draft is None else draft.loader
@@ -158,6 +180,15 @@ def build_rank(
     head_steps = None if drafter is None or not drafter.is_of_head else drafter.steps
     memory = RankMemory(steps, slots, list(tiers.values()), base.gate, base.reload, pool, head_steps)
     return Rank(steps, slots, loader, tiers, memory, num_blocks, max_model_len, pool, drafter)
+
+
+def _why_memory_is_fixed(config: EngineConfig, spec: AttentionSpec, draft: DraftModel | None) -> str | None:
+    """Returns why adapters and KV blocks do not share memory by default, or None if they do where they can."""
+    if draft is not None:
+        return "a model drafts"
+    if may_use_flashinfer(spec, config.attention_backend, has_fixed_order=config.batch_invariant):
+        return "they have not been shared with FlashInfer's attention on a GPU"
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ The calls block. Callers run them in threads.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from lorafleet.cluster.batches.batch_log import BatchLog, LogEntry
 from lorafleet.cluster.batches.batch_records import BatchRecord, BatchStage, id_time_s
 from lorafleet.cluster.batches.file_store import ABANDONED_S, BatchFiles
 from lorafleet.cluster.catalogue.catalogue_store import Store
+from lorafleet.cluster.catalogue.steady_clock import SteadyClock
 from lorafleet.protocol.errors import Forbidden, InvalidRequest
 
 
@@ -34,12 +34,12 @@ class BatchStore:
     """The batches of all tenants, and `files`.
 
     Args:
-        clock: Seconds since 1970, the same on all nodes.
+        clock: Seconds since 1970, the same on all nodes. None stands for a SteadyClock.
     """
 
-    def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
-        self.files = BatchFiles(store, clock)
-        self.clock = clock
+    def __init__(self, store: Store, clock: Callable[[], float] | None = None) -> None:
+        self.clock = SteadyClock() if clock is None else clock
+        self.files = BatchFiles(store, self.clock)
         self._store = store
 
     def add(self, record: BatchRecord) -> None:

@@ -8,7 +8,6 @@ The calls block. Callers run them in threads.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -48,7 +47,7 @@ class BatchFiles:
         clock: Seconds since 1970, the same on all nodes.
     """
 
-    def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
         self._store = store
         self._clock = clock
 

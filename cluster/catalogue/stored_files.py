@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Literal
 
 from lorafleet.cluster.catalogue.catalogue import Catalogue
+from lorafleet.cluster.catalogue.steady_clock import SteadyClock
 from lorafleet.protocol.errors import OutcomeUnknown, Overloaded, StoreError
 
 LOCK_S = 3600.0  # Age in seconds at which a lock counts as left behind; clocks of directories differ by much less.
@@ -49,12 +50,16 @@ class FileLock:
 
 
 class StoredFiles:
-    """The adapters' files in the store of a catalogue. `clock` returns seconds since 1970."""
+    """The adapters' files in the store of a catalogue.
 
-    def __init__(self, catalogue: Catalogue, clock: Callable[[], float] = time.time) -> None:
+    Args:
+        clock: Seconds since 1970. None stands for a SteadyClock, so that a clock that jumps ends nobody's locks.
+    """
+
+    def __init__(self, catalogue: Catalogue, clock: Callable[[], float] | None = None) -> None:
         self._catalogue = catalogue
         self._store = catalogue.store
-        self._clock = clock
+        self._clock = SteadyClock() if clock is None else clock
         self._unnamed_since_s: dict[str, float] = {}  # By digest, as collect() has seen it.
 
     @contextlib.asynccontextmanager

@@ -112,7 +112,7 @@ class Residency:
         for digest, tokens in report.tokens.items():
             self._tokens[digest] = self._tokens.get(digest, 0) + tokens
         reading_bytes = sum(map(self._num_bytes, report.unread))
-        load = msgspec.structs.replace(report.load, reading_bytes=reading_bytes)
+        load = msgspec.structs.replace(report.load, reading_bytes=reading_bytes, cpu_loras=report.cpu_loras)
         if self.loads.get(replica_id) != load:
             self.loads[replica_id] = load
             self._record("load", replica_id)

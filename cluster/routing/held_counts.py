@@ -1,4 +1,4 @@
-"""Counts the adapters that replicas hold, relative to the replica that holds the most."""
+"""Counts the adapters that replicas hold, relative to the room in their host memory."""
 
 # R replicas
 
@@ -6,13 +6,18 @@ from __future__ import annotations
 
 import numpy as np
 
+NO_LIMIT = 1 << 30  # Room of a replica that has not said how many adapters fit into its host memory.
+
 
 class HeldCounts:
-    """The number of adapters that each of `num_replicas` replicas holds in its host memory and slots."""
+    """The number of adapters that each of `num_replicas` replicas holds in its host memory and slots, or is about to
+    read for requests that were sent there."""
 
     def __init__(self, num_replicas: int) -> None:
         self._held_R = np.zeros(num_replicas)
-        self._most = 1  # The largest number, at least 1.
+        self._coming_R = np.zeros(num_replicas)
+        self._capacity_R = np.full(num_replicas, float(NO_LIMIT))
+        self._most = 1  # The largest number held, at least 1.
 
     def set(self, index: int, num_held: int) -> None:
         before, self._held_R[index] = self._held_R[index], num_held
@@ -21,10 +26,25 @@ class HeldCounts:
         elif num_held < before == self._most:
             self._most = max(1, int(self._held_R.max()))
 
-    def share(self, index: int) -> float:
-        """Returns how full a replica is, from 0 to 1 for the one that holds the most."""
-        return float(self._held_R[index]) / self._most
+    def set_coming(self, index: int, num_coming: int, capacity: int) -> None:
+        """Records how many adapters a replica will read that it does not hold, and how many fit into its host
+        memory."""
+        self._coming_R[index], self._capacity_R[index] = num_coming, capacity
 
-    def emptiest(self, cost_R: np.ndarray, full_s: float) -> int:
-        """Returns the replica with the lowest cost if the fullest one costs full_s more, and the others less."""
-        return int((cost_R + self._held_R * (full_s / self._most)).argmin())
+    def cost_s(self, index: int, full_s: float, crowded_s: float) -> float:
+        """Returns the cost of one more read to others.
+
+        Args:
+            full_s: the cost at the replica that holds the most; that of others is in proportion to what they hold.
+            crowded_s: the cost if the replica has no room left, but another one has.
+        """
+        return float(self._costs_R(full_s, crowded_s)[index])
+
+    def best(self, cost_R: np.ndarray, full_s: float, crowded_s: float) -> int:
+        """Returns the replica with the lowest sum of its cost and that of cost_s()."""
+        return int((cost_R + self._costs_R(full_s, crowded_s)).argmin())
+
+    def _costs_R(self, full_s: float, crowded_s: float) -> np.ndarray:
+        has_room_R = self._held_R + self._coming_R < self._capacity_R
+        costs_R = self._held_R * (full_s / self._most)
+        return costs_R if has_room_R.all() or not has_room_R.any() else costs_R + np.where(has_room_R, 0.0, crowded_s)

@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from lorafleet.cluster.routing.held_counts import HeldCounts
+from lorafleet.cluster.routing.held_counts import NO_LIMIT, HeldCounts
 from lorafleet.cluster.routing.prefix_table import PrefixTable
 from lorafleet.cluster.routing.rendezvous import Rendezvous, key_of
 from lorafleet.cluster.routing.route import prefix_tokens
@@ -38,6 +38,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True, array_like=True):
     free_slots: int = 1  # Empty or idle, minus the adapters that wait for one; below 0 is a queue.
     free_places: int = 256  # In the running batch, minus the requests that wait; below 0 is a queue.
     kept_s: float = FOR_EVER_S  # Prompts that were used within this time are still in the prefix cache.
+    cpu_loras: int = NO_LIMIT  # Adapters that fit into host memory.
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,11 @@ class Costs:
     read_byte_s: float = 1 / 0.9e9  # For each byte read from disk to host memory, with digest, checks and packing.
     place_s: float = 0.1  # Until a place in a full batch is free, for each request that waits for one.
     slot_s: float = 0.7  # Until a slot is released if all are in use, for each adapter that waits for one.
-    move_s: float = 0.1  # The cost to others of filling a slot: an adapter is evicted and comes back.
+    move_s: float = 0.06  # The cost to others of filling a slot: an adapter is evicted and comes back.
     full_s: float = 0.3  # The cost to others of a read by the replica that holds the most adapters; less by others.
+    # The cost to others of a read by a replica without room, while another has room. An adapter that nobody else holds
+    # is evicted, and each of its later requests does the same to another one.
+    crowded_s: float = 3.0
 
 
 @dataclass(slots=True)
@@ -65,6 +69,8 @@ class _Replica:
     free_slots: int = 1
     free_places: int = 256
     num_held: int = 0  # Adapters in its host memory and slots.
+    num_reads: int = 0  # Adapters that it does not hold and that requests since its last report bring.
+    cpu_loras: int = NO_LIMIT
     kept_since_s: float = -FOR_EVER_S  # What was sent before has left the prefix cache.
     coming: set[str] = field(default_factory=set)  # Adapters brought by requests since its last report.
 
@@ -106,6 +112,7 @@ class ReplicaChooser:
         for replica in self._live:
             self._set_wait(replica)
             self._held.set(replica.index, replica.num_held)
+            self._set_coming(replica)
 
     def set_load(self, replica_id: str, load: ReplicaLoad) -> None:
         """Records a replica's report. The report includes what was sent there before it."""
@@ -113,6 +120,7 @@ class ReplicaChooser:
         replica.reading_s = load.reading_bytes * costs.read_byte_s
         replica.free_slots = load.free_slots
         replica.kept_since_s = self._clock() - load.kept_s
+        replica.cpu_loras = load.cpu_loras
         self._forget_sent(replica)
         busy = (load.num_running + load.num_waiting) * costs.request_s
         replica.free_places = load.free_places
@@ -213,7 +221,10 @@ class ReplicaChooser:
             replica.coming.add(adapter)
             self._sent_to.setdefault(adapter, []).append(replica_id)
             replica.free_slots -= tier in ("cpu", None)
-            replica.reading_s += (tier is None) * self._bytes(adapter) * costs.read_byte_s
+            if tier is None:
+                replica.reading_s += self._bytes(adapter) * costs.read_byte_s
+                replica.num_reads += 1
+                self._set_coming(replica)
         replica.free_places -= 1
         replica.batch_s += num_tokens * costs.token_s + costs.request_s
         self._set_wait(replica)
@@ -241,7 +252,8 @@ class ReplicaChooser:
         if adapter and not found:
             found.append(self._live[self._rendezvous.home(key_of(adapter))])
         if adapter and adapter not in self._tiers and adapter not in self._homes:
-            found.append(self._live[self._held.emptiest(self._cold_R, self._costs.full_s)])
+            costs = self._costs
+            found.append(self._live[self._held.best(self._cold_R, costs.full_s, costs.crowded_s)])
         waits_R = self._slot_R if adapter else self._wait_R
         found.append(self._live[int(waits_R.argmin())])
         return found
@@ -260,7 +272,7 @@ class ReplicaChooser:
         slot_s += costs.move_s + self._slot_wait_s(replica)
         if tier == "cpu":
             return slot_s
-        full_s = costs.full_s * self._held.share(replica.index)
+        full_s = self._held.cost_s(replica.index, costs.full_s, costs.crowded_s)
         return slot_s + replica.reading_s + full_s + num_bytes * costs.read_byte_s
 
     def _slot_wait_s(self, replica: _Replica) -> float:
@@ -280,6 +292,12 @@ class ReplicaChooser:
             if not self._sent_to[adapter]:
                 del self._sent_to[adapter]
         replica.coming.clear()
+        replica.num_reads = 0
+        self._set_coming(replica)
+
+    def _set_coming(self, replica: _Replica) -> None:
+        if replica.index >= 0:
+            self._held.set_coming(replica.index, replica.num_reads, replica.cpu_loras)
 
     def _set_wait(self, replica: _Replica) -> None:
         replica.wait_s = replica.batch_s + max(0, 1 - replica.free_places) * self._costs.place_s

@@ -34,6 +34,7 @@ HTTP_S = 60.0  # Seconds that HTTP may take to answer once the replicas are up.
 POLL_S = 0.2
 RAY_IS_LATE = "timed out during startup"
 RAY_STARTS = 4
+OTHER_PROCESSES = 6  # Ray's and Serve's Python processes besides those of the replicas, approximately.
 AGAIN_S = 1.0  # Seconds after which ServerStopped is raised once more.
 
 console = Console(highlight=False, soft_wrap=True)
@@ -129,9 +130,7 @@ def _start(args: AppArgs, listener: Listener, run_dir: str) -> None:
     from lorafleet.cluster.directory.directory_actor import DirectoryPlace
     from lorafleet.cluster.serve.app import build, node_gpus
 
-    replica_cpus = sum(bundle["CPU"] for bundle in replica_bundles(args, "cpu"))
-    num_cpus = max(os.cpu_count() or 1, math.ceil(args.most_replicas * replica_cpus) + 1)
-    start_ray(num_cpus)
+    start_ray(ray_cpus(args))
     _catch_signals()  # ray.init has installed its own handlers.
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     if args.device == "cuda":
@@ -144,6 +143,18 @@ def _start(args: AppArgs, listener: Listener, run_dir: str) -> None:
     console.print("starting HTTP")
     with _own_client(listener, run_dir) as client:
         _wait_for_http(args, client)
+
+
+def ray_cpus(args: AppArgs) -> int:
+    """Returns the number of CPUs that Ray is told of, at least those that the replicas reserve and one for all others.
+
+    Ray starts as many Python processes ahead, and as many at a time. So there should be one for each process of the
+    server, but not one for each core of a large machine, which would delay the replicas.
+    """
+    bundles = replica_bundles(args, "cpu")
+    reserved = math.ceil(args.most_replicas * sum(bundle["CPU"] for bundle in bundles)) + 1
+    num_processes = args.most_replicas * len(bundles) + OTHER_PROCESSES
+    return max(reserved, min(os.cpu_count() or 1, num_processes))
 
 
 def start_ray(num_cpus: int) -> None:

@@ -61,9 +61,7 @@ class Stack:
         for _, (size, outs) in itertools.product(range(num_layers), LINEARS.values()):
             self.packed.append(PackedLoRA(len(self.packed), size, outs, self.tables))
             self.weights.append(_random_weight(sum(outs), size, scheme, scratch))
-        gemms = gemms_of(self.weights)
-        assert gemms is not None
-        self.gemms = gemms
+        self.gemms = gemms_of(self.weights)
         self._ranks: list[int] = []
 
     def load(self, rank_of_slot: list[int]) -> None:

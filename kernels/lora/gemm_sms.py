@@ -37,7 +37,10 @@ def sms_for_gemms(num_sms: int) -> int:
 
 @contextmanager
 def gemms_limited_to(num_sms: int | None) -> Iterator[None]:
-    """Limits the GEMMs that this thread launches or captures in the block. None changes nothing."""
+    """Limits the GEMMs that this thread launches or captures in the block. None changes nothing.
+
+    A block inside another one has its own limit, and the outer limit applies again behind it.
+    """
     if num_sms is None:
         yield
         return
@@ -50,7 +53,7 @@ def gemms_limited_to(num_sms: int | None) -> Iterator[None]:
     finally:
         _limit.num_sms = before
         if library is not None:
-            _set_target(library, ALL_SMS)
+            _set_target(library, ALL_SMS if before is None else before)
 
 
 @cache

@@ -101,15 +101,26 @@ def candidates(num_sms: int, gemms: GEMMs = "plain") -> list[SMSplit]:
     return [UNSPLIT, *(SMSplit(size, first) for size in sizes for first in ("gemm", "lora"))]
 
 
-def measure(stack: Stack, case: SplitCase) -> Measured:
+def require_gemms(gemms: GEMMs | None, base: str) -> GEMMs:
+    """Returns the GEMMs to measure. Raises ValueError if this GPU has no kernels for a base of that kind to split."""
+    if gemms is None:
+        raise ValueError(
+            f"--base {base}: this GPU multiplies such weights by kernels whose steps are never split, so there is "
+            "nothing to measure. fp8 needs compute capability 9.0, and nf4 the CUDA kernels of "
+            "kernels/quant/four_bit_cuda.py. Use --base plain."
+        )
+    return gemms
+
+
+def measure(stack: Stack, gemms: GEMMs, case: SplitCase) -> Measured:
     stack.load(case.rank_of_slot)
     x_of_size = stack.inputs(case.num_tokens)
     slots = [t % case.num_adapters for t in range(case.num_tokens)]
     batch = smallest_batch(slots, case.rank_of_slot, stack.tables)
-    step = StepClass.of(case.num_tokens, batch.num_tiles, max(case.ranks), stack.gemms)
+    step = StepClass.of(case.num_tokens, batch.num_tiles, max(case.ranks), gemms)
     if step is None:
         raise ValueError(f"{case.name} has more tokens than a step that may be split")
-    splits = candidates(torch.cuda.get_device_properties().multi_processor_count, stack.gemms)
+    splits = candidates(torch.cuda.get_device_properties().multi_processor_count, gemms)
     limits = dict.fromkeys(split.gemm_sms for split in splits if split.gemm_sms is not None)
     graphs = {"base": _captured_base(stack, x_of_size, None)}
     for gemm_sms in limits:
@@ -172,6 +183,10 @@ def main() -> int:
     data: Path = args.data or split_path(gpu)
     splits = read_splits(split_path(gpu)) | read_splits(data)
     stack = Stack(args.layers, scheme=SCHEMES[args.base])
+    try:
+        gemms = require_gemms(stack.gemms, args.base)
+    except ValueError as error:
+        parser.error(str(error))
     print(f"{gpu}, {args.layers} layers, {time.monotonic() - started:.0f} s to start", flush=True)
     rows, failed = [], False
     for case in cases:
@@ -179,7 +194,7 @@ def main() -> int:
             print(f"{case.name}: not started after {args.seconds:.0f} s", flush=True)
             continue
         try:
-            measured = measure(stack, case)
+            measured = measure(stack, gemms, case)
         except Exception:  # whatever fails is one case's failure: the others may still be measured
             traceback.print_exc()
             print(f"{case.name}: failed", flush=True)

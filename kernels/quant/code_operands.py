@@ -1,4 +1,4 @@
-"""What a kernel behind code_operands.cuh needs: the sources before it, and the arguments for a matrix."""
+"""Gives a kernel behind code_operands.cuh the sources before it, and the arguments for a matrix."""
 
 from __future__ import annotations
 

@@ -38,6 +38,7 @@ class DrawFields(NamedTuple):
     frequency: float = 0.0
 
 
+DRAW = DrawFields._fields.index("draw")
 COUNTS_ROW = DrawFields._fields.index("counts_row")
 NUM_FIELDS = len(DrawFields._fields)
 DrawTable = np.ndarray[tuple[int, int], np.dtype[np.float64]]  # [B, F], the fields of a row as in DrawFields
@@ -52,7 +53,13 @@ class Drawn(NamedTuple):
     logprobs_PV: Tensor | None
 
 
-def draw_tokens(logits_BV: Tensor, table_BF: DrawTable, counts_SV: Tensor, wanted: Sequence[int] = ()) -> Drawn:
+def draw_tokens(
+    logits_BV: Tensor,
+    table_BF: DrawTable,
+    counts_SV: Tensor,
+    wanted: Sequence[int] = (),
+    draw_B: Tensor | None = None,
+) -> Drawn:
     """Chooses one token per row, without waiting for the device.
 
     Args:
@@ -61,14 +68,20 @@ def draw_tokens(logits_BV: Tensor, table_BF: DrawTable, counts_SV: Tensor, wante
         counts_SV: int32, how often the tokens of sequences occur, see penalties.py. Its vocabulary may be wider or
             narrower than the logits'.
         wanted: Rows whose logprobs are wanted.
+        draw_B: float64, on the logits' device: takes the place of the table's draws.
     """
     if logits_BV.is_cuda:
         from lorafleet.kernels.sampling.draw_tokens_triton import draw_tokens_triton  # triton is optional on a CPU
 
         device_BF = torch.from_numpy(table_BF).pin_memory().to(logits_BV.device, non_blocking=True)
+        if draw_B is not None:
+            device_BF[:, DRAW] = draw_B
         penalizes = bool((table_BF[:, COUNTS_ROW] != NO_COUNTS).any())
         token_B, bounds = draw_tokens_triton(logits_BV, device_BF, counts_SV, penalizes=penalizes)
         return Drawn(token_B, bounds.logprobs(wanted) if wanted else None)
+    if draw_B is not None:
+        table_BF = table_BF.copy()
+        table_BF[:, DRAW] = draw_B.numpy()
     logits_BV = logits_BV.float()
     rows = [_fields(row) for row in table_BF.tolist()]
     for i, row in enumerate(rows):

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 import fleet
 from benchmark_results import read_results
@@ -38,23 +39,29 @@ class FakeServer:
 def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """The jobs that were sent. Affinity's answers come in half of the time of others'."""
     asked: list[Job] = []
-    started: list[tuple[str, int]] = []
+    urls: dict[str, str] = {}
 
     @contextmanager
-    def served(_: object, size: fleet.Size, folder: Path, rule: str, replicas: int) -> Iterator[FakeServer]:
+    def served(_: object, size: fleet.Size, folder: Path, rule: str, __: int) -> Iterator[FakeServer]:
         assert len(list((folder / "adapters").glob("a*"))) == size.adapters
-        started.append((rule, replicas))
-        yield FakeServer()
+        server = FakeServer()
+        server.url = urls.setdefault(rule, f"http://127.0.0.1:1/{rule}")
+        yield server
 
     def run_apart(job: Job) -> Report:
         asked.append(job)
-        takes_s = 0.1 if started[-1][0] == "affinity" else 0.2
+        takes_s = 0.1 if job.base_url == urls.get("affinity") else 0.2
         outcomes = [Outcome(c.at_s, c.at_s, [c.at_s + takes_s, c.at_s + 2 * takes_s], 2) for c in job.calls]
         return Report(outcomes, 1.0, 10.0)
 
     monkeypatch.setattr(fleet, "served", served)
     monkeypatch.setattr(fleet, "run_apart", run_apart)
     return asked
+
+
+def of_rule(jobs: list[Job], rule: str) -> list[str]:
+    """Returns what was sent to the server of a rule, as text."""
+    return [repr(replace(job, base_url="")) for job in jobs if job.base_url.endswith(f"/{rule}")]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
@@ -66,8 +73,8 @@ def test_every_rule_gets_the_same_calls_and_is_compared_with_affinity(
     jobs: list[Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(monkeypatch, "--duration-s", "5", "--rules", "affinity", "sticky", "--json", str(tmp_path / "fleet.json"))
-    half = len(jobs) // 2
-    assert half == 8 and sorted(jobs[:half], key=repr) == sorted(jobs[half:], key=repr)
+    ours, sticky = (of_rule(jobs, rule) for rule in ("affinity", "sticky"))
+    assert len(ours) == 8 and sorted(ours) == sorted(sticky)
     results = read_results(tmp_path / "fleet.json")
     assert results.figure("ttft_p99", rule="affinity", workload="Dynamo, flash") == pytest.approx(0.1)
     assert results.figure("reads", rule="sticky", workload="conversations") == 3
@@ -75,7 +82,8 @@ def test_every_rule_gets_the_same_calls_and_is_compared_with_affinity(
     assert (results.figure("endless_hit_tokens", rule="sticky", workload="conversations") or 0) > 100
     assert results.figure("front_cores", rule="sticky", workload="saturation") == pytest.approx(0.1)
     assert results.figure("busiest", rule="sticky", workload="saturation") == pytest.approx(1.5)
-    assert "Dynamo, flash, 2 replicas: TTFT p99 of affinity is 0.50 x sticky's" in capsys.readouterr().out
+    shown = "Dynamo, flash, 2 replicas, 1.5 requests/s and replica: TTFT p99 of affinity is 0.50 x sticky's"
+    assert shown in capsys.readouterr().out
 
 
 def test_workloads_with_peaks_have_as_many_requests(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +99,7 @@ def test_a_fleet_gets_load_by_its_size_and_its_throughput_is_compared_with_one_r
     run(monkeypatch, *words)
     assert [job.streams for job in jobs] == [8, 0, 4, 32, 0, 4, 4, 4, 4], "one client for each replica"
     assert sum(len(job.calls) for job in jobs[5:]) > 2 * len(jobs[2].calls)
-    assert all(job.base_url == FakeServer.url for job in jobs)
+    assert {job.base_url for job in jobs} == {"http://127.0.0.1:1/affinity"}
     assert "saturation, affinity: 4 replicas generate " in capsys.readouterr().out
 
 
@@ -100,7 +108,7 @@ def test_one_of_several_replicas_can_get_a_closed_loop_at_its_own_port(
 ) -> None:
     words = ("--workloads", "saturation", "saturation, one replica", "--rules", "affinity", "--replicas", "4")
     run(monkeypatch, *words, "--warm-up-s", "0")
-    all_replicas, one = ("http://127.0.0.1:1", 4, 12.0), ("http://127.0.0.1:2", 4, 12.0)
+    all_replicas, one = ("http://127.0.0.1:1/affinity", 4, 12.0), ("http://127.0.0.1:2", 4, 12.0)
     assert [(job.base_url, job.streams, job.seconds) for job in jobs] == [*[all_replicas] * 4, one]
     assert "saturation, affinity: 4 replicas generate " in capsys.readouterr().out
 
@@ -113,22 +121,52 @@ def test_the_rate_can_be_a_share_of_what_the_first_closed_loop_reached(
     run(monkeypatch, *words, "--load", "0.7", "--warm-up-s", "0", "--json", str(tmp_path / "fleet.json"))
     rates = [case.settings["rate"] for case in read_results(tmp_path / "fleet.json").cases]
     tokens = sum(call.max_tokens for call in jobs[0].calls) / len(jobs[0].calls)
-    assert rates == [1.5, rates[1], rates[1], rates[1]] and rates[1] == pytest.approx(700 / tokens, rel=0.1)
+    assert rates == [1.5, rates[1], 1.5, rates[1]] and rates[1] == pytest.approx(700 / tokens, rel=0.1)
     assert len(jobs[1].calls) == pytest.approx(float(rates[1]) * 20, rel=0.3)
 
 
-def test_a_workload_can_be_for_the_first_rule_alone(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    workloads = ("--workloads", "Dynamo, flash", "conversations", "--once", "conversations")
-    run(monkeypatch, *workloads, "--rules", "affinity", "sticky", "--duration-s", "3", "--warm-up-s", "0")
-    assert len(jobs) == 3 and jobs[0] == jobs[2]
+def test_a_workload_can_be_for_the_first_rules_alone_and_have_a_rate_of_its_own(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = (
+        "--rules",
+        "affinity",
+        "sticky",
+        "--duration-s",
+        "3",
+        "--warm-up-s",
+        "0",
+        "--json",
+        str(tmp_path / "f.json"),
+    )
+    run(monkeypatch, *words, "--workloads", "Dynamo, flash", "Dynamo, flash@20", "conversations:1")
+    ours, sticky = of_rule(jobs, "affinity"), of_rule(jobs, "sticky")
+    assert ours[:2] == sticky and len(ours) == 3
+    assert len(jobs[1].calls) > 5 * len(jobs[0].calls)
+    rates = [case.settings["rate"] for case in read_results(tmp_path / "f.json").cases]
+    assert rates == [1.5, 20.0, 1.5, 1.5, 20.0]
 
 
-def test_a_workload_for_the_first_rule_alone_may_not_warm_its_caches_for_the_others(
-    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("workloads", "message"),
+    [
+        (("saturation:1", "Dynamo, flash"), "would have warmed the caches of the first rules only"),
+        (("Dynamo, crowd",), "invalid parse value"),
+        (("Dynamo, flash@0",), "invalid parse value"),
+        (("Dynamo, flash@99999",), "invalid parse value"),
+        (("Dynamo, flash:0",), "invalid parse value"),
+    ],
+)
+def test_workloads_that_would_compare_nothing_are_refused(
+    jobs: list[Job],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    workloads: tuple[str, ...],
+    message: str,
 ) -> None:
     with pytest.raises(SystemExit):
-        run(monkeypatch, "--workloads", "saturation", "Dynamo, flash", "--once", "saturation")
-    assert "--once must have the last workloads" in capsys.readouterr().err and not jobs
+        run(monkeypatch, "--workloads", *workloads)
+    assert message in capsys.readouterr().err and not jobs
 
 
 def test_a_closed_loop_of_the_base_has_the_calls_of_the_other_one_without_adapters(
@@ -159,7 +197,7 @@ def test_other_programs_run_on_the_first_server_after_its_workloads(
     program = f"import sys; open('{tmp_path}/given', 'a').write(' '.join(sys.argv[1:])); sys.exit(3)"
     then = ("--then", f'{sys.executable} -c "{program}" {{url}} {{server}}')
     run(monkeypatch, "--rules", "sticky", "affinity", "--workloads", "Dynamo, flash", "--duration-s", "3", *then)
-    assert (tmp_path / "given").read_text() == "http://127.0.0.1:1 http://127.0.0.1:1,7"
+    assert (tmp_path / "given").read_text() == "http://127.0.0.1:1/sticky http://127.0.0.1:1/sticky,7"
     assert "exit status 3: " in capsys.readouterr().out
 
 
@@ -167,16 +205,14 @@ def test_servers_that_run_at_once_get_what_others_get_and_the_rest_follows_on_th
     jobs: list[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("--rules", "affinity", "sticky", "round-robin", "--duration-s", "5", "--load", "0.7")
-    words += ("--workloads", "saturation", "Dynamo, steady", "conversations", "--once", "conversations")
+    words += ("--workloads", "saturation", "Dynamo, steady", "conversations:1")
     monkeypatch.setattr(fleet, "steady_tokens_per_s", lambda *_: 100.0)
     run(monkeypatch, *words, "--at-once", "2")
-    first, second, third = jobs[:5], jobs[5:10], jobs[11:]
-    assert first[:2] == second[:2] == third[:2], "the warm-up"
-    for job in (*first[2:4], *second[2:4], *third[2:4]):
-        assert job.streams == 4
-    assert sorted(map(repr, first[2:4])) == sorted(map(repr, second[2:4])) == sorted(map(repr, third[2:4]))
-    assert first[4] == second[4] == third[4]
-    assert len(jobs) == 16 and len(jobs[10].calls) > 5, "conversations"
+    ours, sticky, turns = (of_rule(jobs, rule) for rule in ("affinity", "sticky", "round-robin"))
+    assert sorted(ours[:5]) == sorted(sticky) == sorted(turns) and len(sticky) == 5
+    assert len(jobs) == 16 and len(ours) == 6
+    rules = [job.base_url.rpartition("/")[2] for job in jobs]
+    assert rules[4:] == ["affinity"] * 4 + ["sticky"] * 3 + ["round-robin"] * 5, "sticky has fewer workloads"
     with pytest.raises(SystemExit):
         run(monkeypatch, "--at-once", "0")
 
@@ -192,13 +228,27 @@ def test_the_simulation_predicts_the_same_loads_on_caches_that_earlier_ones_have
         results = read_results(tmp_path / "fleet.json")
         assert len(results.cases) == 1, "the simulation knows no conversations"
         p99.append(results.figure("ttft_p99", rule="affinity", workload="Dynamo, steady") or 0.0)
-    assert p99[0] > 5 * p99[1] > 0.0
+    assert p99[0] > 2 * p99[1] > 0.0
 
 
-def test_the_memory_for_adapters_is_counted_in_adapters_of_mean_rank() -> None:
+def test_the_simulation_predicts_first_requests_only_with_a_warm_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = ("--simulate", "--json", str(tmp_path / "fleet.json"), "--rules", "affinity", "--device", "cuda")
+    words += ("--replicas", "2", "--duration-s", "6", "--rate", "5", "--adapters", "64")
+    words += ("--workloads", "Dynamo, steady", "Dynamo, steady@4")
+    reads = []
+    for warm_up_s in ("0", "3"):
+        run(monkeypatch, *words, "--warm-up-s", warm_up_s)
+        reads.append([case.figures["reads"] for case in read_results(tmp_path / "fleet.json").cases])
+    assert reads[0][0] > 10 and reads[0][1] > 0, "each workload brings adapters that were not requested before"
+    assert reads[1][0] < 3 and reads[1][1] == 0
+
+
+def test_the_memory_for_adapters_has_a_default() -> None:
     size = fleet.SIZES["cuda"]
-    assert fleet.num_places(size) == 34
-    assert fleet.num_places(dataclasses.replace(size, lora_memory_gib=None)) == round(32 * 64 / 30)
+    assert fleet.lora_bytes(size) == 5 << 30
+    assert fleet.lora_bytes(dataclasses.replace(size, lora_memory_gib=None)) == 32 * 64 * 84_000_000 // 16
 
 
 def test_no_workload_begins_after_the_limit(
@@ -239,7 +289,30 @@ def test_a_report_that_is_lost_costs_its_row_alone(
     assert "the warm-up of affinity failed, no report" in shown
     assert "failed: Dynamo, steady, sticky, 2 replicas, no report" in shown
     rows = [line.split() for line in shown.splitlines()]
-    assert [row[2] for row in rows if row[:1] == ["Dynamo,"]] == ["sticky", "round-robin", "round-robin"]
+    assert [row[3] for row in rows if row[:1] == ["Dynamo,"]] == ["sticky", "round-robin", "round-robin"]
+
+
+def test_rules_with_as_many_workloads_get_each_in_turn(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--rules", "affinity", "sticky", "--duration-s", "3", "--warm-up-s", "0", "--at-once", "2")
+    run(monkeypatch, *words, "--workloads", "Dynamo, flash", "Dynamo, steady")
+    rules = [job.base_url.rpartition("/")[2] for job in jobs]
+    assert rules == ["affinity", "sticky", "affinity", "sticky"]
+
+
+def test_a_server_whose_adapters_did_not_all_answer_in_time_has_no_rows(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def leave_some_out(job: Job) -> Report:
+        report = fleet_run_apart(job)
+        if len(jobs) == 1:
+            del report.outcomes[20:]
+        return report
+
+    fleet_run_apart = fleet.run_apart
+    monkeypatch.setattr(fleet, "run_apart", leave_some_out)
+    run(monkeypatch, "--workloads", "Dynamo, flash", "--duration-s", "6", "--rules", "affinity")
+    assert "the warm-up of affinity failed, 20 of 24 adapters answered within 120 s" in capsys.readouterr().out
+    assert len(jobs) == 1
 
 
 def test_a_server_that_was_not_warmed_up_has_no_rows(
@@ -253,7 +326,7 @@ def test_a_server_that_was_not_warmed_up_has_no_rows(
 
     fleet_run_apart = fleet.run_apart
     monkeypatch.setattr(fleet, "run_apart", lose_the_first)
-    words = ("--workloads", "Dynamo, flash", "conversations", "--once", "conversations", "--duration-s", "6")
+    words = ("--workloads", "Dynamo, flash", "conversations:1", "--duration-s", "6")
     run(monkeypatch, *words, "--rules", "affinity")
     assert "the warm-up of affinity failed, no report" in capsys.readouterr().out
     assert len(jobs) == 1

@@ -107,7 +107,9 @@ def test_rows_of_a_fleet_stand_beside_what_was_predicted_of_them() -> None:
     files = {
         "fleet": msgspec.structs.replace(ENGINE, cases=[Case(settings, figures)]),
         "fleet_more": msgspec.structs.replace(ENGINE, cases=[Case(settings | {"rule": "round-robin"}, figures)]),
-        "simulated_fleet": msgspec.structs.replace(ENGINE, cases=[Case(settings | {"rate": 18.0}, predicted)]),
+        "simulated_fleet": msgspec.structs.replace(
+            ENGINE, cases=[Case(settings | {"rate": 18.0}, figures), Case(settings, predicted)]
+        ),
     }
     shared = "250 | 250.0 / 250.0 | 0 | 0 | 0 | 90 % | 0.25 / 0.25 | 0.25 |"
     assert measured_page.fleet_table(files).splitlines()[2:] == [

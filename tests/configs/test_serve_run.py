@@ -22,6 +22,7 @@ from lorafleet.cluster.serve import cluster_environment, serve_environment
 from lorafleet.cluster.serve.local import RAY_IS_LATE, RAY_STARTS
 from tests.cluster.harness import START_S, free_port, stop_server
 
+pytestmark = pytest.mark.xdist_group("own_server")
 ROOT = Path(__file__).parents[2]
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least
 

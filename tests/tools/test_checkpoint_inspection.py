@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from family_cases import CASES, FamilyCase, make_case
+from float_checkpoints import float_checkpoint
 from lorafleet.cluster.cli.cli_inspect_base import BaseOptions, inspect_base
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import LorafleetError
@@ -157,6 +158,14 @@ def test_kinds_of_tensors_add_up_to_the_files(base: Path) -> None:
     assert sum(g.num_values for g in groups) == found.num_parameters
     assert found.linears == {"plain": 8}
     assert found.dtype == str(torch.float32).removeprefix("torch.")
+
+
+def test_quantized_linears_are_named_by_their_format(tmp_path: Path, base: Path) -> None:
+    folder, _ = float_checkpoint(base, tmp_path / "quantized", "compressed-tensors, mixed")
+    found = inspect_checkpoint(EngineConfig(str(folder)), None, (1,))
+    assert found.linears == {"fp8": 3, "nvfp4": 4, "plain": 1}
+    found = inspect_checkpoint(EngineConfig(str(base), quantization="nf4"), None, (1,))
+    assert found.linears == {"nf4": 8}
 
 
 def test_a_layer_for_several_tokens_is_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ adapters. Layers have the size of an 8B Llama; there are only four of them."""
 
 from __future__ import annotations
 
+import gc
 from statistics import mean
 
 import pytest
@@ -162,3 +163,27 @@ def test_graphs_on_and_off_agree(small, prompt):
                 break
             assert abs(a.logprob - b.logprob) < NEAR
     assert compared > 0.2 * sum(p.max_tokens for p in params)
+
+
+def test_engines_that_are_closed_leave_no_more_memory_than_one_of_them(small, prompt):
+    """cuBLAS has a workspace for each stream, which stays."""
+    base, paths = small
+    requests = [LoRARequest(name, i + 1, str(path)) for i, (name, path) in enumerate(paths.items())]
+    left = []
+    for _ in range(4):
+        llm = LLM(
+            str(base),
+            enable_lora=True,
+            attention_backend="triton",
+            max_num_batched_tokens=256,
+            max_num_seqs=64,
+            kv_cache_tokens=8192,
+        )
+        llm.generate([{"prompt_token_ids": prompt(40)} for _ in requests], SamplingParams(max_tokens=4), requests)
+        llm.close()
+        del llm
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        left.append(torch.cuda.memory_allocated())
+    assert left[-1] == left[0], [f"{count / 2**20:.1f} MiB" for count in left]

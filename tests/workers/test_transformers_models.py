@@ -61,6 +61,7 @@ def llm_of(model: Made, **options: Any) -> LLM:
 
 def assert_same(output: Any, expected: Answer) -> None:
     [completion] = output.outputs
+    assert len(completion.token_ids) == GREEDY.max_tokens
     assert completion.token_ids == expected.tokens
     assert [p.logprob for p in completion.logprobs] == pytest.approx(expected.logprobs, abs=TOLERANCE)
 
@@ -74,7 +75,8 @@ def test_a_mixed_batch_answers_as_transformers_and_peft_do(made, name):
     for cached in (0, 32):  # the second time, prompts begin with cached blocks
         outputs = llm.generate([{"prompt_token_ids": p} for p, _ in jobs], GREEDY, lora_request=[r for _, r in jobs])
         for (p, request), output in zip(jobs, outputs, strict=True):
-            assert_same(output, model.reference.greedy(p, 8, None if request is None else model.adapter))
+            adapter = None if request is None else model.adapter
+            assert_same(output, model.reference.greedy_along(p, output.outputs[0].token_ids, adapter))
         assert outputs[-1].num_cached_tokens == cached
 
 

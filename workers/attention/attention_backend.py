@@ -123,6 +123,7 @@ class AttentionBatch:
     context_lens: list[int]
     # Each sequence's KV blocks in order (SequenceBlocks.table), perhaps more than its context fills.
     block_tables: Sequence[Sequence[int]]
+    most_shorter: int = 0  # Tokens by which a sequence may turn out to be shorter, see ShortensSequences.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,6 +145,15 @@ class DraftRows:
 
     most: int  # Largest number of rows of one sequence.
     total: int  # Rows of a step, including those at its end that belong to no sequence.
+
+
+class ShortensSequences(Protocol):
+    """The backends of captured steps with drafts can take in lengths that only the device knows."""
+
+    def shorten(self, short_B: Tensor) -> None:
+        """Makes the first sequences of the planned step shorter, by AttentionBatch.most_shorter tokens at most. It is
+        queued and waits for nothing. short_B is int64, on the device."""
+        ...
 
 
 class AttentionBackend(Protocol):

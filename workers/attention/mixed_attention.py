@@ -7,10 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor
 
-from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch, DraftRows
+from lorafleet.workers.attention.attention_backend import (
+    AttentionBackend,
+    AttentionBatch,
+    DraftRows,
+    ShortensSequences,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,10 @@ class MixedAttention:
                 return None
             captured.append(made)
         return MixedAttention(captured, self._places)
+
+    def shorten(self, short_B: Tensor) -> None:
+        for backend in self._backends:
+            cast(ShortensSequences, backend).shorten(short_B)
 
     def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:
         place = self._places[layer]

@@ -75,6 +75,13 @@ def make_attention(
     return MixedAttention(made, places)
 
 
+def may_use_flashinfer(spec: AttentionSpec, name: str, *, has_fixed_order: bool) -> bool:
+    """Returns whether make_attention() with these arguments tries FlashInfer for any layer."""
+    if has_fixed_order or name not in ("auto", "flashinfer"):
+        return False
+    return any(_layer_refusal("flashinfer", spec, kind) is None for kind in spec.kinds)
+
+
 def refusal(name: BackendName, spec: AttentionSpec) -> str | None:
     """Returns why a backend cannot serve all layers, or None if it can."""
     return next((reason for kind in spec.kinds if (reason := _layer_refusal(name, spec, kind)) is not None), None)

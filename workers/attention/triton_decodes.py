@@ -69,7 +69,8 @@ class DecodeLayers:
         counts_B = -(-lens_B // self.spec.block_size)
         blocks = np.frombuffer(join_blocks(batch.block_tables, counts_B.tolist()), dtype=np.int32)
         first_block_B = running_sums(counts_B)[:-1]
-        divided = [part.ravel() for rule in self.rules for part in rule.divide(lens_B, first_block_B, rows_B)]
+        seen_B = rows_B + batch.most_shorter  # A shorter sequence sees the keys before as well.
+        divided = [part.ravel() for rule in self.rules for part in rule.divide(lens_B, first_block_B, seen_B)]
         if self.has_drafts:
             divided.append(np.stack((running_sums(rows_B)[:-1], rows_B, lens_B), axis=1).ravel())
         return pinned_copy(np.concatenate((*divided, blocks)))
@@ -140,6 +141,12 @@ class TritonDecodes:
             self._batches = self._layers.batches(memory, len(batch.query_lens))
         else:
             self._memory[: len(packed)].copy_(packed, non_blocking=True)
+
+    def shorten(self, short_B: Tensor) -> None:
+        """Does what ShortensSequences.shorten does. Keys behind a row's own are read by no row."""
+        rows_B3 = self._batches[0].rows_B3
+        assert rows_B3 is not None, "only steps with drafts tell the kernels how long sequences are"
+        rows_B3[: len(short_B), 2] -= short_B.to(torch.int32)
 
     def for_graph(self, num_seqs: int, max_context: int, drafts: DraftRows | None = None) -> None:  # noqa: ARG002  CapturedDecodes makes them
         return None

@@ -54,5 +54,10 @@ def experts_scheme(config: ModelConfig, module: str, leaves: Iterable[str]) -> S
     return shared
 
 
+def form_of(scheme: Scheme | None) -> str:
+    """Returns the name of the form of a weight with this scheme."""
+    return "plain" if scheme is None else scheme.name
+
+
 def _described(scheme: Scheme | None) -> str:
     return "unquantized" if scheme is None else f"as {scheme}"

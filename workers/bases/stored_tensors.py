@@ -45,6 +45,29 @@ class MovedTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class FiniteTensor:
+    """A Stored whose parts are checked as they are read. Raises ConfigError for NaN and infinite numbers, which no
+    quantized form can hold."""
+
+    stored: Stored
+    name: str
+    path: Path
+
+    def get_shape(self) -> list[int]:
+        return self.stored.get_shape()
+
+    def __getitem__(self, place: tuple[slice, ...] | EllipsisType) -> Tensor:
+        part = self.stored[place]
+        if not bool(part.isfinite().all()):
+            raise ConfigError(
+                f"{self.path}: {self.name} contains NaN or an infinite number, so it cannot be quantized. Download or "
+                "export the checkpoint again.",
+                "model",
+            )
+        return part
+
+
+@dataclass(frozen=True, slots=True)
 class TensorInMemory:
     """A Stored that was read already."""
 

@@ -153,3 +153,11 @@ class TensorSource:
 
     parts: tuple[ModelPart | StackedPart | StackedRounding, ...]
     fills: tuple[str, ...]  # Names of the model's parts that are complete with it.
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the tensor's plain values are quantized as they are read."""
+        return any(
+            isinstance(part, StackedRounding) or (isinstance(part, QuantizedPart) and part.is_rounded)
+            for part in self.parts
+        )

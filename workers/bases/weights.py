@@ -26,7 +26,7 @@ from lorafleet.workers.bases.model_config import ModelConfig
 from lorafleet.workers.bases.module_names import COMMON_NAMES, ModuleNames
 from lorafleet.workers.bases.quantization import Quantization
 from lorafleet.workers.bases.recurrent_tensors import recurrent_parts
-from lorafleet.workers.bases.stored_tensors import MovedTensor, Stored, StoredTensors
+from lorafleet.workers.bases.stored_tensors import FiniteTensor, MovedTensor, Stored, StoredTensors
 from lorafleet.workers.bases.tensor_parts import ModelPart, PlainPart, QuantizedPart, TensorSource
 from lorafleet.workers.bases.text_part import is_of_pictures, text_name
 from lorafleet.workers.models.layers import Norm
@@ -63,9 +63,10 @@ def load_weights(model: CheckpointModel, folder: Path, progress: Progress | None
                 if model.config.is_text_part and is_of_pictures(name):
                     continue
                 if not _ignorable(known_as, model.config) and not KV_SCALE.fullmatch(known_as):
-                    path = tensors.path_of[name]
-                    architecture = model.config.architecture
-                    raise ConfigError(f"{path} has the tensor {name!r}, which {architecture} does not have.")
+                    raise ConfigError(
+                        f"{tensors.path_of[name]} has the tensor {name!r}, which {model.config.architecture} does not "
+                        "have."
+                    )
                 continue
             if not seen.isdisjoint(source.fills):
                 raise ConfigError(
@@ -73,7 +74,8 @@ def load_weights(model: CheckpointModel, folder: Path, progress: Progress | None
                     "checkpoint again.",
                     "model",
                 )
-            _fill(source, name, tensors.plain(name), tensors.path_of[name])
+            plain, path = tensors.plain(name), tensors.path_of[name]
+            _fill(source, name, FiniteTensor(plain, name, path) if source.is_rounded else plain, path)
             seen.update(source.fills)
             if progress is not None:
                 progress(len(seen), len(parts))

@@ -5,6 +5,7 @@ Random draws are a function of (seed, position) alone, see random_numbers.py.
 """
 
 # B rows (tokens that are chosen in a step) · F fields of a row · N sequences that have sampled and have not ended
+# K lengths that a sequence may turn out to have
 
 from __future__ import annotations
 
@@ -13,13 +14,15 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
-from lorafleet.kernels.sampling.draw_tokens import COUNTS_ROW, NEVER, NO_COUNTS, NUM_FIELDS, DrawFields, DrawTable
+from lorafleet.kernels.sampling.draw_tokens import COUNTS_ROW, DRAW, NEVER, NO_COUNTS, NUM_FIELDS, DrawFields, DrawTable
 from lorafleet.protocol.random_numbers import uniform
 from lorafleet.workers.device.logit_edits import EditedRow
 from lorafleet.workers.schedule.sequence import Chunk, Sequence
 
+Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+
 ALL_TOKENS = 0  # DrawFields.top_k in the held rows, if all tokens are kept
-TEMPERATURE, TOP_K, DRAW = (DrawFields._fields.index(name) for name in ("temperature", "top_k", "draw"))
+TEMPERATURE, TOP_K = (DrawFields._fields.index(name) for name in ("temperature", "top_k"))
 
 
 class DrawRows:
@@ -36,22 +39,13 @@ class DrawRows:
 
     def of_step(self, sampling: Many[Chunk], edited: Many[EditedRow], num_tokens: int) -> DrawTable:
         """Returns what draw_tokens takes: a row for each token that these chunks sample. Each token is drawn as if the
-        drafts before it were the answer.
+        drafts before it were the answer, those in flight too.
 
         Args:
             edited: Rows whose logits have the edits of LogitEditor.apply by then.
             num_tokens: Number of tokens that the logits are of.
         """
-        found = [self._row_by_sequence.get(chunk.sequence) for chunk in sampling]
-        if None in found:
-            found = [self._row_of(chunk.sequence) for chunk in sampling]
-        row_B = np.array(found, np.int64)
-        position_B = np.array([len(chunk.sequence.tokens) for chunk in sampling])
-        counts = [1 + len(chunk.drafts) for chunk in sampling]
-        if len(counts) != sum(counts):
-            end_B = np.cumsum(counts).repeat(counts)
-            row_B, position_B, count_B = row_B.repeat(counts), position_B.repeat(counts), np.repeat(counts, counts)
-            position_B += np.arange(len(row_B)) - (end_B - count_B)
+        row_B, position_B = self._places(sampling)
         table_BF = self._fields_NF[row_B]
         table_BF[table_BF[:, TOP_K] == ALL_TOKENS, TOP_K] = num_tokens
         draw_B = uniform(self._seed_N[row_B], position_B.astype(np.uint64))
@@ -59,6 +53,29 @@ class DrawRows:
         for row in edited:
             table_BF[row.index, COUNTS_ROW] = row.counts_row
         return table_BF
+
+    def by_length(self, sampling: Many[Chunk], most_short: int) -> DrawTable:
+        """Returns the draw of each of these tokens if its sequence turns out to be 0 to most_short tokens shorter than
+        with all drafts in flight, [B, K]."""
+        row_B, position_B = self._places(sampling)
+        position_BK = position_B[:, None] - np.arange(1 + most_short)
+        draw_BK = uniform(self._seed_N[row_B][:, None], position_BK.astype(np.uint64))
+        is_drawn_B1 = self._fields_NF[row_B, TEMPERATURE][:, None] > 0
+        return np.where(is_drawn_B1, draw_BK, 0.0)
+
+    def _places(self, sampling: Many[Chunk]) -> tuple[Ints, Ints]:
+        """Returns the held row and the position of each token."""
+        found = [self._row_by_sequence.get(chunk.sequence) for chunk in sampling]
+        if None in found:
+            found = [self._row_of(chunk.sequence) for chunk in sampling]
+        row_B = np.array(found, np.int64)
+        position_B = np.array([len(chunk.sequence.tokens) + chunk.sequence.num_unverified for chunk in sampling])
+        counts = [1 + len(chunk.drafts) for chunk in sampling]
+        if len(counts) != sum(counts):
+            end_B = np.cumsum(counts).repeat(counts)
+            row_B, position_B, count_B = row_B.repeat(counts), position_B.repeat(counts), np.repeat(counts, counts)
+            position_B += np.arange(len(row_B)) - (end_B - count_B)
+        return row_B, position_B
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""

@@ -16,6 +16,12 @@ def to_device(values: list[int] | list[float] | list[list[int]], dtype: torch.dt
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
+def array_to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    """Copies an array as to_device() copies values."""
+    host = torch.from_numpy(array)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
 class Upload:
     """Copies arrays to the device through pinned memory that is reused, since pinning new memory may take
     milliseconds."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.workers.device.step_plan import FIELDS, Rows
+from lorafleet.workers.device.unread_inputs import Corrections, UnreadInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +40,21 @@ class StepInputs:
     Args:
         most_sampled: Largest number of tokens that a step chooses.
         trash_slot: A KV slot that no sequence is ever given, for the padding of captured steps.
+        most_queued: Largest number of steps whose inputs wait for the device to copy them.
     """
 
-    def __init__(self, most_sampled: int, max_tokens: int, trash_slot: int, device: torch.device) -> None:
+    def __init__(
+        self, most_sampled: int, max_tokens: int, trash_slot: int, device: torch.device, most_queued: int = 1
+    ) -> None:
         self.first_known = most_sampled  # the first index in the pool behind the last step's samples
         self._trash_slot = trash_slot
         self._device_block = torch.zeros(most_sampled + FIELDS * max_tokens, dtype=torch.int64, device=device)
-        self._host = torch.zeros(FIELDS * max_tokens, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        is_cuda = device.type == "cuda"
+        self._hosts = [
+            torch.zeros(FIELDS * max_tokens, dtype=torch.int64, pin_memory=is_cuda) for _ in range(most_queued)
+        ]
+        self._copied = [torch.cuda.Event() for _ in range(most_queued)] if is_cuda else []
+        self._turn = 0  # Index of the pinned memory that the last upload() filled.
         self.sampled_B = self._device_block[:most_sampled]
 
     def tensors(self, num_tokens: int) -> InputTensors:
@@ -57,9 +65,10 @@ class StepInputs:
 
     def upload(self, fields_FT: Rows, num_tokens: int) -> None:
         """Copies the fields to the device and fills the padding. `num_tokens` includes the padding."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        host = self._host[: FIELDS * num_tokens]
+        self._turn = (self._turn + 1) % len(self._hosts)
+        if self._copied:
+            self._copied[self._turn].synchronize()
+        host = self._hosts[self._turn][: FIELDS * num_tokens]
         rows_FT, used = host.view(FIELDS, num_tokens).numpy(), fields_FT.shape[1]
         rows_FT[:, :used] = fields_FT
         token_T, source_T, position_T, rope_length_T, kv_slot_T = rows_FT[:, used:]
@@ -71,14 +80,32 @@ class StepInputs:
         start = self.first_known
         self._device_block[start : start + len(host)].copy_(host, non_blocking=True)
 
+    def correct(self, unread: UnreadInputs, corrections: Corrections | None, num_tokens: int) -> None:
+        """Queues the correction of inputs that were uploaded. `num_tokens` includes the padding. There are corrections
+        if sequences may be shorter than planned."""
+        inputs = self.tensors(num_tokens)
+        pool_N = self.first_known + unread.row_N
+        inputs.pool.index_copy_(0, pool_N, unread.token_N)
+        inputs.source_T.index_copy_(0, unread.row_N, pool_N)
+        if unread.short_B is None or corrections is None:
+            return
+        short_T = unread.short_B[corrections.sequence_T]
+        used = len(short_T)
+        inputs.position_T[:used] -= short_T
+        inputs.rope_length_T[:used] -= short_T
+        inputs.kv_slot_T[:used] = corrections.kv_slot_TK.gather(1, short_T[:, None]).squeeze(1)
+
+    def known_tokens(self, num_tokens: int) -> Tensor:
+        """Returns a view of the tokens that the host knew, or correct() has filled in, int64 [T]."""
+        return self._device_block[self.first_known : self.first_known + num_tokens]
+
     def mark_copied(self) -> None:
         """Records that a step's copies out of pinned memory are queued, including those of the attention plan.
 
-        The next step's upload() waits for them before any of that memory is written again. They are usually long done
-        by then.
+        A later upload() waits for them before any of that memory is written again. They are usually long done by then.
         """
-        if self._copied is not None:
-            self._copied.record()
+        if self._copied:
+            self._copied[self._turn].record()
 
     def fill_with_padding(self, num_tokens: int) -> None:
         self.upload(np.empty((FIELDS, 0), np.int64), num_tokens)

@@ -78,8 +78,9 @@ class LeavingBlocks:
 
 
 def written_blocks(chunks: Sequence[Chunk], block_size: int) -> Iterator[int]:
-    """Yields the KV blocks that the step of these chunks writes to."""
+    """Yields the KV blocks that the step of these chunks writes to, however many drafts in flight are accepted."""
     for chunk in chunks:
         blocks, start = chunk.sequence.blocks, chunk.sequence.num_computed
+        end = start + chunk.sequence.num_unverified + chunk.num_tokens
         if blocks is not None:
-            yield from blocks.table[start // block_size : (start + chunk.num_tokens - 1) // block_size + 1]
+            yield from blocks.table[start // block_size : (end - 1) // block_size + 1]

@@ -33,7 +33,7 @@ from lorafleet.kernels.moe.few_tokens import (
 )
 from lorafleet.kernels.moe.moe import ExpertMatrices, Routing, experts_mlp, route
 from lorafleet.kernels.moe.moe_torch import SharedOutput
-from lorafleet.kernels.quant.base_weight import PlainWeight
+from lorafleet.kernels.quant.base_weight import PlainWeight, Scheme
 from lorafleet.kernels.quant.scaled_weight import ScaledWeight
 from lorafleet.kernels.quant.tiled_weight import TiledWeight
 from lorafleet.workers.bases.experts_config import ExpertsConfig
@@ -195,10 +195,10 @@ class SparseMLP(nn.Module):
         mixture = FewTokenMixture(router, _plain(gate_up_EUD), _plain(down_EDI), experts.activation, shared)
         return mixture if serves_tokens(mixture, num_tokens) else router
 
-    def weight_kinds(self) -> list[type[object]]:
-        """Returns the classes of the weights of gate_up and down: PlainWeight, or that of the quantized weight."""
+    def schemes(self) -> list[Scheme | None]:
+        """Returns the schemes of gate_up and down. None means that they are plain."""
         weights = self.gate_up_EUD, self.down_EDI
-        return [type(weight.weight) if isinstance(weight, ExpertCodes) else PlainWeight for weight in weights]
+        return [weight.scheme if isinstance(weight, ExpertCodes) else None for weight in weights]
 
     def packed_linears(self) -> list[PackedLinear]:
         """Returns the linears beside the experts, in the order of ExpertsConfig.packed."""

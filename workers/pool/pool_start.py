@@ -10,7 +10,7 @@ import logging
 import torch
 
 from lorafleet.protocol.cuda_driver import CudaDriver, CudaDriverError
-from lorafleet.protocol.errors import ConfigError
+from lorafleet.protocol.errors import ConfigError, NothingToShare
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.workers.pool.group_layout import GroupLayout
 from lorafleet.workers.pool.group_memory import Arena, GroupMemory
@@ -73,11 +73,11 @@ class PoolStart:
 
     def divide(self, num_blocks: int, kept_blocks: int, *, rounds_up: bool) -> int:
         """Allocates the KV cache in groups, and returns the number of KV blocks without the one for padding. Raises
-        ConfigError if no group can be lent. The arguments are as in PoolShares.of()."""
+        NothingToShare if no group can be lent. The arguments are as in PoolShares.of()."""
         assert self.arena is not None and self._bounds is not None
         shares = PoolShares.of(self._block_bytes, self._bounds, num_blocks, kept_blocks, rounds_up=rounds_up)
         if not shares.most_lent:
-            raise ConfigError(
+            raise NothingToShare(
                 f"lora.share_lora_memory has nothing to share: the longest sequence needs {kept_blocks} of the KV "
                 f"cache's {shares.layout.num_blocks} blocks, and {shares.layout.blocks} move at a time. Lower "
                 "max_model_len, or leave it out.",
@@ -97,12 +97,34 @@ class PoolStart:
 
 
 def start_pool(
-    lora: LoRAConfig | None, num_ranks: int, device: torch.device, block_bytes: list[int]
+    lora: LoRAConfig | None,
+    num_ranks: int,
+    device: torch.device,
+    block_bytes: list[int],
+    why_not: str | None = None,
 ) -> PoolStart | None:
     """Returns the pool of this GPU, or None if adapters and KV blocks have fixed shares of memory. Raises ConfigError
-    if they should share it and cannot."""
-    if lora is None or not lora.share_lora_memory:
+    if the user wants them to share it and they cannot.
+
+    Args:
+        why_not: why they have fixed shares unless the user wants something else; None if there is no reason.
+    """
+    if lora is None or lora.share_lora_memory is False:
         return None
+    if lora.share_lora_memory:
+        return _start(num_ranks, device, block_bytes)
+    if lora.lora_memory_gib is not None:
+        why_not = "lora.lora_memory_gib is set"
+    try:
+        if why_not is None:
+            return _start(num_ranks, device, block_bytes)
+    except ConfigError as error:
+        why_not = error.message
+    log.info("adapters and KV blocks have fixed shares of memory: %s", why_not)
+    return None
+
+
+def _start(num_ranks: int, device: torch.device, block_bytes: list[int]) -> PoolStart:
     if device.type != "cuda":
         raise _refusal("it is for GPUs, since adapters on a CPU are used where they lie in host memory")
     if num_ranks > 1:

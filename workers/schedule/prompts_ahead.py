@@ -19,6 +19,6 @@ def computes_prompts(scheduler: Scheduler) -> bool:
 
 
 def _may_start(scheduler: Scheduler, sequence: Sequence) -> bool:
-    loras, kv = scheduler.loras, scheduler.kv
+    loras = scheduler.loras
     has_adapter = sequence.lora is None or (loras is not None and sequence.digest in loras.slots.usable_digests)
-    return has_adapter and kv.blocks_for(len(sequence.tokens)) <= kv.num_free
+    return has_adapter and scheduler.memory.may_take(sequence, scheduler.running)

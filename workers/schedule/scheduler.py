@@ -115,7 +115,7 @@ class Scheduler:
         if self.pause == "keep":
             return []
         favored = self._favor_a_tenant(in_flight) if self.waiting and not self.pause else None
-        chunks, allowance = self._schedule_running()
+        chunks, allowance = self._schedule_running(in_flight)
         self.waiting.sort(self.loras.slots.usable_digests if self.loras is not None else ())
         if self.loras is not None:
             self.loras.prefetch(*self.waiting.adapters())
@@ -172,13 +172,13 @@ class Scheduler:
         self._aside.remove(sequence)
         self.waiting.add_preempted(sequence)
 
-    def _schedule_running(self) -> tuple[list[Chunk], PromptAllowance]:
+    def _schedule_running(self, in_flight: Many[Chunk]) -> tuple[list[Chunk], PromptAllowance]:
         """Returns the chunks, and the prompt tokens for which the step still has room."""
         decodes: list[Chunk] = []
         drafted: list[Chunk] = []
         prompts: list[Chunk] = []
         unfinished = _unfinished(poorest_first(self.running))
-        drafts = _chosen_drafts(self, unfinished)
+        drafts = _chosen_drafts(self, unfinished, in_flight)
         allowance = self.budget.allowance(unfinished, self.waiting, sum(map(len, drafts.values())))
         for sequence in unfinished:
             if sequence.num_computed < sequence.decodes_until and sequence.next_chunk is not None and not drafts:
@@ -240,7 +240,7 @@ class Scheduler:
         `unfinished` is in scheduling order. The last one is preempted first.
         """
         assert sequence.blocks is not None
-        while not self.kv.grow(sequence.blocks, sequence.num_computed + num_tokens):
+        while not self.kv.grow(sequence.blocks, sequence.num_computed + sequence.num_unverified + num_tokens):
             last = next(candidate for candidate in reversed(unfinished) if candidate.blocks is not None)
             self.preempt(last)
             if last is sequence:
@@ -294,15 +294,16 @@ class Scheduler:
 
 
 def _unfinished(running: Many[Sequence]) -> list[Sequence]:
-    """Returns the sequences that the next step computes tokens of. The last token of the others is already in flight,
-    or they wait for their blocks from a tier."""
-    return [
-        s for s in running if s.num_computed < s.decodes_until or (s.num_generated < s.max_tokens and s.arrival is None)
-    ]
+    """Returns the sequences that the next step computes tokens of. The last token of the others is in flight, or may be
+    among the drafts in flight, or they wait for their blocks from a tier."""
+    return [s for s in running if s.num_computed < s.decodes_until or (s.num_remaining > 0 and s.arrival is None)]
 
 
-def _chosen_drafts(scheduler: Scheduler, unfinished: list[Sequence]) -> dict[Sequence, list[int]]:
-    """Returns the drafts that the next step verifies. Steps that compute prompts have none."""
-    if scheduler.speculation is None or computes_prompts(scheduler):
+def _chosen_drafts(
+    scheduler: Scheduler, unfinished: list[Sequence], in_flight: Many[Chunk]
+) -> dict[Sequence, list[int]]:
+    """Returns the drafts that the next step verifies. Steps that compute prompts have none. Behind a step in flight,
+    Speculation.needs_tokens has seen to that."""
+    if scheduler.speculation is None or (not in_flight and computes_prompts(scheduler)):
         return {}
-    return scheduler.speculation.choose(unfinished, scheduler.most_in_step)
+    return scheduler.speculation.choose(unfinished, scheduler.most_in_step, is_behind=bool(in_flight))

@@ -113,6 +113,7 @@ class Sequence:
     pooled: list[Tensor] = field(default_factory=list)
     # How far it is
     num_computed: int = 0  # Tokens with keys and values in the cache, including those of the step in flight.
+    num_unverified: int = 0  # Drafts in flight. Those that are accepted will count as computed, once it is known.
     num_cached: int = 0  # Tokens of the prompt that were in the cache at its first start.
     num_rotated: int = field(init=False)  # Tokens that were computed as a prompt, see RopeConfig.turns_anew.
     first_adapted: int = 0  # First token that the adapter works on (activation.py); known once the slot is.
@@ -155,8 +156,8 @@ class Sequence:
 
     @property
     def num_remaining(self) -> int:
-        """Number of answer tokens that it may still get."""
-        return self.max_tokens - self.num_generated
+        """Number of answer tokens that it may still get if all drafts in flight are accepted."""
+        return self.max_tokens - self.num_generated - self.num_unverified
 
     @property
     def reuses_prefixes(self) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lorafleet.workers.bases.rope_config import RopeConfig
 from lorafleet.workers.schedule.adapter_slots import AdapterSlots, SlotView
-from lorafleet.workers.schedule.kv_cache import KVCacheManager
+from lorafleet.workers.schedule.kv_cache import KVCacheManager, PrefixMatch
 from lorafleet.workers.schedule.sequence import Chunk, Sequence
 from lorafleet.workers.schedule.snapshot_policy import SnapshotPolicy
 from lorafleet.workers.schedule.state_slots import StateSlots
@@ -70,9 +70,7 @@ class SequenceMemory:
         prefix, num_tokens = None, len(sequence.tokens)
         if sequence.reuses_prefixes:
             prefix = self._kv.find_prefix(blocks, sequence.tokens, sequence.prefix)
-        reused = prefix
-        if prefix is not None and self.snapshots is not None:
-            reused = prefix.first(self.snapshots.pool.num_resumable(prefix.nodes))
+        reused = self._resumable(prefix)
         if not self._leaves_enough(self._kv.num_left(num_tokens, reused), beside):
             if prefix is not None:
                 self._kv.refresh(prefix)
@@ -109,13 +107,21 @@ class SequenceMemory:
             self.tiers.started(sequence, returns)
         return True
 
+    def may_take(self, sequence: Sequence, beside: Iterable[Sequence]) -> bool:
+        """Returns whether take() might give the sequence its memory, by what it found when it was last called for the
+        sequence."""
+        num_tokens, prefix = len(sequence.tokens), sequence.prefix
+        if prefix is None and sequence.reuses_prefixes:
+            return self._kv.num_left(num_tokens) >= 0
+        return self._leaves_enough(self._kv.num_left(num_tokens, self._resumable(prefix)), beside)
+
     def release(self, sequence: Sequence) -> None:
         assert sequence.blocks is not None
         if self.tiers is not None:
             self.tiers.stopped(sequence)
         self._kv.release(sequence.blocks)
         sequence.blocks = sequence.next_chunk = None
-        sequence.decodes_until = sequence.quiet_until = 0
+        sequence.decodes_until = sequence.quiet_until = sequence.num_unverified = 0
         if sequence.slot is not None and self._loras is not None:
             self._loras.slots.let_go(sequence.slot)
             sequence.slot = None
@@ -175,8 +181,10 @@ class SequenceMemory:
     def with_drafts(self, chunk: Chunk, drafts: Many[int], num_spare: int) -> Chunk:
         """Returns the chunk with as many of the drafts behind it as there is memory for. They take no more free blocks
         than leave num_spare."""
-        blocks, start = chunk.sequence.blocks, chunk.sequence.num_computed + chunk.num_tokens
+        sequence, blocks = chunk.sequence, chunk.sequence.blocks
         assert blocks is not None
+        start = sequence.num_computed + sequence.num_unverified + chunk.num_tokens
+        sequence.decodes_until = 0  # The next step may have to look for blocks.
         if self.snapshots is not None:
             drafts = drafts[: self.snapshots.drafts_until_stop(chunk.sequence, start)]
         num_missing = self._kv.num_missing(blocks, start + len(drafts))
@@ -194,15 +202,15 @@ class SequenceMemory:
         """Returns whether the running sequences may need more blocks in the next step than are free beside num_taken.
 
         A sequence starts with blocks for all of its tokens. So it needs a block, and no more than one, only if its
-        newest token is the first of a block.
+        newest token is the first of a block, or may lie behind the drafts in flight.
         """
         num_left = self._kv.num_free - num_taken
         if num_left >= len(running):
             return False
         return num_left < sum(
-            self._kv.num_missing(sequence.blocks, len(sequence.tokens))
+            self._kv.num_missing(sequence.blocks, len(sequence.tokens) + sequence.num_unverified)
             for sequence in running
-            if sequence.blocks is not None and sequence.num_generated < sequence.max_tokens
+            if sequence.blocks is not None and sequence.num_remaining > 0
         )
 
     def chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:
@@ -254,6 +262,12 @@ class SequenceMemory:
         """Publishes the KV events of a step."""
         if self.events is not None:
             self.events.step_ended()
+
+    def _resumable(self, prefix: PrefixMatch | None) -> PrefixMatch | None:
+        """Returns the part of a known prefix from whose end a sequence can go on."""
+        if prefix is None or self.snapshots is None:
+            return prefix
+        return prefix.first(self.snapshots.pool.num_resumable(prefix.nodes))
 
     def _leaves_enough(self, num_left: int, beside: Iterable[Sequence]) -> bool:
         """Returns whether these many free blocks suffice for the next tokens of the sequences that run."""

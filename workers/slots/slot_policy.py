@@ -130,8 +130,15 @@ class SlotPolicy:
 
     @property
     def num_usable(self) -> int:
-        """Number of further slots that sequences may use now."""
-        return min(self.num_idle, self.max_in_use - self.num_in_use)
+        """Number of further adapters that sequences may use now. If memory is the limit, they are assumed to be as
+        large as those in slots on average."""
+        usable = min(self.num_idle, self.max_in_use - self.num_in_use)
+        held = [(slot, slot.adapter.cuts[-1]) for slot in self.slots if slot.adapter is not None]
+        total_bytes = sum(num_bytes for _, num_bytes in held)
+        if not total_bytes:
+            return usable
+        free_bytes = self.memory.most_bytes - sum(num_bytes for slot, num_bytes in held if not slot.is_idle)
+        return min(usable, free_bytes * len(held) // total_bytes)
 
     @property
     def pinned_extra_bytes(self) -> int:

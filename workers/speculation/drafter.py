@@ -6,8 +6,12 @@ A step verifies the proposals. So a drafter decides how fast answers come, and n
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from torch import Tensor
+
+from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.schedule.sequence import Sequence
 
 
@@ -30,4 +34,30 @@ class Drafter(Protocol):
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended. It need not be known."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDrafts:
+    """Draft tokens that the host does not know."""
+
+    token_WK: Tensor  # int64, on the device. A row holds the drafts of one sequence, and then arbitrary tokens.
+    row_by_sequence: dict[Sequence, int]
+    counts: dict[Sequence, int]  # Number of each sequence's drafts.
+
+
+class DeviceDrafter(Drafter, Protocol):
+    """A drafter whose drafts are made on the device, so that it can draft behind a step whose tokens the host has not
+    read."""
+
+    def is_current(self, entry: Wanted, step: DraftVerification) -> bool:
+        """Returns whether it can draft for a sequence behind the step in flight, which verifies drafts."""
+        ...
+
+    def propose_behind(self, wanted: Many[Wanted], step: DraftVerification) -> DeviceDrafts:
+        """Queues the drafts that follow the tokens with which the step in flight goes on, and waits for nothing.
+
+        Args:
+            wanted: is_current() for all of them. num_known is the number of tokens before those of the step.
+        """
         ...

@@ -53,10 +53,12 @@ class FeatureRows:
         """Returns the features of the step's tokens, in memory of its own."""
         return self.features_ND[self._source_T[:num_tokens]]
 
-    def begin(self, sources: list[int]) -> None:
-        """Queues the row of features_ND that each token of the next step reads."""
+    def begin(self, sources: list[int] | Tensor) -> None:
+        """Queues the row of features_ND that each token of the next step reads. A tensor is int64, on the device."""
         count = len(sources)
-        if count <= self.most_rows and sources == list(range(count)):
+        if isinstance(sources, Tensor):
+            self._source_T[:count].copy_(sources)
+        elif count <= self.most_rows and sources == list(range(count)):
             self._source_T[:count].copy_(self._in_order_B[:count])
         else:
             self._source_T[:count].copy_(to_device(sources, torch.int64, self._source_T.device), non_blocking=True)

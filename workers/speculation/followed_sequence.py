@@ -24,12 +24,13 @@ class FollowedSequence:
             digest: That of the adapter, if the keys and values depend on it; otherwise "".
         """
         self.digest = digest
-        self._first = int(is_of_head)  # The target's token that is the first one here.
-        self.num_known = num_known - self._first  # First tokens that are the target's. The others are drafts.
+        self.first = int(is_of_head)  # The target's token that is the first one here.
+        self.num_known = num_known - self.first  # First tokens that are the target's. The others are drafts.
         self.largest_token = max(target.tokens[:num_known])
-        tokens = target.tokens[self._first : num_known]
+        tokens = target.tokens[self.first : num_known]
         self.own = Sequence(target.request_id, tokens, self.num_known, GREEDY, seed=0, max_tokens=0)
-        self.own.blocks = kv.open((target.tenant, target.cache_salt, digest, *target.tokens[: self._first]))
+        self.own.blocks = kv.open((target.tenant, target.cache_salt, digest, *target.tokens[: self.first]))
+        self.behind: int | None = None  # Number of the last step behind which go_behind() has computed.
         self._kv = kv
         self.reuse_prefix()
 
@@ -61,7 +62,7 @@ class FollowedSequence:
         A head computes accepted drafts again, since the target's features are better than its own.
         """
         own, same, before = self.own, self.num_known, self.num_known
-        new = target.tokens[self._first + before : num_known]
+        new = target.tokens[self.first + before : num_known]
         self.largest_token = max(self.largest_token, *new, 0)
         self.num_known = before + len(new)
         while same < self.num_known and same < len(own.tokens) and own.tokens[same] == new[same - before]:
@@ -69,17 +70,28 @@ class FollowedSequence:
         if same < self.num_known:
             own.tokens[same:] = new[same - before :]
         if new:
-            own.num_computed = min(own.num_computed, before if self._first else same)
+            del own.tokens[self.num_known :]
+            own.num_computed = min(own.num_computed, before if self.first else same)
         assert own.blocks is not None
         self._kv.commit(own.blocks, own.tokens, min(own.num_computed, self.num_known))
 
-    def feature_slots(self, target: Sequence, block_size: int) -> list[int]:
-        """Returns the KV slots in which the target has the features of the known tokens that are not computed yet."""
+    def go_behind(self, step: int) -> None:
+        """Prepares for drafts behind a step whose tokens are not known. All known tokens are computed.
+
+        The tokens of the step are computed too, with arbitrary ones behind those that are right. What was drafted
+        before is forgotten.
+        """
+        own = self.own
+        assert own.blocks is not None
+        del own.tokens[self.num_known :]
+        own.num_computed, self.behind = self.num_known, step
+        self._kv.commit(own.blocks, own.tokens, self.num_known)
+
+    def feature_slots(self, target: Sequence, end: int, block_size: int) -> list[int]:
+        """Returns the KV slots in which the target has the features of the tokens that are not computed yet."""
         assert target.blocks is not None
         table = target.blocks.table
-        return [
-            table[i // block_size] * block_size + i % block_size for i in range(self.own.num_computed, self.num_known)
-        ]
+        return [table[i // block_size] * block_size + i % block_size for i in range(self.own.num_computed, end)]
 
     def close(self) -> None:
         """Gives the blocks back. What is known of them may be found again."""

@@ -17,12 +17,14 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.device.host_copy import to_device
 from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
+from lorafleet.workers.speculation.behind_steps import BehindStep, BehindSteps
 from lorafleet.workers.speculation.draft_slots import DraftSlots
-from lorafleet.workers.speculation.drafter import Wanted
+from lorafleet.workers.speculation.drafter import DeviceDrafts, Wanted
 from lorafleet.workers.speculation.feature_rows import FeatureRows
 from lorafleet.workers.speculation.followed_sequence import FollowedSequence
 from lorafleet.workers.step.planner import plan_step
@@ -65,6 +67,7 @@ class ModelDrafter:
         self._longest = longest
         self._rows = rows
         self._most_rows = most_rows
+        self._behind = BehindSteps(steps, kv.block_size, slots, min(base_vocab, self._readable), rows)
         self._followed: dict[Sequence, FollowedSequence] = {}  # The one that was drafted for last is the last one.
 
     @property
@@ -81,7 +84,7 @@ class ModelDrafter:
         for entry, followed in zip(wanted, found, strict=True):
             if not followed.drafts:
                 count = min(entry.most, self._longest + 1 - entry.num_known)
-                if count > 0 and followed.num_known and followed.largest_token < self._readable:
+                if self._can_draft(followed, count):
                     counts[followed] = count
         chunks = self._first_chunks(counts, keep=set(found))
         if chunks:
@@ -89,6 +92,33 @@ class ModelDrafter:
                 chunks, {followed.own: counts[followed] for followed in counts}, self._features(chunks, wanted, found)
             )
         return [self._usable(followed.drafts[: entry.most]) for entry, followed in zip(wanted, found, strict=True)]
+
+    def is_current(self, entry: Wanted, step: DraftVerification) -> bool:
+        """Returns whether it has computed all known tokens of a sequence in the step, or cannot draft for it at all."""
+        followed = self._followed.get(entry.sequence)
+        if followed is None or entry.sequence not in step.rows or followed.digest != self._digest(entry.sequence)[0]:
+            return False
+        if not self._can_draft(followed, self._room_behind(entry, step)):
+            return True
+        is_known = followed.num_known == entry.num_known - followed.first
+        return followed.behind == step.number - 1 or (is_known and followed.num_missing <= 0)
+
+    @torch.inference_mode()
+    def propose_behind(self, wanted: Many[Wanted], step: DraftVerification) -> DeviceDrafts:
+        """Queues steps of the draft model behind the step in flight: one for all of its rows, those of wrong drafts
+        too, and then one for each further draft token of a sequence."""
+        found = [self._follow(entry) for entry in wanted]
+        entries: list[BehindStep] = []
+        for entry, followed in zip(wanted, found, strict=True):
+            rows, count = step.rows[entry.sequence], min(entry.most, self._room_behind(entry, step))
+            if self._can_draft(followed, count):
+                followed.go_behind(step.number)
+                if self._grow(followed, followed.num_known + rows.num_drafts + count, set(found)):
+                    entries.append(BehindStep(entry.sequence, followed, rows, count))
+                else:
+                    followed.behind = None
+        entries.sort(key=lambda entry: -entry.count)
+        return self._behind.run(entries, step)
 
     def release(self, sequence: Sequence) -> None:
         followed = self._followed.pop(sequence, None)
@@ -98,8 +128,7 @@ class ModelDrafter:
     def _follow(self, entry: Wanted) -> FollowedSequence:
         """Returns the draft model's sequence, with the tokens that are known now and the slot of its draft LoRA."""
         sequence, num_known, _ = entry
-        slot = None if self.slots is None else self.slots.find(sequence.slot, sequence.digest)
-        digest = sequence.digest if slot is not None or self._rows is not None else ""
+        digest, slot = self._digest(sequence)
         followed = self._followed.pop(sequence, None)
         if followed is not None and followed.digest != digest:
             followed.close()
@@ -111,6 +140,19 @@ class ModelDrafter:
         self._followed[sequence] = followed
         followed.own.slot = slot
         return followed
+
+    def _digest(self, sequence: Sequence) -> tuple[str, int | None]:
+        """Returns FollowedSequence.digest for a sequence, and the slot of its draft LoRA."""
+        slot = None if self.slots is None else self.slots.find(sequence.slot, sequence.digest)
+        return sequence.digest if slot is not None or self._rows is not None else "", slot
+
+    def _can_draft(self, followed: FollowedSequence, count: int) -> bool:
+        """Returns whether the draft model can read the known tokens, and has room for so many drafts behind them."""
+        return count > 0 and followed.num_known > 0 and followed.largest_token < self._readable
+
+    def _room_behind(self, entry: Wanted, step: DraftVerification) -> int:
+        """Returns how many drafts the draft model has room for behind all drafts of the step in flight."""
+        return self._longest - entry.num_known - step.rows[entry.sequence].num_drafts
 
     def _first_chunks(self, counts: dict[FollowedSequence, int], keep: set[FollowedSequence]) -> list[Chunk]:
         """Returns the known tokens that are computed now, the sequences with the fewest first. A sequence without room
@@ -156,7 +198,8 @@ class ModelDrafter:
         sources: list[int] = []
         for chunk in chunks:
             followed, target = of_own[chunk.sequence]
-            slots = followed.feature_slots(target, self.kv.block_size)[: chunk.num_tokens]
+            end = chunk.sequence.num_computed + chunk.num_tokens
+            slots = followed.feature_slots(target, end, self.kv.block_size)
             sources += [self._rows.most_rows + slot for slot in slots]
         return sources
 

@@ -1,10 +1,14 @@
 """Decides which sequences get drafts in a step, and how many tokens of them, by what drafts were worth so far.
 
-A step with drafts takes longer. It computes more tokens, and steps do not overlap, since drafts follow known tokens. So
-tokens are drafted only if the step should give more tokens per second than one without drafts. What is needed for that
+A step with drafts takes longer, since it computes more tokens. So tokens are drafted only if the step should give more
+tokens per second than one without drafts. What is needed for that
 is measured: how often drafts are accepted (acceptance.py), and how long steps take (step_pace.py). Now and then a step
 has no drafts, or drafts that should not pay, to learn whether that has changed (draft_turns.py). Steps that compute
 prompts have no drafts, since how long such steps take depends on much else.
+
+Drafts follow known tokens. A drafter on the device knows them before the host does. So behind a step with drafts, it
+drafts for the next one while the first is still in flight, and these steps overlap. All other drafts, and the first
+ones of a sequence, wait until the host has read the tokens.
 
 Where a grammar forces the next tokens, these are the drafts. They are always right, so they say nothing about others.
 """
@@ -17,11 +21,13 @@ from collections.abc import Sequence as Many
 
 from lorafleet.protocol.lru_cache import LRUCache
 from lorafleet.protocol.step_metrics import StepShape
+from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.schedule.step_budget import StepBudget
 from lorafleet.workers.speculation.acceptance import Acceptance
+from lorafleet.workers.speculation.ahead_drafts import AheadDrafts
 from lorafleet.workers.speculation.draft_turns import DraftTurns
-from lorafleet.workers.speculation.drafter import Drafter, Wanted
+from lorafleet.workers.speculation.drafter import DeviceDrafts, Drafter, Wanted
 from lorafleet.workers.speculation.step_pace import StepPace
 
 MOST_ADAPTERS = 1024  # Adapters whose acceptance is remembered between their sequences.
@@ -39,6 +45,7 @@ class Speculation:
         most_drafts: Largest number of draft tokens in one step, or None if nothing else bounds it.
         is_certain: Whether the drafter nearly always proposes as many tokens as are wanted, and takes its time for
             that. Then it is asked only if so many pay, and once for a step.
+        ahead: What makes drafts behind a step in flight. None if the drafter cannot.
     """
 
     def __init__(
@@ -51,6 +58,7 @@ class Speculation:
         *,
         most_drafts: int | None = None,
         is_certain: bool = False,
+        ahead: AheadDrafts | None = None,
     ) -> None:
         self.drafter = drafter
         self._budget = budget
@@ -59,6 +67,7 @@ class Speculation:
         self._most_drafts = most_sampled if most_drafts is None else most_drafts
         self._pace = pace or StepPace()
         self._is_certain = is_certain
+        self._ahead = ahead
         self._acceptances: dict[Sequence, Acceptance] = {}
         self._of_adapters: LRUCache[str, Acceptance] = LRUCache(MOST_ADAPTERS)  # By digest; "" for the base.
         self._forced: dict[Sequence, list[int]] = {}  # Drafts that a grammar forces, of the last choose().
@@ -71,31 +80,52 @@ class Speculation:
         self._acceptances.pop(sequence, None)
         self.drafter.release(sequence)
 
-    def needs_tokens(self, in_flight: Many[Chunk], running: Many[Sequence], num_sequences: int) -> bool:
+    @property
+    def on_device(self) -> DeviceDrafts | None:
+        """The drafts of the last choose() that the host does not know."""
+        return None if self._ahead is None else self._ahead.made
+
+    def needs_tokens(
+        self,
+        in_flight: Many[Chunk],
+        running: Many[Sequence],
+        num_sequences: int,
+        verification: DraftVerification | None = None,
+    ) -> bool:
         """Returns whether the next step cannot be planned, or should not be, before the tokens in flight are known.
 
-        A sequence whose drafts are in flight has an unknown length. If other drafts would pay, they follow a known
-        token.
+        A sequence whose drafts are in flight has an unknown length, which only a step with drafts can start from. If
+        other drafts would pay, they follow a known token.
 
         Args:
             running: The sequences that might have drafts in the next step.
             num_sequences: As in choose().
+            verification: That of the step in flight, if there is one.
         """
+        if self._ahead is not None:
+            self._ahead.forget()
         if any(chunk.drafts for chunk in in_flight):
-            return True
+            return verification is None or not self._can_draft_behind(verification, running, num_sequences)
         decodes = [s for s in running if s.num_uncomputed == 1 and s.tokens[-1] == UNKNOWN]
         if self._is_certain:
             wanted = self._wanted(decodes, decodes, num_sequences, num_unknown=0)
             return self._pay(decodes, self._counts(wanted))
         return bool(self._propose(decodes, decodes, num_sequences, num_unknown=1))
 
-    def choose(self, unfinished: Iterable[Sequence], num_sequences: int) -> dict[Sequence, list[int]]:
-        """Returns the drafts that the next step should verify, by sequence.
+    def choose(
+        self, unfinished: Iterable[Sequence], num_sequences: int, *, is_behind: bool = False
+    ) -> dict[Sequence, list[int]]:
+        """Returns the drafts that the next step should verify, by sequence. They are UNKNOWN if they are `on_device`.
 
         Args:
             unfinished: The running sequences in scheduling order.
             num_sequences: Largest number of sequences in the step.
+            is_behind: Whether a step is in flight, for which needs_tokens() was asked.
         """
+        if is_behind:
+            return {} if self._ahead is None else self._ahead.draft(unfinished)
+        if self._ahead is not None:
+            self._ahead.forget()
         decodes = [sequence for sequence in unfinished if sequence.num_uncomputed == 1]
         known = [sequence for sequence in decodes if sequence.num_generated and sequence.tokens[-1] != UNKNOWN]
         return self._propose(known, decodes, num_sequences, num_unknown=0)
@@ -107,10 +137,18 @@ class Speculation:
         for acceptance in (self._acceptance(sequence), self._of_adapter(sequence.digest)):
             acceptance.add(num_drafted, num_accepted)
 
-    def observe(self, shape: StepShape, num_drafts: int, seconds: float) -> float:
+    def observe(self, shape: StepShape, num_drafts: int, seconds: float, *, is_ahead: bool = False) -> float:
         """Takes in the duration of a step with this many draft tokens. Returns the seconds that it took without the
-        drafter's part."""
+        drafter's part.
+
+        Args:
+            is_ahead: Whether the drafts were made behind a step in flight.
+        """
         drafting_s, self._drafting_s = self._drafting_s, 0.0
+        if num_drafts and self._ahead is not None:
+            self._ahead.usual_s = drafting_s = drafting_s or self._ahead.usual_s
+            if shape.kind == "decode":
+                self._ahead.pace.observe(shape.num_tokens, seconds, self._budget.token_s, is_ahead=is_ahead)
         undrafted_s = max(0.0, seconds - drafting_s)
         if num_drafts:
             self._pace.waited(self._unpaid_s)
@@ -123,6 +161,18 @@ class Speculation:
             paced_s = seconds if num_drafts else undrafted_s
             self._pace.observe(num_decodes, num_drafts, paced_s, self._budget.token_s)
         return undrafted_s
+
+    def _can_draft_behind(self, verification: DraftVerification, running: Many[Sequence], num_sequences: int) -> bool:
+        """Returns whether the drafts of the next step can be made behind those in flight, and should pay. The arguments
+        are those of needs_tokens()."""
+        if self._ahead is None or any(map(_needs_tokens_before, running)):
+            return False
+        if not self._ahead.pace.is_ahead(self._budget.token_s):
+            return False
+        decodes = [sequence for sequence in running if sequence.num_remaining > 0]
+        wanted = self._wanted(decodes, decodes, num_sequences, num_unknown=0)
+        behind = self._ahead.prepare(wanted, verification, self._most_tokens)
+        return bool(behind) and self._pay(decodes, self._counts(behind))
 
     def _propose(
         self, drafting: Many[Sequence], decodes: Many[Sequence], num_sequences: int, num_unknown: int
@@ -206,6 +256,11 @@ class Speculation:
             acceptance = Acceptance.expecting(FIRST_ACCEPTANCE)
             self._of_adapters.put(digest, acceptance)
         return acceptance
+
+
+def _needs_tokens_before(sequence: Sequence) -> bool:
+    """Returns whether the host computes something of a sequence's tokens before the next ones are chosen."""
+    return not sequence.is_plain and (sequence.params.edits_logits or sequence.grammar is not None)
 
 
 def _forced(sequence: Sequence) -> list[int]:

@@ -7,6 +7,7 @@ from lorafleet.protocol.errors import ConfigError
 from lorafleet.workers.bases.served_config import ServedConfig
 from lorafleet.workers.kv_cache_sizing import draft_states_for
 from lorafleet.workers.schedule.step_budget import StepBudget
+from lorafleet.workers.speculation.ahead_drafts import AheadDrafts
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from lorafleet.workers.speculation.ngram_drafter import NgramDrafter
 from lorafleet.workers.speculation.speculation import Speculation
@@ -40,4 +41,6 @@ def start_speculation(
         config.most_sampled,
         most_drafts=most_drafts,
         is_certain=drafter is not None,
+        # Other ranks do not have the drafts, and recurrent states go on from where the host says.
+        ahead=None if drafter is None or model.states or config.tensor_parallel_size > 1 else AheadDrafts(drafter),
     )

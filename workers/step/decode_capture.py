@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,14 +23,22 @@ from torch import Tensor
 from lorafleet.kernels.lora.lora_batch import LoRABatch
 from lorafleet.kernels.lora.sm_split import HIGH_PRIORITY, UNSPLIT, GEMMs, SMSplit, split_for
 from lorafleet.kernels.quant.base_gemms import gemms_of
-from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionBatch, DraftRows, KVCache
+from lorafleet.workers.attention.attention_backend import (
+    AttentionBackend,
+    AttentionBatch,
+    DraftRows,
+    KVCache,
+    ShortensSequences,
+)
 from lorafleet.workers.device.sampler import greedy_of_ranks
 from lorafleet.workers.device.state_cache import StateCache, StepStates
 from lorafleet.workers.device.step_inputs import StepInputs
 from lorafleet.workers.device.step_plan import StepPlan
+from lorafleet.workers.device.unread_inputs import Corrections, UnreadInputs
 from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.step.borrowed_memory import borrowed
+from lorafleet.workers.step.capture_streams import capture_stream
 from lorafleet.workers.step.drafted_sizes import DraftShape
 from lorafleet.workers.step.few_token_kernels import few_token_kernels
 from lorafleet.workers.step.own_linears import own_linears
@@ -92,8 +100,8 @@ class DecodeCapture:
         self._pool = torch.cuda.graph_pool_handle()
         # All captures share these streams, one for each priority, since the allocator reserves memory, and cuBLAS its
         # workspace, for each stream.
-        self._main = {priority: torch.cuda.Stream(device, priority) for priority in (0, HIGH_PRIORITY)}
-        self._side = {priority: torch.cuda.Stream(device, priority) for priority in (0, HIGH_PRIORITY)}
+        self._main = {priority: capture_stream(device, "step", priority) for priority in (0, HIGH_PRIORITY)}
+        self._side = {priority: capture_stream(device, "lora", priority) for priority in (0, HIGH_PRIORITY)}
         self._gemms = split_gemms(model)
 
     @torch.inference_mode()
@@ -148,8 +156,9 @@ class DecodeCapture:
     def _run_beside(self, lora: LoRABatch, split: SMSplit) -> None:
         lora.run_beside(split, self._side[split.lora_priority])
 
-    def fill(self, decode: DecodeGraph, plan: StepPlan) -> None:
-        """Queues the copies of what the graph reads besides the last step's tokens."""
+    def fill(self, decode: DecodeGraph, plan: StepPlan, unread: UnreadInputs | None = None) -> None:
+        """Queues the copies of what the graph reads besides the last step's tokens, and its correction by what the plan
+        lacks."""
         self._inputs.upload(plan.fields_FT, decode.key.num_rows)
         batch, num_padded = plan.attention, decode.key.num_seqs - len(plan.slots)
         query_len = 1 if decode.key.drafts is None else 0  # in a graph with drafts, other sequences may need the rows
@@ -158,13 +167,24 @@ class DecodeCapture:
                 query_lens=batch.query_lens + [query_len] * num_padded,
                 context_lens=batch.context_lens + [1] * num_padded,
                 block_tables=[*batch.block_tables, *([[self._trash]] * num_padded)],
+                most_shorter=0 if unread is None else unread.most_short,
             )
         )
         if decode.lora is not None:
             decode.lora.fill(plan.row_slots, plan.slot_ranks)
         if decode.states is not None and self._states is not None:
             self._states.refill(decode.states, plan)
+        if unread is not None:
+            self._correct(decode, plan, unread)
         self._inputs.mark_copied()
+
+    def _correct(self, decode: DecodeGraph, plan: StepPlan, unread: UnreadInputs) -> None:
+        corrections = None
+        if unread.short_B is not None:
+            # A check of the protocol would take 0.1 ms.
+            cast(ShortensSequences, decode.attention).shorten(unread.short_B)
+            corrections = Corrections(plan, self._caches[0].k_NPGD.shape[1], unread.most_short, self._device)
+        self._inputs.correct(unread, corrections, decode.key.num_rows)
 
     def replay(self, decode: DecodeGraph, num_rows: int) -> tuple[Tensor, Tensor]:
         """Launches the graph, which has been filled. Returns the model's output and its EngineModel.logits, of the

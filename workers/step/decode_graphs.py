@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lorafleet.kernels.lora.lora_batch import BASE_SLOT, count_tiles
 from lorafleet.workers.device.step_plan import StepPlan
+from lorafleet.workers.device.unread_inputs import UnreadInputs
 from lorafleet.workers.step.decode_capture import DecodeGraph, DecodeKey
 from lorafleet.workers.step.drafted_sizes import DraftedSizes, DraftShape
 
@@ -42,7 +43,7 @@ class Capturer(Protocol):
 
     def forget(self) -> None: ...
 
-    def fill(self, decode: DecodeGraph, plan: StepPlan) -> None: ...
+    def fill(self, decode: DecodeGraph, plan: StepPlan, unread: UnreadInputs | None = None) -> None: ...
 
     def replay(self, decode: DecodeGraph, num_rows: int) -> tuple[Tensor, Tensor]: ...
 
@@ -150,7 +151,9 @@ class DecodeGraphs:
             self._missing, self._wanted = [], {}
             return False
 
-    def find(self, lora_slots: list[int], context_lens: Sequence[int]) -> DecodeGraph | None:
+    def find(
+        self, lora_slots: list[int], context_lens: Sequence[int], *, may_shorten: bool = False
+    ) -> DecodeGraph | None:
         """Returns the graph that fits with the fewest rows, then the fewest tiles. Returns None if none is large
         enough, or none that is captured is nearly as small.
 
@@ -158,11 +161,12 @@ class DecodeGraphs:
             lora_slots: Each row's slot, or BASE_SLOT. There are more rows than sequences if any has drafts.
             context_lens: Each sequence's number of tokens. Only an adapter with a rope of its own may have more than
                 the graphs take.
+            may_shorten: Whether sequences may turn out to be shorter, which graphs with drafts take.
         """
         if not self._is_usable:
             return None
         num_rows, num_seqs = len(lora_slots), len(context_lens)
-        has_drafts = num_rows > num_seqs
+        has_drafts = may_shorten or num_rows > num_seqs
         if not has_drafts:
             fitting = [size for size in self._sizes if size >= num_rows]
         else:
@@ -182,9 +186,9 @@ class DecodeGraphs:
             keys += self._fitting_keys(size, self._shape(size, has_drafts), lora_slots, has_adapters, takes_rare)
         return next((self._graphs[key] for key in keys if key in self._graphs), None)
 
-    def fill(self, decode: DecodeGraph, plan: StepPlan) -> None:
+    def fill(self, decode: DecodeGraph, plan: StepPlan, unread: UnreadInputs | None = None) -> None:
         """Does what DecodeCapture.fill does."""
-        self._capturer.fill(decode, plan)
+        self._capturer.fill(decode, plan, unread)
 
     def replay(self, decode: DecodeGraph, num_rows: int) -> tuple[Tensor, Tensor]:
         """Does what DecodeCapture.replay does."""

@@ -41,11 +41,12 @@ def plan_step(
     """Returns the plan of one step.
 
     Args:
-        row_by_request: Row of each request that the last step sampled for, if the host has not read its token yet.
+        row_by_request: Row of each request that the last step sampled for, if the host has not read its token yet. If
+            that step has verified drafts of the request, the token is another one, see unread_plan.py.
         first_known: Index in the pool of tokens where those that the host knows begin, see StepInputs.
     """
     sequences, query_lens = [chunk.sequence for chunk in chunks], [chunk.num_tokens for chunk in chunks]
-    start_C = np.array([sequence.num_computed for sequence in sequences])
+    start_C = np.array([sequence.num_computed + sequence.num_unverified for sequence in sequences])
     num_decodes = _num_decodes(sequences, start_C, query_lens)
     others = chunks[num_decodes:]
     samples = [chunk.samples for chunk in others]
@@ -220,7 +221,7 @@ def _fill_prompt(rows_FT: Rows, chunk: Chunk, row_by_request: Mapping[str, int],
 
 
 def _fill_drafted(rows_FT: Rows, drafted: Many[tuple[int, Chunk]], size: int) -> None:
-    """Fills the columns of sequences with drafts but their sources. The host knows all of their tokens.
+    """Fills the columns of sequences with drafts but their sources. The host knows all of their tokens, or none.
 
     Args:
         drafted: The first column of each chunk, and the chunk.
@@ -232,11 +233,11 @@ def _fill_drafted(rows_FT: Rows, drafted: Many[tuple[int, Chunk]], size: int) ->
     for first, chunk in drafted:
         seq = chunk.sequence
         assert seq.blocks is not None
-        start, count = seq.num_computed, chunk.num_tokens
+        start, count = seq.num_computed + seq.num_unverified, chunk.num_tokens
         first_block = start // size
         spans.append((first, start, count, seq.num_rotated, len(blocks) - first_block))
         blocks += seq.blocks.table[first_block : (start + count - 1) // size + 1]
-        tokens += seq.tokens[start:]
+        tokens += seq.tokens[seq.num_computed :]
         tokens += chunk.drafts
     counts = np.array([span[2] for span in spans])
     first_T, start_T, _, longest_T, block_T = np.array(spans).repeat(counts, axis=0).T

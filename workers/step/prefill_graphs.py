@@ -32,6 +32,7 @@ from lorafleet.workers.device.step_inputs import StepInputs
 from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.step.borrowed_memory import borrowed
+from lorafleet.workers.step.capture_streams import capture_stream
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -87,7 +88,7 @@ class PrefillGraphs:
         self._token_counts = sorted(token_counts, reverse=True)
         self._loras = loras
         self._has_fixed_tiles = has_fixed_tiles
-        self._side = torch.cuda.Stream(spec.device)  # one for all captures, as in DecodeGraphs
+        self._side = capture_stream(spec.device, "prompts")  # one for all captures, as in DecodeGraphs
         # One buffer for the results of all layers, whose heads may differ.
         widths = [layer.num_heads * layer.out_dim for layer in spec.layers]
         self._memory = torch.zeros(max(token_counts) * max(widths), dtype=spec.dtype, device=spec.device)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,31 +26,35 @@ from lorafleet.protocol.limits import LogprobsMode
 from lorafleet.protocol.messages import GPUSteps, TokenLogprobs
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.protocol.step_metrics import StepShape
+from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.device.draw_table import DrawRows
-from lorafleet.workers.device.host_copy import Download, Upload, to_device
+from lorafleet.workers.device.host_copy import Download, Upload, array_to_device, to_device
 from lorafleet.workers.device.logit_edits import EditedRow, LogitEditor
 from lorafleet.workers.device.sampler import PendingLogprobs
 from lorafleet.workers.device.step_plan import StepPlan
+from lorafleet.workers.device.unread_inputs import UnreadInputs
 from lorafleet.workers.schedule.routed_rows import Rows
 from lorafleet.workers.schedule.sequence import Chunk, Sequence
 from lorafleet.workers.sleep.replica_memory import ReplicaMemory
 from lorafleet.workers.slots.classifier_extras import SlotClassifier, slot_classifier
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
-from lorafleet.workers.speculation.draft_verification import num_accepted
+from lorafleet.workers.speculation.drafter import DeviceDrafts
 from lorafleet.workers.step.gpu_step_clock import GPUStepClock
 from lorafleet.workers.step.planner import plan_step, scored_spans
 from lorafleet.workers.step.prompt_pooling import Pooled, pool_prompts
 from lorafleet.workers.step.steady_decodes import SteadyDecodes
 from lorafleet.workers.step.step_runner import StepLogits, StepRunner
+from lorafleet.workers.step.unread_plan import unread_inputs
 from lorafleet.workers.structured.decoding import TokenMasks
 from lorafleet.workers.tp.link import OtherRanks
 from lorafleet.workers.tp.rank_messages import RunStep
 
+NONE_ACCEPTED = torch.zeros(0, dtype=torch.int64)
 PromptLogprobs = list[tuple[int, PendingLogprobs]]  # logprobs of spans of prompts, each with its chunk's index
 
 
 class Sampled(msgspec.Struct, frozen=True, gc=False):
-    """The result of one chunk. A step makes one for each sequence, and a Struct is made fastest."""
+    """The result of one chunk. A Struct is made fastest."""
 
     tokens: list[int]  # the sequence's next tokens; none if the chunk ends before its last token
     logprobs: list[TokenLogprobs] = []  # one for each of these tokens, if requested
@@ -69,6 +74,8 @@ class LaunchedStep:
     num_rows: int  # Rows of StepInputs.sampled_B: Chunk.num_sampled of each of these chunks.
     params: list[SamplingParams]  # One for each of these rows; empty if the step is greedy.
     draws: DrawTable | None  # The draws of these rows; None if the step is greedy.
+    draw_B: Tensor | None  # As draw_tokens takes it.
+    sampled_rows: list[int]  # StepPlan.sampling.
     edited: list[EditedRow]  # Rows whose logits are changed.
     faults: list[tuple[Sequence, Exception]]  # Sequences that cannot go on after the step, and why.
     row_by_request: dict[str, int]  # First row of each sequence that samples, by request id.
@@ -77,6 +84,11 @@ class LaunchedStep:
     routed_TLK: Tensor | None  # RoutedExperts.of_step on its way to the host; None if no sequence wants it.
     pooled: dict[int, list[Tensor]]  # Pooled values by chunk's index, for prompts that end in the step.
     download: Download
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether the step verifies drafts."""
+        return self.num_rows > len(self.sampling)
 
     @property
     def needs_masks(self) -> bool:
@@ -113,12 +125,15 @@ class ChosenStep:
     logprobs: list[RowLogprobs]
     late: Many[Sequence]  # Sequences of the step that get no token from it.
     num_masked: Mapping[Sequence, int]  # As in TokenMasks.
+    verification: DraftVerification | None  # None if the step has no drafts.
+    accepted_S: Tensor  # DraftVerification.accepted_S on the host, as token_B is.
 
-    def collect(self) -> list[Sampled]:
-        """Waits for the step, and returns one Sampled for each chunk, in order. Nothing else waits for the device."""
+    def collect(self) -> tuple[list[int], list[Sampled]]:
+        """Waits for the step. Returns the token of each of the first num_plain chunks, and one Sampled for each of the
+        others, in order. Nothing else waits for the device."""
         launched = self.launched
         launched.download.wait()
-        tokens = self.token_B.tolist()
+        tokens, accepted = self.token_B.tolist(), self.accepted_S.tolist()
         logprobs: dict[int, TokenLogprobs] = {}
         for part in self.logprobs:
             logprobs |= zip(part.rows, part.pending.read(), strict=True)
@@ -129,7 +144,7 @@ class ChosenStep:
         if self.late:
             late = {sequence.request_id for sequence in self.late}
             row_by_request = {name: row for name, row in row_by_request.items() if name not in late}
-        results = [Sampled([token]) for token in tokens[: launched.num_plain]]
+        results: list[Sampled] = []
         routed = launched.routed_of_chunks()
         for i, chunk in enumerate(launched.chunks[launched.num_plain :], launched.num_plain):
             sequence = chunk.sequence
@@ -140,12 +155,12 @@ class ChosenStep:
             else:
                 embedding = b"".join(part.numpy().tobytes() for part in launched.pooled.get(i, ()))
                 end = row + 1
-                if chunk.drafts:
-                    drafts = chunk.drafts[: self.num_masked.get(sequence, len(chunk.drafts))]
-                    end += num_accepted(drafts, tokens[row : row + len(drafts)])
+                if chunk.drafts and self.verification is not None:
+                    found_right = accepted[self.verification.rows[sequence].index]
+                    end += min(found_right, self.num_masked.get(sequence, found_right))
                 found = [logprobs[j] for j in range(row, end) if j in logprobs] if logprobs else []
                 results.append(Sampled(tokens[row:end], found, prompt, embedding, routed.get(i)))
-        return results
+        return tokens[: launched.num_plain], results
 
 
 class ModelRunner:
@@ -175,25 +190,35 @@ class ModelRunner:
         self._upload_masks = Upload(steps.device)
         self._editor = LogitEditor(len(steps.inputs.sampled_B), steps.model.config.vocab_size, steps.device)
         self._draws = DrawRows()
+        self._num_steps = 0
         self._clock = GPUStepClock() if steps.device.type == "cuda" else None
 
     def plan(self, chunks: list[Chunk], last: LaunchedStep | None) -> StepPlan:
         """Plans the next step. `last` is the step before, if the host has not read its tokens yet."""
         row_by_request = {} if last is None else last.row_by_request
         slot_ranks = [] if self.loras is None else self.loras.slots.ranks
+        if last is not None and last.has_drafts:
+            return plan_step(chunks, row_by_request, self._inputs.first_known, self._block_size, slot_ranks)
         plan = self._steady.next_plan(chunks, row_by_request, slot_ranks)
         if plan is None:
             plan = plan_step(chunks, row_by_request, self._inputs.first_known, self._block_size, slot_ranks)
             self._steady.remember(chunks, plan)
         return plan
 
+    @torch.inference_mode()
+    def find_unread(
+        self, chunks: list[Chunk], before: DraftVerification | None, drafts: DeviceDrafts | None
+    ) -> UnreadInputs | None:
+        """Queues what finds the part of the plan that depends on the step in flight. Returns None if nothing does."""
+        return None if before is None else unread_inputs(chunks, before, drafts)
+
     def prepare(self, plan: StepPlan) -> None:
         """Queues what the step reads, as far as that does not depend on the tokens of the step before."""
         self.steps.prepare(plan)
 
     @torch.inference_mode()
-    def launch(self, chunks: list[Chunk], plan: StepPlan) -> LaunchedStep:
-        """Queues a step on the device, up to its logits."""
+    def launch(self, chunks: list[Chunk], plan: StepPlan, unread: UnreadInputs | None = None) -> LaunchedStep:
+        """Queues a step on the device, up to its logits. `unread` is what the plan lacks."""
         if self._others is not None:
             self._others.check()
             self._others.send(RunStep.of(plan, self._block_size, self._generations(plan.slots)))
@@ -202,7 +227,7 @@ class ModelRunner:
         # If a peer is gone, the device waits for it in a collective forever.
         download = Download(self._device, None if self._others is None else self._others.check)
         prompt_logprobs: PromptLogprobs = []
-        logits = self._run(chunks, plan, download, prompt_logprobs)
+        logits = self._run(chunks, plan, unread, download, prompt_logprobs)
         routed_TLK = None
         special = [chunk for chunk in chunks if not chunk.sequence.is_plain]
         if self.steps.routed is not None and any(chunk.sequence.routed is not None for chunk in special):
@@ -219,10 +244,12 @@ class ModelRunner:
             edited, more_faults = self._prepare_edits(sampling, row_by_request)
             faults += more_faults
         params: list[SamplingParams] = []
-        draws = None
+        draws = draw_B = None
         if logits.sampled_BV is not None:
             params = _params_of(sampling)
             draws = self._draws.of_step(sampling, edited, logits.sampled_BV.shape[1])
+            if unread is not None and unread.short_B is not None:
+                draw_B = _draws_of_lengths(self._draws.by_length(sampling, unread.most_short), unread.short_B, chunks)
         return LaunchedStep(
             chunks=chunks,
             shape=shape,
@@ -231,6 +258,8 @@ class ModelRunner:
             num_rows=len(plan.sampling),
             params=params,
             draws=draws,
+            draw_B=draw_B,
+            sampled_rows=plan.sampling,
             edited=edited,
             faults=faults,
             row_by_request=row_by_request,
@@ -242,7 +271,12 @@ class ModelRunner:
         )
 
     def _run(
-        self, chunks: list[Chunk], plan: StepPlan, download: Download, prompt_logprobs: PromptLogprobs
+        self,
+        chunks: list[Chunk],
+        plan: StepPlan,
+        unread: UnreadInputs | None,
+        download: Download,
+        prompt_logprobs: PromptLogprobs,
     ) -> StepLogits:
         """Runs the step, and appends the logprobs of prompt tokens to `prompt_logprobs`."""
         spans = scored_spans(chunks) if plan.prompts else []
@@ -254,7 +288,7 @@ class ModelRunner:
             pending = PendingLogprobs(row_log_softmax(logits_TV), chosen_T, num_top, download)
             prompt_logprobs.append((span.chunk, pending))
 
-        return self.steps.run(plan, score)
+        return self.steps.run(plan, score, unread)
 
     @torch.inference_mode()
     def choose(self, step: LaunchedStep, masks: TokenMasks | None = None, late: Many[Sequence] = ()) -> ChosenStep:
@@ -274,8 +308,22 @@ class ModelRunner:
             logprobs = self._sample(step.logits.sampled_BV, step, edited, logprob_rows, masks)
             self.steps.share(num_rows)
         token_B = step.download.add(self._inputs.sampled_B[:num_rows])
+        verification, accepted_S = self._verify(step), NONE_ACCEPTED
+        if verification is not None:
+            accepted_S = step.download.add(verification.accepted_S)
         step.download.close()
-        return ChosenStep(step, token_B, logprobs, late, {} if masks is None else masks.num_masked)
+        num_masked = {} if masks is None else masks.num_masked
+        return ChosenStep(step, token_B, logprobs, late, num_masked, verification, accepted_S)
+
+    def _verify(self, step: LaunchedStep) -> DraftVerification | None:
+        """Queues the comparison of the step's drafts with the tokens that it has chosen, if it has drafts."""
+        self._num_steps += 1
+        if not step.has_drafts:
+            return None
+        known_T = self._inputs.known_tokens(step.shape.num_tokens)
+        if step.num_rows < step.shape.num_tokens:
+            known_T = known_T[to_device(step.sampled_rows, torch.int64, self._device)]
+        return DraftVerification.of(self._num_steps, step.sampling, known_T, self._inputs.sampled_B[: step.num_rows])
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
@@ -347,7 +395,7 @@ class ModelRunner:
             row_N = to_device(masks.rows, torch.int64, self._device)
             mask_tokens(logits_BV, row_N, self._upload_masks(masks.bits_NW))
         logits_BV = self._editor.apply(logits_BV, edited)
-        drawn = draw_tokens(logits_BV, step.draws, self._editor.counts_SV, of_draw)
+        drawn = draw_tokens(logits_BV, step.draws, self._editor.counts_SV, of_draw, step.draw_B)
         sampled_B.copy_(drawn.token_B)
         self._editor.count(sampled_B, edited)
 
@@ -378,6 +426,13 @@ def _first_rows(sampling: Many[Chunk]) -> dict[str, int]:
         return {chunk.sequence.request_id: row for row, chunk in enumerate(sampling)}
     starts = accumulate((1 + len(chunk.drafts) for chunk in sampling), initial=0)
     return {chunk.sequence.request_id: row for row, chunk in zip(starts, sampling, strict=False)}
+
+
+def _draws_of_lengths(draw_BK: DrawTable, short_S: Tensor, chunks: Many[Chunk]) -> Tensor:
+    """Returns the draw of each row, float64 [B], by the length that its sequence turns out to have. short_S is that of
+    UnreadInputs, for each of the chunks."""
+    sequence_B = array_to_device(np.arange(len(chunks)).repeat([chunk.num_sampled for chunk in chunks]), short_S.device)
+    return array_to_device(draw_BK, short_S.device).gather(1, short_S[sequence_B][:, None]).squeeze(1)
 
 
 def _params_of(sampling: Many[Chunk]) -> list[SamplingParams]:

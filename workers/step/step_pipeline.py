@@ -5,6 +5,9 @@ The host launches a step before it has read the tokens of the step before, which
     host     launch 1   choose 1   launch 2   collect 1   choose 2   launch 3   collect 2
     device              step 1 ...............            step 2 ...............
 
+The same holds for a step behind one with drafts: the device knows how many it has accepted, and corrects what the next
+step reads. Numbers of tokens that were recorded for that step count once the host knows them too.
+
 A step passes plan(), launch(), choose() and collect(), in this order. launch() chooses the tokens at once, unless they
 need masks. Masks are computed by other processes beside the step, so choose() comes as late as it can. plan() then
 queues all that the next step reads besides the tokens, so that after choose() only its graph is launched.
@@ -16,9 +19,12 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from lorafleet.protocol.step_metrics import StepShape
+from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.device.step_plan import StepPlan
+from lorafleet.workers.device.unread_inputs import UnreadInputs
 from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.schedule.sequence import Chunk, Sequence
+from lorafleet.workers.speculation.drafter import DeviceDrafts
 from lorafleet.workers.step.runner import ChosenStep, LaunchedStep, ModelRunner, Sampled
 from lorafleet.workers.structured.decoding import Fault, StructuredDecoding
 
@@ -29,6 +35,8 @@ class PlannedStep:
 
     chunks: list[Chunk]
     plan: StepPlan | None  # None if there are no chunks.
+    unread: UnreadInputs | None = None  # What the plan lacks.
+    drafts: DeviceDrafts | None = None  # Drafts that the host does not know.
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +45,8 @@ class CollectedStep:
 
     chunks: list[Chunk]
     ends: list[int]  # Number of computed tokens of each chunk's sequence after the step.
-    sampled: list[Sampled]  # The result of each chunk.
+    plain: list[int]  # The token of each of the first chunks, whose sequences want nothing else.
+    sampled: list[Sampled]  # The result of each of the other chunks.
     late: Many[Sequence]  # Sequences that got no token, since their masks were late.
     shape: StepShape
     began_s: float  # Start of the step by time.perf_counter().
@@ -48,10 +57,18 @@ class _StepInFlight:
     """A step that has been launched and not collected."""
 
     launched: LaunchedStep
-    ends: list[int]  # As in CollectedStep.
+    ends: list[int]  # As in CollectedStep. Accepted drafts of the step before count once that one is collected.
     began_s: float
     masks_are_requested: bool
     chosen: ChosenStep | None  # None until choose(), if the choice waits for masks.
+
+    def go_on_behind(self, chunks: Many[Chunk], sampled: Many[Sampled]) -> None:
+        """Takes in what the step before has accepted: the last of its chunks, and the result of each."""
+        accepted = {
+            chunk.sequence: len(own.tokens) - 1 for chunk, own in zip(chunks, sampled, strict=True) if own.tokens
+        }
+        places = zip(self.launched.chunks, self.ends, strict=True)
+        self.ends = [end + accepted.get(chunk.sequence, 0) for chunk, end in places]
 
 
 class StepPipeline:
@@ -77,15 +94,25 @@ class StepPipeline:
         """The chunks of the step in flight."""
         return [] if self._in_flight is None else self._in_flight.launched.chunks
 
-    def plan(self, chunks: list[Chunk]) -> PlannedStep:
-        """Plans a step of these chunks. The tokens of the one in flight need not be chosen yet."""
+    @property
+    def verification(self) -> DraftVerification | None:
+        """The verification of the step in flight, if it has drafts and its tokens are chosen."""
+        step = self._in_flight
+        return None if step is None or step.chosen is None else step.chosen.verification
+
+    def plan(self, chunks: list[Chunk], drafts: DeviceDrafts | None = None) -> PlannedStep:
+        """Plans a step of these chunks. The tokens of the one in flight need not be chosen yet, unless it has drafts.
+
+        Args:
+            drafts: Those of the chunks that the host does not know.
+        """
         if not chunks:
             return PlannedStep(chunks, None)
         before = None if self._in_flight is None else self._in_flight.launched
         plan = self._runner.plan(chunks, before)
         if self._in_flight is not None and self._in_flight.chosen is None:
             self._runner.prepare(plan)  # so that less is left to do once the masks have arrived
-        return PlannedStep(chunks, plan)
+        return PlannedStep(chunks, plan, self._runner.find_unread(chunks, self.verification, drafts), drafts)
 
     def choose(self) -> list[Fault]:
         """Queues the choice of the tokens in flight if it waits for masks. Returns the sequences that cannot go on."""
@@ -111,9 +138,12 @@ class StepPipeline:
             self._start_masks([chunk for chunk in planned.chunks if chunk.samples])
         if planned.plan is None:
             return []
-        launched = self._runner.launch(planned.chunks, planned.plan)
+        launched = self._runner.launch(planned.chunks, planned.plan, planned.unread)
         chosen = None if launched.needs_masks else self._runner.choose(launched)
         self._scheduler.launched(planned.chunks)
+        if launched.has_drafts:
+            for chunk in planned.chunks:
+                chunk.sequence.num_unverified += len(chunk.drafts)
         ends = [chunk.sequence.num_computed for chunk in planned.chunks]
         self._next = _StepInFlight(launched, ends, began_s, masks_are_requested=not runs_ahead, chosen=chosen)
         return launched.faults
@@ -125,10 +155,11 @@ class StepPipeline:
         if step is None:
             return None
         assert step.chosen is not None, "choose() comes before collect()"
-        launched = step.launched
-        return CollectedStep(
-            launched.chunks, step.ends, step.chosen.collect(), step.chosen.late, launched.shape, step.began_s
-        )
+        launched, late = step.launched, step.chosen.late
+        plain, sampled = step.chosen.collect()
+        if step.chosen.verification is not None and self._in_flight is not None:
+            self._in_flight.go_on_behind(launched.chunks[len(plain) :], sampled)
+        return CollectedStep(launched.chunks, step.ends, plain, sampled, late, launched.shape, step.began_s)
 
     def request_masks(self) -> None:
         """Requests the masks of the step in flight, unless they were requested before its launch.
@@ -153,4 +184,4 @@ class StepPipeline:
         assert before is None or before.chosen is not None, "choose() comes before the next launch"
         late = set(before.chosen.late) if before is not None and before.chosen is not None else ()
         chunks = [c for c in planned.chunks if not c.sequence.ended and c.sequence not in late]
-        return planned if len(chunks) == len(planned.chunks) else self.plan(chunks)
+        return planned if len(chunks) == len(planned.chunks) else self.plan(chunks, planned.drafts)

@@ -27,6 +27,7 @@ from lorafleet.workers.device.sampler import greedy_of_ranks
 from lorafleet.workers.device.state_cache import StateCache, StepStates
 from lorafleet.workers.device.step_inputs import InputTensors, StepInputs
 from lorafleet.workers.device.step_plan import StepPlan
+from lorafleet.workers.device.unread_inputs import UnreadInputs
 from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.models.slot_heads import OwnLogits, SlotHeads
 from lorafleet.workers.slots.model_manager import LoRAModelManager
@@ -92,12 +93,23 @@ class StepRunner:
         self._prepared: tuple[StepPlan, DecodeGraph] | None = None  # a step that prepare() has filled the graph for
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, score: Callable[[int, Tensor], None] = lambda _span, _logits_TV: None) -> StepLogits:
-        """Queues the step, with the copies of states before and after it, and waits for nothing.
+    def run(
+        self,
+        plan: StepPlan,
+        score: Callable[[int, Tensor], None] = lambda _span, _logits_TV: None,
+        unread: UnreadInputs | None = None,
+    ) -> StepLogits:
+        """Queues the step, with the copies of states before and after it. Waits for nothing if a captured graph runs
+        it, or if the plan lacks nothing.
 
         `score` takes the logits [count, V] of each span of plan.prompts as soon as they are queued. They are not
         stored, since all spans together may be larger than the memory.
+
+        Args:
+            unread: What the plan lacks, if it lacks something.
         """
+        if unread is not None and not self._fill_unread(plan, unread):
+            plan = unread.with_known(plan, self.inputs.first_known, self._block_size)
         if self.states is not None:
             self.states.copy(plan.resumed_states)
         logits = self._run(plan, score)
@@ -133,12 +145,21 @@ class StepRunner:
     def prepare(self, plan: StepPlan) -> None:
         """Queues what a step of decodes reads besides the last step's tokens, if a captured graph fits. run() then only
         launches the graph. The tokens of the step before need not be chosen yet."""
+        self._fill(plan, None)
+
+    def _fill_unread(self, plan: StepPlan, unread: UnreadInputs) -> bool:
+        """Fills a captured graph for a step whose plan lacks something. Returns False if no graph can run it."""
+        self._fill(plan, unread)
+        return self._prepared is not None
+
+    def _fill(self, plan: StepPlan, unread: UnreadInputs | None) -> None:
         self._prepared = None
         if self.decode_graphs is None or not plan.has_decodes_only:
             return
-        graph = self.decode_graphs.find(plan.row_slots, plan.attention.context_lens)
+        may_shorten = unread is not None and unread.short_B is not None
+        graph = self.decode_graphs.find(plan.row_slots, plan.attention.context_lens, may_shorten=may_shorten)
         if graph is not None:
-            self.decode_graphs.fill(graph, plan)
+            self.decode_graphs.fill(graph, plan, unread)
             self._prepared = plan, graph
 
     def _sampled(
@@ -210,7 +231,13 @@ class StepRunner:
         return self.decode_graphs.replay(graph, plan.num_tokens)
 
     def _forward_tokens(self, plan: StepPlan) -> Tensor:
-        return torch.cat([self._forward(token) for token in single_tokens(plan, self.inputs.first_known)])
+        hidden_TD = torch.cat([self._forward(token) for token in single_tokens(plan, self.inputs.first_known)])
+        self.inputs.upload(plan.fields_FT, plan.num_tokens)  # The step's drafts are compared with what it draws.
+        return hidden_TD
+
+    @property
+    def _block_size(self) -> int:
+        return self.caches[0].k_NPGD.shape[1]
 
     def _forward(self, plan: StepPlan) -> Tensor:
         """Returns the hidden states [T, D] of all tokens."""
@@ -257,7 +284,8 @@ class StepRunner:
         waits for a compiler. The tokens are padding, and the adapters are empty slots."""
         assert self._slots is not None
         steps = WARM_UP_WITHOUT_GRAPHS if self._prefill_graphs is None else WARM_UP_BEYOND_GRAPHS
-        for count, usual_tokens in (*steps, *self._warm_up_of_mixtures()):
+        in_graphs = 0 if self._prefill_graphs is None else MOST_TOKENS
+        for count, usual_tokens in (*steps, *_warm_up_of_mixtures(self.model, in_graphs)):
             if count > most_tokens:
                 continue
             tile_tokens = TILE_TOKENS if self._has_fixed_tiles else usual_tokens
@@ -268,38 +296,38 @@ class StepRunner:
                 self._run_model(inputs, lora, states)
         if self.states is not None and self.states.draft_slots:  # the kernels that keep states behind drafts
             self._run_model(self._padding(2), None, self.states.of_padding([2], has_drafts=True))
-        self._warm_up_kronecker()
+        _warm_up_kronecker(self.model, self._slots)
         torch.cuda.synchronize(self.device)
 
     def _padding(self, count: int) -> InputTensors:
         """Plans a step of so many tokens that no sequence has, and returns its inputs."""
-        block_size = self.caches[0].k_NPGD.shape[1]
         self.inputs.fill_with_padding(count)
-        self._attention.plan(AttentionBatch([count], [count], [[0] * -(-count // block_size)]))
+        self._attention.plan(AttentionBatch([count], [count], [[0] * -(-count // self._block_size)]))
         self.inputs.mark_copied()
         return self.inputs.tensors(count)
 
-    def _warm_up_of_mixtures(self) -> list[tuple[int, int]]:
-        """Returns a step for each variant of a mixture's kernels that no graph has compiled."""
-        from lorafleet.kernels.moe.moe_triton import first_tokens  # triton is optional on a CPU
 
-        in_graphs = 0 if self._prefill_graphs is None else MOST_TOKENS
-        mixtures = [mixture for _, mixture in self.model.mixtures()]
-        experts = {(own.experts.count, own.experts.rule.per_token, own.are_tiled) for own in mixtures}
-        counts = sorted({count for sizes in experts for count in first_tokens(*sizes) if count > in_graphs})
-        return [(count, prompt_tile_tokens(count)) for count in counts]
+def _warm_up_of_mixtures(model: EngineModel, in_graphs: int) -> list[tuple[int, int]]:
+    """Returns a step for each variant of a mixture's kernels that no graph has compiled. The graphs have up to
+    `in_graphs` tokens."""
+    from lorafleet.kernels.moe.moe_triton import first_tokens  # triton is optional on a CPU
 
-    def _warm_up_kronecker(self) -> None:
-        """Launches the one kernel that no such step has launched. It is the same for all linears."""
-        assert self._slots is not None
-        from lorafleet.kernels.extras.kronecker_triton import apply_kronecker_triton  # triton is optional on a CPU
+    mixtures = [mixture for _, mixture in model.mixtures()]
+    experts = {(own.experts.count, own.experts.rule.per_token, own.are_tiled) for own in mixtures}
+    counts = sorted({count for sizes in experts for count in first_tokens(*sizes) if count > in_graphs})
+    return [(count, prompt_tile_tokens(count)) for count in counts]
 
-        lora = LoRABatch.build([0], self._slots.tables)
-        (_, linear), *_ = self.model.packed_linears()
-        assert lora is not None and linear.lora is not None
-        dtype = self.model.embed_tokens.weight.dtype
-        x_TD = torch.zeros(1, linear.in_features, dtype=dtype, device=self.device)
-        apply_kronecker_triton(x_TD, x_TD.new_zeros(1, sum(linear.out_features)), linear.lora, lora)
+
+def _warm_up_kronecker(model: EngineModel, slots: LoRAModelManager) -> None:
+    """Launches the one kernel that no step of a warm-up has launched. It is the same for all linears."""
+    from lorafleet.kernels.extras.kronecker_triton import apply_kronecker_triton  # triton is optional on a CPU
+
+    lora = LoRABatch.build([0], slots.tables)
+    (_, linear), *_ = model.packed_linears()
+    assert lora is not None and linear.lora is not None
+    weight = model.embed_tokens.weight
+    x_TD = torch.zeros(1, linear.in_features, dtype=weight.dtype, device=weight.device)
+    apply_kronecker_triton(x_TD, x_TD.new_zeros(1, sum(linear.out_features)), linear.lora, lora)
 
 
 def _rank_class(rank: int) -> int:

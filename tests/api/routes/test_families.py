@@ -15,8 +15,8 @@ KINDS = ("all", "rslora", "regex")
 EXPERT_KINDS = ("layered", "router", "down")
 
 
-# tests/cluster/serve/test_http.py has llama3, and test_adapter_kinds.py has qwen2. The others differ within the engine
-# alone, where test_matches_transformers.py has them all.
+# tests/api/answer/test_whole_api.py has llama3, and test_adapter_kinds.py has qwen2. The others differ within the
+# engine alone, where test_matches_transformers.py has them all.
 @pytest.mark.parametrize("family", ["gemma3", "mixtral"])
 async def test_a_burst_equals_transformers_and_peft(fleet, prompt, tmp_path, family):
     made = fleet(family)
@@ -26,6 +26,7 @@ async def test_a_burst_equals_transformers_and_peft(fleet, prompt, tmp_path, fam
     with real_server.running(tmp_path, made.base, adapters, {}, **engine) as server:
         answers = await greedy_answers(server.url, jobs, base=BASE)
     for (ids, kind), answer in zip(jobs, answers, strict=True):
-        expected = made.reference.greedy(ids, 10, made.adapters.get(kind))
-        assert answer.choices[0].model_extra["token_ids"] == expected.tokens, kind
+        tokens = answer.choices[0].model_extra["token_ids"]
+        expected = made.reference.greedy_along(ids, tokens, made.adapters.get(kind))
+        assert len(tokens) == 10 and tokens == expected.tokens, kind
         assert answer.choices[0].logprobs.token_logprobs == pytest.approx(expected.logprobs, abs=1e-3)

@@ -19,6 +19,7 @@ from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, Share
 from lorafleet.cluster.catalogue.catalogue_store import Store
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.catalogue.s3_store import S3Store
+from lorafleet.cluster.catalogue.steady_clock import SteadyClock
 from lorafleet.cluster.catalogue.stored_files import StoredFiles
 from lorafleet.cluster.directory.directory import AdapterDirectory
 from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
@@ -273,6 +274,29 @@ async def test_files_stay_while_another_server_is_about_to_register_them(
         assert await StoredFiles(one.directory.catalogue).delete_unless_named(digest)
         with pytest.raises(AdapterMissing):
             await two.admin.push(RegisterAdapter("yours", digest, PushTerms("here")))
+
+
+@pytest.mark.parametrize("whose", ["of the one that deletes", "of the one that registers"])
+async def test_files_that_are_about_to_be_registered_outlive_a_jump_of_the_clock(
+    stores: Callable[[], tuple[Faults, Store]], make: Make, whose: str
+) -> None:
+    _, store = stores()
+    digest = folder_digest(Path(make("x")))
+    jump_s = 0.0
+    jumping, right = SteadyClock(lambda: 1e9 + jump_s, lambda: 50.0), SteadyClock(lambda: 1e9, lambda: 50.0)
+    clocks = (jumping, right) if whose == "of the one that deletes" else (right, jumping)
+    async with serving(store, make) as one, serving(store, make) as two:
+        store.put_files(digest, Path(make("x")))
+        deleting, registering = (
+            StoredFiles(server.directory.catalogue, clock) for server, clock in zip((one, two), clocks, strict=True)
+        )
+        await deleting.collect()
+        jump_s = 2 * stored_files_module.LOCK_S if clocks[0] is jumping else -2 * stored_files_module.LOCK_S
+        async with registering.in_use(digest) as lock:
+            await deleting.collect()
+            assert not await deleting.delete_unless_named(digest)
+            lock.check()
+        assert store.has_files(digest)
 
 
 async def test_files_without_a_name_are_collected_when_they_are_old_and_no_others(

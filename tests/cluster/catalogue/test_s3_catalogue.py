@@ -26,6 +26,7 @@ from lorafleet.cluster.cli.cli import app
 from s3_server import BUCKET, KEY, SECRET, RadosGateway, write_credentials
 from tests.cluster.harness import running_server
 
+pytestmark = pytest.mark.xdist_group("own_server")
 ADMIN_KEY = "the admin key"
 CATALOGUE = f"s3://{BUCKET}/catalogue"
 PROMPT = [40, 41, 42, 43, 44, 45]

@@ -31,7 +31,10 @@ from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.messages import EngineStats
 from tests.cluster.rays_turn import rays_turn
 
-pytestmark = pytest.mark.usefixtures("_cluster")
+pytestmark = [
+    pytest.mark.xdist_group("own_server"),
+    pytest.mark.usefixtures("_cluster"),
+]
 NUM_REPLICAS = 8
 PATIENCE_S = 60.0
 

@@ -91,6 +91,15 @@ def test_what_changes_while_routers_are_told_comes_with_the_next_telling() -> No
     assert (residency.changes.has_unpublished, residency.changes.is_urgent) == (True, False), "how busy it is can wait"
 
 
+def test_routers_learn_how_many_adapters_fit_into_a_replicas_memory() -> None:
+    residency = Residency("e")
+    for replica_id, cpu_loras in (("r1", 2), ("r2", 3)):
+        tiers: dict[str, Tier | None] = {f"{replica_id} a": "cpu", f"{replica_id} b": "cpu"}
+        residency.accept(Report(replica_id, 1, True, tiers, LOAD, cpu_loras=cpu_loras))
+    chooser = Router(residency, "r1", "r2").poll().view.chooser
+    assert {chooser.rank(f"new {number}")[0] for number in range(20)} == {"r2"}
+
+
 def test_a_repeated_or_late_report_changes_nothing() -> None:
     residency = Residency("e")
     residency.accept(full("a", 1, {"x": "gpu"}))
@@ -172,7 +181,7 @@ def test_what_changes_again_and_again_is_remembered_once(monkeypatch: pytest.Mon
         abreast.poll()
     routes = residency.since("e", router.view.version)
     assert (routes.full, routes.tiers) == (False, [("a", "y", "gpu")])
-    assert routes.loads == {"a": ReplicaLoad(num_running=99)}
+    assert routes.loads == {"a": ReplicaLoad(num_running=99, cpu_loras=0)}
     assert residency.since("e", abreast.view.version).loads == {}
 
 
@@ -340,7 +349,7 @@ def test_what_waits_for_the_disk_is_reported_when_it_changes_and_told_in_bytes()
     for report, reading_bytes in ((first, 35), (second, 5)):
         residency.accept(report)
         router.poll()
-        assert residency.loads["a"] == msgspec.structs.replace(LOAD, reading_bytes=reading_bytes)
+        assert residency.loads["a"] == msgspec.structs.replace(LOAD, reading_bytes=reading_bytes, cpu_loras=8)
 
 
 def test_the_engines_stats_become_tiers_and_a_load() -> None:

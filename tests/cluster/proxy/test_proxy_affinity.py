@@ -22,6 +22,7 @@ from tests.cluster.answers import check_body_limit, logprobs
 from tests.cluster.harness import RunningServer, serving
 from tests.cluster.sockets import reachable_from_elsewhere
 
+pytestmark = pytest.mark.xdist_group("own_server")
 NAMES = [f"t{i}" for i in range(8)]
 
 

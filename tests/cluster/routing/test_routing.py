@@ -84,6 +84,22 @@ def test_an_adapter_that_nobody_holds_is_read_where_the_fewest_are_held() -> Non
     assert {made.rank(name)[0] for name in names} == {"a"}
 
 
+def test_an_adapter_that_nobody_holds_is_read_where_there_is_room_even_if_others_read_sooner() -> None:
+    made = chooser("abc", {"b": ReplicaLoad(free_slots=4, reading_bytes=500_000_000, cpu_loras=4)})
+    for replica_id in "ac":
+        made.set_load(replica_id, ReplicaLoad(free_slots=4, cpu_loras=3))
+    for replica_id in "abc":
+        for number in range(3):
+            made.set_tier(replica_id, f"{replica_id}{number}", "cpu")
+    assert made.rank("new")[0] == "b"
+    made.sent("new", "b", 10)
+    assert made.rank("other")[0] != "b", "what is being read there takes the room"
+    made.set_load("b", ReplicaLoad(free_slots=4, reading_bytes=500_000_000, cpu_loras=4))
+    assert made.rank("other")[0] == "b"
+    made.set_tier("b", "new", "coming")
+    assert made.rank("other")[0] != "b", "without room anywhere, the disk decides"
+
+
 def test_what_a_forgotten_replica_held_does_not_count_when_it_comes_back() -> None:
     made = chooser("ab", b=("sql", "cpu"))
     made.set_replicas("a")

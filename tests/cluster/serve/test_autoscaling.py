@@ -14,6 +14,8 @@ from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.messages import EngineStats
 from tests.cluster.harness import START_S, RunningServer, serving
 
+pytestmark = pytest.mark.xdist_group("own_server")
+
 
 def test_a_replica_is_as_busy_as_the_fullest_of_what_it_can_run_out_of() -> None:
     by_sequences = EngineStats(num_running=60, num_waiting=4, running_tokens=1000, waiting_tokens=100)

@@ -20,6 +20,7 @@ from tests.cluster.harness import running_server
 from tiny_models import ALL_TARGETS, tokenizer
 
 pytestmark = [
+    pytest.mark.xdist_group("own_server"),
     pytest.mark.gpu,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),

@@ -5,9 +5,10 @@ from contextlib import nullcontext
 import pytest
 import ray
 
+from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.proxy.tls import TLSFiles
 from lorafleet.cluster.serve import local, ray_agents
-from lorafleet.cluster.serve.local import RAY_STARTS, Listener, start_ray
+from lorafleet.cluster.serve.local import RAY_STARTS, Listener, ray_cpus, start_ray
 from lorafleet.protocol.errors import ConfigError
 
 FILES = TLSFiles("/tls/cert.pem", "/tls/key.pem")
@@ -43,6 +44,14 @@ def test_the_url_that_is_shown_can_be_reached_from_this_machine(host: str, tls: 
 
 
 LATE = "The current node timed out during startup. This could happen because"
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(128, 14), (8, 8), (1, 2)])
+def test_ray_starts_a_process_ahead_for_each_of_the_servers_and_not_for_each_core(
+    monkeypatch: pytest.MonkeyPatch, cores: int, expected: int
+) -> None:
+    monkeypatch.setattr(local.os, "cpu_count", lambda: cores)
+    assert ray_cpus(AppArgs(model="m", num_replicas=4)) == expected
 
 
 @pytest.mark.parametrize(

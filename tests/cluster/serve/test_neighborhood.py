@@ -15,7 +15,10 @@ from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
 from tests.cluster.harness import START_S
 from tests.cluster.nodes import Nodes, running_nodes
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [
+    pytest.mark.xdist_group("own_server"),
+    pytest.mark.timeout(900),
+]
 WEIGHTS = "adapter_model.safetensors"
 
 

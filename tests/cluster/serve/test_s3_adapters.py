@@ -16,6 +16,8 @@ from lorafleet.resolvers.cache import AdapterCache
 from s3_server import BUCKET, KEY, SECRET, RadosGateway
 from tests.cluster.harness import running_server
 
+pytestmark = pytest.mark.xdist_group("own_server")
+
 
 def metrics_of(url: str) -> dict[tuple[str, str], float]:
     """By name and outcome."""

@@ -48,6 +48,15 @@ def test_adapters_answer_differently_from_the_base(client: httpx.Client) -> None
     assert logprobs(client, "base") != logprobs(client, "ref0")
 
 
+def test_health_version_and_metrics(client: httpx.Client) -> None:
+    assert client.get("/health").status_code == 200
+    assert client.get("/version").json()["version"]
+    assert logprobs(client, "base")
+    text = client.get("/metrics").text
+    assert "vllm:num_requests_running{" in text and "lorafleet_scrape_complete 1" in text
+    assert "\nlorafleet_directory_adapters " in text
+
+
 def test_an_unknown_model_is_a_404(client: httpx.Client) -> None:
     response = answer(client, "nobody")
     assert (response.status_code, response.json()["error"]["param"]) == (404, "model")

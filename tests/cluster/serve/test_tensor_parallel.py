@@ -1,6 +1,6 @@
 """A replica of two ranks with adapters fully sharded, and what becomes of a lost rank.
 
-tests/workers/tp has adapters divided as the base model is, test_http.py the whole API.
+tests/workers/tp has adapters divided as the base model is, tests/api/answer/test_whole_api.py the whole API.
 """
 
 from __future__ import annotations

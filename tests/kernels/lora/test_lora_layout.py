@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -16,23 +18,20 @@ from tests.kernels.lora_ranks import FakeRank, Kind, joined, on_fake_ranks, own_
 
 FORMS = {"stacked": _apply_stacked, "grouped": _apply_grouped, "entry": apply_lora}
 LINEARS: list[tuple[Kind, tuple[int, ...]]] = [("column", (40, 8, 8)), ("row", (34,)), ("row", (5,))]
+DIVISIONS = list(product((torch.float32, FP8), LINEARS, (2, 4), (False, True)))
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("fully_sharded", [False, True])
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(("kind", "out_features"), LINEARS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, FP8], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "linear", "size", "fully_sharded", "form"),
+    # The forms take turns, so that each meets every dtype, linear, size and division.
+    [(*division, tuple(FORMS)[index % len(FORMS)]) for index, division in enumerate(DIVISIONS)],
+    ids=str,
+)
 def test_ranks_together_equal_one(
-    dtype: torch.dtype,
-    kind: Kind,
-    out_features: tuple[int, ...],
-    size: int,
-    fully_sharded: bool,
-    mix: str,
-    form: str,
+    dtype: torch.dtype, linear: tuple[Kind, tuple[int, ...]], size: int, fully_sharded: bool, form: str, mix: str
 ) -> None:
+    kind, out_features = linear
     whole = make_packed(37, out_features, dtype=dtype)
     slots = slots_of_tokens(mix, 29, len(RANKS_OF_SLOTS))
     x, y = make_inputs(whole, len(slots), dtype=torch.float32)

@@ -131,6 +131,18 @@ def test_own_kernels_leave_sms_within_the_block_alone_and_in_its_thread() -> Non
     assert kernels.programs_for(shape, 10_000) == 264
 
 
+def test_a_block_inside_another_gives_cublas_the_outer_limit_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets: list[int] = []
+    monkeypatch.setattr(gemm_sms, "_cublas", lambda: ctypes.CDLL(None))
+    monkeypatch.setattr(gemm_sms, "_set_target", lambda _, num_sms: targets.append(num_sms))
+    with gemms_limited_to(112):
+        with gemms_limited_to(16), gemms_limited_to(None):
+            pass
+        with pytest.raises(KeyError), gemms_limited_to(96):
+            raise KeyError
+    assert targets == [112, 16, 112, 96, 112, gemm_sms.ALL_SMS]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch has a cuBLAS to limit")
 def test_without_cublas_gemms_run_unlimited_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     gemm_sms._cublas.cache_clear()
@@ -189,15 +201,23 @@ class TestOnGPU:
         assert torch.equal(F.linear(x, weight), unlimited), "a GEMM without adapters is limited too"
 
     def test_cublas_is_limited_within_the_block_alone(self) -> None:
+        torch.zeros(1, device="cuda")  # cuBLAS needs a context
         assert _target() == 0
         with gemms_limited_to(88):
             assert _target() == 88
         assert _target() == 0
+        with gemms_limited_to(96), gemms_limited_to(64):
+            assert _target() == 64
+        with gemms_limited_to(96):
+            with gemms_limited_to(64):
+                pass
+            assert _target() == 96
         with pytest.raises(KeyError), gemms_limited_to(96):
             raise KeyError
         assert _target() == 0
 
     def test_a_number_of_sms_that_cublas_does_not_take_is_an_error(self) -> None:
+        torch.zeros(1, device="cuda")  # cuBLAS needs a context
         with pytest.raises(RuntimeError, match="tune_sm_split"), gemms_limited_to(-1):
             pass
 

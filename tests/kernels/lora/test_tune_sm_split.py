@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lorafleet.kernels.lora.sm_split import UNSPLIT, SMSplit, StepClass
-from lorafleet.kernels.lora.tune_sm_split import ALL_CASES, CASES, Measured, SplitCase, candidates
+from lorafleet.kernels.lora.tune_sm_split import ALL_CASES, CASES, Measured, SplitCase, candidates, require_gemms
 
 STEP = StepClass(64, "many", wide=False)
 
@@ -45,3 +45,9 @@ def test_a_split_is_chosen_only_if_it_wins_more_than_the_noise() -> None:
     split = SMSplit(88, "gemm")
     assert Measured(STEP, 5.0, {}, {UNSPLIT: 7.0, split: 6.99}).best == UNSPLIT
     assert Measured(STEP, 5.0, {}, {UNSPLIT: 7.0, split: 6.9, SMSplit(96, "gemm"): 6.95}).best == split
+
+
+def test_a_base_whose_steps_are_never_split_is_refused_with_what_it_needs() -> None:
+    with pytest.raises(ValueError, match=r"--base fp8: .* compute capability 9\.0"):
+        require_gemms(None, "fp8")
+    assert require_gemms("e4m3", "fp8") == "e4m3"

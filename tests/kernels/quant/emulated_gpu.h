@@ -42,6 +42,9 @@ inline ucontext_t host;
 inline std::vector<Thread*> ready, watching;  // those that can go on, and those that wait for memory to change
 inline unsigned order;
 inline int running;  // threads that have not ended
+inline long watches;  // how often a loop has waited for memory, in one launch
+inline bool is_stuck;
+constexpr long MOST_WATCHES = 1'000'000;
 #define threadIdx (current->thread)
 #define blockIdx (current->block)
 
@@ -53,7 +56,8 @@ inline void look_again() {
 inline void give_way() {
   Thread* self = current;
   if (ready.empty()) look_again();
-  if (ready.empty()) abort();  // all wait for each other
+  is_stuck = ready.empty();  // all wait for each other
+  if (is_stuck) setcontext(&host);
   order = order * 1664525 + 1013904223;
   std::swap(ready[(order >> 8) % ready.size()], ready.back());
   current = ready.back();
@@ -62,6 +66,8 @@ inline void give_way() {
 }
 // For loops that wait until memory has a value.
 inline void watch() {
+  is_stuck = ++watches > MOST_WATCHES;  // what they wait for does not come
+  if (is_stuck) setcontext(&host);
   watching.push_back(current);
   give_way();
 }
@@ -268,7 +274,8 @@ template <int LEFT, int NT> void wait_wgmma(float (&)[NT][4]) {
 
 constexpr size_t STACK_BYTES = 128 << 10;  // of a thread; the system gives only what is touched
 
-template <class Arguments> void launch(void (*kernel)(Arguments), int num_programs, int num_threads, const Arguments* arguments) {
+// Returns false where threads wait for ever.
+template <class Arguments> bool launch(void (*kernel)(Arguments), int num_programs, int num_threads, const Arguments* arguments) {
   static std::function<void()> run;
   static void (*const begin)() = [] { run(); };
   run = [=] {
@@ -294,9 +301,12 @@ template <class Arguments> void launch(void (*kernel)(Arguments), int num_progra
     ready.push_back(&thread);
   }
   running = threads.size();
+  watches = 0;
   current = ready.back();
   ready.pop_back();
   swapcontext(&host, &current->context);
+  if (is_stuck) ready.clear(), watching.clear();
+  return !is_stuck;
 }
 
 #ifdef OPERANDS_SOURCE
@@ -314,16 +324,16 @@ template <int TEAM> void wait_team(int team) {
 #include OPERANDS_SOURCE
 #include FEW_TOKENS_SOURCE
 
-extern "C" void emulate(int kernel, int programs, const FewTokens* arguments) {
+extern "C" bool emulate(int kernel, int programs, const FewTokens* arguments) {
   using Kernel = void (*)(FewTokens);
   const Kernel kernels[] = {inner_one, inner, outer_one, outer};
-  launch<FewTokens>(kernels[kernel], programs, THREADS, arguments);
+  return launch<FewTokens>(kernels[kernel], programs, THREADS, arguments);
 }
 #else
 #include FOUR_BIT_SOURCE
 #include WIDE_SOURCE
 
-extern "C" void emulate(int kernel, int programs, const Linear* arguments) {
+extern "C" bool emulate(int kernel, int programs, const Linear* arguments) {
   using Kernel = void (*)(Linear);
 #if EXPERTS
   const Kernel few_of_32 = nullptr, many_of_32 = nullptr, many_of_64 = nullptr;
@@ -337,6 +347,6 @@ extern "C" void emulate(int kernel, int programs, const Linear* arguments) {
 #endif
   const Kernel kernels[] = {few_8, few_16, wide_32, wide_64, wide_128, few_of_32, many_of_32, many_of_64, dequantize};
   const int warps[] = {FEW_8_WARPS, FEW_16_WARPS, 12, 12, 12, FEW_32_WARPS, MANY_WARPS, MANY_WARPS, 8};  // as KERNEL_SHAPES
-  launch<Linear>(kernels[kernel], programs, warps[kernel] * 32, arguments);
+  return launch<Linear>(kernels[kernel], programs, warps[kernel] * 32, arguments);
 }
 #endif

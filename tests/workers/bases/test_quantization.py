@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +21,11 @@ from lorafleet.offline.llm import LLM, SamplingParams
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
 from lorafleet.workers.bases.checkpoint import read_model_config
 from lorafleet.workers.bases.quantization import Quantization, resolved
-from lorafleet.workers.bases.weights import held_tensors
+from lorafleet.workers.bases.stored_tensors import Stored, StoredTensors
+from lorafleet.workers.bases.weights import held_tensors, load_weights
+from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.slots.base_weights import FileWeights, ModelWeights
+from lorafleet.workers.tp.group import TPGroup
 from quantized_answers import assert_answers_as, served
 from quantized_models import (
     ROUNDED,
@@ -57,6 +63,54 @@ def test_a_checkpoint_of_bitsandbytes_is_served_with_its_values(tmp_path, model,
     llm = served(quantized)
     assert all(w.packed_OH.dtype == torch.uint8 for w in weights(llm))
     assert_answers_as(llm, values, prompt)
+
+
+def test_a_rank_reads_only_its_rows_of_bitsandbytes_codes(tmp_path, model, monkeypatch) -> None:
+    pytest.importorskip("bitsandbytes")
+    quantized, _ = bitsandbytes_checkpoint(model, tmp_path / "quantized")
+    read: Counter[str] = Counter()
+    stored = StoredTensors.stored
+
+    class Counted:
+        def __init__(self, tensor: Stored, name: str) -> None:
+            self.tensor, self.name = tensor, name
+
+        def get_shape(self) -> list[int]:
+            return self.tensor.get_shape()
+
+        def __getitem__(self, place: Any) -> torch.Tensor:
+            found = self.tensor[place]
+            read[self.name] += found.numel()
+            return found
+
+    monkeypatch.setattr(StoredTensors, "stored", lambda self, name: Counted(stored(self, name), name))
+    loaded_rank(quantized, 1, 2)
+    tensors = load_file(quantized / "model.safetensors")
+    for module in ("self_attn.q_proj", "mlp.up_proj"):  # divided by rows
+        name = f"model.layers.0.{module}.weight"
+        assert read[name] <= tensors[name].numel() // 2 + 8, name  # and some numbers of its head
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("is_row", [False, True])
+def test_codes_of_bitsandbytes_may_be_stored_as_any_dtype(tmp_path, model, storage, is_row) -> None:
+    pytest.importorskip("bitsandbytes")
+    quantized, _ = bitsandbytes_checkpoint(model, tmp_path / "quantized")
+    tensors = load_file(quantized / "model.safetensors")
+    wanted = held_tensors(loaded_rank(quantized, 1, 2))
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        column = tensors[name].flatten().view(storage)[:, None]
+        tensors[name] = column.T.contiguous() if is_row else column
+    save_file(tensors, quantized / "model.safetensors")
+    held = held_tensors(loaded_rank(quantized, 1, 2))
+    assert all(torch.equal(held[name](), wanted[name]()) for name in wanted)
+
+
+def loaded_rank(folder: Path, rank: int, size: int) -> DecoderModel:
+    engine = DecoderModel(read_model_config(folder), TPGroup(rank, size), torch.float32, torch.device("cpu"))
+    with torch.inference_mode():
+        load_weights(engine, folder)
+    return engine
 
 
 @pytest.mark.parametrize("skipped", ["layers.1", "q_proj"])
@@ -141,6 +195,16 @@ class TestRefusals:
         assert resolved(stored, None) is resolved(stored, "nf4") is stored
         with pytest.raises(ConfigError, match="already"):
             resolved(stored, "fp8")
+
+    @pytest.mark.parametrize("number", [float("nan"), float("-inf")])
+    def test_plain_weights_without_a_value_are_not_quantized(self, tmp_path, model, number) -> None:
+        folder = Path(shutil.copytree(model, tmp_path / "model"))
+        tensors = load_file(folder / "model.safetensors")
+        name = "model.layers.1.mlp.up_proj.weight"
+        tensors[name][3, 5] = number
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(ConfigError, match=f"{name} contains NaN or an infinite number"):
+            served(folder, quantization="fp8")
 
     @pytest.mark.parametrize("damage", ["state", "blocksize", "absmax", "weight", "lacking"])
     def test_damaged_checkpoints_are_refused_by_the_tensors_name(self, tmp_path, model, damage) -> None:

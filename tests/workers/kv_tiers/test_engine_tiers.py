@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import IA3Config, LoHaConfig, LoKrConfig, VeraConfig
 
 from family_cases import CASES, make_case
 from lorafleet.offline.llm import LLM, LoRARequest, RequestOutput, SamplingParams
@@ -27,7 +28,9 @@ from lorafleet.workers.kv_tiers.disk_blocks import DiskBlocks
 from lorafleet.workers.startup import build_engine
 from ranks import start_llm
 from tests.kernels.harness import needs_gpu
-from tiny_models import make_model
+from tests.workers.test_kinds_over_families import lora as lora_config
+from tests.workers.test_kinds_over_families import save
+from tiny_models import ALL_TARGETS, make_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
 GIB = 2**30
@@ -124,6 +127,38 @@ def test_adapters_get_their_own_blocks_and_nobody_elses(fleet, prompt) -> None:
     adapters = fleet("llama3").adapters
     loras = tuple(LoRARequest(name, i + 1, str(adapters[name])) for i, name in enumerate(list(adapters)[:2]))
     check_bits(start(fleet("llama3").base, enable_lora=True, max_loras=2), prompt, (None, *loras), count=3)
+
+
+@pytest.mark.parametrize(("dtype", "ranks"), [("float32", 1), ("bfloat16", 1), ("float32", 2)])
+def test_blocks_of_adapters_of_every_kind_come_back_from_both_tiers(base, prompt, tmp_path, dtype, ranks) -> None:
+    kinds = {
+        "dora": lora_config(use_dora=True),
+        "pissa": lora_config(init_lora_weights="pissa"),
+        "tokens": lora_config(trainable_token_indices=[7, 11]),
+        "norms": lora_config(modules_to_save=["post_attention_layernorm"]),
+        "loha": LoHaConfig(r=3, alpha=5, target_modules=ALL_TARGETS),
+        "lokr": LoKrConfig(r=2, alpha=3, target_modules=ALL_TARGETS),
+        "ia3": IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        "vera": VeraConfig(r=8, target_modules=ALL_TARGETS),
+    }
+    if ranks > 1:  # which take longer
+        kinds = {kind: kinds[kind] for kind in ("dora", "norms", "loha", "ia3")}
+    paths = {kind: save(tmp_path / kind, base, config) for kind, config in kinds.items()}
+    loras = [None, *(LoRARequest(kind, i + 1, str(path)) for i, (kind, path) in enumerate(paths.items()))]
+    slot_bytes = (12288 if dtype == "float32" else 8192) // (1 if ranks == 1 else 2)
+    options = with_disk({"enable_lora": True, "max_loras": 8}, tmp_path, slot_bytes)
+    llm = start(base, dtype=dtype, **options) if ranks == 1 else start_llm(str(base), ranks, **options)
+    tokens = prompt(201)  # the same for all, so that only the adapters tell their blocks apart
+    first = [answer(llm, tokens, lora) for lora in loras]
+    # The ranks' GPUs hold more.
+    for other in prompts(prompt, 12 if ranks == 1 else 16)[1:]:  # all blocks leave the GPU, and the oldest the host
+        answer(llm, other)
+    second = [answer(llm, tokens, lora) for lora in loras]
+    assert [bits(output) for output in second] == [bits(output) for output in first]
+    assert {output.num_cached_tokens for output in second} == {192}
+    assert len({str(bits(output)) for output in first}) == len(loras)
+    assert stats(llm).hit_tokens_total["disk"] > 0 and not stats(llm).lost_blocks_total
+    llm.close()
 
 
 def test_both_ranks_bring_their_parts(base, prompt, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def serve(files: tuple[Path, list[Path]], jobs: list[Jobs], **options) -> tuple[
 def test_answers_are_those_of_fixed_memory_while_memory_moves(files, prompt, monkeypatch) -> None:
     monkeypatch.setattr(pool_cost, "RECENT_S", 1.0)  # or a fast GPU would go on for a minute until memory returns
     jobs = rounds(prompt)
-    expected, llm = serve(files, jobs)
+    expected, llm = serve(files, jobs, share_lora_memory=False)
     assert llm._engine.loras.filler.pool is None
     fixed = llm._engine.stats()
     del llm

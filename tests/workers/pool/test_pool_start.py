@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
 import pytest
 import torch
 
 from lorafleet.protocol.engine_config import EngineConfig
-from lorafleet.protocol.errors import ConfigError
+from lorafleet.protocol.errors import ConfigError, NothingToShare
 from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.workers import startup
+from lorafleet.workers.attention import select
+from lorafleet.workers.attention.attention_backend import AttentionSpec, LayerAttention
+from lorafleet.workers.pool import pool_start
 from lorafleet.workers.pool.group_layout import PAGE_BYTES
 from lorafleet.workers.pool.pool_shares import PoolBounds, PoolShares
 from lorafleet.workers.pool.pool_start import start_pool
@@ -82,9 +89,61 @@ def test_memory_is_not_shared_silently_where_it_cannot_be(
         start_pool(LoRAConfig(share_lora_memory=True), num_ranks, torch.device(device), block_bytes)
 
 
-@pytest.mark.parametrize("lora", [None, LoRAConfig()])
-def test_shares_are_fixed_unless_memory_is_to_be_shared(lora: LoRAConfig | None) -> None:
+@pytest.mark.parametrize("lora", [None, LoRAConfig(share_lora_memory=False), LoRAConfig(lora_memory_gib=4)])
+def test_shares_are_fixed_without_adapters_and_where_the_user_has_set_them(lora: LoRAConfig | None) -> None:
     assert start_pool(lora, 1, torch.device("cuda:0"), BLOCK_BYTES) is None
+
+
+@pytest.mark.parametrize(("device", "num_ranks"), [("cpu", 1), ("cuda:0", 2)])
+def test_shares_are_fixed_by_default_where_memory_cannot_be_shared(
+    device: str, num_ranks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert start_pool(LoRAConfig(), num_ranks, torch.device(device), BLOCK_BYTES) is None
+    assert "adapters and KV blocks have fixed shares of memory: " in caplog.text
+
+
+def test_memory_is_shared_by_default_unless_something_speaks_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        def has_virtual_memory(self, _: int) -> bool:
+            return True
+
+    monkeypatch.setattr(pool_start, "CudaDriver", Driver)
+    place = 1, torch.device("cuda:0"), BLOCK_BYTES
+    assert start_pool(LoRAConfig(), *place) is not None
+    assert start_pool(LoRAConfig(), *place, "a model drafts") is None
+    assert start_pool(LoRAConfig(share_lora_memory=True, lora_memory_gib=4), *place, "a model drafts") is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "has_fixed_order", "expected"),
+    [("auto", False, True), ("flashinfer", False, True), ("triton", False, False), ("auto", True, False)],
+)
+def test_flashinfer_speaks_against_sharing_only_if_it_would_serve(
+    monkeypatch: pytest.MonkeyPatch, name: str, has_fixed_order: bool, expected: bool
+) -> None:
+    monkeypatch.setattr(select, "_layer_refusal", lambda *_: None)
+    spec = AttentionSpec((LayerAttention(4, 2, 64, 64),), 16, torch.float16, torch.float16, torch.device("cuda:0"))
+    assert select.may_use_flashinfer(spec, name, has_fixed_order=has_fixed_order) is expected
+
+
+def test_an_engine_without_memory_to_share_starts_again_with_fixed_shares(
+    monkeypatch: pytest.MonkeyPatch, fleet
+) -> None:
+    tried: list[bool | None] = []
+
+    def build(config: EngineConfig, *_: object) -> str:
+        assert config.lora is not None
+        tried.append(config.lora.share_lora_memory)
+        if config.lora.share_lora_memory is not False:
+            raise NothingToShare("nothing can be lent")
+        return "rank"
+
+    monkeypatch.setattr(startup, "_build_rank", build)
+    config = EngineConfig(str(fleet("llama3").base), device="cpu", lora=LoRAConfig())
+    assert startup.build_rank(config) == "rank" and tried == [None, False]
+    with pytest.raises(NothingToShare):
+        startup.build_rank(replace(config, lora=LoRAConfig(share_lora_memory=True)))
 
 
 def test_an_engine_on_a_cpu_does_not_start_with_shared_memory(fleet) -> None:

@@ -13,7 +13,7 @@ class Asked:
 
     count = 0
 
-    def choose(self, unfinished: Any, num_sequences: int) -> dict[Any, list[int]]:  # noqa: ARG002  it has none for any
+    def choose(self, unfinished: Any, num_sequences: int, *, is_behind: bool) -> dict[Any, list[int]]:  # noqa: ARG002  it has none for any
         self.count += 1
         return {}
 
@@ -35,6 +35,17 @@ def test_a_waiting_sequence_without_room_is_no_prompt() -> None:
         step(made)
         made.add(sequence("waits", num_prompt))
         assert not computes_prompts(made)
+
+
+def test_a_waiting_sequence_that_would_leave_too_little_for_those_that_run_is_no_prompt() -> None:
+    """There are blocks for its tokens. Once a start was tried, the reason against it is known."""
+    made = scheduler(num_blocks=64)
+    made.add(sequence("a", 16 * 62))
+    step(made)
+    made.add(sequence("waits", 8))
+    assert made.kv.num_free >= made.kv.blocks_for(8) and computes_prompts(made)
+    assert step(made) == {"a": 1}
+    assert not computes_prompts(made)
 
 
 def test_a_waiting_sequence_whose_adapter_is_not_in_a_slot_is_no_prompt() -> None:

@@ -34,12 +34,21 @@ def free_bytes() -> int:
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("is_shared", [False, True], ids=["fixed", "shared"])
 def test_the_memory_is_free_while_the_engine_sleeps_and_answers_stay_the_same(
-    tmp_path: Path, prompt, eager: bool
+    tmp_path: Path, prompt, eager: bool, is_shared: bool
 ) -> None:
     base = make_model(tmp_path / "base", "llama3", dtype="bfloat16", **SHAPE)
     paths = {name: make_adapter(tmp_path / name, base, seed=i, std=0.02, r=8) for i, name in enumerate("ab")}
-    llm = LLM(str(base), enable_lora=True, max_loras=2, max_num_seqs=16, kv_cache_tokens=131072, enforce_eager=eager)
+    llm = LLM(
+        str(base),
+        enable_lora=True,
+        max_loras=2,
+        max_num_seqs=16,
+        kv_cache_tokens=131072,
+        enforce_eager=eager,
+        share_lora_memory=is_shared,
+    )
     jobs = [(prompt(40), None), *((prompt(40), LoRARequest(n, i, str(p))) for i, (n, p) in enumerate(paths.items(), 1))]
 
     def answers() -> list[list[int]]:
@@ -57,7 +66,8 @@ def test_the_memory_is_free_while_the_engine_sleeps_and_answers_stay_the_same(
         llm.sleep(level)
         asleep_s, given = time.monotonic() - began_s, free_bytes() - free
         left = torch.cuda.memory_reserved()
-        assert reserved - left > 0.9 * (weights + caches)
+        if not is_shared:  # Otherwise torch's allocator does not know of the KV cache.
+            assert reserved - left > 0.9 * (weights + caches)
         assert given > 0.9 * (weights + caches), "other processes cannot take it"
         assert left < 512 << 20  # workspaces
         began_s = time.monotonic()

@@ -314,3 +314,16 @@ def test_only_so_many_slots_are_used_at_the_same_time_and_one_yields() -> None:
     slots.policy.let_go(1)
     assert {*slots.policy.usable_digests} == {"a", "b", "c"}
     assert slots.policy.may_use(2) and slots.room.to_yield(set()) == [] and slots.policy.num_usable == 1
+
+
+def test_usable_slots_are_those_for_whose_adapters_memory_has_room() -> None:
+    slots = Slots(8, num_bytes=400)
+    assert slots.policy.num_usable == 8, "no adapter says how large the next will be"
+    for name in ("a", "b", "c"):
+        slots.fill(Adapter(name))
+    assert slots.policy.num_usable == 4, "idle adapters make room"
+    slots.policy.hold(0)
+    slots.policy.hold(1)
+    assert slots.policy.num_usable == 2
+    slots.policy.let_go(1)
+    assert slots.policy.num_usable == 3

@@ -6,12 +6,17 @@ import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 
+from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
-from lorafleet.workers.speculation.drafter import Drafter, Wanted
+from lorafleet.workers.speculation.ahead_drafts import AheadDrafts
+from lorafleet.workers.speculation.ahead_pace import AheadPace
+from lorafleet.workers.speculation.drafter import DeviceDrafts, Drafter, Wanted
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from lorafleet.workers.speculation.speculation import Speculation
 from lorafleet.workers.speculation.step_pace import StepPace
+
+Drafted = tuple[str, list[int], list[int]]  # A request, its known tokens, and the drafts behind them.
 
 
 class DraftsPay(StepPace):
@@ -21,6 +26,13 @@ class DraftsPay(StepPace):
         return 0.0
 
     def is_faster(self, num_decodes: int, num_drafts: int, num_accepted: float, token_s: float) -> bool:  # noqa: ARG002
+        return True
+
+
+class AlwaysAhead(AheadPace):
+    """Takes drafts behind a step in flight for faster than any other."""
+
+    def is_ahead(self, token_s: float) -> bool:  # noqa: ARG002  it is the same for all
         return True
 
 
@@ -46,10 +58,44 @@ class Guesses:
         return [5 if self._rng.random() < self._mistakes else token for token in right]
 
 
+def record(drafter: ModelDrafter, drafted: list[Drafted]) -> None:
+    """Appends to `drafted` what is drafted from now on, behind known tokens and behind steps in flight."""
+    propose, propose_behind = drafter.propose, drafter.propose_behind
+
+    def recorded(wanted: Many[Wanted]) -> list[list[int]]:
+        found = propose(wanted)
+        for entry, draft in zip(wanted, found, strict=True):
+            drafted.append((entry.sequence.request_id, entry.sequence.tokens[: entry.num_known], draft))
+        return found
+
+    def recorded_behind(wanted: Many[Wanted], step: DraftVerification) -> DeviceDrafts:
+        drawn, accepted = step.drawn_B.tolist(), step.accepted_S.tolist()
+        made = propose_behind(wanted, step)
+        for entry in wanted:
+            if entry.sequence in made.counts:
+                rows, draft = step.rows[entry.sequence], made.token_WK[made.row_by_sequence[entry.sequence]].tolist()
+                known = entry.sequence.tokens[: entry.num_known]
+                known += drawn[rows.first : rows.first + accepted[rows.index] + 1]
+                drafted.append((entry.sequence.request_id, known, draft[: made.counts[entry.sequence]]))
+        return made
+
+    drafter.propose = recorded  # type: ignore[method-assign]
+    drafter.propose_behind = recorded_behind  # type: ignore[method-assign]
+
+
 def speculate(engine: Engine, drafter: Drafter, most_tokens: int = 4) -> Speculation:
     """Has the engine verify the drafts of this drafter wherever there are some. Call it before the first request."""
     rows = len(engine.runner.steps.inputs.sampled_B)
-    is_certain = isinstance(drafter, ModelDrafter)
-    made = Speculation(drafter, engine.scheduler.budget, most_tokens, rows, DraftsPay(), is_certain=is_certain)
+    model = drafter if isinstance(drafter, ModelDrafter) else None
+    is_ahead = model is not None and engine.runner.steps.states is None
+    made = Speculation(
+        drafter,
+        engine.scheduler.budget,
+        most_tokens,
+        rows,
+        DraftsPay(),
+        is_certain=model is not None,
+        ahead=AheadDrafts(model, AlwaysAhead()) if model is not None and is_ahead else None,
+    )
     engine.scheduler.speculation = made
     return made

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from family_cases import CASES, SMALL, FamilyCase, make_case
+from tests.workers.speculation.drafting import Drafted
 
 # The names of the parts before and behind the layer: two norms, the linear behind them, and the last norm.
 QWEN = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
 DEEPSEEK = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "deepseek_v3", "glm4_moe", "glm4_moe_lite"]
-Drafted = tuple[str, list[int], list[int]]  # A request, its known tokens, and the drafts behind them.
 
 
 def _is_qwen(family: str) -> bool:

@@ -16,12 +16,11 @@ from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from stepped_engine import SteppedEngine
-from tests.workers.speculation.drafting import speculate
+from tests.workers.speculation.drafting import Drafted, record, speculate
 from tests.workers.speculation.eagle_reference import EagleReference, make_head
 from tiny_models import make_adapter, make_model
 
 LENGTH = 24
-Drafted = tuple[str, list[int], list[int]]  # A request, its known tokens, and the drafts behind them.
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +41,7 @@ def made_engine(base: Path, head: Path | None = None, **options: Any) -> tuple[S
     stepped = SteppedEngine(base, speculative_config=SpeculativeConfig("eagle3", model=str(head)), **options)
     drafter = stepped.engine.scheduler.speculation.drafter
     assert isinstance(drafter, ModelDrafter)
-    propose = drafter.propose
-
-    def recorded(wanted: Any) -> list[list[int]]:
-        found = propose(wanted)
-        for entry, draft in zip(wanted, found, strict=True):
-            drafted.append((entry.sequence.request_id, entry.sequence.tokens[: entry.num_known], draft))
-        return found
-
-    drafter.propose = recorded  # type: ignore[method-assign]
+    record(drafter, drafted)
     speculate(stepped.engine, drafter)
     return stepped, drafted
 
@@ -153,7 +144,7 @@ class Captured:
     def capture_first(self) -> None:
         self.address = self._weight.data_ptr()
 
-    def find(self, *_: Any) -> None:
+    def find(self, *_: Any, may_shorten: bool) -> None:
         """Finds no graph, so that steps are computed without one."""
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from lorafleet.protocol.engine_config import SpeculativeConfig
 from stepped_engine import SteppedEngine
-from tests.workers.speculation.drafting import speculate
+from tests.workers.speculation.drafting import record, speculate
 from tests.workers.speculation.eagle_reference import EagleReference, make_head
 from tiny_models import make_model
 
@@ -31,16 +31,7 @@ def test_drafts_are_those_of_a_plain_implementation_and_answers_are_unchanged(tm
         stepped = SteppedEngine(base, speculative_config=config, max_num_seqs=8, **options)
         if config is not None:
             drafter = stepped.engine.scheduler.speculation.drafter
-            propose = drafter.propose
-
-            def recorded(wanted: Any, propose: Any = propose) -> list[list[int]]:
-                drafts = propose(wanted)
-                drafted.extend(
-                    (one.sequence.tokens[: one.num_known], draft) for one, draft in zip(wanted, drafts, strict=True)
-                )
-                return drafts
-
-            drafter.propose = recorded
+            record(drafter, drafted)
             speculate(stepped.engine, drafter)
         for name, ids in prompts.items():
             stepped.add(name, ids, params={"max_tokens": LENGTH})
@@ -50,5 +41,5 @@ def test_drafts_are_those_of_a_plain_implementation_and_answers_are_unchanged(tm
     assert found[0] == found[1]
     target, reference = AutoModelForCausalLM.from_pretrained(base), EagleReference(head)
     checked = drafted[:: max(1, len(drafted) // 40)]
-    right = sum(draft == reference.drafts(target, known, len(draft)) for known, draft in checked)
+    right = sum(draft == reference.drafts(target, known, len(draft)) for _, known, draft in checked)
     assert right >= 0.9 * len(checked) > 30  # Nearly equal logits may be ordered differently there.

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from lorafleet.protocol.engine_config import SpeculativeConfig
 from stepped_engine import SteppedEngine
-from tests.workers.speculation.drafting import speculate
+from tests.workers.speculation.drafting import record, speculate
 from tests.workers.speculation.mtp_reference import MTPReference, make_mtp_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -35,15 +35,7 @@ def test_drafts_are_those_of_a_plain_implementation_and_answers_are_unchanged(
         stepped = SteppedEngine(base, speculative_config=config, max_num_seqs=8, dtype="float32", **options)
         if config is not None:
             drafter = stepped.engine.scheduler.speculation.drafter
-            propose = drafter.propose
-
-            def recorded(wanted: Any, propose: Any = propose) -> list[list[int]]:
-                drafts = propose(wanted)
-                for one, draft in zip(wanted, drafts, strict=True):
-                    drafted.append((one.sequence.request_id, one.sequence.tokens[: one.num_known], draft))
-                return drafts
-
-            drafter.propose = recorded
+            record(drafter, drafted)
             speculate(stepped.engine, drafter)
         for name, ids in prompts.items():
             stepped.add(name, ids, params={"max_tokens": LENGTH})

@@ -11,6 +11,7 @@ from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
 from lorafleet.protocol import structured_spec
 from lorafleet.protocol.engine_config import SpeculativeConfig
 from lorafleet.workers.speculation.ngram_drafter import NgramDrafter
+from ranks import start_llm
 from tests.workers.speculation.drafting import Guesses, speculate
 
 BANNED = [[12], [9, 10], [10, 11, 11], [11, 9, 11, 9]]
@@ -101,3 +102,28 @@ def test_answers_are_those_without_drafts_whatever_is_drafted(fleet, prompt, ove
         assert drafted.stats.preemptions_total > 0
         assert 0 < drafted.accepted < drafted.drafted
     assert drafted.drafted > 20
+
+
+def test_two_ranks_answer_with_drafts_as_without(fleet, prompt):
+    """They share adapters of several kinds, sampled tokens, penalties and logprobs."""
+    made = fleet("llama3")
+    names = [None, "all", "qv", "regex"]
+    loras = [None if name is None else LoRARequest(name, i, str(made.adapters[name])) for i, name in enumerate(names)]
+    kinds = [kind for kind in KINDS if "n" not in kind and "structured_outputs" not in kind]
+    params = [SamplingParams(**({"max_tokens": 16, "ignore_eos": True} | kind)) for kind in kinds]
+    jobs = [{"prompt_token_ids": prompt(7 + 3 * i)} for i in range(len(kinds))]
+    llm = start_llm(str(made.base), 2, enable_lora=True, max_loras=3, speculative_config={"method": "ngram"})
+
+    def answers() -> list[Any]:
+        outputs = llm.generate(jobs, params, [loras[i % 4] for i in range(len(jobs))])
+        return [(o.outputs[0].token_ids, o.outputs[0].text, o.outputs[0].finish_reason) for o in outputs]
+
+    try:
+        llm._engine.scheduler.speculation = None
+        expected, num_steps = answers(), llm._engine.stats().steps_total
+        guesses = {f"{len(jobs) + i}-0": tokens for i, (tokens, *_) in enumerate(expected)}
+        speculate(llm._engine, Guesses(guesses))
+        assert answers() == expected
+        assert llm._engine.stats().steps_total - num_steps < 0.8 * num_steps
+    finally:
+        llm.close()

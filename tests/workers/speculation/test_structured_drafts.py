@@ -152,8 +152,8 @@ def test_drafts_whose_step_has_no_mask_in_time_say_nothing_about_others(grammars
     choose, verify, finish = speculation.choose, speculation.verified, GrammarProcess.finish
     drafted: list[int] = []
 
-    def chosen(*args: Any) -> Any:
-        found = choose(*args)
+    def chosen(*args: Any, **named: Any) -> Any:
+        found = choose(*args, **named)
         drafted[:] = [len(drafts) for drafts in found.values()]
         return found
 

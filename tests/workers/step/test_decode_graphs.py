@@ -37,8 +37,8 @@ class Capturer:
     def forget(self) -> None:
         self.num_forgotten += 1
 
-    def fill(self, decode: Any, plan: Any) -> None:
-        raise AssertionError(f"nothing runs here: {decode}, {plan}")
+    def fill(self, decode: Any, plan: Any, unread: Any = None) -> None:
+        raise AssertionError(f"nothing runs here: {decode}, {plan}, {unread}")
 
     def replay(self, decode: Any, num_rows: int) -> Any:
         raise AssertionError(f"nothing runs here: {decode}, {num_rows}")

@@ -18,6 +18,7 @@ from lorafleet.protocol.messages import EngineRequest, TokenizerFile
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.device.sampler import greedy_of_ranks
 from lorafleet.workers.device.step_plan import StepPlan
+from lorafleet.workers.device.unread_inputs import UnreadInputs
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.startup import build_engine
 from lorafleet.workers.step.step_runner import StepRunner
@@ -38,11 +39,12 @@ class EagerGraphs:
         self._calls = calls
         self.found: list[tuple[int, int]] = []  # The rows and the sequences of each step.
 
-    def find(self, lora_slots: list[int], context_lens: Sequence[int]) -> EagerGraph:
+    def find(self, lora_slots: list[int], context_lens: Sequence[int], *, may_shorten: bool) -> EagerGraph:  # noqa: ARG002
         self.found.append((len(lora_slots), len(context_lens)))
         return EagerGraph(len(lora_slots))
 
-    def fill(self, decode: EagerGraph, plan: StepPlan) -> None:
+    def fill(self, decode: EagerGraph, plan: StepPlan, unread: UnreadInputs | None) -> None:
+        assert unread is None, "drafts that the host makes wait for its tokens"
         self._calls.append("fill")
         self._steps.inputs.upload(plan.fields_FT, decode.num_rows)
         self._steps._attention.plan(plan.attention)

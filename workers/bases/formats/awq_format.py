@@ -1,7 +1,8 @@
-"""Reads linears that AutoAWQ stored in its GEMM version: qweight, qzeros and scales for each linear.
+"""Reads linears that AutoAWQ or GPTQModel stored in AWQ's GEMM version: qweight, qzeros and scales for each linear.
 
 qweight [D, O / 8] and qzeros [G, O / 8] have eight numbers of four bits in an int32, packed along the outputs. They are
-the outputs 0, 2, 4, 6, 1, 3, 5 and 7 of eight, from the lowest bits on. scales is [G, O].
+the outputs 0, 2, 4, 6, 1, 3, 5 and 7 of eight, from the lowest bits on. scales is [G, O]. With zero_point=false, as
+GPTQModel quantizes symmetrically, qzeros is stored too, and every zero is 8.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class AWQFormat:
     def __init__(self, config: Mapping[str, Any], linears: StoredLinears) -> None:
         version = str(config.get("version") or config.get("format") or "gemm").lower()
         bits, size = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
-        if version != "gemm" or bits != 4 or config.get("zero_point", True) is not True:
+        self._has_zeros = config.get("zero_point", True)
+        if version != "gemm" or bits != 4 or not isinstance(self._has_zeros, bool):
             raise UnsupportedModel(
-                f"quantization_config: AWQ with version={version}, bits={bits} and zero_point="
-                f"{config.get('zero_point', True)} is not supported; version gemm with 4 bits and zero points is. "
-                f"{REMEDY}"
+                f"quantization_config: AWQ with version={version}, bits={bits} and zero_point={self._has_zeros!r} is "
+                f"not supported; version gemm with 4 bits is. {REMEDY}"
             )
         if not isinstance(size, int) or (size != -1 and (size < 8 or size % 8)):
             raise UnsupportedModel(
@@ -49,7 +50,7 @@ class AWQFormat:
                     )
             linear = linears.linear(module)
             dtype = dtype_of_matrix(linear.path("scales"), linear.stored("scales"))
-            self.schemes[module] = IntScheme(4, self._group, True, 0, dtype)
+            self.schemes[module] = IntScheme(4, self._group, self._has_zeros, 0, dtype)
 
     def matrix(self, linear: LinearTensors) -> PackedInts:
         name = linear.path("qweight")
@@ -64,4 +65,16 @@ class AWQFormat:
                 "model",
             )
         group_D = group_of_columns(name, None, inputs, groups, self._group)
-        return PackedInts(name, (outputs, inputs), 4, code, 1, scale, zero, group_D, is_transposed=True, order=ORDER)
+        return PackedInts(
+            name,
+            (outputs, inputs),
+            4,
+            code,
+            1,
+            scale,
+            zero,
+            group_D,
+            is_transposed=True,
+            order=ORDER,
+            is_checked_symmetric=not self._has_zeros,
+        )

@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 import msgspec
@@ -28,6 +29,7 @@ from lorafleet.kernels.quant.scaled_weight import ScaledScheme
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
 from lorafleet.workers.bases.formats.checkpoint_format import REMEDY, LinearTensors, StoredLinears
 from lorafleet.workers.bases.formats.float_codes import BY_ROW, scaled_matrix
+from lorafleet.workers.bases.stored_tensors import Stored, TensorInMemory
 
 _STATE = r"weight\.quant_state\.bitsandbytes__(?:nf4|fp4)"
 INT8 = ScaledScheme("int8", torch.int8, rounds_x=False)
@@ -86,29 +88,35 @@ def _four_bits(linear: LinearTensors) -> NF4Matrix:
             "model",
         )
     outputs, inputs = state.shape
-    packed_N = linear.tensor("weight").contiguous().flatten().view(torch.uint8)
+    packed = linear.stored("weight")
+    if packed.get_shape()[1:] not in ([], [1]):  # Old versions stored a row instead of a column.
+        packed = TensorInMemory(packed[...].flatten())
+    num_bytes = prod(packed.get_shape()) * packed[(slice(0, 1),)].element_size()
     absmax_B, book = _absmax(linear, state), linear.tensor("weight.quant_map").float()
     blocks = -(-outputs * inputs // state.blocksize)
-    if outputs * inputs != 2 * len(packed_N) or absmax_B.shape != (blocks,) or book.shape != (16,):
+    if outputs * inputs != 2 * num_bytes or absmax_B.shape != (blocks,) or book.shape != (16,):
         raise ConfigError(
-            f"{name}: {len(packed_N)} bytes, {absmax_B.numel()} absmax values and a codebook of {book.numel()} "
+            f"{name}: {num_bytes} bytes, {absmax_B.numel()} absmax values and a codebook of {book.numel()} "
             f"entries do not match a weight of {outputs} x {inputs} values in blocks of {state.blocksize}.",
             "model",
         )
-    codes = _Codes(packed_N, inputs)
+    codes = _Codes(packed, inputs)
     return NF4Matrix(codes, absmax_B, book, (outputs, inputs), getattr(torch, state.dtype), state.blocksize)
 
 
 @dataclass(frozen=True, slots=True)
 class _Codes:
-    """The codes [O, D] of bytes of two each. They are unpacked as they are read."""
+    """The codes [O, D] of a column of bytes of two each. Only the rows that are indexed are read."""
 
-    packed_N: Tensor
+    packed: Stored  # a column of N numbers of any dtype, which stand for their bytes
     inputs: int  # D, which is even: NF4Scheme refuses other linears
 
     def __getitem__(self, place: tuple[slice, ...]) -> Tensor:
         rows, columns = place
-        packed_N = self.packed_N[rows.start * self.inputs // 2 : rows.stop * self.inputs // 2]
+        first, stop = rows.start * self.inputs // 2, rows.stop * self.inputs // 2
+        size = self.packed[(slice(0, 1),)].element_size()
+        whole = self.packed[(slice(first // size, -(-stop // size)),)].contiguous().flatten().view(torch.uint8)
+        packed_N = whole[first % size :][: stop - first]
         return torch.stack([packed_N >> 4, packed_N & 15], dim=1).view(-1, self.inputs)[:, columns]
 
 

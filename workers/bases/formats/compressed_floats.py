@@ -27,7 +27,7 @@ from lorafleet.workers.bases.formats.float_codes import (
     scaled_matrix,
 )
 
-INPUT_BITS = (4, 8, 16)
+INPUT_BITS = (4, 8, 16)  # of activations that a scheme may round
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,6 @@ def stored_numbers(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> Sto
     """
     if weights.get("dynamic") or not weights.get("symmetric", True) or weights.get("actorder"):
         return None
-    if inputs and inputs.get("num_bits") not in INPUT_BITS:
-        return None
     kind = weights.get("type"), weights.get("num_bits")
     if kind == ("float", 4):
         return _four_bits(weights)
@@ -57,7 +55,7 @@ def stored_numbers(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> Sto
         rounds_x = inputs.get("type") == "float" and inputs.get("num_bits") == 8
         scheme = ScaledScheme(block=block[1], rounds_x=rounds_x)
         return StoredNumbers(scheme, lambda linear: scaled_matrix(linear, FP8, block, "weight_scale"))
-    if kind == ("int", 8):
+    if kind in (("int", 4), ("int", 8)):  # outside of pack-quantized, four bits are stored in a byte each
         scheme = ScaledScheme("int8", torch.int8, block[1], rounds_x=False)
         return StoredNumbers(scheme, lambda linear: scaled_matrix(linear, torch.int8, block, "weight_scale"))
     return None

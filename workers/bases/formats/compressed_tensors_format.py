@@ -14,7 +14,7 @@ from lorafleet.kernels.quant.base_weight import QuantizedMatrix, Scheme
 from lorafleet.kernels.quant.int_weight import IntScheme
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
 from lorafleet.workers.bases.formats.checkpoint_format import REMEDY, LinearTensors, StoredLinears
-from lorafleet.workers.bases.formats.compressed_floats import StoredNumbers, stored_numbers
+from lorafleet.workers.bases.formats.compressed_floats import INPUT_BITS, StoredNumbers, stored_numbers
 from lorafleet.workers.bases.formats.pack_quantized import as_stored, int_scheme, pack_quantized
 from lorafleet.workers.bases.text_part import spellings
 
@@ -65,9 +65,9 @@ class _Group:
 
 def _numbers(name: str, group: Mapping[str, Any], stored_as: str | None) -> StoredNumbers:
     weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
-    if not group.get("output_activations"):
+    if not group.get("output_activations") and inputs.get("num_bits", 16) in INPUT_BITS:
         if stored_as == "pack-quantized":
-            scheme = None if inputs else int_scheme(weights)
+            scheme = int_scheme(weights)
             numbers = None if scheme is None else _packed_ints(scheme)
         else:
             numbers = stored_numbers(weights, inputs)

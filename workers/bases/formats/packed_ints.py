@@ -65,9 +65,10 @@ class PackedInts:
             if self.is_checked_symmetric:
                 if bool((zero_OG != middle).any()):
                     raise ConfigError(
-                        f"{self.name}: quantization_config says sym, which makes every zero {middle}, but qzeros has "
-                        f"{int(zero_OG[zero_OG != middle][0])}. checkpoint_format (gptq stores zeros minus one, "
-                        "gptq_v2 does not) or sym is wrong; correct config.json.",
+                        f"{self.name}: quantization_config says sym or zero_point=false, which makes every zero "
+                        f"{middle}, but qzeros has {int(zero_OG[zero_OG != middle][0])}. That, or GPTQ's "
+                        "checkpoint_format (gptq stores zeros minus one, gptq_v2 does not) is wrong; correct "
+                        "config.json.",
                         "model",
                     )
                 zero_OG = None

@@ -1,6 +1,7 @@
-"""The API of a running cluster of two replicas, through openai-python and httpx, against transformers + PEFT.
+"""The API of a running replica, through openai-python and httpx, against transformers + PEFT.
 
-Every field is seen to do what it says on real answers; the finer points of each are in tests/api.
+Every field is seen to do what it says on real answers; the finer points of each are in the other tests of tests/api.
+tests/cluster/serve has several replicas behind their proxy.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ import openai
 import pytest
 from openai import OpenAI
 
-from tests.cluster.harness import greedy_answers, running_server
+import real_server
+from lorafleet.protocol.lora_config import LoRAConfig
+from real_server import ADMIN_KEY, BASE
+from tests.cluster.harness import greedy_answers
 from tiny_models import ALL_TARGETS, make_adapter, tokenizer
 
 TOLERANCE = 1e-3
@@ -31,40 +35,30 @@ def made(fleet):
 
 
 @pytest.fixture(scope="module")
-def resolver_dir(made, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("resolver")
-    make_adapter(folder / "found", made.base, seed=77, r=5)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def url(made, resolver_dir, tmp_path_factory) -> Iterator[str]:
-    modules = [f"{kind}={made.adapters[kind]}" for kind in KINDS[:6]]
-    modules += [
-        json.dumps({"name": kind, "path": str(made.adapters[kind]), "base_model_name": "tiny"}) for kind in KINDS[6:]
-    ]
-    arguments = ["--model", str(made.base), "--served-model-name", "tiny", "tiny-alias", "--num-replicas", "2"]
-    arguments += ["--lora-modules", *modules, "--lora-resolver-dir", str(resolver_dir)]
-    arguments += ["--max-loras", "3", "--max-lora-rank", "64", "--max-cpu-loras", "6", "--device", "cpu"]
-    arguments += ["--allow-runtime-lora-updating", "--kv-cache-tokens", "8192", "--max-num-batched-tokens", "128"]
-    arguments += ["--max-num-seqs", "32"]
-    with running_server(arguments, tmp_path_factory.mktemp("log") / "serve.log") as address:
-        yield address
+def url(made, tmp_path_factory) -> Iterator[str]:
+    """Adapters outnumber the slots of the GPU and those of host memory."""
+    lora = LoRAConfig(max_loras=3, max_lora_rank=64, max_cpu_loras=6)
+    engine = {"kv_cache_tokens": 8192, "max_num_batched_tokens": 128, "max_num_seqs": 32, "device": "cpu"}
+    config = {"allow_runtime_lora_updating": True}
+    with real_server.running(tmp_path_factory.mktemp("whole"), made.base, {}, config, lora=lora, **engine) as server:
+        for kind in KINDS:
+            server.seed(kind, made.adapters[kind])
+        yield server.url
 
 
 @pytest.fixture(scope="module")
 def client(url) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as made:
+    with OpenAI(base_url=f"{url}/v1", api_key=ADMIN_KEY, max_retries=0, timeout=120) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def http(url) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=120) as made:
+    with httpx.Client(base_url=url, timeout=120, headers={"authorization": f"Bearer {ADMIN_KEY}"}) as made:
         yield made
 
 
-def greedy(client: OpenAI, prompt: Any = TEXT, model: str = "tiny", max_tokens: int = 8, **fields: Any) -> Any:
+def greedy(client: OpenAI, prompt: Any = TEXT, model: str = BASE, max_tokens: int = 8, **fields: Any) -> Any:
     extra = {"ignore_eos": True} | fields.pop("extra_body", {})
     asked = {"temperature": 0, "max_tokens": max_tokens} | fields
     return client.completions.create(model=model, prompt=prompt, extra_body=extra, **asked)
@@ -80,13 +74,14 @@ def text_of(client: OpenAI, **fields: Any) -> str:
 async def test_a_burst_over_all_adapters_equals_peft_token_by_token(url, made, prompt):
     jobs = [(prompt(n), kind) for n in (4, 19, 50) for kind in (None, *KINDS)]
     random.Random(1).shuffle(jobs)
-    answers = await greedy_answers(url, jobs)
+    answers = await greedy_answers(url, jobs, base=BASE)
     for (ids, kind), answer in zip(jobs, answers, strict=True):
-        expected = made.reference.greedy(ids, 10, made.adapters.get(kind))
         [choice] = answer.choices
-        assert choice.model_extra["token_ids"] == expected.tokens, kind
+        tokens = choice.model_extra["token_ids"]
+        expected = made.reference.greedy_along(ids, tokens, made.adapters.get(kind))
+        assert len(tokens) == 10 and tokens == expected.tokens, kind
         assert choice.logprobs.token_logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE)
-        assert answer.model == (kind or "tiny")
+        assert answer.model == (kind or BASE)
 
 
 def test_one_by_one_they_give_the_same(client, made, prompt):
@@ -119,9 +114,9 @@ def test_echo_scores_the_prompt_as_a_teacher_forced_run_does(client, made, promp
 
 def test_models_are_listed_with_parent_and_root_and_each_is_served(client, made):
     listed = {model.id: model.model_extra for model in client.models.list()}
-    assert listed.keys() >= {"tiny", *KINDS}
-    assert listed["tiny"]["parent"] is None
-    assert (listed["large"]["parent"], listed["large"]["root"]) == ("tiny", str(made.adapters["large"]))
+    assert listed.keys() >= {BASE, *KINDS}
+    assert listed[BASE]["parent"] is None
+    assert (listed["large"]["parent"], listed["large"]["root"]) == (BASE, str(made.adapters["large"]))
     for name in listed:
         assert greedy(client, model=name, max_tokens=1).choices[0].finish_reason == "length"
     assert client.models.retrieve("qv").id == "qv"
@@ -129,15 +124,8 @@ def test_models_are_listed_with_parent_and_root_and_each_is_served(client, made)
         client.models.retrieve("nobody")
 
 
-def test_aliases_and_the_colon_form_name_the_same_models(client):
-    assert text_of(client, model="tiny-alias") == text_of(client, model="tiny")
-    assert text_of(client, model="tiny:qv") == text_of(client, model="qv") != text_of(client, model="tiny")
-
-
-def test_a_resolver_finds_what_nobody_listed(client, made, resolver_dir, prompt):
-    answer = greedy(client, prompt(12), "found", 6, extra_body={"return_token_ids": True})
-    expected = made.reference.greedy(prompt(12), 6, resolver_dir / "found").tokens
-    assert answer.choices[0].model_extra["token_ids"] == expected
+def test_the_colon_form_names_the_same_models(client):
+    assert text_of(client, model=f"{BASE}:qv") == text_of(client, model="qv") != text_of(client)
 
 
 def test_an_unknown_model_is_404_in_vllms_words(client):
@@ -305,7 +293,7 @@ MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content
 
 def chat(client: OpenAI, **fields: Any) -> Any:
     extra = {"ignore_eos": True} | fields.pop("extra_body", {})
-    asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 8}
+    asked: dict[str, Any] = {"model": BASE, "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 8}
     return client.chat.completions.create(**(asked | fields), extra_body=extra)
 
 
@@ -360,20 +348,11 @@ def test_generate_takes_sglangs_requests(http, client, made, prompt):
 
 
 def test_tokenize_and_detokenize_are_each_others_inverse(http):
-    body = http.post("/tokenize", json={"model": "tiny", "prompt": TEXT}).json()
+    body = http.post("/tokenize", json={"model": BASE, "prompt": TEXT}).json()
     assert (body["tokens"], body["count"]) == (tokenizer().encode(TEXT), len(tokenizer().encode(TEXT)))
-    assert http.post("/detokenize", json={"model": "tiny", "tokens": body["tokens"]}).json()["prompt"] == TEXT
-    chat_body = http.post("/tokenize", json={"model": "tiny", "messages": MESSAGES}).json()
+    assert http.post("/detokenize", json={"model": BASE, "tokens": body["tokens"]}).json()["prompt"] == TEXT
+    chat_body = http.post("/tokenize", json={"model": BASE, "messages": MESSAGES}).json()
     assert chat_body["count"] > 5
-
-
-def test_health_version_and_metrics(http, client):
-    assert http.get("/health").status_code == 200
-    assert http.get("/version").json()["version"]
-    greedy(client)
-    text = http.get("/metrics").text
-    assert "vllm:num_requests_running{" in text and "lorafleet_scrape_complete 1" in text
-    assert "\nlorafleet_directory_adapters " in text
 
 
 # -- adapters at run time -----------------------------------------------------------------------------------------
@@ -435,7 +414,7 @@ def test_a_bad_adapter_is_refused_and_disturbs_nobody(http, client, made, tmp_pa
         greedy(client, model=f"bad-{kind}")
 
 
-@pytest.mark.parametrize("name", ["../all", "a/../../b", "a\nb", "a\0b", "", "x" * 300, "tiny"])
+@pytest.mark.parametrize("name", ["../all", "a/../../b", "a\nb", "a\0b", "", "x" * 300, BASE])
 def test_bad_names_are_refused(http, made, name):
     body = {"lora_name": name, "lora_path": str(made.adapters["all"])}
     assert http.post("/v1/load_lora_adapter", json=body).status_code == 400
@@ -462,7 +441,7 @@ def test_bad_names_are_refused(http, made, name):
     ],
 )
 def test_a_bad_field_is_a_400_that_names_it(http, body, param, words):
-    response = http.post("/v1/completions", json={"model": "tiny"} | body)
+    response = http.post("/v1/completions", json={"model": BASE} | body)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param), response.text
     assert words in error["message"]
@@ -473,7 +452,7 @@ def test_a_bad_field_is_a_400_that_names_it(http, body, param, words):
     [({"tools": [{"type": "function"}]}, "tools.0.function"), ({"modalities": ["audio"]}, "modalities")],
 )
 def test_what_is_not_served_is_refused_not_ignored(http, field, param):
-    response = http.post("/v1/chat/completions", json={"model": "tiny", "messages": MESSAGES} | field)
+    response = http.post("/v1/chat/completions", json={"model": BASE, "messages": MESSAGES} | field)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
@@ -494,7 +473,7 @@ def test_context_overflow_is_a_400_with_both_numbers(client):
 
 async def test_a_client_that_leaves_frees_its_sequence(url):
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-        body = {"model": "tiny", "prompt": TEXT, "max_tokens": 480, "stream": True, "ignore_eos": True}
+        body = {"model": BASE, "prompt": TEXT, "max_tokens": 480, "stream": True, "ignore_eos": True}
         async with client.stream("POST", "/v1/completions", json=body) as stream:
             await anext(stream.aiter_lines())
 

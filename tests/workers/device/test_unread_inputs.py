@@ -1,0 +1,81 @@
+"""The device corrects a step that was planned before the lengths of its sequences were known. The result is the plan
+that the host would have made with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.workers.attention.attention_backend import AttentionSpec, DraftRows, KVCache, LayerAttention
+from lorafleet.workers.attention.triton_decodes import CapturedDecodes, DecodeLayers
+from lorafleet.workers.device.step_inputs import StepInputs
+from lorafleet.workers.device.step_plan import StepPlan
+from lorafleet.workers.device.unread_inputs import Corrections, UnreadInputs
+from lorafleet.workers.schedule.kv_cache import SequenceBlocks
+from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
+from lorafleet.workers.step.planner import plan_step
+
+BLOCK, TRASH, ROWS = 4, 400, 16
+CPU = torch.device("cpu")
+
+
+def chunk(name: str, num_computed: int, table: list[int], in_flight: int, drafts: int) -> Chunk:
+    """Returns the chunk of a sequence with so many drafts in flight and in this step."""
+    blocks = SequenceBlocks(0, 0)
+    blocks.table.extend(table)
+    tokens = [*range(50, 50 + num_computed), UNKNOWN]
+    made = Sequence(name, tokens, 1, SamplingParams(), 0, 99, blocks=blocks, num_computed=num_computed)
+    made.num_unverified = in_flight
+    return Chunk(made, 1 + drafts, drafts=[UNKNOWN] * drafts)
+
+
+def planned(in_flight: tuple[int, ...]) -> StepPlan:
+    """Returns the plan of three sequences, with a first one without drafts."""
+    chunks = [
+        chunk("plain", 6, [3, 9, 4], in_flight[0], 0),
+        chunk("drafted", 2, [7, 1, 8, 2, 5], in_flight[1], 3),
+        chunk("long", 17, [20, 21, 22, 23, 24, 25, 26], in_flight[2], 2),
+    ]
+    return plan_step(chunks, dict.fromkeys(("plain", "drafted", "long"), 0), ROWS, BLOCK, [])
+
+
+@pytest.mark.parametrize("short", [(0, 0, 0), (1, 0, 4), (3, 4, 2), (3, 4, 4)])
+def test_inputs_are_those_of_the_known_lengths(short: tuple[int, ...]) -> None:
+    plan, num_rows = planned((3, 4, 4)), 8
+    tokens = torch.arange(100, 108)
+    unread = UnreadInputs(torch.arange(8), tokens, torch.tensor(short), most_short=4)
+    known = planned(tuple(most - less for most, less in zip((3, 4, 4), short, strict=True)))
+    corrected = StepInputs(ROWS, 32, TRASH, CPU)
+    corrected.upload(plan.fields_FT, num_rows + 2)
+    corrected.correct(unread, Corrections(plan, BLOCK, 4, CPU), num_rows + 2)
+    found = corrected.tensors(num_rows + 2)
+    assert found.tokens().tolist() == [*tokens.tolist(), 0, 0]
+    assert corrected.known_tokens(8).tolist() == tokens.tolist()
+    for field, values_T in ((2, found.position_T), (3, found.rope_length_T), (4, found.kv_slot_T)):
+        assert values_T[:8].tolist() == known.fields_FT[field].tolist()
+    assert found.kv_slot_T[8:].tolist() == [TRASH, TRASH]
+    on_host = unread.with_known(plan, ROWS, BLOCK)
+    assert np.array_equal(on_host.fields_FT[1:], np.stack((np.arange(ROWS, ROWS + 8), *known.fields_FT[2:])))
+    assert on_host.fields_FT[0].tolist() == tokens.tolist()
+    assert on_host.attention == known.attention
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_captured_attention_sees_the_keys_of_the_known_lengths(window: int | None) -> None:
+    layer = LayerAttention(2, 1, 16, 1.0, window=window)
+    spec = AttentionSpec((layer,), BLOCK, torch.float32, torch.float32, CPU)
+    cache = torch.zeros(30, BLOCK, 1, 16)
+    captured = CapturedDecodes(DecodeLayers.of(spec, [KVCache(cache, cache)])).for_graph(3, 64, DraftRows(5, 8))
+    plan, short = planned((3, 4, 4)), torch.tensor([3, 0, 2])
+    captured.plan(replace(plan.attention, most_shorter=4))
+    captured.shorten(short)
+    [batch] = captured._batches
+    assert batch.rows_B3 is not None
+    assert batch.rows_B3.tolist() == [[0, 1, 7], [1, 4, 10], [5, 3, 22]]
+    for span in batch.spans_S5.tolist()[:3]:
+        _, count, length = batch.rows_B3[span[0]].tolist()
+        assert span[1] <= max(0, 0 if window is None else length - count + 1 - window) and span[2] >= length

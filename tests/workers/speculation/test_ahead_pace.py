@@ -1,0 +1,32 @@
+"""Drafts follow the step in flight where that is faster, and either way is timed again and again."""
+
+from __future__ import annotations
+
+import pytest
+
+from lorafleet.workers.speculation.ahead_pace import TRIAL_PERIOD, TRIAL_STEPS, AheadPace
+
+
+def ways(pace: AheadPace, num_steps: int, ahead_s: float, waiting_s: float) -> list[bool]:
+    """Returns which way each of so many steps goes, if they take so long."""
+    found: list[bool] = []
+    for _ in range(num_steps):
+        found.append(pace.is_ahead(1e-6))
+        pace.observe(10, ahead_s if found[-1] else waiting_s, 1e-6, is_ahead=found[-1])
+    return found
+
+
+@pytest.mark.parametrize(("ahead_s", "waiting_s", "expected"), [(5e-3, 6e-3, True), (5e-3, 4e-3, False)])
+def test_the_faster_way_is_used_and_the_other_is_tried_now_and_then(
+    ahead_s: float, waiting_s: float, expected: bool
+) -> None:
+    found = ways(AheadPace(), 4 * TRIAL_PERIOD, ahead_s, waiting_s)
+    assert found.count(not expected) < 6 * TRIAL_STEPS
+    assert found[TRIAL_PERIOD:].count(not expected) >= 2 * TRIAL_STEPS
+
+
+def test_the_way_changes_with_the_times() -> None:
+    pace = AheadPace()
+    assert ways(pace, 2 * TRIAL_PERIOD, 5e-3, 6e-3)[-1]
+    assert not ways(pace, 2 * TRIAL_PERIOD, 5e-3, 3e-3)[-1]
+    assert ways(pace, 2 * TRIAL_PERIOD, 2e-3, 3e-3)[-1]

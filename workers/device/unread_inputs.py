@@ -1,0 +1,80 @@
+"""Holds what a planned step lacks because it depends on results that the host has not read: the lengths of sequences
+whose drafts are being verified, and tokens that the device has chosen or drafted.
+
+The host plans such a step as if every draft in flight were accepted. The device corrects what the step reads before it
+runs. A step that no captured graph with drafts runs waits for the results, and is corrected on the host.
+"""
+
+# T tokens of the step · B sequences · N tokens that the host does not know · K most draft tokens of a sequence
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lorafleet.workers.attention.attention_backend import AttentionBatch
+from lorafleet.workers.device.host_copy import array_to_device
+from lorafleet.workers.device.step_plan import Rows, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadInputs:
+    """The missing part of one StepPlan, on the device. All tensors are int64."""
+
+    row_N: Tensor  # Rows of the step with tokens that the host does not know.
+    token_N: Tensor  # These tokens.
+    # Tokens by which each sequence is shorter than it was planned. None if no sequence is.
+    short_B: Tensor | None = None
+    most_short: int = 0  # Largest number of these.
+
+    def with_known(self, plan: StepPlan, first_known: int, block_size: int) -> StepPlan:
+        """Returns the plan with what it lacked. Waits for the device.
+
+        Args:
+            first_known: As in StepInputs.
+        """
+        fields_FT, batch = plan.fields_FT.copy(), plan.attention
+        row_N = self.row_N.cpu().numpy()
+        fields_FT[0, row_N], fields_FT[1, row_N] = self.token_N.cpu().numpy(), first_known + row_N
+        if self.short_B is None:
+            return replace(plan, fields_FT=fields_FT)
+        short_B = self.short_B.cpu().numpy()
+        short_T = short_B.repeat(batch.query_lens)
+        fields_FT[2:4] -= short_T
+        fields_FT[4] = kv_slots(plan, block_size, self.most_short)[np.arange(plan.num_tokens), short_T]
+        lens = (np.array(batch.context_lens) - short_B).tolist()
+        return replace(plan, fields_FT=fields_FT, attention=AttentionBatch(batch.query_lens, lens, batch.block_tables))
+
+
+class Corrections:
+    """The places that the device needs besides UnreadInputs to correct the inputs of a step in which sequences may be
+    shorter."""
+
+    def __init__(self, plan: StepPlan, block_size: int, most_short: int, device: torch.device) -> None:
+        num_tokens, lens = plan.num_tokens, plan.attention.query_lens
+        slots_TK = kv_slots(plan, block_size, most_short)
+        packed = np.concatenate((np.arange(len(lens)).repeat(lens), slots_TK.ravel()))
+        on_device = array_to_device(packed, device)
+        self.sequence_T = on_device[:num_tokens]  # Each token's sequence.
+        self.kv_slot_TK = on_device[num_tokens:].view(slots_TK.shape)  # As kv_slots() returns them.
+
+
+def kv_slots(plan: StepPlan, block_size: int, most_short: int) -> Rows:
+    """Returns the KV slot of each token if its sequence is 0 to most_short tokens shorter, [T, 1 + most_short].
+
+    Slots of places before the beginning of a sequence are arbitrary.
+    """
+    lens, tables = plan.attention.query_lens, plan.attention.block_tables
+    end_B = np.array(plan.attention.context_lens)
+    first_B = np.maximum(end_B - lens - most_short, 0) // block_size
+    count_B = (end_B - 1) // block_size + 1 - first_B
+    spans = zip(tables, first_B.tolist(), count_B.tolist(), strict=True)
+    blocks = np.concatenate([np.asarray(table[first : first + count], np.int64) for table, first, count in spans])
+    start_B = count_B.cumsum() - count_B - first_B  # Where block 0 of each sequence would be in these.
+    position_TK = plan.fields_FT[2][:, None] - np.arange(1 + most_short)
+    block_TK = np.maximum(position_TK // block_size, first_B.repeat(lens)[:, None])
+    slots: Rows = blocks[start_B.repeat(lens)[:, None] + block_TK] * block_size + position_TK % block_size
+    return slots

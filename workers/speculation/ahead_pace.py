@@ -1,0 +1,51 @@
+"""Learns whether steps with drafts are faster if drafts follow the step in flight, or if they wait for its tokens.
+
+Drafts behind a step in flight keep the GPU busy, but cost the host more. With small models, the GPU is done before the
+host. So either way is timed again and again, and the faster one is used.
+"""
+
+from __future__ import annotations
+
+from lorafleet.workers.speculation.step_pace import PaceCurve
+
+TRIAL_STEPS = 6  # Steps with drafts that go the slower way, to time it. The first one is between the two ways.
+TRIAL_PERIOD = 256  # Steps with drafts from the end of one such trial to the next.
+
+
+class AheadPace:
+    """The times of one engine's steps with drafts."""
+
+    def __init__(self) -> None:
+        self._curves = {True: PaceCurve(), False: PaceCurve()}  # By whether drafts followed the step in flight.
+        self._num_steps = 0
+        self._timed = {True: 0, False: 0}  # Steps of either kind since the last trial of it.
+        self._trial_due = 0  # Number of the step from which on the slower way is tried.
+        self._last: bool | None = None  # Whether the drafts of the last step followed one in flight.
+        self._tokens = 1  # Tokens of the last step.
+
+    def observe(self, num_tokens: int, seconds: float, token_s: float, *, is_ahead: bool) -> None:
+        """Takes in a step with drafts. token_s is as in StepPace."""
+        self._num_steps += 1
+        self._tokens = num_tokens
+        if self._last == is_ahead:
+            self._curves[is_ahead].observe(num_tokens, seconds, token_s, self._num_steps)
+        self._last = is_ahead
+        self._timed[is_ahead] += 1
+        is_trial = self._num_steps >= self._trial_due and is_ahead != self._is_faster_ahead(token_s)
+        if is_trial and self._timed[is_ahead] >= TRIAL_STEPS:
+            self._timed[is_ahead] = 0
+            self._trial_due = self._num_steps + TRIAL_PERIOD
+
+    def is_ahead(self, token_s: float) -> bool:
+        """Returns whether the next drafts should follow the step in flight."""
+        for way in (True, False):
+            if not self._curves[way].is_known:
+                return way
+        is_faster = self._is_faster_ahead(token_s)
+        return not is_faster if self._num_steps >= self._trial_due else is_faster
+
+    def _is_faster_ahead(self, token_s: float) -> bool:
+        if not all(curve.is_known for curve in self._curves.values()):
+            return True
+        ahead_s, waiting_s = (self._curves[way].at(self._tokens, token_s, self._num_steps) for way in (True, False))
+        return ahead_s <= waiting_s
