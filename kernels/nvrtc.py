@@ -25,6 +25,9 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_UINT16 = 1  # CU_TENSOR_MAP_DATA_TYPE_UINT16
+_SWIZZLE_128 = 3  # CU_TENSOR_MAP_SWIZZLE_128B
+_PROMOTE_256 = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 
 
 class _Attribute(ctypes.Structure):
@@ -43,6 +46,9 @@ class _Config(ctypes.Structure):
         ("attributes", ctypes.POINTER(_Attribute)),
         ("num_attributes", ctypes.c_uint),
     )
+
+
+MatrixMap = ctypes.c_uint64 * 16  # CUtensorMap in cuda.h
 
 
 class CudaCodeError(RuntimeError):
@@ -102,6 +108,36 @@ class CudaKernel:
     def __call__(self, programs: int, arguments: ctypes.Structure) -> None:
         """Launches on torch's current stream, also while that is captured. The kernel takes the structure by value."""
         self.code.launch(self, programs, arguments)
+
+
+def matrix_map(matrix: torch.Tensor, rows: int) -> ctypes.Array[ctypes.c_uint64]:
+    """Describes a matrix to the copy engine (TMA) of GPUs of compute capability 9.0 and later.
+
+    A copy takes 64 columns and so many rows, at most 256. Numbers outside the matrix are zeros. In shared memory a row
+    of 128 bytes has its pieces of 16 bytes exchanged, as wgmma reads them. The matrix is contiguous, has numbers of
+    16 bits, and begins at a multiple of 16 bytes, as its rows do.
+    """
+    assert matrix.is_contiguous() and matrix.element_size() == 2 and matrix.shape[1] % 8 == 0
+    memory = (ctypes.c_uint64 * 24)()  # of which 128 bytes begin at a multiple of 64
+    at = -(-ctypes.addressof(memory) // 64) * 64
+    described = MatrixMap.from_address(at)
+    status = _library("libcuda.so.1").cuTensorMapEncodeTiled(
+        ctypes.c_void_p(at),
+        _UINT16,
+        2,
+        ctypes.c_void_p(matrix.data_ptr()),
+        (ctypes.c_uint64 * 2)(matrix.shape[1], matrix.shape[0]),
+        (ctypes.c_uint64 * 1)(matrix.shape[1] * 2),
+        (ctypes.c_uint32 * 2)(64, rows),
+        (ctypes.c_uint32 * 2)(1, 1),
+        0,  # no interleaved layout
+        _SWIZZLE_128,
+        _PROMOTE_256,
+        0,  # zeros outside
+    )
+    if status != 0:
+        raise CudaCodeError(f"the CUDA driver cannot describe a matrix of shape {tuple(matrix.shape)}: error {status}")
+    return MatrixMap(*described)
 
 
 def machine_code(source: str, options: Sequence[str], device: torch.device) -> bytes:

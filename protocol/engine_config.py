@@ -73,10 +73,12 @@ class SpeculativeConfig:
 
     __pydantic_config__: ClassVar[Mapping[str, str]] = {"extra": "forbid"}
 
+    # grammar: only what the grammar of an answer forces is drafted, as it is with every other method too.
     # ngram: drafts are copied from where the last tokens stood before. draft_model: a small model computes them.
     # eagle3: a head that was trained for the base computes them from its hidden states. mtp: the base's checkpoint has
     # such a head. vLLM's names of it for single families mean the same, and become "mtp".
     method: Literal[
+        "grammar",
         "ngram",
         "draft_model",
         "eagle3",
@@ -95,6 +97,16 @@ class SpeculativeConfig:
     model: str | None = None
 
     @property
+    def needs_model(self) -> bool:
+        """Whether a model or a head drafts, which may be a part of the base's checkpoint."""
+        return self.method not in ("grammar", "ngram")
+
+    @property
+    def is_on_one_gpu(self) -> bool:
+        """Whether one GPU of a replica has the whole model that drafts. Otherwise it is divided as the base is."""
+        return self.method == "draft_model"
+
+    @property
     def most_rows(self) -> int:
         """Most tokens of one sequence that a step computes: its last one and its drafts."""
         return 1 + self.num_speculative_tokens
@@ -102,10 +114,10 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if self.method in _MTP_NAMES:
             object.__setattr__(self, "method", "mtp")
-        if self.method not in ("ngram", "draft_model", "eagle3", "mtp"):
+        if self.method not in ("grammar", "ngram", "draft_model", "eagle3", "mtp"):
             raise ConfigError(
-                f"speculative_config: method={self.method!r} is not served. The methods are 'ngram' and 'mtp', which "
-                "need no model, 'draft_model' and 'eagle3'."
+                f"speculative_config: method={self.method!r} is not served. The methods are 'grammar', 'ngram' and "
+                "'mtp', which need no model, 'draft_model' and 'eagle3'."
             )
         self._check_model()
         for name, bounds in _DRAFT_BOUNDS.items():
@@ -255,7 +267,7 @@ class EngineOptions:
             "Draft several tokens of an answer and check them in one step, where that is faster; the answers stay the "
             'same. JSON as in vLLM: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, '
             '"prompt_lookup_min": 2}, or {"method": "draft_model", "model": FOLDER}, or the same with eagle3, '
-            'or {"method": "mtp"}. Default: no drafts.'
+            'or {"method": "mtp"}. {"method": "grammar"} drafts only what grammars force. Default: no drafts.'
         ),
     ] = None
     attention_backend: Annotated[AttentionName, Option("auto: the fastest one installed.")] = "auto"

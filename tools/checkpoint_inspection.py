@@ -57,7 +57,8 @@ class CheckpointInspection:
     num_parameters: int = 0  # Numbers of the served model before quantization.
     tensors: list[TensorGroup] = field(default_factory=list)  # In the files, those of a part for pictures included.
     shares: list[GPUShare] = field(default_factory=list)
-    drafts_itself: bool = False  # It has a layer for several tokens (MTP) that can draft. `shares` do not count it.
+    # It has a layer for several tokens (MTP) that can draft. `shares` count it only if the options have it draft.
+    drafts_itself: bool = False
     refusal: str | None = None  # The server's error message; None if it serves the checkpoint.
     error: str | None = None  # The class of the error.
 

@@ -167,6 +167,8 @@ class Engine:
         planned = self.pipeline.plan(chunks, None if self._speculation is None else self._speculation.on_device)
         outputs += self._choose()  # as late as possible, since masks are computed meanwhile
         faults = self.pipeline.launch(planned, began_s)
+        if self._speculation is not None:
+            self._speculation.launched(chunks)
         outputs += self._collect() + self._fail_unprepared(faults)
         self.pipeline.request_masks()
         if not self._overlap:

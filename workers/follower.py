@@ -36,9 +36,11 @@ from lorafleet.workers.tp.rank_messages import (
     RankFailed,
     ReadBlocks,
     ReleaseMemory,
+    RunDraftStep,
     RunStep,
     SaveBlocks,
     ShardLoaded,
+    ShareTokens,
     Stop,
     TakeMemory,
     WriteBlocks,
@@ -96,6 +98,7 @@ class FollowerLoop(threading.Thread):
             self._socket.close()
             raise
         self._steps = built.steps
+        self._draft_steps = built.draft_steps
         self._memory = built.memory
         self._block_size = config.block_size
         self._tiers = built.tiers
@@ -124,14 +127,23 @@ class FollowerLoop(threading.Thread):
                 tiers.close()
             self._socket.close()
             if self.failure is None:
-                self._steps.close()
+                self._memory.close_steps()
                 self._steps.model.group.leave()
 
     def _execute(self, order: Order) -> None:
         if isinstance(order, RunStep):
             if self._adapters is not None:
                 self._adapters.await_slots(order.generations)
-            self._steps.follow(order.plan(self._block_size))
+            self._steps.run(order.sent.plan(self._block_size))
+            if order.shares_tokens:
+                self._steps.share(len(order.sent.sampling))
+            return
+        if isinstance(order, ShareTokens):
+            self._steps.share(order.num_rows)
+            return
+        if isinstance(order, RunDraftStep):
+            assert self._draft_steps is not None, "these orders come only where a head drafts"
+            self._draft_steps.run(order.sent.plan(self._block_size), order.sources)
             return
         if isinstance(order, MemoryOrder):
             self._move_memory(order)

@@ -49,6 +49,7 @@ from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.models.sparse_mlp import SparseMLP
 from lorafleet.workers.slots.packed_adapter import slot_bytes
 from lorafleet.workers.slots.slot_layers import SlotLayers
+from lorafleet.workers.speculation.draft_model import draft_lora_config, late_draft_bytes, make_drafting_model
 from lorafleet.workers.tp.adapter_sharding import AdapterSharding
 from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.sharding_choice import with_sharding
@@ -68,8 +69,19 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftNeeds:
+    """The bytes that the model or head of speculative_config needs on the first rank."""
+
+    weights: int
+    adapters: int  # A and B of the draft LoRAs in slots, with the tables of the slots. 0 without them.
+    steps: int  # Set aside for its steps and CUDA graphs. 0 on a CPU.
+    kv_token: int  # Keys and values of a token, and what a head reads of it.
+
+
+@dataclass(frozen=True, slots=True)
 class Needs:
-    """The bytes that one rank needs. The parts of all ranks are equally large, except for a few biases."""
+    """The bytes that the first rank needs. The parts of the base on all ranks are equally large, except for a few
+    biases."""
 
     weights: int
     adapter: int  # A and B of one adapter of max_lora_rank on every projection. 0 without adapters.
@@ -79,6 +91,7 @@ class Needs:
     kv_token: int  # Keys and values of a token.
     states: int  # Recurrent states of max_num_seqs sequences and of the padding. 0 without recurrent layers.
     state_snapshots: int  # Snapshots of recurrent states. 0 without recurrent layers.
+    drafts: DraftNeeds | None = None  # None if no model drafts.
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +150,8 @@ class MetaEngine:
         num_snapshots, num_drafts = snapshots_for(config, model_config), draft_states_for(config, model_config)
         states = StateCache(shapes, config.max_num_seqs, dtype, META, num_snapshots, num_drafts)
         held, snapshots = states.num_bytes - states.snapshot_bytes, states.snapshot_bytes
-        needs = Needs(weights, adapter, adapters, activations, others, bytes_per_token(spec), held, snapshots)
+        drafts = _draft_needs(config, model, device)
+        needs = Needs(weights, adapter, adapters, activations, others, bytes_per_token(spec), held, snapshots, drafts)
         return cls(config, model, dtype, spec, needs)
 
     def room(self, card: Card | None) -> Room:
@@ -149,15 +163,26 @@ class MetaEngine:
         else:
             free = budget_bytes(config, card.total_bytes) - card.other_bytes
             free -= needs.weights + needs.activations + needs.others + needs.states + needs.state_snapshots
+            token_bytes, adapters = needs.kv_token, needs.adapters
+            if needs.drafts is not None:
+                free -= needs.drafts.weights
+                token_bytes, adapters = token_bytes + needs.drafts.kv_token, adapters + needs.drafts.adapters
             most_loras = None
             if config.lora is not None:
                 blocks = -(-wanted // config.block_size)
-                left = free - blocks * config.block_size * needs.kv_token
+                left = free - blocks * config.block_size * token_bytes
+                left -= 0 if needs.drafts is None else needs.drafts.steps
                 if config.lora.lora_memory_gib is None:
-                    for_each = needs.adapters // config.lora.max_loras
+                    for_each = adapters // config.lora.max_loras
                     most_loras = max(0, min(MAX_LORAS_BOUND, left // for_each))
-                free -= needs.adapters
-        tokens = cache_tokens(config, self.spec, free) if config.kv_cache_tokens is None else config.kv_cache_tokens
+                free -= adapters
+        tokens = config.kv_cache_tokens
+        if tokens is None:
+            if needs.drafts is not None:
+                free -= late_draft_bytes(
+                    cache_tokens(config, self.spec, free), needs.kv_token, needs.drafts.kv_token, needs.drafts.steps
+                )
+            tokens = cache_tokens(config, self.spec, free)
         tokens = max(0, tokens // config.block_size * config.block_size)
         try:
             longest, refusal = longest_sequence(config, limit, tokens), None
@@ -169,6 +194,16 @@ class MetaEngine:
 def unquantized_model(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> DecoderModel:
     """Returns the whole model on the meta device, as it is without quantization."""
     return DecoderModel(replace(config, quantization=None), TPGroup(), dtype, META)
+
+
+def _draft_needs(config: EngineConfig, base: DecoderModel, device: torch.device) -> DraftNeeds | None:
+    draft = make_drafting_model(config, base, META, device)
+    if draft is None:
+        return None
+    adapters = 0
+    if config.lora is not None and isinstance(draft.model, DecoderModel):
+        _, adapters = _adapter_bytes(draft.model, draft.spec.dtype, draft_lora_config(config.lora), device)
+    return DraftNeeds(weight_bytes(draft.model), adapters, draft.step_bytes, draft.token_bytes)
 
 
 def _adapter_bytes(

@@ -1,4 +1,4 @@
-"""Builds a decoder and fills it from a checkpoint: the base model, or a draft model beside it."""
+"""Builds the base model, and fills it or a model that drafts beside it from a checkpoint."""
 
 from __future__ import annotations
 

@@ -78,7 +78,9 @@ from lorafleet.workers.slots.extra_memory import ExtraMemory
 from lorafleet.workers.slots.loader import AdapterLoader
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
+from lorafleet.workers.speculation.draft_heads import check_division
 from lorafleet.workers.speculation.draft_model import DraftModel, load_drafting_model
+from lorafleet.workers.speculation.draft_steps import DraftSteps
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from lorafleet.workers.speculation.start_speculation import start_speculation
 from lorafleet.workers.step.decode_capture import DecodeCapture
@@ -115,6 +117,7 @@ class Rank:
     max_model_len: int
     pool: PoolStart | None  # None if adapters and KV blocks have fixed shares of memory
     drafter: ModelDrafter | None = None  # On rank 0, if a model drafts.
+    draft_steps: DraftSteps | None = None  # Runs this rank's part of that model; None if it has none.
 
     @property
     def least_blocks(self) -> int:
@@ -129,6 +132,7 @@ def build_rank(
     progress: Progress | None = None,
     check: Callable[[], None] = lambda: None,
     find_neighbors: FindNeighbors | None = None,
+    others: OtherRanks | None = None,
 ) -> Rank:
     """Builds one rank of a replica. Raises ConfigError (UnsupportedModel among them) that names what does not fit.
 
@@ -136,17 +140,18 @@ def build_rank(
         addresses: None for a rank alone.
         check: Called while waiting for the other ranks; raises if one has failed.
         find_neighbors: Finds other nodes that have an adapter; None asks the adapters' sources only.
+        others: On rank 0, the other ranks.
     """
     config = with_implementation(config)
     try:
-        return _build_rank(config, rank, addresses, progress, check, find_neighbors)
+        return _build_rank(config, rank, addresses, progress, check, find_neighbors, others)
     except NothingToShare as error:
         if config.lora is None or config.lora.share_lora_memory:
             raise
         log.info("starting again with fixed shares of memory: %s", error.message)
     gc.collect()  # The model of the first attempt, which the exception has held.
     config = replace(config, lora=replace(config.lora, share_lora_memory=False))
-    return _build_rank(config, rank, addresses, progress, check, find_neighbors)
+    return _build_rank(config, rank, addresses, progress, check, find_neighbors, others)
 
 
 def _build_rank(
@@ -156,12 +161,13 @@ def _build_rank(
     progress: Progress | None,
     check: Callable[[], None],
     find_neighbors: FindNeighbors | None,
+    others: OtherRanks | None,
 ) -> Rank:
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
     base = _build_model(config, rank, addresses, progress, check)
     spec = _attention_spec(config, base)
-    draft = load_drafting_model(config, base.model, base.device) if rank == 0 else None
+    draft = load_drafting_model(config, base.model, base.device)
     why_not = _why_memory_is_fixed(config, spec, draft)
     pool = start_pool(config.lora, base.model.group.size, base.device, block_bytes(spec), why_not)
     slots, loader = None, None  # They come before the KV cache, which gets the memory that is left.
@@ -169,17 +175,19 @@ def _build_rank(
         drafts = None if draft is None else draft.loader
         slots, loader = _build_adapters(config, config.lora, base, pool, find_neighbors, drafts)
     steps, num_blocks, max_model_len = _build_steps(config, base, spec, slots, pool, draft)
-    drafter = None
+    drafter = draft_steps = head_steps = None
     if draft is not None:
-        drafter = draft.drafter(num_blocks, max_model_len, base.model.config.vocab_size)
+        draft_steps = draft.steps(num_blocks, max_model_len, others)
+        head_steps = None if draft_steps.rows is None else draft_steps.runner
+        if rank == 0:
+            drafter = draft.drafter(draft_steps, num_blocks, max_model_len, base.model.config.vocab_size)
     tiers = allocate_tiers(config, steps.caches, steps.states, base.model.group, base.device)
     if slots is not None:
         _bound_extra_memory(slots.extra_memory, base.model.group, base.device)
     name = Path(config.model).name
     log.info("rank %d is ready: %s on %s in %s, context %d", rank, name, base.device, base.dtype, max_model_len)
-    head_steps = None if drafter is None or not drafter.is_of_head else drafter.steps
     memory = RankMemory(steps, slots, list(tiers.values()), base.gate, base.reload, pool, head_steps)
-    return Rank(steps, slots, loader, tiers, memory, num_blocks, max_model_len, pool, drafter)
+    return Rank(steps, slots, loader, tiers, memory, num_blocks, max_model_len, pool, drafter, draft_steps)
 
 
 def _why_memory_is_fixed(config: EngineConfig, spec: AttentionSpec, draft: DraftModel | None) -> str | None:
@@ -229,6 +237,7 @@ def _build_model(
     model_config = replace(model_config, quantization=resolved(model_config.quantization, config.quantization))
     dtype = base_dtype(config, model_config, folder)
     Shard.of(model_config, rank, config.tensor_parallel_size)  # raises before the other ranks are waited for
+    check_division(config, model_config)  # as above
     model = load_model(config, model_config, join(), dtype, device, progress)
     reload = partial(fill_model, config, model)
     return _LoadedModel(model, BaseLayout.of(model_config), held_tensors(model), reload, dtype, device)
@@ -401,7 +410,7 @@ def build_engine(
         check()
 
     try:
-        rank = build_rank(config, 0, addresses, progress, check_others, find_neighbors)
+        rank = build_rank(config, 0, addresses, progress, check_others, find_neighbors, others)
     except BaseException:
         if others is not None:
             others.close()

@@ -62,6 +62,7 @@ def inspect(
     max_model_len: BaseOption[int] = None,
     kv_cache_dtype: BaseOption[KVCacheDType] = None,
     quantization: BaseOption[Method] = None,
+    speculative_config: BaseOption[str] = None,
     as_json: JSONOption = False,
 ) -> None:
     """Shows what an adapter or a base is, what it costs on a GPU, and what serving would reject and why.
@@ -79,6 +80,7 @@ def inspect(
         max_model_len,
         kv_cache_dtype,
         quantization,
+        speculative_config,
     )
     if is_base(path):
         with ending_in_words():

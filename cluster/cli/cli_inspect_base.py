@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from lorafleet.protocol.engine_config import EngineConfig, KVCacheDType
+from lorafleet.cluster.json_text import parse_json
+from lorafleet.protocol.engine_config import EngineConfig, KVCacheDType, SpeculativeConfig
 from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.quantization_methods import Method
@@ -46,6 +47,7 @@ class BaseOptions:
     max_model_len: int | None
     kv_cache_dtype: KVCacheDType | None
     quantization: Method | None
+    speculative_config: str | None  # JSON.
 
     def check_unset(self, path: str) -> None:
         """Raises InvalidRequest if one of them is given for an adapter."""
@@ -65,6 +67,8 @@ class BaseOptions:
             "kv_cache_dtype": self.kv_cache_dtype,
             "quantization": self.quantization,
         }
+        if self.speculative_config is not None:
+            given["speculative_config"] = _speculative_config(self.speculative_config)
         return EngineConfig(path, lora=adapters, **{name: value for name, value in given.items() if value is not None})
 
     def card(self) -> Card | None:
@@ -76,6 +80,17 @@ class BaseOptions:
         if self.gpu_memory_gib is not None:
             return Card(f"{self.gpu_memory_gib:g} GiB", int(self.gpu_memory_gib * 2**30))
         return None if self.gpu is None else CARDS[self.gpu]
+
+
+def _speculative_config(text: str) -> SpeculativeConfig | None:
+    """Raises InvalidRequest if the text is no JSON object, and ConfigError as SpeculativeConfig does."""
+    try:
+        given = parse_json(text)
+    except ValueError as error:
+        raise InvalidRequest(f"--speculative-config must be a JSON object: {error}") from None
+    if not isinstance(given, dict):
+        raise InvalidRequest(f"--speculative-config must be a JSON object, not {text[:100]}.")
+    return SpeculativeConfig.of(given)
 
 
 def is_base(path: str) -> bool:
@@ -124,7 +139,9 @@ def _text(found: CheckpointInspection, config: EngineConfig, card: Card | None) 
     ]
     if found.drafts_itself:
         option = """--speculative-config '{"method": "mtp"}'"""
-        rows.append(("drafts", f"with its own layer for several tokens (MTP) and {option}, which adds to the figures"))
+        rows.append(
+            ("drafts", f"with its own layer for several tokens (MTP) and {option}, which this command takes too")
+        )
     if found.refusal is not None:
         rows.append(("refused", f"{found.refusal} [{found.error}]"))
     lines = [f"{name:<14}{text}" for name, text in rows]
@@ -149,6 +166,13 @@ def _share_lines(share: GPUShare, config: EngineConfig, card: Card | None) -> li
         lines.append(
             f"  {_size(needs.adapters)} for adapters in slots, each {_size(needs.adapter)} if it has "
             f"max_lora_rank={lora.max_lora_rank} on every module, less otherwise"
+        )
+    if needs.drafts is not None:
+        drafts = needs.drafts
+        steps = "" if card is None else f", {_size(drafts.steps)} for its steps and graphs"
+        lines.append(
+            f"  {_size(drafts.weights)} for the model that drafts, {_size(drafts.adapters)} for draft LoRAs in slots, "
+            f"{drafts.kv_token:,} bytes for a token{steps}"
         )
     if card is not None:
         lines.append(

@@ -1,5 +1,5 @@
 // Products of codes and the x of at most 8 tokens, from registers, for a kernel that is limited by the codes' bytes.
-// kernels/moe/few_tokens_codes.cu comes behind this file, and four_bit_primitives.cuh before it.
+// kernels/moe/few_tokens_codes.cu comes behind this file, and four_bit_primitives.cuh and code_tiles.cuh before it.
 //
 // Idea: the warps of a team share 16 outputs. Each multiplies some blocks of 64 inputs, and the team adds the sums in shared
 // memory. So results never depend on timing. Codes become the tensor cores' first operand in registers: four bits by a table
@@ -9,7 +9,6 @@
 //
 // The compiler is given IS_HALF, BITS, SCALE, SUB, ZEROS and WARPS, as few_tokens_codes.cu says.
 #define THREADS (WARPS * 32)
-#define STEPS 4       // products of 16 inputs in a block
 #define ROWS 16       // outputs of a team's item
 #define PITCH 20      // floats of a token's sums: lanes that write sums of 8 rows and 4 tokens meet no bank twice
 #define COLUMNS 8     // tokens of an item
@@ -105,7 +104,7 @@ template <int PARTS> struct Source {
         number[part] = (first + g) * m.groups;
       } else {
         const size_t tile = first / 64, quarter = first / 16 % 4;
-        code[part] = m.codes + tile * blocks * 2048 + quarter * 512 + lane * 16;
+        code[part] = m.codes + tile * blocks * 2048 + quarter * 512 + codes_of_lane(lane);
         number[part] = (tile * m.groups * 8 + g) * 8 + quarter;
       }
     }
@@ -222,7 +221,7 @@ template <int PARTS> struct Operands {
 #if BITS == 8
             a[i] = e4m3_pair(code[i & 1].v[q], i >> 1);
 #else
-            a[i] = lookup(code[0].v[q], i, table);
+            a[i] = operand(code[0], q, i, table);
             if (ZEROS) a[i] = less_zero(a[i], zero[part][i & 1][s]);
 #endif
           }

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lorafleet.kernels.quant.code_tiles import TILE
 
-SOURCES = ("four_bit_primitives.cuh", "code_operands.cuh")
+SOURCES = ("four_bit_primitives.cuh", "code_tiles.cuh", "code_operands.cuh")
 
 
 class MatrixArguments(ctypes.Structure):

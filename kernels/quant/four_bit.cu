@@ -1,5 +1,5 @@
 // x @ W.T with weights of four bits, for few tokens. kernels/quant/four_bit_cuda.py compiles this file with NVRTC, and after it
-// four_bit_wide.cu, for more tokens.
+// four_bit_wide.cu and four_bit_dense.cu, for more tokens.
 //
 // Idea: with few tokens, the cost of a GEMM is the weight's bytes. A byte names a pair of values. A table of all 256 pairs
 // lies in shared memory, a copy for each lane, so that a lookup has no bank conflict. It gives two values at once, which
@@ -17,11 +17,10 @@
 //   SCALE    0 if scales are float32, 1 bfloat16, 2 float16
 //   SUB      groups in a block of 64 inputs: 4, 2, or 1 if a group is one block or several
 //   ZEROS    1 if groups have zero points
+//   INTEGERS 1 if the book is that of integers, code - 8
 //   EXPERTS  1 if the weight is that of all experts of a mixture: each tile of pairs multiplies its expert's rows
 //   FEW_8_WARPS, FEW_16_WARPS, FEW_32_WARPS  warps of a program, as many as have enough registers; 0 for no such kernel
 //   RESIDENT  programs of few_8 and few_16 that have room on an SM together
-#define BLOCK_BYTES 2048  // codes of 64 rows and 64 inputs
-#define STEPS 4          // products of 16 inputs in a block
 #define SCALE_BYTES (SCALE == 0 ? 4 : 2)
 #define MANY_WARPS 8
 #define MANY_ROWS 128
@@ -31,20 +30,21 @@
 
 // Arguments of a launch; FourBitArguments in four_bit_cuda.py is the same. T tokens, O outputs, D inputs, G groups of a row.
 struct Linear {
+  MatrixMap x_map;               // x, for the kernels of four_bit_dense.cu
   const unsigned char* codes;    // [O / 64, D / 64, 2048], see code_tiles.py; with EXPERTS those of each expert in turn
   const unsigned char* scales;   // [O / 64, G, 8, 2, 4]
   const unsigned char* zeros;    // [O / 64, G, 8, 2, 4] uint8
-  const unsigned* pairs;         // [256] pairs of values
   const float* book;             // [16] values
   const unsigned short* x;       // [T, D]
   const unsigned short* bias;    // [O] or null
   unsigned short* y;             // [T, O]
-  float* parts;                  // [programs, 2, numbers of an item's sums]
+  float* parts;                  // [programs, 2, numbers of an item's sums]; one for a program of four_bit_dense.cu
   int* tickets;                  // [programs] zeros, which are left as zeros
   // With EXPERTS the tokens of y are pairs of a token and its expert. Tiles have pairs of one expert.
   const int* used_tiles;         // [1] number of tiles that have pairs
   const int* expert_of_tile;     // [used_tiles]
   const int* pair_of_tile;       // [used_tiles, tokens of a kernel's item], and -1 behind a tile's last pair
+  unsigned numbers[8];           // the book in the served dtype, two values in each. Arguments need no load from memory.
   int tokens, outputs, inputs;   // tokens: not used with EXPERTS; outputs: of one expert
   unsigned inverse;              // with EXPERTS: 2^32 / pairs that read the same row of x, rounded up, or 0 for one pair
   int least_blocks;              // with EXPERTS: blocks that a program has at least
@@ -109,19 +109,21 @@ struct Place {
 struct Run {
   int rows, spans;  // numbers of items along the rows and along the tokens
   int begin, end, blocks, total, programs;
-  int unit;  // blocks that are not divided among programs: one, or those of an item
+  int unit, units;  // blocks that are not divided among programs: one, or those of an item; and their number
   DEVICE Run(const Linear& p, int rows, int spans) : rows(rows), spans(spans), blocks(p.inputs / 64) {
     total = rows * spans * blocks;
     programs = gridDim.x;
     if (EXPERTS) programs = min(programs, (total + p.least_blocks - 1) / p.least_blocks);
     const int items = rows * spans, most = items ? (items + programs - 1) / programs : 0;
     unit = (long long)most * blocks * programs - total <= (long long)p.most_idle * programs ? blocks : 1;
+    units = unit == 1 ? total : items;
     begin = end = 0;
     if ((int)blockIdx.x < programs) begin = first_of(blockIdx.x), end = first_of(blockIdx.x + 1);
   }
   DEVICE bool is_empty() const { return begin == end; }
-  DEVICE int first_of(int program) const { return (int)((long long)program * (total / unit) / programs) * unit; }
-  DEVICE int owner(int at) const { return (int)(((long long)(at / unit + 1) * programs - 1) / (total / unit)); }
+  // A division of 64 bits takes hundreds of instructions. 2^32 / MAX_PROGRAMS blocks are more than any launch has.
+  DEVICE int first_of(int program) const { return (unsigned)program * (unsigned)units / (unsigned)programs * unit; }
+  DEVICE int owner(int at) const { return ((unsigned)(at / unit + 1) * (unsigned)programs - 1) / (unsigned)units; }
   DEVICE int first_owner(int item) const { return owner(item * blocks); }
   DEVICE int last_owner(int item) const { return owner((item + 1) * blocks - 1); }
   DEVICE Item item(int number) const {
@@ -184,17 +186,19 @@ struct Groups {
   }
 };
 
-// Fills the table of pairs. All loads of a thread are in flight together, since every launch waits for them.
-template <int THREADS> DEVICE unsigned fill_table(const Linear& p) {
-  constexpr int COUNT = (256 * 8 + THREADS - 1) / THREADS;
-  unsigned pair[COUNT];
-#pragma unroll
-  for (int k = 0; k < COUNT; k++) pair[k] = p.pairs[min(k * THREADS + (int)threadIdx.x, 256 * 8 - 1) >> 3];
-#pragma unroll
-  for (int k = 0; k < COUNT; k++) {
-    const int i = k * THREADS + threadIdx.x;
-    if (i < 256 * 8) store_entries(i >> 3, i & 7, pair[k]);
+// Writes the table of pairs. Whole warps call it: each lane has a value of the book, and reads the others' ones.
+template <int THREADS> DEVICE void write_table(const Linear& p) {
+  const int lane = threadIdx.x & 31;
+  const unsigned own = p.numbers[lane >> 1 & 7] >> (lane & 1) * 16 & 0xFFFF;
+#pragma unroll 8
+  for (int i = threadIdx.x; i < 256 * 8; i += THREADS) {
+    const int byte = i >> 3;
+    store_entries(byte, i & 7, from_lane(own, byte & 15) | from_lane(own, byte >> 4) << 16);
   }
+}
+
+template <int THREADS> DEVICE unsigned fill_table(const Linear& p) {
+  write_table<THREADS>(p);
   __syncthreads();
   return lane_part(threadIdx.x & 31);
 }
@@ -301,7 +305,7 @@ template <int NT> struct Operands {
   DEVICE void load_weight(const Linear& p, const Groups& groups, int at, int lane) {
     const int g = lane >> 2;
 #pragma unroll
-    for (int m = 0; m < 4; m++) code[m] = load_once(p.codes + (size_t)at * BLOCK_BYTES + m * 512 + lane * 16);
+    for (int m = 0; m < 4; m++) code[m] = load_once(p.codes + (size_t)at * BLOCK_BYTES + m * 512 + codes_of_lane(lane));
     const size_t group = (size_t)groups.first_of(at) * 64 + g * 8;
 #pragma unroll
     for (int s = 0; s < SUB; s++) {
@@ -351,7 +355,7 @@ template <int NT> struct Operands {
           unsigned a[4];
 #pragma unroll
           for (int i = 0; i < 4; i++) {
-            a[i] = lookup(code[m].v[q], i, lane);
+            a[i] = operand(code[m], q, i, lane);
             if (ZEROS) a[i] = minus_zero(a[i], i & 1 ? lower : upper);
           }
 #pragma unroll
@@ -556,7 +560,7 @@ template <int NT> struct Many {
       }
       if (half < count && has_rows(place.item.rows)) {
         const int block = (place.item.rows * 2 + rows) * run.blocks + place.block + half;  // through all tiles of 64 rows
-        const unsigned char* codes = p.codes + (size_t)block * BLOCK_BYTES + tile * 512 + lane * 16;
+        const unsigned char* codes = p.codes + (size_t)block * BLOCK_BYTES + tile * 512 + codes_of_lane(lane);
         copy_to_shared<16>(stage + X_BYTES + tid * 16, codes);
         copy_to_shared<16>(stage + X_BYTES + (THREADS + tid) * 16, codes + 512);
         const size_t group = (size_t)groups.first_of(block) * 64 + g * 8;
@@ -597,7 +601,7 @@ template <int NT> struct Many {
         for (int m = 0; m < 2; m++)
 #pragma unroll
           for (int i = 0; i < 4; i++) {
-            a[m][i] = lookup(code[m].v[q], i, lane_bits);
+            a[m][i] = operand(code[m], q, i, lane_bits);
             if (ZEROS) a[m][i] = minus_zero(a[m][i], zero[m][i & 1]);
           }
 #pragma unroll
@@ -685,7 +689,7 @@ KERNEL void __launch_bounds__(256) dequantize(const Linear p) {
   if (at >= p.outputs / 64 * blocks) return;
   const int tile_rows = at / blocks, block = at - tile_rows * blocks;
   const size_t from = (size_t)(p.first_tile + tile_rows);
-  const unsigned char* codes = p.codes + (from * blocks + block) * BLOCK_BYTES + lane * 16;
+  const unsigned char* codes = p.codes + (from * blocks + block) * BLOCK_BYTES + codes_of_lane(lane);
   const size_t group = (size_t)Groups(p).first_of((int)from * blocks + block) * 64 + g * 8;
 #pragma unroll
   for (int m = 0; m < 4; m++) {
@@ -702,7 +706,7 @@ KERNEL void __launch_bounds__(256) dequantize(const Linear p) {
         const float zero = ZEROS ? (float)p.zeros[its] - 8.f : 0.f;
 #pragma unroll
         for (int k = 0; k < 2; k++) {  // bytes of inputs 0 and 1, 2 and 3 of the lane's four
-          const unsigned byte = code.v[q] >> (k * 2 + h) * 8 & 255;
+          const unsigned byte = code.v[word_of(q, k * 2 + h)] >> byte_of(q, k * 2 + h) * 8 & 255;
           const unsigned low = served((book[byte & 15] - zero) * scale, p.rounded);
           const unsigned high = served((book[byte >> 4] - zero) * scale, p.rounded);
           out.v[q % 2 * 2 + k] = low | high << 16;

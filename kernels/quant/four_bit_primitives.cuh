@@ -10,6 +10,7 @@
 struct __align__(8) U2 { unsigned v[2]; };
 struct __align__(16) U4 { unsigned v[4]; };
 struct __align__(16) F4 { float v[4]; };
+struct __align__(64) MatrixMap { unsigned long long words[16]; };  // a matrix, as CUtensorMap describes it
 
 // A table of 256 pairs lies at the start of shared memory, 32 times: 64 KB in all. The driver uses the first KB of the
 // shared window. An entry's address is this constant, which is part of the load's instruction, and one byte permutation.
@@ -105,6 +106,9 @@ DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory")
 // Waits until at most LEFT groups of this thread's copies are in flight.
 template <int LEFT> DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
 
+// Returns the number of another lane. All lanes of a warp call it.
+DEVICE unsigned from_lane(unsigned own, int lane) { return __shfl_sync(~0u, own, lane); }
+
 // Writes the pair of a byte for four lanes.
 DEVICE void store_entries(unsigned byte, unsigned lanes, unsigned pair) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" :: "r"(TABLE_AT + byte * 256 + lanes * 16), "r"(pair) : "memory");
@@ -114,7 +118,8 @@ DEVICE void store_entries(unsigned byte, unsigned lanes, unsigned pair) {
 DEVICE unsigned lane_part(unsigned lane) {
   if (shared_address(shared_start) != TABLE_AT) __trap();
   unsigned r;
-  asm volatile("mov.u32 %0, %1;" : "=r"(r) : "r"(lane * 4) : "memory");
+  // The compiler would compute a number that is moved again and again, from the thread's index.
+  asm volatile("shfl.sync.idx.b32 %0, %1, %2, 31, -1;" : "=r"(r) : "r"(lane * 4), "r"(lane) : "memory");
   return r;
 }
 
@@ -136,6 +141,13 @@ DEVICE void mma(float* c, const unsigned* a, U2 b) {
 DEVICE unsigned fma_pair(unsigned a, unsigned b, unsigned c) {
   unsigned r;
   asm("fma.rn." NUMBER "x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+
+// Returns a number of the served dtype, twice.
+DEVICE unsigned twice(float value) {
+  unsigned r;
+  asm("cvt.rn." NUMBER "x2.f32 %0, %1, %1;" : "=r"(r) : "f"(value));
   return r;
 }
 

@@ -1,5 +1,5 @@
-// x @ W.T with weights of four bits, for 17 tokens and more, on GPUs of compute capability 9.0. It follows four_bit.cu, whose
-// packing, table of pairs, runs and parts it shares.
+// x @ W.T with the weights of four bits of a mixture's experts, for tiles of 32 pairs and more, on GPUs of compute capability
+// 9.0. It follows four_bit.cu, whose packing, table of pairs, runs and parts it shares.
 //
 // Idea: a warpgroup looks its rows' codes up once and multiplies them by up to 128 tokens with wgmma, whose first operand
 // lies in registers and whose second operand, x, lies in shared memory. A warpgroup has two tiles of 64 rows: while one is
@@ -8,7 +8,7 @@
 // products. A fence before wgmma waits for all loads of a warp, so each warp of the producer has a block of its own.
 // Programs that share an item wait for each other, and each adds up a share of the parts: one program alone would take longer
 // to add them than the products take. So they must all run at once.
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && EXPERTS
 #define MULTIPLIERS 2  // warpgroups that multiply
 #define WIDE_THREADS ((MULTIPLIERS + 1) * 128)
 #define WIDE_BYTES 163840  // shared memory behind the table
@@ -36,8 +36,8 @@ template <int N, int SPANS> struct Wide {
   const int lane, g, t, warp;  // warp: of its warpgroup
 
   DEVICE Wide(const Linear& p)
-      : p(p), run(p, (p.outputs + ROWS - 1) / ROWS, EXPERTS ? *p.used_tiles : (p.tokens + TOKENS - 1) / TOKENS), groups(p),
-        lane(threadIdx.x & 31), g(lane >> 2), t(lane & 3), warp(threadIdx.x >> 5 & 3) {}
+      : p(p), run(p, (p.outputs + ROWS - 1) / ROWS, *p.used_tiles), groups(p), lane(threadIdx.x & 31),
+        g(lane >> 2), t(lane & 3), warp(threadIdx.x >> 5 & 3) {}
 
   DEVICE unsigned char* operands(int stage, int tile) const {
     return behind_table() + STAGES * STAGE + (stage * (ROWS / 64) + tile) * TILE_BYTES;
@@ -48,7 +48,7 @@ template <int N, int SPANS> struct Wide {
   // Returns the block of a tile of 64 rows. It is that of the last tile for those behind it, which are not stored.
   DEVICE int held_block(const Place& place, int index) const {
     const int tiles = p.outputs / 64, tile = min(place.item.rows * (ROWS / 64) + index, tiles - 1);
-    return ((EXPERTS ? __ldg(p.expert_of_tile + place.item.span) * tiles : 0) + tile) * run.blocks + place.block;
+    return (__ldg(p.expert_of_tile + place.item.span) * tiles + tile) * run.blocks + place.block;
   }
 
   DEVICE void load_x(U4* x, const Place& place, int batch) const {
@@ -140,7 +140,7 @@ template <int N, int SPANS> struct Wide {
   // Looks up the codes of a group or a block, of 16 rows for a warp.
   DEVICE void decode(unsigned (*a)[4], int stage, int m, int s, unsigned lane_bits) const {
     const unsigned char* from = operands(stage, (threadIdx.x >> 7) * TILES + m);
-    const U4 code = *(const U4*)(from + warp * 512 + lane * 16);
+    const U4 code = *(const U4*)(from + warp * 512 + codes_of_lane(lane));
     unsigned zero[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) zero[h] = ZEROS ? zero_pair(from[BLOCK_BYTES + SCALES + s * 64 + g * 8 + h * 4 + warp], 0) : 0;
@@ -148,7 +148,7 @@ template <int N, int SPANS> struct Wide {
     for (int q = 0; q < GROUP_STEPS; q++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        a[q][i] = lookup(code.v[s * GROUP_STEPS + q], i, lane_bits);
+        a[q][i] = operand(code, s * GROUP_STEPS + q, i, lane_bits);
         if (ZEROS) a[q][i] = minus_zero(a[q][i], zero[i & 1]);
       }
   }
@@ -199,8 +199,8 @@ template <int N, int SPANS> struct Wide {
     for (int u = 0; u < UNITS; u++)
 #pragma unroll
       for (int n = 0; n < N / 8; n++) {
-        // With experts a whole item's tiles of rows are looked up at once, without a branch for each eight tokens.
-        if (!(EXPERTS && whole) && y_row_of(item, u, n, 0) < 0) continue;
+        // A whole item's tiles of rows are looked up at once, without a branch for each eight tokens.
+        if (!whole && y_row_of(item, u, n, 0) < 0) continue;
         if (whole)
           store(item, u, n, sums[u][n]);
         else

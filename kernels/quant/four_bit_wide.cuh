@@ -1,4 +1,4 @@
-// Instructions that four_bit_wide.cu needs and that only GPUs of compute capability 9.0 have.
+// Instructions that four_bit_wide.cu and four_bit_dense.cu need and that only GPUs of compute capability 9.0 have.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 struct Barrier { unsigned long long state; };
 
@@ -31,6 +31,16 @@ DEVICE void copy_bytes(void* to, const void* from, int bytes, Barrier* barrier) 
                :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
 
+// Fetches the description of a matrix, which the first copy would wait for.
+DEVICE void fetch_map(const MatrixMap* map) { asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory"); }
+
+// Begins to copy 64 columns of a matrix, and as many rows as its map says, from a place of it. Numbers outside the matrix are
+// zeros. A row of 128 bytes has its pieces of 16 bytes exchanged, by the last three bits of its number.
+DEVICE void copy_matrix(void* to, const MatrixMap* map, int column, int row, Barrier* barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+               :: "r"(shared_address(to)), "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)) : "memory");
+}
+
 // Waits for the first COUNT threads of the program.
 template <int COUNT> DEVICE void wait_threads() { asm volatile("bar.sync 1, %0;" :: "n"(COUNT) : "memory"); }
 
@@ -43,6 +53,9 @@ template <int COUNT, bool MORE> DEVICE void take_registers() {
 
 // Makes this thread's writes to shared memory visible to wgmma.
 DEVICE void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Adds 1 to a ticket. Whoever sees it sees all that this warp has written before __syncwarp().
+DEVICE void count_ticket(int* at) { asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(at) : "memory"); }
 
 DEVICE int load_ticket(const int* at) {
   int r;
@@ -69,6 +82,15 @@ template <int LEFT, int NT> DEVICE void wait_wgmma(float (&c)[NT][4]) {
     for (int i = 0; i < 4; i++) asm volatile("" : "+f"(c[n][i]) :: "memory");
 }
 
+// Waits until at most LEFT groups of products are in flight, of which no sums are read before finish_wgmma().
+template <int LEFT> DEVICE void wait_wgmma() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory"); }
+
+// Waits for all products. C is what they have written.
+template <int TILES, int NT> DEVICE void finish_wgmma(float (&c)[TILES][NT][4]) {
+#pragma unroll
+  for (int i = 0; i < TILES; i++) wait_wgmma<0>(c[i]);
+}
+
 #define C4(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
 #define A_B_ADDS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)adds)
 
@@ -89,6 +111,18 @@ template <> struct Wgmma<64> {
                  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
                  "%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, adds, 1, 1, 0;\n}"
                  : C4(0), C4(1), C4(2), C4(3), C4(4), C4(5), C4(6), C4(7) : A_B_ADDS);
+  }
+};
+template <> struct Wgmma<128> {
+  static DEVICE void run(float (*c)[4], const unsigned* a, unsigned long long b, bool adds) {
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %69, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." NUMBER "." NUMBER " "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"
+                 "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,"
+                 "%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, adds, 1, 1, 0;\n}"
+                 : C4(0), C4(1), C4(2), C4(3), C4(4), C4(5), C4(6), C4(7),
+                   C4(8), C4(9), C4(10), C4(11), C4(12), C4(13), C4(14), C4(15)
+                 : A_B_ADDS);
   }
 };
 #endif

@@ -108,9 +108,10 @@ class TiledWeight(nn.Module):
         self.num_outputs, self.num_inputs = outputs, inputs
         self.dtype = dtype
         self.group = _group(scheme, inputs)
+        has_integers = isinstance(scheme, IntScheme)
         has_zeros = isinstance(scheme, IntScheme) and scheme.has_zeros
         groups_a_block = max(1, TILE // self.group)
-        self.variant = FourBitVariant(dtype, _scale_dtype(scheme), groups_a_block, has_zeros, of_experts)
+        self.variant = FourBitVariant(dtype, _scale_dtype(scheme), groups_a_block, has_zeros, has_integers, of_experts)
         self.quantized_from: torch.dtype | None = None  # dtype before quantization; None until fill()
         if isinstance(scheme, IntScheme):
             self.quantized_from = scheme.dtype or dtype
@@ -121,6 +122,7 @@ class TiledWeight(nn.Module):
         self.book = _held(BOOK_SIZE, dtype=torch.float32, device=device)
         self.pairs = _held(BOOK_SIZE * BOOK_SIZE, dtype=torch.int32, device=device)  # two of the book in each, by byte
         self.tickets = _held(MAX_PROGRAMS, dtype=torch.int32, device=device)  # zeros between launches
+        self.numbers = (0,) * (BOOK_SIZE // 2)  # the book in the served dtype, two values in each, for launches
         self._has_book = False  # until fill()
         self._scratch = scratch
         if device.type == "cuda":
@@ -145,6 +147,7 @@ class TiledWeight(nn.Module):
         if not self._has_book:  # it is the same for all parts, and a mixture is filled in tens of thousands of them
             self.book.copy_(book)
             self.pairs.copy_(pairs_of(book, self.dtype))
+            self.numbers = numbers_of(book, self.dtype)
             self._has_book = True
 
     def linear(self, x_TD: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -196,6 +199,12 @@ def pairs_of(book: Tensor, dtype: torch.dtype) -> Tensor:
     bits = book.to(dtype).view(torch.int16).int() & 0xFFFF
     byte = torch.arange(BOOK_SIZE * BOOK_SIZE, device=book.device)
     return bits[byte & 15] | (bits[byte >> 4] << 16)
+
+
+def numbers_of(book: Tensor, dtype: torch.dtype) -> tuple[int, ...]:
+    """Returns the book's values in the dtype, two in each number of 32 bits. The lower half is the first one."""
+    bits = [value & 0xFFFF for value in book.to(dtype).view(torch.int16).tolist()]
+    return tuple(low | high << 16 for low, high in zip(bits[::2], bits[1::2], strict=True))
 
 
 def _group(scheme: Scheme, inputs: int) -> int:

@@ -243,13 +243,18 @@ def read_language(folder: AdapterFolder) -> dict[str, bytes]:
     return {name: _read_small(folder, name, most) for name, most in LANGUAGE_NAMES.items() if folder.has(name)}
 
 
-def read_optional(folder: AdapterFolder) -> dict[str, bytes]:
-    """Reads the files of OPTIONAL_NAMES that exist, by name. Raises AdapterMalformed if only some of DRAFT_NAMES do."""
-    draft = {name: _read_small(folder, name, most) for name, most in DRAFT_NAMES.items() if folder.has(name)}
+def read_draft(folder: AdapterFolder) -> dict[str, memoryview]:
+    """Reads the files of DRAFT_NAMES, by name, or none. Raises AdapterMalformed if only some of them exist."""
+    draft = {name: _read_whole(folder, name, most) for name, most in DRAFT_NAMES.items() if folder.has(name)}
     if folder.has(DRAFT_FOLDER) and len(draft) < len(DRAFT_NAMES):
         missing = ", ".join(name for name in DRAFT_NAMES if name not in draft)
         raise AdapterMalformed(f"its folder {DRAFT_FOLDER} is not a draft LoRA, since {missing} is missing.")
-    return read_language(folder) | draft
+    return draft
+
+
+def read_optional(folder: AdapterFolder) -> dict[str, bytes | memoryview]:
+    """Reads the files of OPTIONAL_NAMES that exist, by name. Raises as read_draft()."""
+    return {**read_language(folder), **read_draft(folder)}
 
 
 def language_digest(language: Mapping[str, bytes]) -> str:
@@ -261,11 +266,17 @@ def language_digest(language: Mapping[str, bytes]) -> str:
 
 
 def _read_small(folder: AdapterFolder, name: str, max_bytes: int) -> bytes:
+    return bytes(_read_whole(folder, name, max_bytes))
+
+
+def _read_whole(folder: AdapterFolder, name: str, max_bytes: int) -> memoryview:
+    """Reads a file into memory that nothing else holds, see read_buffer()."""
     with folder.open(name, max_bytes) as file:
-        data = bytearray(file.size)
-        file.read_into(memoryview(data), hashlib.sha256())
+        data = memoryview(read_buffer(file.size) if file.size else b"")
+        if data:
+            file.read_at([data], 0)
         file.check_unchanged()
-        return bytes(data)
+        return data
 
 
 def stored_files(folder: Path) -> dict[str, Path]:
@@ -295,8 +306,10 @@ def open_weights(folder: AdapterFolder) -> OpenFile:
     raise AdapterMissing(f"the adapter's folder has neither {SAFETENSORS_NAME} nor {BIN_NAME}.")
 
 
-def new_digest(config: bytes, weights_name: str, weights_size: int, optional: Mapping[str, bytes]) -> hashlib._Hash:
-    """Returns a sha256 of the config and of the files of read_optional(); the caller adds the weights.
+def new_digest(
+    config: bytes, weights_name: str, weights_size: int, optional: Mapping[str, bytes | memoryview]
+) -> hashlib._Hash:
+    """Returns a sha256 of the config and of the files of OPTIONAL_NAMES that exist; the caller adds the weights.
 
     Lengths separate the parts. An adapter with another tokenizer, chat template or draft LoRA has another digest.
     Without such files, the digest is that of config and weights alone.
@@ -310,7 +323,9 @@ def new_digest(config: bytes, weights_name: str, weights_size: int, optional: Ma
     return digest
 
 
-def read_through(config: bytes, optional: Mapping[str, bytes], weights: OpenFile, copy: BinaryIO | None = None) -> str:
+def read_through(
+    config: bytes, optional: Mapping[str, bytes | memoryview], weights: OpenFile, copy: BinaryIO | None = None
+) -> str:
     """Returns the digest of weights that are not needed in memory. What is read is also written to `copy`, if given."""
     digest = new_digest(config, weights.name, weights.size, optional)
     buffer = memoryview(read_buffer(CHUNK_BYTES))

@@ -117,6 +117,23 @@ def test_a_new_version_under_the_same_uri_is_another_adapter(
         elsewhere.fetch(uri, digest=first)
 
 
+def test_a_draft_lora_comes_along_and_counts(
+    gateway: RadosGateway, folder: Any, make_files: Make, read_files: Read, tmp_path: Path
+) -> None:
+    draft = {f"draft/{name}": content for name, content in make_files(7).items()}
+    uri = folder(make_files() | draft | {"draft/optimizer.pt": bytes(100)})
+    store = make_store(tmp_path / "c", gateway.endpoint)
+    first = store.fetch(uri)
+    with store.open(uri, first) as found:
+        assert read_files(found) == make_files() | draft
+    assert store.fetch(folder(make_files(), name="without")) != first
+    folder({f"draft/{WEIGHTS}": b"other"})
+    assert store.fetch(uri) != first
+    half = make_files() | {"draft/adapter_config.json": b"{}"}
+    with pytest.raises(AdapterMalformed, match=r"not a draft LoRA, since draft/adapter_model\.safetensors is missing"):
+        store.fetch(folder(half, name="half"))
+
+
 @pytest.mark.parametrize(("lacks", "error"), [("adapter_config.json", "no adapter_config"), (WEIGHTS, "neither")])
 def test_a_folder_without_an_adapter_is_said_to_be_one(
     gateway: RadosGateway, folder: Any, make_files: Make, tmp_path: Path, lacks: str, error: str

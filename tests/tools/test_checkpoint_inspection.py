@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +14,16 @@ import torch
 from family_cases import CASES, FamilyCase, make_case
 from float_checkpoints import float_checkpoint
 from lorafleet.cluster.cli.cli_inspect_base import BaseOptions, inspect_base
-from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.engine_config import EngineConfig, SpeculativeConfig
 from lorafleet.protocol.errors import LorafleetError
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.tools.checkpoint_contents import read_contents
 from lorafleet.tools.checkpoint_inspection import CARDS, inspect_checkpoint
 from lorafleet.workers import kv_cache_sizing, memory_estimate
 from lorafleet.workers.memory_estimate import Card, MetaEngine
+from lorafleet.workers.speculation.draft_model import STEP_BYTES
 from lorafleet.workers.startup import build_rank
+from tests.workers.speculation.eagle_reference import make_head
 from tests.workers.speculation.mtp_reference import make_mtp_checkpoint
 from tiny_models import make_model
 
@@ -62,6 +65,81 @@ def test_an_engine_on_a_cpu_has_the_cache_and_the_weights_that_inspect_states(
     [first, *_] = rank.steps.caches
     cache_bytes = sum(c.k_NPGD.nbytes + c.v_NPGD.nbytes for c in set(rank.steps.caches))
     assert share.needs.kv_token == cache_bytes // (len(first.k_NPGD) * config.block_size)
+
+
+def draft_of(method: str, folder: Path) -> tuple[Path, SpeculativeConfig]:
+    """Returns a base, and the options with which a model drafts for it."""
+    if method == "mtp":
+        return make_mtp_checkpoint(folder / "base", "glm4_moe"), SpeculativeConfig("mtp")
+    base = make_model(folder / "base", "llama3", num_hidden_layers=7)
+    draft = make_head(folder / "head") if method == "eagle3" else make_model(folder / "draft", "llama3")
+    return base, SpeculativeConfig(method, model=str(draft))  # type: ignore[arg-type]  # One of the methods.
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp"])
+def test_what_drafts_is_counted_as_an_engine_has_it(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (kv_cache_sizing, memory_estimate):
+        monkeypatch.setattr(module, "CPU_CACHE_BYTES", CACHE_BYTES)
+    base, drafts = draft_of(method, tmp_path)
+    lora = LoRAConfig(max_loras=2, max_lora_rank=8)
+    config = EngineConfig(str(base), device="cpu", lora=lora, speculative_config=drafts)
+    [share] = inspect_checkpoint(config, None, (1,)).shares
+    assert share.needs is not None and share.needs.drafts is not None and share.room is not None
+    rank, needs = build_rank(config), share.needs.drafts
+    assert rank.drafter is not None and rank.draft_steps is not None
+    assert share.room.kv_cache_tokens == rank.num_blocks * config.block_size < kv_cache_sizing.CPU_CACHE_TOKENS
+    runner, rows = rank.draft_steps.runner, rank.draft_steps.rows
+    assert needs.weights == sum(p.numel() * p.itemsize for p in runner.model.parameters())
+    cache_bytes = sum(c.k_NPGD.nbytes + c.v_NPGD.nbytes for c in runner.caches)
+    token_bytes = 0 if rows is None else rows.token_bytes
+    assert needs.kv_token == cache_bytes // (len(runner.caches[0].k_NPGD) * config.block_size) + token_bytes
+    assert (needs.adapters > 0) == (method == "draft_model")
+    taken = share.room.kv_cache_bytes + needs.kv_token * share.room.kv_cache_tokens
+    assert 0.95 * CACHE_BYTES < taken <= CACHE_BYTES
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp"])
+def test_on_a_gpu_what_drafts_leaves_less_for_the_kv_cache(method: str, tmp_path: Path) -> None:
+    base, drafts = draft_of(method, tmp_path)
+    card = Card("tiny", 2 << 30, (9, 0), other_bytes=64 << 20)
+    plain = EngineConfig(str(base), max_model_len=256, lora=LoRAConfig(max_loras=2, max_lora_rank=8))
+    config = replace(plain, speculative_config=drafts)
+    without = MetaEngine.build(replace(plain, speculative_config=SpeculativeConfig("ngram")), card).room(card)
+    built = MetaEngine.build(config, card)
+    room, needs = built.room(card), built.needs.drafts
+    assert needs is not None and without.most_loras is not None and room.most_loras is not None
+    assert needs.steps >= STEP_BYTES
+    taken = needs.weights + needs.adapters + needs.steps + needs.kv_token * room.kv_cache_tokens
+    assert 0 <= without.kv_cache_bytes - room.kv_cache_bytes - taken < 1 << 16
+    assert room.most_loras <= without.most_loras
+    divided = MetaEngine.build(replace(config, tensor_parallel_size=2), card).needs.drafts
+    assert divided is not None
+    assert (divided.weights == needs.weights) == (method == "draft_model")
+
+
+def test_the_command_takes_the_options_of_drafts_and_names_mistakes(tmp_path: Path) -> None:
+    base, drafts = draft_of("eagle3", tmp_path)
+
+    def inspected(text: str) -> str:
+        options = BaseOptions(None, 4.0, None, None, None, None, None, None, text)
+        shown, _ = inspect_base(str(base), LoRAConfig(max_lora_rank=8), options, 1, as_json=False)
+        return shown
+
+    shown = inspected(json.dumps({"method": "eagle3", "model": drafts.model}))
+    assert "for the model that drafts, 0.00 MiB for draft LoRAs in slots" in shown
+    assert re.search(r"for a token, 51\d\.\d\d MiB for its steps and graphs", shown)
+    for text, message in (
+        ("eagle3", "--speculative-config must be a JSON object: 'eagle3' is not valid JSON"),
+        ("[1]", r"--speculative-config must be a JSON object, not \[1\]"),
+        ('{"method": "medusa"}', "method='medusa' is not served"),
+    ):
+        with pytest.raises(LorafleetError, match=message):
+            inspected(text)
+    assert "is for a target of hidden size" in inspected(
+        json.dumps({"method": "eagle3", "model": str(make_head(tmp_path / "other", vocab_size=400))})
+    )
 
 
 def test_what_would_fit_starts_and_one_more_does_not(base: Path) -> None:
@@ -174,7 +252,7 @@ def test_a_layer_for_several_tokens_is_named(tmp_path: Path) -> None:
     kinds = [group.kind for group in found.tensors]
     assert kinds.count("layers for several tokens (MTP)") == 1
     assert found.drafts_itself
-    text, _ = inspect_base(str(base), LoRAConfig(), BaseOptions(*[None] * 8), 1, as_json=False)
+    text, _ = inspect_base(str(base), LoRAConfig(), BaseOptions(*[None] * 9), 1, as_json=False)
     assert "with its own layer for several tokens (MTP) and --speculative-config" in text
     without = make_case(tmp_path / "without", CASES["glm4_moe"])
     assert not inspect_checkpoint(EngineConfig(str(without)), None, (1,)).drafts_itself

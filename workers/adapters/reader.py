@@ -22,7 +22,6 @@ from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.protocol.adapter_formats.adapter_classifier import read_classifier
 from lorafleet.protocol.adapter_formats.adapter_files import (
     DRAFT_CONFIG_NAME,
-    DRAFT_NAMES,
     DRAFT_WEIGHTS_NAME,
     AdapterFolder,
     check_same_config,
@@ -30,7 +29,8 @@ from lorafleet.protocol.adapter_formats.adapter_files import (
     new_digest,
     open_weights,
     read_config,
-    read_optional,
+    read_draft,
+    read_language,
 )
 from lorafleet.protocol.adapter_formats.adapter_rope import DEFAULTS_NAME, read_adapter_rope
 from lorafleet.protocol.adapter_formats.sealed_memory import SealedContent
@@ -101,11 +101,11 @@ def read_adapter(
         reader: threads that read the values and compute their digest.
         place: called once the tensors' names and shapes are checked.
     """
-    with _about(name), _opened(source, expected_digest, reader) as (helper, optional, weights):
+    with _about(name), _opened(source, expected_digest, reader) as (helper, language, draft, weights):
         parts = AdapterParts.of(helper, weights.infos, base, max_rank)
         _check_rank_limit(parts, name, max_rank)
-        stated = read_adapter_rope(helper.fields, optional.get(DEFAULTS_NAME))
-        read_classifier(helper.fields, optional.get(DEFAULTS_NAME), weights.infos)  # rejects wrong labels
+        stated = read_adapter_rope(helper.fields, language.get(DEFAULTS_NAME))
+        read_classifier(helper.fields, language.get(DEFAULTS_NAME), weights.infos)  # rejects wrong labels
         rope = own_rope(stated, base, bool(parts.invocation_tokens))
         reading = time.perf_counter()
         loaded, block = _load(weights, parts, place)
@@ -117,32 +117,33 @@ def read_adapter(
         _check_values(loaded, dtype)
         forms = parts.forms(loaded.by_name, rope)
         _check_forms(forms, loaded, dtype)
-    language = {name: content for name, content in optional.items() if name not in DRAFT_NAMES}
-    return ReadAdapter(forms, content, read_s, language_digest(language), block, _draft(optional))
+    return ReadAdapter(forms, content, read_s, language_digest(language), block, draft)
 
 
 @contextmanager
 def _opened(
     source: str | os.PathLike[str] | SealedContent, expected_digest: str, reader: ParallelReader | None
-) -> Iterator[tuple[PEFTHelper, dict[str, bytes], WeightsFile]]:
-    """Yields the config, the optional files and the weights, which must be loaded within the block."""
+) -> Iterator[tuple[PEFTHelper, dict[str, bytes], SealedContent | None, WeightsFile]]:
+    """Yields the config, the files of read_language(), the draft LoRA if there is one, and the weights, which must be
+    loaded within the block."""
     if isinstance(source, SealedContent):
-        yield PEFTHelper.from_bytes(source.config), {}, MemoryFile(source.weights, expected_digest, reader)
+        yield PEFTHelper.from_bytes(source.config), {}, None, MemoryFile(source.weights, expected_digest, reader)
         return
     folder = AdapterFolder.at(source)
     config = read_config(folder)
     helper = PEFTHelper.from_bytes(config)
     with open_weights(folder) as file:
-        optional = read_optional(folder)
-        digest = new_digest(config, file.name, file.size, optional)
-        yield helper, optional, read_weights(file, digest, reader, expected_digest)
+        language, draft = read_language(folder), read_draft(folder)
+        digest = new_digest(config, file.name, file.size, {**language, **draft})
+        yield helper, language, _sealed(draft), read_weights(file, digest, reader, expected_digest)
     check_same_config(folder, config)
 
 
-def _draft(optional: Mapping[str, bytes]) -> SealedContent | None:
-    if DRAFT_WEIGHTS_NAME not in optional:
+def _sealed(draft: Mapping[str, memoryview]) -> SealedContent | None:
+    """Returns the files of read_draft() without a copy of the weights."""
+    if not draft:
         return None
-    return SealedContent(optional[DRAFT_CONFIG_NAME], memoryview(bytearray(optional[DRAFT_WEIGHTS_NAME])))
+    return SealedContent(bytes(draft[DRAFT_CONFIG_NAME]), draft[DRAFT_WEIGHTS_NAME])
 
 
 def _load(weights: WeightsFile, parts: AdapterParts, place: Place | None) -> tuple[LoadedTensors, Tensor | None]:

@@ -53,12 +53,12 @@ class DecoderModel(nn.Module):
         self.group = group
         self.shard = Shard.of(config, group.rank, group.size)
         self.embed_tokens = VocabTable(self.shard, group, dtype, device)
-        ranks = RankSum(group, device)
+        self.ranks = RankSum(group, device)
         self.layers = nn.ModuleList(
-            DecoderLayer(self.shard, i, group, ranks, dtype, device) for i in range(config.num_layers)
+            DecoderLayer(self.shard, i, group, self.ranks, dtype, device) for i in range(config.num_layers)
         )
         self.norm = Norm(config.hidden_size, config.norm, config.norm_dtype(dtype), device)
-        self._last = ResidualSum(self.norm, config.residual_scale, config.norm.eps, ranks)
+        self._last = ResidualSum(self.norm, config.residual_scale, config.norm.eps, self.ranks)
         self.lm_head = (
             self.embed_tokens
             if config.tie_word_embeddings

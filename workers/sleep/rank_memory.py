@@ -149,6 +149,11 @@ class RankMemory:
         self._synchronize()
         log.info("ready for steps after another %.1f s", time.monotonic() - began_s)
 
+    def close_steps(self) -> None:
+        """Ends the steps for good. The group of the ranks cannot be left before."""
+        for steps in self._captured:
+            steps.close()
+
     def close(self) -> None:
         if self._copy is not None:
             self._copy.close()

@@ -60,6 +60,10 @@ class ReplicaMemory:
         errors = yield from self._on_all(CaptureGraphs(), self._own.capture)
         assert not errors, "a rank that fails here ends the replica"
 
+    def close_steps(self) -> None:
+        """Ends rank 0's steps for good, see RankMemory."""
+        self._own.close_steps()
+
     def close(self) -> None:
         self._pool.shutdown()
         self._own.close()

@@ -22,11 +22,10 @@ from lorafleet.workers.device.host_copy import array_to_device
 from lorafleet.workers.device.unread_inputs import UnreadInputs
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.speculation.draft_slots import DraftSlots
+from lorafleet.workers.speculation.draft_steps import DraftSteps
 from lorafleet.workers.speculation.drafter import DeviceDrafts
-from lorafleet.workers.speculation.feature_rows import FeatureRows
 from lorafleet.workers.speculation.followed_sequence import FollowedSequence
 from lorafleet.workers.step.planner import plan_step
-from lorafleet.workers.step.step_runner import StepRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +47,13 @@ class BehindSteps:
 
     Args:
         num_tokens: Number of tokens that both the target and the draft model have.
-        rows: As in ModelDrafter.
     """
 
-    def __init__(
-        self, steps: StepRunner, block_size: int, slots: DraftSlots | None, num_tokens: int, rows: FeatureRows | None
-    ) -> None:
+    def __init__(self, steps: DraftSteps, block_size: int, slots: DraftSlots | None, num_tokens: int) -> None:
         self._steps = steps
         self._block_size = block_size
         self._slots = slots
         self._num_tokens = num_tokens
-        self._rows = rows
 
     def run(self, entries: Many[BehindStep], step: DraftVerification) -> DeviceDrafts:
         """Queues the steps that make the drafts. The sequences that get most come first. Their own tokens are the known
@@ -97,10 +92,10 @@ class BehindSteps:
             own.tokens.append(UNKNOWN)
             chunks.append(Chunk(own, 1 + count, drafts=[UNKNOWN] * count))
             drawn += range(entry.rows.first, entry.rows.first + 1 + count)
-            if self._rows is not None:
+            if self._steps.rows is not None:
                 end = own.num_computed + 1 + count
                 slots = entry.followed.feature_slots(entry.target, end, self._block_size)
-                sources += [self._rows.most_rows + slot for slot in slots]
+                sources += [self._steps.rows.most_rows + slot for slot in slots]
         ends = list(accumulate(chunk.num_tokens for chunk in chunks))
         per_entry = [
             [entry.rows.index for entry in entries],
@@ -110,9 +105,7 @@ class BehindSteps:
         packed = array_to_device(np.concatenate((np.array(per_entry).ravel(), drawn)), step.drawn_B.device)
         index_W, first_W, count_W = packed[: 3 * len(entries)].view(3, -1)
         token_T = self._readable(step.drawn_B[packed[3 * len(entries) :]])
-        if self._rows is not None:
-            self._rows.begin(sources)
-        self._run(chunks, UnreadInputs(torch.arange(len(drawn), device=token_T.device), token_T))
+        self._run(chunks, sources, UnreadInputs(torch.arange(len(drawn), device=token_T.device), token_T))
         for entry in entries:  # As if all drafts of the target's step were right.
             entry.own.num_computed += 1
             entry.own.num_unverified = entry.rows.num_drafts
@@ -130,25 +123,22 @@ class BehindSteps:
         for entry in entries:
             entry.own.tokens.append(UNKNOWN)
             chunks.append(Chunk(entry.own, 1))
-        if self._rows is not None:
-            self._rows.begin(last_W)
         most_short = max(entry.rows.num_drafts for entry in entries)
         in_order_W = torch.arange(len(entries), device=token_W.device)
-        self._run(chunks, UnreadInputs(in_order_W, token_W, short_W if most_short else None, most_short))
+        self._run(chunks, last_W, UnreadInputs(in_order_W, token_W, short_W if most_short else None, most_short))
         for entry in entries:
             entry.own.num_computed += 1
 
-    def _run(self, chunks: list[Chunk], unread: UnreadInputs) -> None:
+    def _run(self, chunks: list[Chunk], sources: list[int] | Tensor, unread: UnreadInputs) -> None:
+        """Runs a step of these chunks. `sources` are as in DraftSteps.run, and `unread` is what the plan lacks."""
         rows = {chunk.sequence.request_id: 0 for chunk in chunks}  # The tokens come from `unread`.
         slot_ranks = [] if self._slots is None else self._slots.ranks
-        plan = plan_step(chunks, rows, self._steps.inputs.first_known, self._block_size, slot_ranks)
-        self._steps.run(plan, unread=unread)
-        if self._rows is not None:
-            self._rows.end(plan.sampling, self._steps.inputs.sampled_B)
+        plan = plan_step(chunks, rows, self._steps.runner.inputs.first_known, self._block_size, slot_ranks)
+        self._steps.run(plan, sources, unread)
 
     def _drawn(self) -> Tensor:
         """Returns the tokens that the last step has drawn, as far as the target has them too."""
-        return self._readable(self._steps.inputs.sampled_B)
+        return self._readable(self._steps.runner.inputs.sampled_B)
 
     def _readable(self, token_T: Tensor) -> Tensor:
         return token_T.clamp(max=self._num_tokens - 1)

@@ -1,4 +1,4 @@
-"""Loads the head that drafts from the base's hidden states: an EAGLE-3 head, or the checkpoint's own layer for one
+"""Builds the head that drafts from the base's hidden states: an EAGLE-3 head, or the checkpoint's own layer for one
 token more (MTP)."""
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ import torch
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.workers.bases.checkpoint import has_mtp_tensors, read_mtp_config
+from lorafleet.workers.bases.model_config import ModelConfig
 from lorafleet.workers.model_loading import fill_model
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.speculation.eagle_files import load_eagle_weights, read_eagle_config
 from lorafleet.workers.speculation.eagle_head import EagleHead
 from lorafleet.workers.speculation.mtp_head import MTPHead
+from lorafleet.workers.tp.shard import Shard
 
 DraftHead = EagleHead | MTPHead
 
 
-def load_head(config: EngineConfig, own: EngineConfig, base: EngineModel, device: torch.device) -> DraftHead:
-    """Returns the head that the options ask for, which shares the base's embedding. Raises ConfigError if it cannot
-    draft for this engine.
+def make_head(config: EngineConfig, own: EngineConfig, base: EngineModel, device: torch.device) -> DraftHead:
+    """Returns this rank's part of the head that the options ask for, which shares the base's embedding. Its weights are
+    empty. Raises ConfigError if it cannot draft for this engine.
 
     Args:
         own: The head's configuration, from draft_config().
@@ -31,8 +33,6 @@ def load_head(config: EngineConfig, own: EngineConfig, base: EngineModel, device
     method, reason = config.speculative_config.method, None
     if not isinstance(base, DecoderModel):
         reason = "with a base that transformers' own module runs"
-    elif config.tensor_parallel_size > 1:
-        reason = f"with tensor_parallel_size={config.tensor_parallel_size}, since it reads whole hidden states"
     elif config.kv_host_gib:
         reason = f"with kv_host_gib={config.kv_host_gib}, since features do not leave the GPU with KV blocks"
     if reason is not None or not isinstance(base, DecoderModel):
@@ -41,14 +41,36 @@ def load_head(config: EngineConfig, own: EngineConfig, base: EngineModel, device
             "method='draft_model'.",
             "speculative_config",
         )
-    load = _load_mtp if method == "mtp" else _load_eagle
-    return load(config, own, base, device)
+    make = _make_mtp if method == "mtp" else _make_eagle
+    return make(config, own, base, device)
 
 
-def _load_eagle(config: EngineConfig, own: EngineConfig, base: DecoderModel, device: torch.device) -> EagleHead:
+def check_division(config: EngineConfig, target: ModelConfig) -> None:
+    """Raises ConfigError if an EAGLE-3 head cannot be divided among the ranks. MTP layers can, since the base can."""
+    options = config.speculative_config
+    if options is None or options.method != "eagle3":
+        return
+    folder = Path(str(options.model))
+    try:
+        Shard.of(read_eagle_config(folder, target).layer, 0, config.tensor_parallel_size)
+    except ConfigError as error:
+        if error.param != "tensor_parallel_size":
+            raise
+        raise ConfigError(f"speculative_config: the head {str(folder)!r}: {error.message}", error.param) from None
+
+
+def fill_head(own: EngineConfig, head: DraftHead) -> None:
+    """Fills the head from its checkpoint. `own` is as above."""
+    if isinstance(head, EagleHead):
+        load_eagle_weights(head, Path(own.model))
+    else:
+        fill_model(own, head)
+
+
+def _make_eagle(config: EngineConfig, own: EngineConfig, base: DecoderModel, device: torch.device) -> EagleHead:
     folder = Path(own.model)
     read = read_eagle_config(folder, base.config)
-    head = EagleHead(
+    return EagleHead(
         read.layer,
         base,
         base.embed_tokens.weight.dtype,
@@ -57,11 +79,9 @@ def _load_eagle(config: EngineConfig, own: EngineConfig, base: DecoderModel, dev
         most_tokens=own.max_num_batched_tokens,
         most_rows=config.most_sampled,
     )
-    load_eagle_weights(head, folder)
-    return head
 
 
-def _load_mtp(config: EngineConfig, own: EngineConfig, base: DecoderModel, device: torch.device) -> MTPHead:
+def _make_mtp(config: EngineConfig, own: EngineConfig, base: DecoderModel, device: torch.device) -> MTPHead:
     folder, target = Path(config.model), base.config
     reason = None
     if target.mtp is None:
@@ -75,7 +95,7 @@ def _load_mtp(config: EngineConfig, own: EngineConfig, base: DecoderModel, devic
             "method='ngram' or 'draft_model'.",
             "speculative_config",
         )
-    head = MTPHead(
+    return MTPHead(
         read_mtp_config(folder, target),
         base,
         base.embed_tokens.weight.dtype,
@@ -83,5 +103,3 @@ def _load_mtp(config: EngineConfig, own: EngineConfig, base: DecoderModel, devic
         most_tokens=own.max_num_batched_tokens,
         most_rows=config.most_sampled,
     )
-    fill_model(own, head)
-    return head

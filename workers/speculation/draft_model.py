@@ -1,7 +1,8 @@
 """Loads a draft model or a head beside the base, and builds what runs it.
 
-KV cache, attention, CUDA graphs and adapter slots are the engine's own parts, with a configuration of their own. The
-model is whole on one GPU. Under tensor parallelism that is rank 0's, where drafts are decided.
+KV cache, attention, CUDA graphs and adapter slots are the engine's own parts, with a configuration of their own. A
+draft model is whole on one GPU. Under tensor parallelism that is rank 0's, where drafts are decided. A head is divided
+among the ranks as its target is.
 """
 
 from __future__ import annotations
@@ -27,16 +28,18 @@ from lorafleet.workers.bases.model_config import ModelConfig
 from lorafleet.workers.bases.weights import held_tensors
 from lorafleet.workers.device.step_inputs import StepInputs
 from lorafleet.workers.kv_cache_sizing import allocate_caches, bytes_per_token
-from lorafleet.workers.model_loading import load_model, weight_bytes
+from lorafleet.workers.model_loading import fill_model, weight_bytes
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.slots.base_weights import ModelWeights
 from lorafleet.workers.slots.loader import AdapterLoader
 from lorafleet.workers.slots.model_manager import LoRAModelManager
-from lorafleet.workers.speculation.draft_heads import DraftHead, load_head
+from lorafleet.workers.speculation.draft_heads import DraftHead, fill_head, make_head
 from lorafleet.workers.speculation.draft_slots import DraftSlots
+from lorafleet.workers.speculation.draft_steps import DraftSteps
 from lorafleet.workers.speculation.draft_tokenizer import check_same_tokenizer
+from lorafleet.workers.speculation.eagle_head import EagleHead
 from lorafleet.workers.speculation.feature_rows import FeatureRows
 from lorafleet.workers.speculation.model_drafter import CAUGHT_UP_TOKENS, ModelDrafter
 from lorafleet.workers.step.decode_capture import DecodeCapture
@@ -46,6 +49,7 @@ from lorafleet.workers.step.late_work import LateWork
 from lorafleet.workers.step.prefill_graphs import PrefillGraphs, graph_token_counts
 from lorafleet.workers.step.step_runner import StepRunner
 from lorafleet.workers.tp.group import TPGroup
+from lorafleet.workers.tp.link import OtherRanks
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +69,7 @@ class DraftModel:
     spec: AttentionSpec
     manager: LoRAModelManager | None  # None if there are no adapters.
     loader: AdapterLoader | None  # Packs the draft LoRAs. None if there are no adapters.
+    target_tokens: int  # Most tokens of a step of the target.
     most_sampled: int  # Most tokens that a step chooses.
     most_rows: int  # Most tokens of one sequence that a step chooses.
 
@@ -75,9 +80,19 @@ class DraftModel:
     def late_bytes(self, most_tokens: int, base_token_bytes: int) -> int:
         """Returns the bytes that the draft model takes of a GPU's memory which could hold most_tokens of the base. They
         are so many that it gets as many tokens as the base."""
-        own = bytes_per_token(self.spec) + (0 if self.rows is None else self.rows.token_bytes)
-        steps = STEP_BYTES if self.spec.device.type == "cuda" else 0
-        return steps + most_tokens * base_token_bytes * own // (own + base_token_bytes)
+        return late_draft_bytes(most_tokens, base_token_bytes, self.token_bytes, self.step_bytes)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys, values and feature."""
+        return bytes_per_token(self.spec) + (0 if self.rows is None else self.rows.token_bytes)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of a GPU that its steps and their graphs take, and features of the target's largest step."""
+        if self.spec.device.type != "cuda":
+            return 0
+        return STEP_BYTES + (self.model.tapped_bytes(self.target_tokens) if isinstance(self.model, EagleHead) else 0)
 
     @property
     def rows(self) -> FeatureRows | None:
@@ -91,11 +106,24 @@ class DraftModel:
             self.model.drafts.allocate(num_blocks * self.config.block_size)
             target.taps = self.model.taps()
 
-    def drafter(self, num_blocks: int, max_model_len: int, base_vocab: int) -> ModelDrafter:
-        """Allocates a KV cache of so many blocks, and captures the graphs."""
-        config, model, device = self.config, self.model, self.spec.device
+    def longest(self, max_model_len: int) -> int:
+        """Returns the number of tokens of the longest sequence that it drafts for."""
         # A head's positions are the target's, whatever lengths it was trained with.
-        longest = max_model_len if self.rows is not None else min(max_model_len, model.config.context_limit)
+        return max_model_len if self.rows is not None else min(max_model_len, self.model.config.context_limit)
+
+    def drafter(self, steps: DraftSteps, num_blocks: int, max_model_len: int, base_vocab: int) -> ModelDrafter:
+        """Returns what drafts with these steps, whose KV cache has so many blocks. It is on rank 0 alone."""
+        kv = KVCacheManager(num_blocks, self.config.block_size, self.config.enable_prefix_caching)
+        return ModelDrafter(steps, kv, self.slots, base_vocab, self.longest(max_model_len), self.most_rows)
+
+    def steps(self, num_blocks: int, max_model_len: int, others: OtherRanks | None) -> DraftSteps:
+        """Allocates a KV cache of so many blocks, and captures the graphs. All ranks that have a part do so together.
+
+        Args:
+            others: On rank 0, the other ranks of the replica.
+        """
+        config, model, device = self.config, self.model, self.spec.device
+        longest = self.longest(max_model_len)
         caches = allocate_caches(config, model.config, self.spec, num_blocks + 1)
         attention = make_attention(self.spec, caches, _attention_backend(config, self.spec))
         trash_slot = num_blocks * config.block_size
@@ -127,15 +155,45 @@ class DraftModel:
             num_tokens * bytes_per_token(self.spec) / 2**30,
             slot_bytes / 2**30,
         )
-        kv = KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching)
-        return ModelDrafter(steps, kv, self.slots, base_vocab, longest, self.most_rows, self.rows)
+        return DraftSteps(steps, config.block_size, self.rows, None if self.rows is None else others)
+
+
+def late_draft_bytes(most_tokens: int, base_token_bytes: int, token_bytes: int, step_bytes: int) -> int:
+    """Computes DraftModel.late_bytes() of a model with so many bytes for each token, and for its steps."""
+    for_tokens = max(0, most_tokens * base_token_bytes - step_bytes)
+    return step_bytes + for_tokens * token_bytes // (token_bytes + base_token_bytes)
 
 
 def load_drafting_model(config: EngineConfig, base: EngineModel, device: torch.device) -> DraftModel | None:
-    """Loads the model of speculative_config, or returns None if there is none. Raises ConfigError if it cannot draft
-    for this engine."""
+    """Loads this rank's part of the model of speculative_config. Returns None if it has none. Raises ConfigError if the
+    model cannot draft for this engine."""
+    if base.group.rank > 0 and config.speculative_config is not None and config.speculative_config.is_on_one_gpu:
+        return None
+    draft = make_drafting_model(config, base, device, device)
+    if draft is None:
+        return None
+    if isinstance(draft.model, DraftHead):
+        fill_head(draft.config, draft.model)
+        return draft
+    fill_model(draft.config, draft.model)
+    if config.lora is None:
+        return draft
+    manager, loader = _build_adapters(draft_lora_config(config.lora), draft.config, draft.model, device)
+    return replace(draft, manager=manager, loader=loader)
+
+
+def make_drafting_model(
+    config: EngineConfig, base: EngineModel, device: torch.device, served_on: torch.device
+) -> DraftModel | None:
+    """Builds this rank's part of the model of speculative_config with empty weights and without slots for draft LoRAs.
+    Returns None if there is no such model. Raises as load_drafting_model() does.
+
+    Args:
+        device: Where the weights are, which may be torch's meta device.
+        served_on: Where an engine has them.
+    """
     options = config.speculative_config
-    if options is None or options.method == "ngram":
+    if options is None or not options.needs_model:
         return None
     if config.lora is not None and config.lora.share_lora_memory:
         raise ConfigError(
@@ -144,21 +202,21 @@ def load_drafting_model(config: EngineConfig, base: EngineModel, device: torch.d
             "speculative_config",
         )
     own = draft_config(config, options.model or config.model)  # The base's checkpoint has the MTP layer.
-    if options.method != "draft_model":
-        head = load_head(config, own, base, device)
+    model: DecoderModel | DraftHead
+    if options.is_on_one_gpu:
+        folder = Path(own.model)
+        model_config = read_draft_config(folder)
+        check_same_tokenizer(Path(config.model), folder, base.config.vocab_size, model_config.vocab_size)
+        dtype = base_dtype(own, model_config, folder)
+        model = DecoderModel(model_config, TPGroup(), dtype, device)
+    else:
         dtype = base.embed_tokens.weight.dtype
-        spec = attention_spec(head.shard.local, own.block_size, dtype, kv_dtype(own, dtype, device), device, {})
-        return DraftModel(own, head, spec, None, None, config.most_sampled, options.most_rows)
-    folder = Path(own.model)
-    model_config = read_draft_config(folder)
-    check_same_tokenizer(Path(config.model), folder, base.config.vocab_size, model_config.vocab_size)
-    dtype = base_dtype(own, model_config, folder)
-    model = load_model(own, model_config, TPGroup(), dtype, device, None)
-    spec = attention_spec(model.shard.local, own.block_size, dtype, kv_dtype(own, dtype, device), device, model.sinks())
-    manager = loader = None
-    if config.lora is not None:
-        manager, loader = _build_adapters(draft_lora_config(config.lora), own, model, dtype, device)
-    return DraftModel(own, model, spec, manager, loader, config.most_sampled, options.most_rows)
+        model = make_head(config, own, base, device)
+    cached_in = kv_dtype(own, dtype, device)
+    spec = attention_spec(model.shard.local, own.block_size, dtype, cached_in, served_on, model.sinks())
+    return DraftModel(
+        own, model, spec, None, None, config.max_num_batched_tokens, config.most_sampled, options.most_rows
+    )
 
 
 def draft_config(config: EngineConfig, folder: str) -> EngineConfig:
@@ -202,9 +260,9 @@ def read_draft_config(folder: Path) -> ModelConfig:
 
 
 def _build_adapters(
-    lora: LoRAConfig, config: EngineConfig, model: DecoderModel, dtype: torch.dtype, device: torch.device
+    lora: LoRAConfig, config: EngineConfig, model: DecoderModel, device: torch.device
 ) -> tuple[LoRAModelManager, AdapterLoader]:
-    served = lora_dtype(lora, dtype, device)
+    served = lora_dtype(lora, model.embed_tokens.weight.dtype, device)
     manager = LoRAModelManager(model, lora, served, device)
     weights = ModelWeights(model, held_tensors(model))
     described = Base(BaseLayout.of(model.config), weights, Path(config.model).name)

@@ -11,6 +11,7 @@ DRAFTED_STEPS = 128  # Steps since the last timed one without drafts, after whic
 PLAIN_STEPS = 3  # Number of these, all of decodes alone. The first one did not overlap with the step before.
 MOVED = 1.5  # Factor by which the number of decodes has changed when they come earlier, since other steps take longer.
 MOVED_STEPS = 16  # Steps after which they come then.
+ROW_WEIGHT = 1 / 8  # Weight of one row of steps without prompts in their mean number.
 
 
 class DraftTurns:
@@ -21,6 +22,8 @@ class DraftTurns:
         self._num_due = PLAIN_STEPS  # Steps that must have no drafts.
         self._decodes = 0  # Decodes of the last timed step without drafts.
         self._num_since = 0  # Steps since then.
+        self._row = 0  # Steps since the last one with prompts.
+        self._usual_row = 1.0  # Mean number of steps between two with prompts.
 
     @property
     def is_plain(self) -> bool:
@@ -32,12 +35,21 @@ class DraftTurns:
         """Whether drafts are verified though that should not pay."""
         return self._num_plain >= PROBE_STEPS
 
+    @property
+    def num_in_row(self) -> float:
+        """Number of steps without prompts that usually follow each other, at least 1."""
+        return max(self._usual_row, float(self._row))
+
     def ended(self, num_decodes: int, *, has_drafts: bool, has_prompts: bool) -> bool:
         """Takes in a step. Returns whether its time is that of such steps."""
         self._num_plain = 0 if has_drafts else self._num_plain + 1
         self._num_since += 1
         if has_prompts:
+            if self._row:
+                self._usual_row += ROW_WEIGHT * (self._row - self._usual_row)
+            self._row = 0
             return False
+        self._row += 1
         if not has_drafts:
             self._num_due = max(0, self._num_due - 1)
         if self._num_plain > 1:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lorafleet.protocol.config_json import integer, read_json
 from lorafleet.protocol.errors import ConfigError
@@ -15,7 +14,8 @@ from lorafleet.protocol.strict_json import shown
 from lorafleet.workers.bases.families.architectures import FAMILIES
 from lorafleet.workers.bases.families.config_fields import ConfigFields
 from lorafleet.workers.bases.model_config import ModelConfig
-from lorafleet.workers.bases.stored_tensors import StoredTensors
+from lorafleet.workers.bases.stored_tensors import Stored, StoredTensors
+from lorafleet.workers.bases.tensor_parts import PlainPart
 from lorafleet.workers.speculation.eagle_head import EagleHead, tapped_layers
 
 LAYER = "midlayer."
@@ -72,7 +72,8 @@ def _tapped(raw: dict[str, Any]) -> object:
 
 @torch.inference_mode()
 def load_eagle_weights(head: EagleHead, folder: Path) -> None:
-    """Fills the head from its checkpoint. Raises ConfigError naming a missing, unknown or misshapen tensor."""
+    """Fills this rank's part of the head from its checkpoint. Raises ConfigError naming a missing, unknown or
+    misshapen tensor."""
     parts = _parts(head)
     offsets_W = torch.zeros(head.config.vocab_size, dtype=torch.int64)  # "d2t": what is added to a drafted token.
     with StoredTensors(folder) as tensors:
@@ -84,42 +85,53 @@ def load_eagle_weights(head: EagleHead, folder: Path) -> None:
         if missing or unknown:
             what = f"lacks {', '.join(missing[:5])}" if missing else f"has {', '.join(unknown[:5])}"
             raise _refusal(folder, f"{what}, which no EAGLE-3 head that is served does")
-        for name, target in parts.items():
-            _fill(target, tensors.tensor(name), name, folder)
+        for name, part in parts.items():
+            stored = tensors.plain(name)
+            _check_shape(stored, part.whole_shape, name, folder)
+            part.fill(stored)
         if "d2t" in names:
-            _fill(offsets_W, tensors.tensor("d2t"), "d2t", folder)
+            stored = tensors.stored("d2t")
+            _check_shape(stored, [len(offsets_W)], "d2t", folder)
+            offsets_W.copy_(stored[...])
     target_id_W = torch.arange(len(offsets_W)) + offsets_W
     if not 0 <= int(target_id_W.min()) <= int(target_id_W.max()) < head.embed_tokens.vocab_size:
         raise _refusal(folder, "has a d2t that leads to tokens which the target does not have")
     head.drafts.target_id_W.copy_(target_id_W)
 
 
-def _parts(head: EagleHead) -> dict[str, Tensor]:
-    """Returns where each tensor of the checkpoint goes, by its name."""
-    layer = head.layer
-    found: dict[str, Tensor] = {}
+def _parts(head: EagleHead) -> dict[str, PlainPart]:
+    """Returns this rank's part of each tensor of the checkpoint, by its name."""
+    layer, shard = head.layer, head.shard
+    found: dict[str, PlainPart] = {}
     for projections, linear in zip(head.config.packed_projections(0), layer.packed_linears(), strict=True):
-        names = [projection.name for projection in projections]
         rows = linear.weight.dequantized().split(linear.out_features)
-        found |= {f"{LAYER}{name}.weight": part for name, part in zip(names, rows, strict=True)}
-        if linear.bias is not None:
-            biases = linear.bias.split(linear.out_features)
-            found |= {f"{LAYER}{name}.bias": part for name, part in zip(names, biases, strict=True)}
+        biases = [None] * len(rows) if linear.bias is None else linear.bias.split(linear.out_features)
+        for projection, held, bias in zip(projections, rows, biases, strict=True):
+            name, path = f"{LAYER}{projection.name}", f"layers.0.{projection.name}"
+            num_inputs, num_outputs = shard.projections[path].shape
+            columns, outputs = shard.input(path), shard.outputs(path)
+            if linear is head.wide_linear:
+                num_inputs, columns = linear.in_features, slice(0, linear.in_features)
+            found[f"{name}.weight"] = PlainPart(held, [(own, columns) for own in outputs], [num_outputs, num_inputs])
+            if bias is not None:
+                found[f"{name}.bias"] = PlainPart(bias, [(own,) for own in outputs], [num_outputs])
     norms = {
         f"{LAYER}input_layernorm": layer.attention_in.norm,
         f"{LAYER}hidden_norm": head.feature_norm.norm,
         f"{LAYER}post_attention_layernorm": layer.mlp_in.norm,
         "norm": head.last.norm,
     }
-    found |= {f"{name}.weight": norm.weight for name, norm in norms.items() if norm is not None}
-    lm_head = head.lm_head.weight[: head.config.vocab_size]
-    return found | {"fc.weight": head.fused, "lm_head.weight": lm_head}
+    whole = {f"{name}.weight": norm.weight for name, norm in norms.items() if norm is not None}
+    for name, held in (whole | {"fc.weight": head.fused}).items():
+        found[name] = PlainPart(held, [tuple(slice(0, size) for size in held.shape)], list(held.shape))
+    table, size = head.lm_head, head.config.hidden_size
+    place, shape = (shard.vocabulary, slice(0, size)), [table.vocab_size, size]
+    return found | {"lm_head.weight": PlainPart(table.weight[: table.num_tokens], [place], shape)}
 
 
-def _fill(target: Tensor, values: Tensor, name: str, folder: Path) -> None:
-    if values.shape != target.shape:
-        raise _refusal(folder, f"has {name} of shape {list(values.shape)} in place of {list(target.shape)}")
-    target.copy_(values)
+def _check_shape(stored: Stored, shape: list[int], name: str, folder: Path) -> None:
+    if stored.get_shape() != shape:
+        raise _refusal(folder, f"has {name} of shape {stored.get_shape()} in place of {shape}")
 
 
 def _refusal(folder: Path, reason: str) -> ConfigError:

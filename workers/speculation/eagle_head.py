@@ -7,7 +7,7 @@ any model of the engine does.
 Source: EAGLE-3 (arXiv 2503.01840). The names of tensors are those of its checkpoints.
 """
 
-# T tokens · D hidden size · W the head's vocabulary
+# T tokens · D hidden size · V the head's vocabulary · W this rank's part of it
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ from lorafleet.workers.models.rope import Rotations
 from lorafleet.workers.models.sparse_mlp import SparseMLP
 from lorafleet.workers.models.vocab_table import VocabTable
 from lorafleet.workers.speculation.feature_rows import FeatureRows
-from lorafleet.workers.tp.group import TPGroup
-from lorafleet.workers.tp.row_parallel_sum import RankSum
 from lorafleet.workers.tp.shard import Shard
 
 NUM_TAPS = 3  # Hidden states of the target that make a feature.
@@ -41,11 +39,11 @@ def tapped_layers(num_layers: int) -> tuple[int, ...]:
 
 
 class EagleHead(nn.Module):
-    """The head of one target, on one GPU. It has no places for adapters.
+    """The head of one target. Each rank has its part of it, as of the target. It has no places for adapters.
 
     Args:
         config: The head's layer, with the vocabulary that it drafts.
-        target: Provides the embedding.
+        target: Provides the embedding, and the ranks.
         norms_residual: Whether the feature's norm is added to the layer's outputs, rather than the feature.
         most_tokens: Largest number of tokens of a step.
         most_rows: Largest number of tokens that a step chooses.
@@ -64,16 +62,15 @@ class EagleHead(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.group = TPGroup()
-        self.shard = Shard.of(config, 0, 1)
-        ranks = RankSum(self.group, device)
+        self.group = target.group
+        self.shard = Shard.of(config, self.group.rank, self.group.size)
         self._embedding = (target.embed_tokens,)  # A tuple, so that it does not count as a part of the head.
-        self.layer = DecoderLayer(self.shard, 0, self.group, ranks, dtype, device)
+        self.layer = DecoderLayer(self.shard, 0, self.group, target.ranks, dtype, device)
         self._hold_linears(dtype, device)
 
         def residual_sum() -> ResidualSum:
             norm = Norm(config.hidden_size, config.norm, config.norm_dtype(dtype), device)
-            return ResidualSum(norm, 1.0, config.norm.eps, ranks)
+            return ResidualSum(norm, 1.0, config.norm.eps, target.ranks)
 
         self.feature_norm, self.last = residual_sum(), residual_sum()
         self.lm_head = VocabTable(self.shard, self.group, dtype, device)
@@ -105,7 +102,8 @@ class EagleHead(nn.Module):
         step = StepContext(rotations, position_T, slot_mapping_T, caches, attention, None)
         normed_TD = self.feature_norm.read(feature_TD, None)
         residual_TD = normed_TD.clone() if self._norms_residual else feature_TD
-        x_TD = torch.cat([self.layer.attention_in.read(embedded_TD, None), normed_TD], dim=1)
+        _, embedded_TD = self.layer.attention_in.start(embedded_TD, None)
+        x_TD = torch.cat([embedded_TD, normed_TD], dim=1)
         assert self.layer.mixer is not None and self.layer.mlp is not None
         attended = self.layer.mixer(x_TD, step)
         out = self.layer.mlp(self.layer.mlp_in.add(attended, residual_TD, None), None)
@@ -114,11 +112,16 @@ class EagleHead(nn.Module):
         return last_TD
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """Returns [T, W], over the tokens that the head drafts."""
+        """Returns this rank's columns of the tokens that the head drafts, [T, W]."""
         return self.lm_head.logits(x_TD)
 
     def gather_logits(self, logits_TW: Tensor) -> Tensor:
         return self.lm_head.gather(logits_TW)
+
+    def tapped_bytes(self, num_tokens: int) -> int:
+        """Returns the bytes of what the target's step of so many tokens holds until its end: the hidden states that it
+        has taken, the same side by side, and the features."""
+        return (2 * NUM_TAPS + 1) * num_tokens * self.fused.shape[0] * self.fused.itemsize
 
     def taps(self) -> FeatureTaps:
         """Returns what writes the features in the target's steps."""
@@ -137,12 +140,17 @@ class EagleHead(nn.Module):
     def norms(self) -> list[tuple[str, Norm]]:
         return []
 
+    @property
+    def wide_linear(self) -> PackedLinear:
+        """The linear of q, k and v, which reads the embedding and the feature side by side."""
+        assert isinstance(self.layer.mixer, Attention)
+        return self.layer.mixer.qkv_proj
+
     def _hold_linears(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Gives the linears their weights. q, k and v read the embedding and the feature side by side."""
-        mixer, weights = self.layer.mixer, LinearWeights(dtype, device)
-        assert isinstance(mixer, Attention)
-        narrow = mixer.qkv_proj
-        mixer.qkv_proj = PackedLinear(
+        """Gives the linears their weights."""
+        weights, narrow = LinearWeights(dtype, device), self.wide_linear
+        assert isinstance(self.layer.mixer, Attention)
+        self.layer.mixer.qkv_proj = PackedLinear(
             2 * narrow.in_features, narrow.out_features, narrow.bias is not None, dtype, device
         )
         for linear in self.layer.packed_linears():

@@ -24,11 +24,10 @@ from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.speculation.behind_steps import BehindStep, BehindSteps
 from lorafleet.workers.speculation.draft_slots import DraftSlots
+from lorafleet.workers.speculation.draft_steps import DraftSteps
 from lorafleet.workers.speculation.drafter import DeviceDrafts, Wanted
-from lorafleet.workers.speculation.feature_rows import FeatureRows
 from lorafleet.workers.speculation.followed_sequence import FollowedSequence
 from lorafleet.workers.step.planner import plan_step
-from lorafleet.workers.step.step_runner import StepRunner
 
 # Tokens that one call computes before the first draft, in all sequences together: some milliseconds of a small model.
 CAUGHT_UP_TOKENS = 1024
@@ -40,40 +39,38 @@ class ModelDrafter:
     """The drafts of one engine.
 
     Args:
-        steps: Runs the draft model. Its inputs have room for CAUGHT_UP_TOKENS.
+        steps: Runs the draft model or head. Its inputs have room for CAUGHT_UP_TOKENS.
         kv: The blocks of its KV cache.
         slots: The draft LoRAs of adapters. None if there are no adapters.
         base_vocab: Size of the base's vocabulary. Larger tokens are not drafted, and end a draft.
         longest: Number of tokens of the longest sequence that it drafts for.
         most_rows: Most tokens of one sequence that are computed as a token and its drafts.
-        rows: What a head reads and writes beside the inputs; None for a model of its own.
     """
 
     def __init__(
         self,
-        steps: StepRunner,
+        steps: DraftSteps,
         kv: KVCacheManager,
         slots: DraftSlots | None,
         base_vocab: int,
         longest: int,
         most_rows: int,
-        rows: FeatureRows | None = None,
     ) -> None:
         self.kv = kv
-        self.steps = steps
+        self.steps = steps.runner
+        self._draft_steps = steps
         self.slots = slots
         self._vocab_size = base_vocab
-        self._readable = base_vocab if rows is not None else steps.model.config.vocab_size
+        self._readable = base_vocab if steps.rows is not None else steps.runner.model.config.vocab_size
         self._longest = longest
-        self._rows = rows
         self._most_rows = most_rows
-        self._behind = BehindSteps(steps, kv.block_size, slots, min(base_vocab, self._readable), rows)
+        self._behind = BehindSteps(steps, kv.block_size, slots, min(base_vocab, self._readable))
         self._followed: dict[Sequence, FollowedSequence] = {}  # The one that was drafted for last is the last one.
 
     @property
     def is_of_head(self) -> bool:
         """Whether a head drafts, which reads weights of the target."""
-        return self._rows is not None
+        return self._draft_steps.rows is not None
 
     def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
         """Returns the draft model's likeliest continuation of each sequence. There is none for a sequence that the
@@ -144,7 +141,7 @@ class ModelDrafter:
     def _digest(self, sequence: Sequence) -> tuple[str, int | None]:
         """Returns FollowedSequence.digest for a sequence, and the slot of its draft LoRA."""
         slot = None if self.slots is None else self.slots.find(sequence.slot, sequence.digest)
-        return sequence.digest if slot is not None or self._rows is not None else "", slot
+        return sequence.digest if slot is not None or self.is_of_head else "", slot
 
     def _can_draft(self, followed: FollowedSequence, count: int) -> bool:
         """Returns whether the draft model can read the known tokens, and has room for so many drafts behind them."""
@@ -192,7 +189,8 @@ class ModelDrafter:
 
     def _features(self, chunks: list[Chunk], wanted: Many[Wanted], found: Many[FollowedSequence]) -> list[int]:
         """Returns the row of the feature of each token of the chunks, if a head drafts."""
-        if self._rows is None:
+        rows = self._draft_steps.rows
+        if rows is None:
             return []
         of_own = {followed.own: (followed, entry.sequence) for followed, entry in zip(found, wanted, strict=True)}
         sources: list[int] = []
@@ -200,7 +198,7 @@ class ModelDrafter:
             followed, target = of_own[chunk.sequence]
             end = chunk.sequence.num_computed + chunk.num_tokens
             slots = followed.feature_slots(target, end, self.kv.block_size)
-            sources += [self._rows.most_rows + slot for slot in slots]
+            sources += [rows.most_rows + slot for slot in slots]
         return sources
 
     @torch.inference_mode()
@@ -216,11 +214,7 @@ class ModelDrafter:
         inputs = self.steps.inputs
         while chunks:
             plan, last_rows = self._plan(chunks, rows)
-            if self._rows is not None:
-                self._rows.begin(sources)
-            self.steps.run(plan)
-            if self._rows is not None:
-                self._rows.end(plan.sampling, inputs.sampled_B)
+            self._draft_steps.run(plan, sources)
             sampling = [chunk.sequence for chunk in chunks if chunk.samples]
             rows = {sequence.request_id: row for sequence, row in zip(sampling, last_rows, strict=True)}
             for chunk in chunks:

@@ -7,7 +7,7 @@ that it drafts itself, its own hidden states are the features, as in vLLM: one l
 Source: DeepSeek-V3, arXiv 2412.19437, section 2.2.
 """
 
-# T tokens · D hidden size · V vocabulary
+# T tokens · D hidden size · W this rank's part of the vocabulary
 
 from __future__ import annotations
 
@@ -32,17 +32,16 @@ from lorafleet.workers.models.short_conv import ShortConv
 from lorafleet.workers.models.sparse_mlp import SparseMLP
 from lorafleet.workers.models.vocab_table import VocabTable
 from lorafleet.workers.speculation.feature_rows import FeatureRows
-from lorafleet.workers.tp.group import TPGroup
-from lorafleet.workers.tp.row_parallel_sum import RankSum
 from lorafleet.workers.tp.shard import Shard
 
 
 class MTPHead(nn.Module):
-    """The head of one target, on one GPU. It has no places for adapters. A checkpoint fills it as it fills a decoder.
+    """The head of one target. Each rank has its part of it, as of the target. It has no places for adapters. A
+    checkpoint fills it as it fills a decoder.
 
     Args:
         config: The layer as a model, from read_mtp_config().
-        target: Provides embedding and head.
+        target: Provides embedding and head, and the ranks.
         most_tokens: Largest number of tokens of a step.
         most_rows: Largest number of tokens that a step chooses.
     """
@@ -60,9 +59,8 @@ class MTPHead(nn.Module):
         super().__init__()
         assert config.mtp is not None
         self.config = config
-        self.group = TPGroup()
-        self.shard = Shard.of(config, 0, 1)
-        ranks = RankSum(self.group, device)
+        self.group = target.group
+        self.shard = Shard.of(config, self.group.rank, self.group.size)
         self._tables = (target.embed_tokens, target.lm_head)  # A tuple, so that they do not count as parts of the head.
         self._feeds_norm = config.mtp.feeds_norm
 
@@ -70,11 +68,11 @@ class MTPHead(nn.Module):
             return Norm(config.hidden_size, config.norm, config.norm_dtype(dtype), device)
 
         def residual_sum(norm: Norm) -> ResidualSum:
-            return ResidualSum(norm, config.residual_scale, config.norm.eps, ranks)
+            return ResidualSum(norm, config.residual_scale, config.norm.eps, target.ranks)
 
         self.enorm, self.hnorm, self.norm = norm(), norm(), norm()
         self._embedded, self._feature, self._last = map(residual_sum, (self.enorm, self.hnorm, self.norm))
-        self.layer = DecoderLayer(self.shard, 0, self.group, ranks, dtype, device)
+        self.layer = DecoderLayer(self.shard, 0, self.group, target.ranks, dtype, device)
         self.eh_proj = parameter(config.hidden_size, 2 * config.hidden_size, dtype=dtype, device=device)
         hold_weights(config, self.packed_linears(), self.mixtures(), LinearWeights(dtype, device))
         self.rotations = Rotations([attention.rope for attention in config.attentions], device)
@@ -104,18 +102,20 @@ class MTPHead(nn.Module):
         embedded_TD, feature_TD = self.embed_tokens.embed(token_T, None), self.drafts.features_of(len(token_T))
         rotations = self.rotations.of_step(position_T, rope_length_T, embedded_TD.dtype, None)
         step = StepContext(rotations, position_T, slot_mapping_T, caches, attention, None)
-        joined_TE = torch.cat([self._embedded.read(embedded_TD, None), self._feature.read(feature_TD, None)], dim=1)
-        residual_TD, x_TD = self.layer.attention_in.start(F.linear(joined_TE, self.eh_proj), None)
+        _, embedded_TD = self._embedded.start(embedded_TD, None)
+        joined_TE = torch.cat([embedded_TD, self._feature.read(feature_TD, None)], dim=1)
+        residual_TD = F.linear(joined_TE, self.eh_proj)
+        x_TD = self.layer.attention_in.read(residual_TD, None)
         last_TD: Tensor = self.layer(x_TD, residual_TD, step, self._last)
         self.drafts.hidden_TD[: len(token_T)].copy_(last_TD if self._feeds_norm else residual_TD)
         return last_TD
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """Returns [T, V] in the target's dtype."""
+        """Returns this rank's columns, [T, W] in the target's dtype."""
         return self.lm_head.logits(x_TD)
 
-    def gather_logits(self, logits_TV: Tensor) -> Tensor:
-        return self.lm_head.gather(logits_TV)
+    def gather_logits(self, logits_TW: Tensor) -> Tensor:
+        return self.lm_head.gather(logits_TW)
 
     def taps(self) -> FeatureTaps:
         """Returns what writes the features in the target's steps."""
@@ -154,5 +154,6 @@ class MTPHead(nn.Module):
         return [*of_layer, ("enorm", self.enorm), ("hnorm", self.hnorm), ("norm", self.norm)]
 
     def vectors(self) -> dict[str, Tensor]:
-        """Returns the linear behind the two norms, which is never held quantized."""
+        """Returns the linear behind the two norms, which is never held quantized. Every rank has it whole, since a sum
+        over the ranks would take longer."""
         return {"eh_proj.weight": self.eh_proj}

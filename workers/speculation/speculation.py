@@ -16,8 +16,9 @@ Where a grammar forces the next tokens, these are the drafts. They are always ri
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
+from contextlib import nullcontext
 
 from lorafleet.protocol.lru_cache import LRUCache
 from lorafleet.protocol.step_metrics import StepShape
@@ -28,6 +29,7 @@ from lorafleet.workers.speculation.acceptance import Acceptance
 from lorafleet.workers.speculation.ahead_drafts import AheadDrafts
 from lorafleet.workers.speculation.draft_turns import DraftTurns
 from lorafleet.workers.speculation.drafter import DeviceDrafts, Drafter, Wanted
+from lorafleet.workers.speculation.host_times import HostTimes
 from lorafleet.workers.speculation.step_pace import StepPace
 
 MOST_ADAPTERS = 1024  # Adapters whose acceptance is remembered between their sequences.
@@ -40,6 +42,7 @@ class Speculation:
     """The drafts of one engine.
 
     Args:
+        drafter: Proposes drafts. None if all drafts are tokens that grammars force.
         most_tokens: Largest number of draft tokens of one sequence.
         most_sampled: Largest number of tokens that one step may choose.
         most_drafts: Largest number of draft tokens in one step, or None if nothing else bounds it.
@@ -50,7 +53,7 @@ class Speculation:
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafter: Drafter | None,
         budget: StepBudget,
         most_tokens: int,
         most_sampled: int,
@@ -58,6 +61,7 @@ class Speculation:
         *,
         most_drafts: int | None = None,
         is_certain: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
         ahead: AheadDrafts | None = None,
     ) -> None:
         self.drafter = drafter
@@ -67,18 +71,20 @@ class Speculation:
         self._most_drafts = most_sampled if most_drafts is None else most_drafts
         self._pace = pace or StepPace()
         self._is_certain = is_certain
+        self._times = HostTimes(clock)
         self._ahead = ahead
         self._acceptances: dict[Sequence, Acceptance] = {}
         self._of_adapters: LRUCache[str, Acceptance] = LRUCache(MOST_ADAPTERS)  # By digest; "" for the base.
         self._forced: dict[Sequence, list[int]] = {}  # Drafts that a grammar forces, of the last choose().
         self._turns = DraftTurns()
-        self._drafting_s = 0.0  # Seconds that a drafter which takes its time took since the last step ended.
-        self._unpaid_s = 0.0  # Those of earlier steps without drafts, since the last one with drafts.
+        # Seconds that a drafter which takes its time took in steps without drafts, since the last one with drafts.
+        self._unpaid_s = 0.0
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
         self._acceptances.pop(sequence, None)
-        self.drafter.release(sequence)
+        if self.drafter is not None:
+            self.drafter.release(sequence)
 
     @property
     def on_device(self) -> DeviceDrafts | None:
@@ -105,12 +111,25 @@ class Speculation:
         if self._ahead is not None:
             self._ahead.forget()
         if any(chunk.drafts for chunk in in_flight):
-            return verification is None or not self._can_draft_behind(verification, running, num_sequences)
+            is_needed = verification is None or not self._can_draft_behind(verification, running, num_sequences)
+        else:
+            is_needed = self._would_draft(running, num_sequences)
+        self._times.begin(is_settled=is_needed)
+        return is_needed
+
+    def _would_draft(self, running: Many[Sequence], num_sequences: int) -> bool:
+        """Returns whether drafts behind the tokens in flight would pay. The arguments are those of needs_tokens()."""
         decodes = [s for s in running if s.num_uncomputed == 1 and s.tokens[-1] == UNKNOWN]
         if self._is_certain:
             wanted = self._wanted(decodes, decodes, num_sequences, num_unknown=0)
             return self._pay(decodes, self._counts(wanted))
         return bool(self._propose(decodes, decodes, num_sequences, num_unknown=1))
+
+    def launched(self, chunks: Many[Chunk]) -> None:
+        """Takes in that a step of these chunks has just been launched."""
+        idle_s = self._times.launched()
+        if idle_s is not None and any(chunk.drafts for chunk in chunks):
+            self._pace.idled(len(chunks), idle_s)
 
     def choose(
         self, unfinished: Iterable[Sequence], num_sequences: int, *, is_behind: bool = False
@@ -144,7 +163,7 @@ class Speculation:
         Args:
             is_ahead: Whether the drafts were made behind a step in flight.
         """
-        drafting_s, self._drafting_s = self._drafting_s, 0.0
+        drafting_s = self._times.step_ended()
         if num_drafts and self._ahead is not None:
             self._ahead.usual_s = drafting_s = drafting_s or self._ahead.usual_s
             if shape.kind == "decode":
@@ -156,7 +175,9 @@ class Speculation:
         elif not self._turns.is_probe:  # A probe finds a drafter that has not worked for long.
             self._unpaid_s += drafting_s
         num_decodes, has_prompts = shape.num_tokens - num_drafts, shape.kind != "decode"
-        if self._turns.ended(num_decodes, has_drafts=num_drafts > 0, has_prompts=has_prompts):
+        is_timed = self._turns.ended(num_decodes, has_drafts=num_drafts > 0, has_prompts=has_prompts)
+        self._pace.num_in_row = self._turns.num_in_row
+        if is_timed:
             # A drafter may take its time and have nothing, as while a model catches up with a long prompt.
             paced_s = seconds if num_drafts else undrafted_s
             self._pace.observe(num_decodes, num_drafts, paced_s, self._budget.token_s)
@@ -187,10 +208,8 @@ class Speculation:
         if self._is_certain and not self._pay(decodes, self._counts(wanted)):
             self._forced = {}
             return {}
-        began_s = time.perf_counter()
-        proposed = zip(wanted, self.drafter.propose(wanted), strict=True)
-        if self._is_certain:
-            self._drafting_s += time.perf_counter() - began_s
+        with self._times.drafting() if self._is_certain else nullcontext():
+            proposed = zip(wanted, [] if self.drafter is None else self.drafter.propose(wanted), strict=True)
         drafts = {entry.sequence: found[num_unknown:] for entry, found in proposed if len(found) > num_unknown}
         drafts |= self._forced
         # Where a drafter's time is spent, all that has come of it is of use.
@@ -204,6 +223,8 @@ class Speculation:
     ) -> list[Wanted]:
         """Returns the sequences for which each draft token should be worth its time. The arguments are as above."""
         self._forced = {}
+        if self.drafter is None:
+            drafting = [sequence for sequence in drafting if sequence.grammar is not None]
         if self._turns.is_plain or not drafting:
             return []
         price = self._pace.price(len(decodes), self._budget.token_s)
@@ -222,7 +243,7 @@ class Speculation:
             if forced and price < 1.0:
                 self._forced[sequence] = forced
                 room -= len(forced)
-            elif count > 0:
+            elif count > 0 and self.drafter is not None:
                 wanted.append(Wanted(sequence, len(sequence.tokens) - num_unknown, count + num_unknown))
                 room -= count
         return wanted

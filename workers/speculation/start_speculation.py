@@ -35,7 +35,7 @@ def start_speculation(
         )
     most_drafts = draft_states_for(config, model) if model.states else None
     return Speculation(
-        drafter or NgramDrafter(options),
+        NgramDrafter(options) if options.method == "ngram" else drafter,
         budget,
         options.num_speculative_tokens,
         config.most_sampled,

@@ -23,9 +23,7 @@ FIRM = 4.0  # Variance of the number of tokens from which on its slope is the st
 OUTLIER = 1.25
 MANY_OUTLIERS = 3  # Number of long ones in a row that are believed.
 LEAST_SHARE = 0.25  # Of its mean duration that a step takes at least, however few its tokens are.
-# Least gain for which tokens are drafted. A part of it pays for what is not timed: a step without drafts does not
-# overlap with one before it that has some.
-MARGIN = 1.05
+MARGIN = 1.05  # Least gain for which tokens are drafted.
 
 
 @dataclass(slots=True)
@@ -107,13 +105,15 @@ def _range(num_tokens: int) -> int:
 
 
 class StepPace:
-    """The two curves of one engine."""
+    """The curves of one engine."""
 
     def __init__(self) -> None:
+        self.num_in_row = 1.0  # Usual number of steps that may have drafts before one that must not.
         self._plain = PaceCurve()
         self._drafted = PaceCurve()
         self._num_steps = 0
         self._waits_s = 0.0  # As in waited(), on average.
+        self._idle = PaceCurve()  # As in idled(), over the decodes of the step.
 
     def observe(self, num_decodes: int, num_drafts: int, seconds: float, token_s: float) -> None:
         """Takes in a step of decodes alone, with this many draft tokens."""
@@ -125,6 +125,11 @@ class StepPace:
         """Takes in how long a drafter worked in steps that had no drafts, such as while a model catches up with a
         prompt, since the last step with drafts. Call it once for each step with drafts."""
         self._waits_s += WEIGHT * (seconds - self._waits_s)
+
+    def idled(self, num_decodes: int, seconds: float) -> None:
+        """Takes in how long the device waited for the host before a step with drafts. It waits as long behind the last
+        of several such steps."""
+        self._idle.observe(num_decodes, seconds, 0.0, self._num_steps)
 
     def price(self, num_decodes: int, token_s: float) -> float:
         """Returns the number of tokens that a step without drafts chooses in the time that one draft token takes."""
@@ -144,4 +149,7 @@ class StepPace:
         drafted_s = plain_s + token_s * num_drafts
         if self._drafted.is_known:
             drafted_s = self._drafted.at(num_decodes + num_drafts, token_s, self._num_steps)
-        return (num_decodes + num_accepted) * plain_s > MARGIN * num_decodes * (drafted_s + self._waits_s)
+        drafted_s += self._waits_s
+        if self._idle.is_known:
+            drafted_s += self._idle.at(num_decodes, 0.0, self._num_steps) / self.num_in_row
+        return (num_decodes + num_accepted) * plain_s > MARGIN * num_decodes * drafted_s

@@ -47,7 +47,7 @@ from lorafleet.workers.step.step_runner import StepLogits, StepRunner
 from lorafleet.workers.step.unread_plan import unread_inputs
 from lorafleet.workers.structured.decoding import TokenMasks
 from lorafleet.workers.tp.link import OtherRanks
-from lorafleet.workers.tp.rank_messages import RunStep
+from lorafleet.workers.tp.rank_messages import RunStep, SentPlan, ShareTokens
 
 NONE_ACCEPTED = torch.zeros(0, dtype=torch.int64)
 PromptLogprobs = list[tuple[int, PendingLogprobs]]  # logprobs of spans of prompts, each with its chunk's index
@@ -71,6 +71,7 @@ class LaunchedStep:
     shape: StepShape
     num_plain: int  # Chunks at the front that sample one token and are of a Sequence.is_plain.
     sampling: list[Chunk]  # The chunks that sample.
+    shares_tokens: bool  # As in RunStep. A sequence whose grammar waited for masks may have ended since.
     num_rows: int  # Rows of StepInputs.sampled_B: Chunk.num_sampled of each of these chunks.
     params: list[SamplingParams]  # One for each of these rows; empty if the step is greedy.
     draws: DrawTable | None  # The draws of these rows; None if the step is greedy.
@@ -93,7 +94,7 @@ class LaunchedStep:
     @property
     def needs_masks(self) -> bool:
         """Whether a sequence has a grammar, whose mask says which tokens may be chosen."""
-        return any(chunk.sequence.grammar is not None for chunk in self.sampling)
+        return _need_masks(self.sampling)
 
     def routed_of_chunks(self) -> dict[int, Rows]:
         """Returns the experts of each chunk's tokens, by the chunk's index, for those that want them. Call it once the
@@ -219,9 +220,12 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, chunks: list[Chunk], plan: StepPlan, unread: UnreadInputs | None = None) -> LaunchedStep:
         """Queues a step on the device, up to its logits. `unread` is what the plan lacks."""
+        sampling = chunks if plan.is_decode else [chunk for chunk in chunks if chunk.samples]
+        shares_tokens = not plan.is_greedy and not _need_masks(sampling)
         if self._others is not None:
             self._others.check()
-            self._others.send(RunStep.of(plan, self._block_size, self._generations(plan.slots)))
+            sent = SentPlan.of(plan, self._block_size)
+            self._others.send(RunStep(sent, self._generations(plan.slots), shares_tokens))
         shape = plan.shape
         is_timed = self._clock is not None and self._clock.begin()
         # If a peer is gone, the device waits for it in a collective forever.
@@ -234,7 +238,6 @@ class ModelRunner:
             routed_TLK = download.add(self.steps.routed.of_step(plan.num_tokens))
         if is_timed and self._clock is not None:
             self._clock.end(shape)
-        sampling = chunks if plan.is_decode else [chunk for chunk in chunks if chunk.samples]
         row_by_request = _first_rows(sampling)
         pooled: Pooled = {}
         faults: list[tuple[Sequence, Exception]] = []
@@ -255,6 +258,7 @@ class ModelRunner:
             shape=shape,
             num_plain=len(chunks) if plan.is_decode and not special else _num_plain(chunks, plan.sampling),
             sampling=sampling,
+            shares_tokens=shares_tokens,
             num_rows=len(plan.sampling),
             params=params,
             draws=draws,
@@ -306,6 +310,8 @@ class ModelRunner:
                 i for i, params in enumerate(step.params) if params.logprobs is not None and i not in late_rows
             ]
             logprobs = self._sample(step.logits.sampled_BV, step, edited, logprob_rows, masks)
+            if self._others is not None and not step.shares_tokens:  # Other orders may stand between step and choice.
+                self._others.send(ShareTokens(num_rows))
             self.steps.share(num_rows)
         token_B = step.download.add(self._inputs.sampled_B[:num_rows])
         verification, accepted_S = self._verify(step), NONE_ACCEPTED
@@ -366,7 +372,7 @@ class ModelRunner:
         self.memory.close()
         if self._others is not None:
             self._others.close()
-            self.steps.close()
+            self.memory.close_steps()
             self.steps.model.group.leave()
 
     def _generations(self, slots: Many[int]) -> list[tuple[int, int]]:
@@ -409,6 +415,11 @@ class ModelRunner:
 
     def _is_processed(self, params: SamplingParams) -> bool:
         return (params.logprobs_mode or self._logprobs_mode) == "processed_logprobs"
+
+
+def _need_masks(sampling: Many[Chunk]) -> bool:
+    """Returns whether one of these sequences has a grammar."""
+    return any(chunk.sequence.grammar is not None for chunk in sampling)
 
 
 def _num_plain(chunks: Many[Chunk], sampling: list[int]) -> int:

@@ -186,12 +186,6 @@ class StepRunner:
         """Returns the slots' heads, or None if no row has a head of its own."""
         return self._slots.heads if self._slots is not None and self._slots.heads.are_used(slots) else None
 
-    def follow(self, plan: StepPlan) -> None:
-        """Runs a step on a rank that does not sample. The tokens that rank 0 chose come from there, see share()."""
-        self.run(plan)
-        if not plan.is_greedy:
-            self.share(len(plan.sampling))
-
     @torch.inference_mode()
     def share(self, num_rows: int) -> None:
         """Sends rank 0's sampled_B to all ranks, which read the next step's tokens from it."""

@@ -25,8 +25,8 @@ from lorafleet.workers.slots.lora_memory import Extent
 TierContent = Literal["blocks", "states"]  # KV blocks, and snapshots of recurrent states
 
 
-class RunStep(msgspec.Struct, tag=True):
-    """An order to run a step: a StepPlan."""
+class SentPlan(msgspec.Struct):
+    """A StepPlan on its way to the other ranks."""
 
     fields: bytes  # int64 [F, T]
     query_lens: list[int]
@@ -42,11 +42,9 @@ class RunStep(msgspec.Struct, tag=True):
     resumed_states: list[tuple[int, int]]
     state_snapshots: list[tuple[int, int]]
     kept_states: list[int]
-    # (slot, generation) of each slot that the step uses, so that all ranks compute with the same adapters
-    generations: list[tuple[int, int]]
 
     @classmethod
-    def of(cls, plan: StepPlan, block_size: int, generations: list[tuple[int, int]]) -> RunStep:
+    def of(cls, plan: StepPlan, block_size: int) -> SentPlan:
         batch = plan.attention
         blocks = array("i")
         for table, length in zip(batch.block_tables, batch.context_lens, strict=True):
@@ -66,7 +64,6 @@ class RunStep(msgspec.Struct, tag=True):
             plan.resumed_states,
             plan.state_snapshots,
             plan.kept_states,
-            generations,
         )
 
     def plan(self, block_size: int) -> StepPlan:
@@ -90,6 +87,30 @@ class RunStep(msgspec.Struct, tag=True):
             state_snapshots=self.state_snapshots,
             kept_states=self.kept_states,
         )
+
+
+class RunStep(msgspec.Struct, tag=True):
+    """An order to run a step."""
+
+    sent: SentPlan
+    # (slot, generation) of each slot that the step uses, so that all ranks compute with the same adapters
+    generations: list[tuple[int, int]]
+    # Whether rank 0 sends the tokens that it draws right behind the step. Otherwise nothing is drawn, or it sends
+    # ShareTokens first.
+    shares_tokens: bool
+
+
+class RunDraftStep(msgspec.Struct, tag=True):
+    """An order to run a step of the head that drafts. All ranks have the tokens that it chooses."""
+
+    sent: SentPlan
+    sources: list[int]  # As in DraftSteps.run.
+
+
+class ShareTokens(msgspec.Struct, tag=True):
+    """An order to receive the tokens of the last RunStep, if these were not shared behind it."""
+
+    num_rows: int
 
 
 class LoadShard(msgspec.Struct, tag=True):
@@ -211,7 +232,18 @@ class RankFailed(msgspec.Struct, tag=True):
 
 BlockOrder = SaveBlocks | LoadBlocks | AwaitBlocks | WriteBlocks | ReadBlocks
 MemoryOrder = ReleaseMemory | TakeMemory | CaptureGraphs
-Order = RunStep | LoadShard | FillSlot | EmptySlot | ForgetShard | BlockOrder | MemoryOrder | Stop
+Order = (
+    RunStep
+    | RunDraftStep
+    | ShareTokens
+    | LoadShard
+    | FillSlot
+    | EmptySlot
+    | ForgetShard
+    | BlockOrder
+    | MemoryOrder
+    | Stop
+)
 Answer = ShardLoaded | BlocksMoved | MemoryMoved | RankFailed
 
 

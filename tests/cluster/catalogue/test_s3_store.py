@@ -95,10 +95,14 @@ def test_files_are_complete_or_absent(store: S3Store, tmp_path: Path) -> None:
     back.mkdir()
     (folder / "adapter_config.json").write_text("{}")
     (folder / "adapter_model.safetensors").write_bytes(bytes(20 << 20))  # in parts
+    (folder / "draft").mkdir()
+    (folder / "draft" / "adapter_config.json").write_text("{}")
+    (folder / "draft" / "adapter_model.safetensors").write_bytes(b"for the draft model")
     digest = folder_digest(folder)
     store.put_files(digest, folder)
     store.fetch_files(digest, back)
     assert folder_digest(back) == digest
+    assert (back / "draft" / "adapter_model.safetensors").read_bytes() == b"for the draft model"
     store.delete_files(digest)
     assert not store.has_files(digest)
     with pytest.raises(AdapterMissing):

@@ -45,7 +45,7 @@ async def test_a_load_waits_for_others_and_goes_with_the_next_move() -> None:
     assert (await routers.broadcast.routes("e", first.version)).version == first.version, "only its load has changed"
     routers.report(2, y="cpu")
     second = await routers.broadcast.routes("e", first.version)
-    assert (second.tiers, second.loads) == ([("r1", "y", "cpu")], {"r1": ReplicaLoad(num_running=2)})
+    assert (second.tiers, second.loads) == ([("r1", "y", "cpu")], {"r1": ReplicaLoad(num_running=2, cpu_loras=0)})
 
 
 async def test_a_publication_wakes_all_polls_with_one_answer() -> None:

@@ -28,6 +28,7 @@ from lorafleet.kernels.lora.sm_split import (
     split_path,
     write_splits,
 )
+from lorafleet.kernels.nvrtc import matrix_map
 from lorafleet.kernels.quant.base_weight import PlainWeight
 from lorafleet.kernels.quant.four_bit_cuda import FourBitKernels, KernelShape
 from tests.kernels.harness import needs_gpu, poison_free_memory
@@ -114,7 +115,7 @@ def test_data_files_name_classes_that_exist() -> None:
 
 
 def test_own_kernels_leave_sms_within_the_block_alone_and_in_its_thread() -> None:
-    kernels = FourBitKernels((), {}, lambda *_: None, 132, {"few_8": 2})
+    kernels = FourBitKernels((), {}, lambda *_: None, matrix_map, 132, {"few_8": 2})
     shape = KernelShape("few_8", 8, 8, 64, 8, 0)
     assert kernels.programs_for(shape, 10_000) == 264
     with gemms_limited_to(112):

@@ -21,10 +21,13 @@ using std::min;
 #define KERNEL extern "C"
 #define __launch_bounds__(...)
 #define __shared__ static
+#define __grid_constant__
 
 struct alignas(8) U2 { unsigned v[2]; };
 struct alignas(16) U4 { unsigned v[4]; };
 struct alignas(16) F4 { float v[4]; };
+// A matrix for the copy engine, as matrix_map() of the tests describes it: numbers of 16 bits, in rows.
+struct alignas(64) MatrixMap { const unsigned short* at; long long columns, rows, copied_rows; long long rest[12]; };
 struct Index { int x; };
 
 struct Program;
@@ -98,10 +101,10 @@ struct Warp {
 };
 struct Program {
   std::vector<unsigned char> window = std::vector<unsigned char>(WINDOW, 0xFF);  // numbers that nobody has written are NaN
-  Rendezvous barrier, part_barrier;
+  Rendezvous barrier;
   std::vector<Warp> warps;
-  std::map<int, Rendezvous> teams;
-  Program(int num_threads) : barrier(num_threads), part_barrier(num_threads / 3 * 2), warps(num_threads / 32) {}
+  std::map<int, Rendezvous> teams, parts;  // of warps, and of the first threads
+  Program(int num_threads) : barrier(num_threads), warps(num_threads / 32) {}
 };
 inline Index gridDim;
 
@@ -114,6 +117,12 @@ inline void __syncwarp() { current->program->warps[threadIdx.x >> 5].barrier.arr
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline int atomicAdd(int* at, int value) { return __sync_fetch_and_add(at, value); }
 inline int __ldg(const int* at) { return *at; }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const unsigned long long bytes = (unsigned long long)b << 32 | a;
+  unsigned r = 0;
+  for (int i = 0; i < 4; i++) r |= (unsigned)(bytes >> (selector >> i * 4 & 7) * 8 & 255) << i * 8;
+  return r;
+}
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
 inline float __uint_as_float(unsigned bits) { float r; memcpy(&r, &bits, 4); return r; }
 
@@ -147,6 +156,14 @@ template <int LEFT> void wait_copies() {
   for (; copies.size() > LEFT; copies.pop_front()) for (auto& copy : copies.front()) copy();
 }
 
+inline unsigned from_lane(unsigned own, int from) {
+  Warp& warp = current->program->warps[threadIdx.x >> 5];
+  warp.a[threadIdx.x & 31][0] = own;
+  warp.barrier.arrive_and_wait();
+  const unsigned r = warp.a[from][0];
+  warp.barrier.arrive_and_wait();
+  return r;
+}
 inline void store_entries(unsigned byte, unsigned lanes, unsigned pair) {
   for (int i = 0; i < 4; i++) memcpy(at_window(TABLE_AT + byte * 256 + lanes * 16 + i * 4, 4), &pair, 4);
 }
@@ -166,6 +183,7 @@ inline float number_at(unsigned pair, int index) {
   const unsigned short bits = pair >> index * 16;
   return IS_HALF ? half_to_float(bits) : bfloat_to_float(bits);
 }
+inline unsigned twice(float value) { return (IS_HALF ? to_half(value) : to_bfloat(value)) * 0x10001u; }
 inline unsigned fma_pair(unsigned a, unsigned b, unsigned c) {
   unsigned r = 0;
   for (int i = 0; i < 2; i++) {
@@ -219,8 +237,20 @@ inline void copy_bytes(void* to, const void* from, int bytes, Barrier*) {
   if ((size_t)from % 16 || ((unsigned char*)to - current->program->window.data()) % 16 || bytes % 16) abort();
   memcpy(to, from, bytes);
 }
-template <int COUNT> void wait_threads() { current->program->part_barrier.arrive_and_wait(); }
+template <int COUNT> void wait_threads() { current->program->parts.try_emplace(COUNT, COUNT).first->second.arrive_and_wait(); }
+inline void fetch_map(const MatrixMap*) {}
+inline void copy_matrix(void* to, const MatrixMap* map, int column, int row, Barrier*) {
+  const size_t offset = (unsigned char*)to - current->program->window.data();
+  if (offset % 1024 || offset + map->copied_rows * 128 > WINDOW || column % 64) abort();
+  for (int i = 0; i < map->copied_rows; i++)
+    for (int k = 0; k < 64; k++) {
+      const bool inside = row + i < map->rows && column + k < map->columns;
+      const unsigned short number = inside ? map->at[(row + i) * map->columns + column + k] : 0;
+      memcpy((unsigned char*)to + ((i * 128 + k * 2) ^ (i & 7) << 4), &number, 2);
+    }
+}
 template <int COUNT, bool MORE> void take_registers() {}
+inline void count_ticket(int* at) { ++*at; }
 inline int load_ticket(const int* at) { watch(); return *at; }
 inline void show_to_wgmma() {}
 inline F4 load_shared_by_programs(const F4* at) { return read<F4>(at); }
@@ -252,7 +282,8 @@ inline void multiply(const Product& product) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   memcpy(warp.a[lane], product.a, 16);
   warp.barrier.arrive_and_wait();
-  const unsigned start = (product.b & 0x3FFF) * 16, inputs = (product.b >> 16 & 0x3FFF) * 16, tokens = (product.b >> 32) * 16;
+  const unsigned start = (product.b & 0x3FFF) * 16, inputs = (product.b >> 16 & 0x3FFF) * 16, tokens = (product.b >> 32 & 0x3FFF) * 16;
+  const bool swizzled = product.b >> 62 == 1;
   for (int n = 0; n < product.tokens / 8; n++)
     for (int i = 0; i < 4; i++) {
       const int row = g + (i >> 1) * 8, column = t * 2 + (i & 1);
@@ -261,7 +292,9 @@ inline void multiply(const Product& product) {
       for (int k = 0; k < 16; k++) {
         const int upper = k >> 3, at = k & 7;
         const unsigned left = warp.a[(row & 7) * 4 + (at >> 1)][upper * 2 + (row >> 3)];
-        const unsigned right = read<unsigned>(at_window(start + upper * inputs + n * tokens + column * 16 + at / 2 * 4, 4));
+        unsigned from = start + upper * (swizzled ? 16 : inputs) + n * tokens + column * (swizzled ? 128 : 16) + at / 2 * 4;
+        if (swizzled) from ^= from >> 3 & 0x70;
+        const unsigned right = read<unsigned>(at_window(from, 4));
         sum += number_at(left, at & 1) * number_at(right, at & 1);
       }
     }
@@ -271,6 +304,12 @@ template <int LEFT, int NT> void wait_wgmma(float (&)[NT][4]) {
   auto& products = current->products;
   for (; products.size() > LEFT; products.pop_front()) for (const Product& product : products.front()) multiply(product);
 }
+
+template <int LEFT> void wait_wgmma() {
+  float none[1][4];
+  wait_wgmma<LEFT>(none);
+}
+template <int TILES, int NT> void finish_wgmma(float (&c)[TILES][NT][4]) { wait_wgmma<0>(c[0]); }
 
 constexpr size_t STACK_BYTES = 128 << 10;  // of a thread; the system gives only what is touched
 
@@ -310,17 +349,11 @@ template <class Arguments> bool launch(void (*kernel)(Arguments), int num_progra
 }
 
 #ifdef OPERANDS_SOURCE
-inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
-  const unsigned long long bytes = (unsigned long long)b << 32 | a;
-  unsigned r = 0;
-  for (int i = 0; i < 4; i++) r |= (unsigned)(bytes >> (selector >> i * 4 & 7) * 8 & 255) << i * 8;
-  return r;
-}
-
 template <int TEAM> void wait_team(int team) {
   current->program->teams.try_emplace(team, TEAM * 32).first->second.arrive_and_wait();
 }
 
+#include CODE_TILES
 #include OPERANDS_SOURCE
 #include FEW_TOKENS_SOURCE
 
@@ -330,23 +363,29 @@ extern "C" bool emulate(int kernel, int programs, const FewTokens* arguments) {
   return launch<FewTokens>(kernels[kernel], programs, THREADS, arguments);
 }
 #else
+#include CODE_TILES
 #include FOUR_BIT_SOURCE
 #include WIDE_SOURCE
+#include DENSE_SOURCE
+
+extern "C" int bytes_of_arguments() { return sizeof(Linear); }
 
 extern "C" bool emulate(int kernel, int programs, const Linear* arguments) {
   using Kernel = void (*)(Linear);
+  // In the order of KERNEL_SHAPES, with as many warps.
 #if EXPERTS
-  const Kernel few_of_32 = nullptr, many_of_32 = nullptr, many_of_64 = nullptr;
+  const Kernel kernels[] = {few_8, few_16, {}, {}, {}, {}, {}, wide_32, wide_64, wide_128, {}, {}, {}, dequantize};
 #else
-  const Kernel many_of_32 = many_32, many_of_64 = many_64;
 #if FEW_32_WARPS
   const Kernel few_of_32 = few_32;
 #else
   const Kernel few_of_32 = nullptr;
 #endif
+  const Kernel kernels[] = {few_8, few_16, dense_32, dense_64, narrow_64, dense_128, narrow_128, {}, {}, {}, few_of_32, many_32, many_64, dequantize};
 #endif
-  const Kernel kernels[] = {few_8, few_16, wide_32, wide_64, wide_128, few_of_32, many_of_32, many_of_64, dequantize};
-  const int warps[] = {FEW_8_WARPS, FEW_16_WARPS, 12, 12, 12, FEW_32_WARPS, MANY_WARPS, MANY_WARPS, 8};  // as KERNEL_SHAPES
-  return launch<Linear>(kernels[kernel], programs, warps[kernel] * 32, arguments);
+  const int warps[] = {FEW_8_WARPS, FEW_16_WARPS, 20, 20, 12, 12, 12, 12, 12, 12, FEW_32_WARPS, MANY_WARPS, MANY_WARPS, 8};
+  alignas(64) char aligned[sizeof(Linear)];
+  memcpy(aligned, arguments, sizeof(Linear));
+  return launch<Linear>(kernels[kernel], programs, warps[kernel] * 32, (const Linear*)aligned);
 }
 #endif

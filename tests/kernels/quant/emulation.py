@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from lorafleet.kernels.quant import four_bit_cuda
+
 EMULATION = Path(__file__).with_name("emulated_gpu.h")
 COMMAND = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-x", "c++"]
 MOST_WARPS = 4  # of an emulated program: each thread more takes time
@@ -29,7 +31,8 @@ def compiled_emulation(options: Iterable[str], sources: dict[str, Path], folder:
     if compiler is None:
         pytest.skip("g++ compiles the emulation")
     library = folder / f"{len(list(folder.iterdir()))}.so"
-    paths = [f'-D{name}="{source}"' for name, source in sources.items()]
+    tiles = Path(four_bit_cuda.__file__).with_name("code_tiles.cuh")
+    paths = [f'-D{name}="{source}"' for name, source in {"CODE_TILES": tiles, **sources}.items()]
     command = [compiler, *COMMAND, *options, *paths, str(EMULATION), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode and "'_Float16'" in done.stderr:

@@ -10,7 +10,7 @@ from lorafleet.kernels.decoder.decoder_stack import captured
 from lorafleet.kernels.decoder.scratch import Scratch
 from lorafleet.kernels.nvrtc import CudaCodeError
 from lorafleet.kernels.quant import four_bit_cuda
-from lorafleet.kernels.quant.code_tiles import empty_codes, put_codes, take_codes
+from lorafleet.kernels.quant.code_tiles import PIECES, empty_codes, put_codes, take_codes
 from lorafleet.kernels.quant.int_weight import IntScheme
 from lorafleet.kernels.quant.nf4 import NF4Scheme
 from lorafleet.kernels.quant.tiled_weight import TiledWeight, is_tileable, tiled_weight
@@ -57,9 +57,15 @@ def first_input(step: int, t: int, runs: int) -> int:
     return step * 16 + t * 4 if runs == 4 else step // 2 * 32 + t * 8 + step % 2 * 4
 
 
+def place_of_operand(step: int, register: int, runs: int) -> int:
+    """Returns which of a lane's 16 bytes a register names, as word_of() and byte_of() in code_tiles.cuh do."""
+    half, pair = register % 2, register // 2
+    return pair * 8 + step * 2 + half if runs == 4 else step % 2 * 8 + pair * 4 + step // 2 * 2 + half
+
+
 def tensor_core_product(tiles: Tensor, x_TD: Tensor) -> Tensor:
     """Multiplies codes by x as the lanes of a warp do, with the operands' layout that PTX documents for m16n8k16."""
-    y_TO, runs = torch.zeros(8, len(tiles) * 64), tiles.shape[5]
+    y_TO, runs = torch.zeros(8, len(tiles) * 64), tiles.shape[6]
     flat = tiles.view(*tiles.shape[:3], 32, 16)  # the 16 bytes that a lane reads
     for rows, block, m in ((r, c, m) for r in range(flat.shape[0]) for c in range(flat.shape[1]) for m in range(4)):
         for step in range(4):
@@ -68,7 +74,7 @@ def tensor_core_product(tiles: Tensor, x_TD: Tensor) -> Tensor:
                 g, t = lane // 4, lane % 4
                 x = x_TD[g, block * 64 + first_input(step, t, runs) :][:4]  # four inputs in a row
                 for register, (row, k) in enumerate(((g, 2 * t), (g + 8, 2 * t), (g, 2 * t + 8), (g + 8, 2 * t + 8))):
-                    byte = int(flat[rows, block, m, lane, step * 4 + register])
+                    byte = int(flat[rows, block, m, PIECES[g, t], place_of_operand(step, register, runs)])
                     a[row, k], a[row, k + 1] = byte & 15, byte >> 4
                 b[2 * t, g], b[2 * t + 1, g], b[2 * t + 8, g], b[2 * t + 9, g] = x
             y_TO[:, rows * 64 + m * 16 :][:, :16] += (a @ b).T

@@ -19,6 +19,7 @@ from lorafleet.protocol.adapter_formats.adapter_files import (
     OpenFile,
     folder_digest,
     open_weights,
+    read_buffer,
     read_config,
 )
 from lorafleet.protocol.errors import AdapterChanged, AdapterMalformed, AdapterMissing
@@ -51,6 +52,30 @@ def test_a_file_is_read_through_pages_that_no_heap_keeps(tmp_path: Path) -> None
         assert tracemalloc.get_traced_memory()[1] < CHUNK_BYTES / 4
     finally:
         tracemalloc.stop()
+
+
+def test_a_draft_lora_is_held_once_while_its_adapter_is_read(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it is hashed once, as a part of the adapter's digest."""
+    size, before = 8 << 20, adapter.load().digest
+    (adapter.path / "draft").mkdir()
+    (adapter.path / "draft" / "adapter_config.json").write_text("{}")
+    (adapter.path / "draft" / "adapter_model.safetensors").write_bytes(bytes(size))
+    buffers: list[int] = []
+
+    def counted(num_bytes: int) -> Any:
+        buffers.append(num_bytes)
+        return read_buffer(num_bytes)
+
+    monkeypatch.setattr("lorafleet.protocol.adapter_formats.adapter_files.read_buffer", counted)
+    tracemalloc.start()
+    try:
+        loaded = adapter.load()
+        assert tracemalloc.get_traced_memory()[1] < size / 2, "there is no copy beside the buffer"
+    finally:
+        tracemalloc.stop()
+    assert [num_bytes for num_bytes in buffers if num_bytes >= size] == [size]
+    assert loaded.draft is not None and len(loaded.draft.weights) == size
+    assert loaded.digest == folder_digest(adapter.path) != before
 
 
 def test_content_changed_under_the_old_time_is_noticed(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,11 +83,12 @@ def record(drafter: ModelDrafter, drafted: list[Drafted]) -> None:
     drafter.propose_behind = recorded_behind  # type: ignore[method-assign]
 
 
-def speculate(engine: Engine, drafter: Drafter, most_tokens: int = 4) -> Speculation:
-    """Has the engine verify the drafts of this drafter wherever there are some. Call it before the first request."""
+def speculate(engine: Engine, drafter: Drafter | None, most_tokens: int = 4) -> Speculation:
+    """Has the engine verify the drafts of this drafter, and those that grammars force, wherever there are some. Call it
+    before the first request."""
     rows = len(engine.runner.steps.inputs.sampled_B)
     model = drafter if isinstance(drafter, ModelDrafter) else None
-    is_ahead = model is not None and engine.runner.steps.states is None
+    is_ahead = model is not None and engine.runner.steps.states is None and engine.hello.tensor_parallel_size == 1
     made = Speculation(
         drafter,
         engine.scheduler.budget,

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
+from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
 from lorafleet.protocol.engine_config import SpeculativeConfig
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.protocol.lora_request import LoRARequest
+from lorafleet.protocol.sources import S3Config, SourcesConfig
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
+from s3_server import BUCKET, KEY, SECRET, RadosGateway, write_credentials
 from stepped_engine import SteppedEngine
 from tests.workers.speculation.drafting import speculate
 from tiny_models import make_model
@@ -102,10 +106,10 @@ def test_the_tokens_that_were_accepted_are_computed_as_drafts_which_graphs_run(f
     lengths: list[int] = []
     run = drafter(stepped).steps.run
 
-    def recorded(plan: Any, *more: Any) -> Any:
+    def recorded(plan: Any, **more: Any) -> Any:
         if not plan.has_decodes_only:
             lengths.append(plan.num_tokens)
-        return run(plan, *more)
+        return run(plan, **more)
 
     drafter(stepped).steps.run = recorded  # type: ignore[method-assign]
     counts = Counts(stepped)
@@ -135,9 +139,9 @@ def test_samples_of_one_prompt_have_it_computed_once_for_all(fleet, prompt, monk
     lengths: list[int] = []
     run = drafter(stepped).steps.run
 
-    def recorded(plan: Any, *more: Any) -> Any:
+    def recorded(plan: Any, **more: Any) -> Any:
         lengths.extend(count for count in plan.attention.query_lens if count > 5)  # More than a token and its drafts.
-        return run(plan, *more)
+        return run(plan, **more)
 
     drafter(stepped).steps.run = recorded  # type: ignore[method-assign]
     counts = Counts(stepped)
@@ -226,6 +230,28 @@ def test_adapters_in_one_batch_are_drafted_for_by_their_own_draft_loras(fleet, p
         stepped.until(lambda stepped=stepped: len(stepped.ended) == 3)
     assert with_drafts.tokens == without.tokens
     assert counts.drafted == counts.accepted > 50
+
+
+def test_a_draft_lora_comes_from_s3_with_its_adapter(
+    fleet, prompt, adapters, gateway: RadosGateway, tmp_path, monkeypatch
+) -> None:
+    base, prefix = fleet("llama3").base, "drafted/all"
+    for file in adapters["all"].rglob("*.*"):
+        gateway.put(f"{prefix}/{file.relative_to(adapters['all']).as_posix()}", file.read_bytes())
+    credentials = tmp_path / "credentials"
+    write_credentials(credentials, KEY, SECRET)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+    s3 = S3Config(endpoint_url=gateway.endpoint, region="us-east-1")
+    stepped = made_engine(base, base, sources=SourcesConfig(s3=s3, cache_dir=str(tmp_path / "cache")))
+    counts = Counts(stepped)
+    uri = f"s3://{BUCKET}/{prefix}"
+    loading = stepped.engine.load_adapter(LoRARequest("all", 1, uri))
+    stepped.until(loading.done)
+    digest = folder_digest(adapters["all"])
+    assert loading.result().digest == digest
+    answers(stepped, {"a": prompt(20)}, lora=LoRARequest("all", 1, uri, digest))
+    assert counts.drafted == counts.accepted > 10
+    stepped.engine.close()
 
 
 def test_an_adapter_without_a_draft_lora_is_drafted_for_by_the_draft_model_alone(fleet, prompt, adapters) -> None:

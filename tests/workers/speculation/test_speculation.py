@@ -161,6 +161,18 @@ def test_forced_tokens_are_drafts_and_say_nothing_about_other_drafts() -> None:
     assert made.choose([bound, free], 2)[bound] == [TOKEN] * 4
 
 
+def test_without_a_drafter_only_forced_tokens_are_drafted() -> None:
+    made = Speculation(None, StepBudget(StepLimits(64)), 4, 64, DraftsPay())
+    plain(made, PLAIN_STEPS)
+    free, bound = decode("free"), decode("bound")
+    bound.grammar = Forcing(8, 9)  # type: ignore[assignment]  # as much of a grammar as is needed
+    assert made.choose([free, bound], 2) == {bound: [8, 9]}
+    bound.grammar = Forcing()  # type: ignore[assignment]  # as above
+    assert made.choose([free, bound], 2) == {}
+    assert free not in made._acceptances, "a sequence that nobody drafts for costs nothing"
+    made.release(free)
+
+
 def test_forced_tokens_are_drafted_however_wrong_other_drafts_were() -> None:
     class Dear(DraftsPay):
         def price(self, num_decodes: int, token_s: float) -> float:  # noqa: ARG002
@@ -260,7 +272,7 @@ def test_a_certain_drafter_is_asked_only_where_its_drafts_pay_and_what_it_has_is
         assert bool(drafter.wanted) == bool(expected)
 
 
-def test_a_step_without_drafts_does_not_count_the_time_of_a_drafter_that_had_none(monkeypatch) -> None:
+def test_a_step_without_drafts_does_not_count_the_time_of_a_drafter_that_had_none() -> None:
     """A model that catches up with a long prompt takes its time and has no drafts yet."""
 
     class Nothing(Sevens):
@@ -269,9 +281,8 @@ def test_a_step_without_drafts_does_not_count_the_time_of_a_drafter_that_had_non
             return [[] for _ in wanted]
 
     clock = [0.0]
-    monkeypatch.setattr("lorafleet.workers.speculation.speculation.time.perf_counter", lambda: clock[0])
-    pace = StepPace()
-    made = Speculation(Nothing(), StepBudget(StepLimits(64)), 4, 64, pace, is_certain=True)
+    pace, limits = StepPace(), StepBudget(StepLimits(64))
+    made = Speculation(Nothing(), limits, 4, 64, pace, is_certain=True, clock=lambda: clock[0])
     plain(made, PLAIN_STEPS)
     assert made.choose([decode()], 1) == {}
     undrafted_s = made.observe(StepShape("decode", 1, 1, 0), 0, 25e-3)
@@ -280,9 +291,7 @@ def test_a_step_without_drafts_does_not_count_the_time_of_a_drafter_that_had_non
 
 
 @pytest.mark.parametrize(("catch_up_s", "pays"), [(1e-3, True), (0.1, False)])
-def test_what_a_drafter_takes_before_it_drafts_counts_against_its_drafts(
-    monkeypatch: pytest.MonkeyPatch, catch_up_s: float, pays: bool
-) -> None:
+def test_what_a_drafter_takes_before_it_drafts_counts_against_its_drafts(catch_up_s: float, pays: bool) -> None:
     """A draft model computes each new prompt. Where answers are short, its drafts may not make up for that."""
     clock = [0.0]
 
@@ -295,8 +304,8 @@ def test_what_a_drafter_takes_before_it_drafts_counts_against_its_drafts(
             clock[0] += catch_up_s if catches_up else 0.0
             return [[] if catches_up else [TOKEN] * entry.most for entry in wanted]
 
-    monkeypatch.setattr("lorafleet.workers.speculation.speculation.time.perf_counter", lambda: clock[0])
-    made, one = Speculation(OnceInTwo(), StepBudget(StepLimits(64)), 4, 64, is_certain=True), decode()
+    limits, one = StepBudget(StepLimits(64)), decode()
+    made = Speculation(OnceInTwo(), limits, 4, 64, is_certain=True, clock=lambda: clock[0])
     plain(made, PLAIN_STEPS)
     for _ in range(40):
         began_s = clock[0]
@@ -306,3 +315,35 @@ def test_what_a_drafter_takes_before_it_drafts_counts_against_its_drafts(
         else:
             plain(made, 1, seconds=5e-3 + clock[0] - began_s)
     assert made._pay([one], [(one, 4)]) == pays
+
+
+def test_the_device_waits_for_the_host_from_the_last_known_token_to_the_launch_without_the_drafter() -> None:
+    class Idled(StepPace):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: list[tuple[int, float]] = []
+
+        def idled(self, num_decodes: int, seconds: float) -> None:
+            self.found.append((num_decodes, seconds))
+
+    class Slow(Sevens):
+        def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
+            now[0] += 100.0
+            return super().propose(wanted)
+
+    now, pace, one = [0.0], Idled(), decode()
+    limits = StepBudget(StepLimits(64))
+    made = Speculation(Slow(), limits, 4, 64, pace, is_certain=True, clock=lambda: now[0])
+    plain(made, PLAIN_STEPS)
+    one.tokens[-1] = UNKNOWN
+    assert made.needs_tokens([], [one], 1)
+    now[0] = 5.0  # The step in flight ends.
+    plain(made, 1)
+    one.tokens[-1] = TOKEN
+    drafts = made.choose([one], 1)
+    now[0] += 2.0  # The host plans the step and launches it.
+    made.launched([Chunk(one, 5, drafts=drafts[one])])
+    assert pace.found == [(1, 2.0)]
+    made.launched([Chunk(one, 5, drafts=drafts[one])])  # a step that was planned before the last tokens were known
+    made.launched([Chunk(one, 1)])
+    assert len(pace.found) == 1

@@ -91,3 +91,15 @@ def test_a_range_that_was_slow_long_ago_is_tried_again() -> None:
         pace.observe(64, 0, 5e-3, TOKEN_S)
     pace.observe(64, 16, 5.2e-3, TOKEN_S)
     assert pace.is_faster(64, 256, 250, TOKEN_S)
+
+
+def test_a_device_that_waits_for_the_host_around_steps_with_drafts_matters_most_where_prompts_divide_them() -> None:
+    pace = learned(TOKEN_S)
+    assert pace.is_faster(8, 32, 4, TOKEN_S)
+    for batch, idle_s in ((64, 20e-3), (8, 2e-3)):
+        for _ in range(8):
+            pace.idled(batch, idle_s)
+    assert not pace.is_faster(8, 32, 4, TOKEN_S)
+    pace.num_in_row = 8.0
+    assert pace.is_faster(8, 32, 4, TOKEN_S), "it waits once behind all of them"
+    assert not pace.is_faster(64, 256, 30, TOKEN_S), "with more decodes, the host takes longer"

@@ -39,11 +39,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-class Nothing(Guesses):
-    """Drafts nothing, so that the only drafts are forced tokens."""
-
-    def __init__(self) -> None:
-        super().__init__({})
+FORCED = "only what is forced"  # In place of a drafter.
 
 
 class Grammars:
@@ -68,12 +64,12 @@ class Grammars:
         return self.stepped.tokens
 
     def draft(self, drafter: Any, *, overlap: bool) -> None:
-        """Has the next requests get drafts of this drafter, or none."""
+        """Has the next requests get drafts of this drafter, or those alone that are forced, or none."""
         self.stepped.tokens, self.stepped.ended = {}, {}
         self.stepped.engine._overlap = overlap
         self.stepped.engine.scheduler.speculation = None
         if drafter is not None:
-            speculate(self.stepped.engine, drafter)
+            speculate(self.stepped.engine, None if drafter is FORCED else drafter)
 
     def add(self, name: str) -> None:
         grammar, i = name.split()
@@ -95,7 +91,7 @@ def grammars(fleet: Any, prompt: Callable[[int], list[int]]) -> Iterator[Grammar
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_tokens_are_those_without_drafts(grammars: Grammars, overlap: bool) -> None:
-    for drafter in (Guesses(grammars.plain), Nothing()):
+    for drafter in (Guesses(grammars.plain), FORCED):
         assert grammars.answers(drafter, overlap=overlap) == grammars.plain
 
 
@@ -127,15 +123,18 @@ class Counted:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_forced_tokens_are_drafts_and_each_step_asks_for_masks_once(grammars, monkeypatch, overlap) -> None:
-    counted = Counted(grammars, Nothing(), monkeypatch, overlap=overlap)
+    counted = Counted(grammars, FORCED, monkeypatch, overlap=overlap)
     assert counted.tokens == grammars.plain["schema 0"]
     assert len(counted.lengths) < len(counted.tokens)
     assert counted.num_requests <= len(counted.lengths) + 1, "one for each step, and one in flight at the end"
 
 
 def test_a_draft_that_the_grammar_forbids_is_no_token(grammars, monkeypatch) -> None:
-    class Same(Nothing):
+    class Same(Guesses):
         """Drafts one token for all places."""
+
+        def __init__(self) -> None:
+            super().__init__({})
 
         def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
             return [[5] * entry.most for entry in wanted]
@@ -184,6 +183,6 @@ def test_drafts_whose_step_has_no_mask_in_time_say_nothing_about_others(grammars
 def test_on_a_gpu_tokens_in_float32_are_those_without_drafts(tmp_path, prompt) -> None:
     options = {"device": "cuda", "dtype": "float32", "attention_backend": "triton", "lora": None}
     grammars = Grammars(make_model(tmp_path / "base", "llama3"), prompt, **options)
-    for drafter in (Guesses(grammars.plain), Nothing()):
+    for drafter in (Guesses(grammars.plain), FORCED):
         assert grammars.answers(drafter, overlap=True) == grammars.plain
     grammars.close()

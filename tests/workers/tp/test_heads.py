@@ -1,0 +1,147 @@
+"""Heads that draft, divided among ranks that are processes of their own: their drafts are those of a plain
+implementation, and answers are those of one rank without drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from family_cases import CASES, make_case_adapter
+from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
+from lorafleet.protocol import structured_spec
+from lorafleet.protocol.errors import ConfigError
+from lorafleet.workers.schedule.sequence import UNKNOWN
+from lorafleet.workers.speculation.drafter import Wanted
+from lorafleet.workers.speculation.model_drafter import ModelDrafter
+from ranks import start_llm
+from tests.workers.speculation.drafting import speculate
+from tests.workers.speculation.eagle_reference import EagleReference, make_head
+from tests.workers.speculation.mtp_reference import Drafted, MTPReference, make_mtp_checkpoint
+from tiny_models import make_adapter, make_model
+
+PARAMS = [
+    SamplingParams(max_tokens=16, temperature=0, ignore_eos=True),
+    SamplingParams(max_tokens=16, temperature=1.0, seed=3, ignore_eos=True, frequency_penalty=0.5),
+    SamplingParams(max_tokens=16, temperature=0, ignore_eos=True),
+]
+
+
+def answers(llm: LLM, prompt: Callable[[int], list[int]], path: Path, params: list[SamplingParams]) -> list[list[int]]:
+    """Returns the tokens of an answer for each of the parameters. The third is the adapter's."""
+    jobs = [{"prompt_token_ids": prompt(n)} for n in (5, 80, 17, 9)[: len(params)]]
+    loras = [None, None, LoRARequest("own", 1, str(path)), None][: len(params)]
+    outputs = llm.generate(jobs, params, lora_request=loras)
+    return [list(answer.token_ids) for output in outputs for answer in output.outputs]
+
+
+def recorded(llm: LLM) -> list[Drafted]:
+    """Has the engine verify each draft of its head. Returns the list to which what is drafted is added."""
+    drafter, found = llm._engine.scheduler.speculation.drafter, list[Drafted]()
+    assert isinstance(drafter, ModelDrafter)
+    propose = drafter.propose
+
+    def propose_and_record(wanted: Any) -> list[list[int]]:
+        drafts = propose(wanted)
+        for entry, draft in zip(wanted, drafts, strict=True):
+            if draft:
+                found.append((entry.sequence.request_id, entry.sequence.tokens[: entry.num_known], draft))
+        return drafts
+
+    drafter.propose = propose_and_record  # type: ignore[method-assign]
+    speculate(llm._engine, drafter)
+    return found
+
+
+def check_equal(
+    base: Path,
+    path: Path,
+    config: dict[str, Any],
+    prompt: Callable[[int], list[int]],
+    params: list[SamplingParams],
+    before_masks: list[int] | None = None,
+    **options: Any,
+) -> list[Drafted]:
+    """Returns what is drafted on two ranks, whose answers must be those of one rank without drafts, before a sleep and
+    behind it.
+
+    Args:
+        before_masks: Gets the numbers of drafts that draft_before_masks() has. None leaves it out.
+    """
+    alone = start_llm(str(base), 1, enable_lora=True)
+    expected = answers(alone, prompt, path, params)
+    alone.close()
+    shared = start_llm(str(base), 2, enable_lora=True, speculative_config=config, **options)
+    drafted = recorded(shared)
+    counts = [] if before_masks is None else draft_before_masks(shared)
+    assert answers(shared, prompt, path, params) == expected
+    num_drafted = len(drafted)
+    shared.sleep(2)
+    shared.wake_up()
+    assert answers(shared, prompt, path, params[:2]) == expected[:2]
+    assert len(drafted) > num_drafted
+    shared.close()
+    if before_masks is not None:
+        before_masks += counts
+    return drafted
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe", "deepseek_v3"])
+def test_a_layer_for_several_tokens_is_divided(tmp_path, prompt, family) -> None:
+    """Attention with heads and latent attention, a dense layer and mixtures, and a base with recurrent layers."""
+    base = make_mtp_checkpoint(tmp_path / "base", family)
+    path = make_case_adapter(tmp_path / "adapter", base, CASES[family])
+    drafted = check_equal(base, path, {"method": "mtp"}, prompt, PARAMS)
+    target, reference = AutoModelForCausalLM.from_pretrained(base), MTPReference(base, family)
+    of_base = [entry for entry in drafted if entry[0] != "2-0"][::4]
+    assert len(of_base) > 4
+    assert not reference.wrong(target, of_base)
+    of_adapter = [entry for entry in drafted if entry[0] == "2-0"][::4]
+    assert of_adapter
+    assert not reference.wrong(PeftModel.from_pretrained(target, path), of_adapter)
+
+
+def draft_before_masks(llm: LLM) -> list[int]:
+    """Has the head draft for a sequence each time that the tokens in flight wait for their masks. Returns the list to
+    which the number of its drafts is added."""
+    engine, counts = llm._engine, list[int]()
+    finish, drafter = engine._structured.finish, engine.scheduler.speculation.drafter
+
+    def draft_and_finish() -> Any:
+        for sequence in engine.scheduler.running[:1]:
+            num_known = len(sequence.tokens) - (sequence.tokens[-1] == UNKNOWN)
+            if sequence.num_generated:
+                counts.extend(len(draft) for draft in drafter.propose([Wanted(sequence, num_known, 2)]))
+        return finish()
+
+    engine._structured.finish = draft_and_finish  # type: ignore[method-assign]
+    return counts
+
+
+def test_an_eagle_head_is_divided_and_drafts_while_an_answer_waits_for_its_masks(tmp_path, prompt) -> None:
+    base = make_model(tmp_path / "base", "llama3", num_hidden_layers=7, seed=3)
+    path, head = make_adapter(tmp_path / "adapter", base), make_head(tmp_path / "head")
+    grammar = structured_spec.regex("(the |of ){6}", "x")
+    masked = SamplingParams(max_tokens=30, temperature=1.0, seed=5, structured_outputs=grammar)
+    config = {"method": "eagle3", "model": str(head)}
+    counts: list[int] = []
+    drafted = check_equal(base, path, config, prompt, [*PARAMS, masked], counts, async_scheduling=True)
+    assert sum(counts) > 4
+    target, reference = AutoModelForCausalLM.from_pretrained(base), EagleReference(head)
+    of_base = [entry for entry in drafted if entry[0] in ("0-0", "1-0")][::4]
+    assert len(of_base) > 4
+    for _, known, draft in of_base:
+        assert draft == reference.drafts(target, known, len(draft))
+
+
+def test_a_head_that_the_ranks_cannot_divide_is_refused_by_its_folder(tmp_path) -> None:
+    base = make_model(tmp_path / "base", "llama3", num_hidden_layers=7)
+    head = make_head(tmp_path / "head", num_attention_heads=3, num_key_value_heads=1)
+    with pytest.raises(
+        ConfigError, match=r"the head '.*head': tensor_parallel_size=2 does not divide the model's num_"
+    ):
+        start_llm(str(base), 2, speculative_config={"method": "eagle3", "model": str(head)})

@@ -1,0 +1,40 @@
+"""Measures what the host does between the end of a step and the launch of one with drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class HostTimes:
+    """The times of one engine's host, by a clock of seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._drafting_s = 0.0  # Seconds that a drafter took since the last step ended.
+        # When all tokens before the next step were known. None if it is planned before.
+        self._settled_s: float | None = None
+
+    def begin(self, *, is_settled: bool) -> None:
+        """Takes in whether the next step is planned when the one in flight has ended, which step_ended() says then."""
+        self._settled_s = self._clock() if is_settled else None
+
+    def step_ended(self) -> float:
+        """Takes in that the host has read the tokens of a step. Returns the seconds that a drafter took before it."""
+        if self._settled_s is not None:
+            self._settled_s = self._clock()
+        drafting_s, self._drafting_s = self._drafting_s, 0.0
+        return drafting_s
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Counts the time of the block as a drafter's."""
+        began_s = self._clock()
+        yield
+        self._drafting_s += self._clock() - began_s
+
+    def launched(self) -> float | None:
+        """Takes in that a step was launched. Returns for how long the device has waited for the host, without the
+        drafter, or None if the step was planned before the one in flight had ended."""
+        settled_s, self._settled_s = self._settled_s, None
+        return None if settled_s is None else max(0.0, self._clock() - settled_s - self._drafting_s)
