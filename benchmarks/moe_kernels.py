@@ -1,7 +1,7 @@
 """Measures the experts of a mixture on one GPU, layer after layer, against the bytes that they must read.
 
     python benchmarks/moe_kernels.py [--layers 4] [--rank 16] [--tokens 64 8192] [--kernels] [--tiles] [--shapes]
-        [--quantization nf4 int4 mxfp4 fp8] [--triton]
+        [--quantization nf4 int4 mxfp4 fp8] [--triton] [--few-tokens]
 
 Layers have Qwen3-30B-A3B's shape (128 experts, 8 per token, hidden 2048, intermediate 768) in bf16. Each layer has its
 own weights, so that none is in the cache. One CUDA graph runs router, choice, experts and sum. Tokens choose at random.
@@ -9,7 +9,8 @@ The floor is the bytes of the chosen experts and of the router divided by the co
 prompts it is the FLOP at 800 TFLOP/s if that takes longer. The same is measured with 8 adapters on all experts, with
 the bytes of their chosen experts' A and B. Their tokens alternate (decode) or follow one another (prompts). --rank 0
 leaves adapters out. --quantization quantizes the experts. --triton multiplies codes of four bits by the Triton kernel,
-which serves GPUs without the CUDA kernels. --kernels also prints each kernel's time without a graph. --tiles also tries
+which serves GPUs without the CUDA kernels. --few-tokens measures the kernels of captured steps of few tokens too, whose
+sum the next layer's norm computes. --kernels also prints each kernel's time without a graph. --tiles also tries
 other tiles of the adapters, and B of down read by the weighted sum (folded) or before it (written). --shapes also tries
 other tile shapes of plain experts.
 """
@@ -33,6 +34,7 @@ from engine_driver import copy_bandwidth
 from lorafleet.kernels.moe import expert_codes, moe_triton
 from lorafleet.kernels.moe.expert_codes import ExpertCodes, ExpertMatrix
 from lorafleet.kernels.moe.expert_lora import RECORD_FIELDS, StepExperts
+from lorafleet.kernels.moe.few_tokens import FewTokenMixture, FewTokenRouter, few_token_mixture, serves_tokens
 from lorafleet.kernels.moe.moe import ExpertMatrices, experts_mlp, route
 from lorafleet.kernels.moe.routing_rule import RoutingRule
 from lorafleet.kernels.quant.base_weight import Scheme
@@ -117,6 +119,15 @@ class Layers:
                 own = to_gate_up, to_down
             out_TD = experts_mlp(x_TD, routing, matrices, own)
         return out_TD
+
+    def run_few(self, x_TD: Tensor) -> None:
+        for gate_ED, matrices in self.weights:
+            few_token_mixture(x_TD, self.few_tokens(gate_ED, matrices))
+
+    @staticmethod
+    def few_tokens(gate_ED: Tensor, matrices: ExpertMatrices) -> FewTokenMixture:
+        router = FewTokenRouter(gate_ED, RULE, None, None, early=True)
+        return FewTokenMixture(router, matrices.gate_up_EUD, matrices.down_EDI, matrices.activation, None)
 
     def floor_ms(self, x_TD: Tensor, slot_T: Tensor | None, bandwidth: float) -> float:
         """Returns the floor of all layers together."""
@@ -212,6 +223,11 @@ def measure(layers: Layers, bandwidth: float, arguments: argparse.Namespace) -> 
             print(f"{num_tokens:5} tokens, {name}: {ms}", flush=True)
             if arguments.kernels:
                 print_kernels(lambda x=x_TD, slots=slot_T: layers.run(x, slots), arguments.layers)
+        if arguments.few_tokens and serves_tokens(layers.few_tokens(*layers.weights[0]), num_tokens):
+            found = graph_ms(lambda x=x_TD: layers.run_few(x), 12) / arguments.layers
+            print(f"{num_tokens:5} tokens, kernels for few tokens: {found:7.3f} ms per layer", flush=True)
+            if arguments.kernels:
+                print_kernels(lambda x=x_TD: layers.run_few(x), arguments.layers)
         for name in other_tiles(num_tokens) if arguments.tiles else ():
             found = graph_ms(lambda x=x_TD, slots=own_T: layers.run(x, slots), 12) / arguments.layers
             print(f"{num_tokens:5} tokens, 8 adapters, {name}: {found:7.3f} ms per layer", flush=True)
@@ -238,6 +254,7 @@ def main() -> None:
     parser.add_argument("--shapes", action="store_true")
     parser.add_argument("--quantization", nargs="+", choices=list(SCHEMES), default=["none"])
     parser.add_argument("--triton", action="store_true")
+    parser.add_argument("--few-tokens", action="store_true")
     arguments = parser.parse_args()
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, copies {bandwidth / 1e12:.2f} TB/s, {arguments.layers} layers", flush=True)

@@ -5,6 +5,7 @@ so on. So experts have the same codes, scales and values as dense linears, and a
 
 On a CPU the values of the chosen experts are computed when they are needed, one expert at a time. On a GPU the codes
 are read by kernels/moe/moe_codes_cuda.py if tiled_weight() has a weight for them, and else by moe_codes_triton.py.
+moe_triton.py has the values of some experts written for long prompts.
 """
 
 # E experts · O out · D in
@@ -36,7 +37,7 @@ class ExpertCodes(nn.Module):
         num_experts, outputs, inputs = shape
         if isinstance(scheme, IntScheme) and scheme.ordered_groups:
             scheme = replace(scheme, max_orders=MAX_FUSED * num_experts)
-        # Values are never written out on a GPU, so the scratch memory has a device that allocates nothing.
+        # A product does not write values into the scratch memory, so that has a device that allocates nothing.
         unused = Scratch(dtype, torch.device("meta"))
         tiled = tiled_weight(scheme, outputs, inputs, dtype, device, unused, num_experts)
         weight = tiled or scheme.empty(num_experts * outputs, inputs, dtype, device, unused)
@@ -49,7 +50,12 @@ class ExpertCodes(nn.Module):
 
     def __getitem__(self, expert: int) -> Tensor:
         """Returns the values of one expert's weight, [O, D] in the served dtype."""
-        return self.weight.dequantized(slice(expert * self.shape[1], (expert + 1) * self.shape[1]))
+        return self.values(expert, expert + 1)[0]
+
+    def values(self, first: int, end: int) -> Tensor:
+        """Returns the values of the experts from first to end, [end - first, O, D] in the served dtype."""
+        _, outputs, inputs = self.shape
+        return self.weight.dequantized(slice(first * outputs, end * outputs)).view(-1, outputs, inputs)
 
 
 ExpertMatrix = Tensor | ExpertCodes  # The weights [E, O, D] of all experts, plain or quantized.

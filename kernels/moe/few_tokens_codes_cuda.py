@@ -26,7 +26,7 @@ from lorafleet.kernels.moe.expert_codes import ExpertCodes
 from lorafleet.kernels.moe.few_tokens import FewTokenMixture
 from lorafleet.kernels.moe.few_tokens_choice_triton import few_token_choice_triton
 from lorafleet.kernels.nvrtc import CudaCode, CudaCodeError, machine_code
-from lorafleet.kernels.quant import four_bit_cuda
+from lorafleet.kernels.quant.code_operands import MatrixArguments, operands_source
 from lorafleet.kernels.quant.code_tiles import TILE
 from lorafleet.kernels.quant.four_bit_cuda import DTYPE_INDEX, TABLE_BYTES
 from lorafleet.kernels.quant.fp8 import FP8
@@ -37,28 +37,16 @@ log = logging.getLogger(__name__)
 
 WARPS = 16
 COLUMNS = 8  # tokens that the kernels can compute
-# Tokens for which they are faster: of Qwen3-30B-A3B's shape, 10 and 7 % of a step for one token with e4m3 and NF4. For
-# eight tokens other kernels are faster by a quarter; in between nothing was measured.
-SERVED_TOKENS = 1
-MOST_PAIRS = 1023
-ROOM = 0x8000  # bytes of shared memory for sums and the choice
+SERVED_TOKENS = {8: 8, 4: 1}  # tokens for which they are faster, by bits of a code: benchmarks/NOTES.md
+MOST_PAIRS = 256
+# Bytes of shared memory for blocks in flight, sums and the choice, by bits of a code. Four bits have a table, too.
+ROOM = {8: 0x38000, 4: 0x28000}
 LEAST_CAPABILITY = (9, 0)
 FORMULAS = ("silu", "gelu_tanh", "clamped_swiglu")
-INNER_TEAM, OUTER_TEAM = 16, 4  # warps of a team
-# Blocks of a warp in flight, for the same; by bits of a code, and for four bits with several groups in a block.
-DEPTHS = {8: (2, 3), 4: (2, 3)}
-SMALL_GROUP_DEPTHS = 2, 2
-NAMES = "inner", "outer"
+TEAMS = {"ONE_INNER": 16, "INNER": 4, "ONE_OUTER": 2, "OUTER": 4}  # warps of a team
+MOST_DEPTH = 3  # blocks of a warp that have room, the one that is multiplied and those in flight
+NAMES = "inner_one", "inner", "outer_one", "outer"
 Codes = ScaledWeight | TiledWeight
-
-
-class MatrixArguments(ctypes.Structure):
-    """struct Matrix in few_tokens_codes.cu."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros")),
-        *((name, ctypes.c_int) for name in ("inputs", "blocks_a_group")),
-    )
 
 
 class FewTokenArguments(ctypes.Structure):
@@ -90,8 +78,12 @@ class CodesVariant:
     early: bool
 
     @property
+    def warps(self) -> int:
+        """Returns the warps of a program. The scales and zeros of small groups leave shared memory for fewer."""
+        return WARPS if self.groups_a_block * (1 + self.has_zeros) <= 2 else WARPS // 2
+
+    @property
     def options(self) -> list[str]:
-        depths = DEPTHS[self.bits] if self.groups_a_block == 1 else SMALL_GROUP_DEPTHS
         return [
             "--std=c++17",
             f"-DIS_HALF={int(self.dtype == torch.float16)}",
@@ -100,11 +92,10 @@ class CodesVariant:
             f"-DSUB={self.groups_a_block}",
             f"-DZEROS={int(self.has_zeros)}",
             f"-DFORMULA={FORMULAS.index(self.formula)}",
-            f"-DWARPS={WARPS}",
-            f"-DROOM={ROOM}",
-            f"-DINNER_TEAM={INNER_TEAM}",
-            f"-DOUTER_TEAM={OUTER_TEAM}",
-            *(f"-D{name}_DEPTH={depth}" for name, depth in zip(("INNER", "OUTER"), depths, strict=True)),
+            f"-DWARPS={self.warps}",
+            f"-DROOM={ROOM[self.bits]}",
+            *(f"-D{name}_TEAM={min(warps, self.warps)}" for name, warps in TEAMS.items()),
+            f"-DMOST_DEPTH={MOST_DEPTH}",
         ]
 
     @classmethod
@@ -125,26 +116,25 @@ class CodesKernels:
 
 
 def source() -> str:
-    quant = Path(four_bit_cuda.__file__).parent
-    files = quant / "four_bit_primitives.cuh", quant / "code_tiles.cuh", Path(__file__).with_name("few_tokens_codes.cu")
-    return "".join(file.read_text() for file in files)
+    return operands_source() + Path(__file__).with_name("few_tokens_codes.cu").read_text()
 
 
 def serves(mixture: FewTokenMixture, num_tokens: int) -> bool:
     """Returns whether the kernels can compute the mixture's experts, which are on a GPU, for so many tokens."""
     weights = _weights(mixture)
-    if num_tokens > SERVED_TOKENS or mixture.router.rule.per_token * COLUMNS > MOST_PAIRS:
-        return False
-    if weights is None or not is_gated(mixture.activation):
+    if weights is None or not is_gated(mixture.activation) or mixture.router.rule.per_token * COLUMNS > MOST_PAIRS:
         return False
     variants = {CodesVariant.of(weight, mixture.activation, mixture.router.early) for weight in weights}
     if len(variants) > 1 or weights[0].dtype not in (torch.bfloat16, torch.float16):
+        return False
+    variant = variants.pop()
+    if num_tokens > SERVED_TOKENS[variant.bits]:
         return False
     if not all(
         _is_e4m3(weight) if isinstance(weight, ScaledWeight) else _has_book(weight, weights) for weight in weights
     ):
         return False
-    return codes_kernels(variants.pop(), _device(weights[0])) is not None
+    return codes_kernels(variant, _device(weights[0])) is not None
 
 
 def codes_kernels(variant: CodesVariant, device: torch.device) -> CodesKernels | None:
@@ -157,13 +147,13 @@ def _kernels(variant: CodesVariant, index: int) -> CodesKernels | None:
     device = torch.device("cuda", index)
     if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return None
-    shared_bytes = TABLE_BYTES + ROOM if variant.bits == 4 else ROOM
+    shared_bytes = ROOM[variant.bits] + (TABLE_BYTES if variant.bits == 4 else 0)
     try:
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # makes the device's context current in this thread
             code = CudaCode(machine_code(source(), variant.options, device))
             by_name: dict[str, Launch] = {
-                name: code.kernel(name, WARPS * 32, shared_bytes, early=variant.early) for name in NAMES
+                name: code.kernel(name, variant.warps * 32, shared_bytes, early=variant.early) for name in NAMES
             }
             return CodesKernels(by_name, torch.cuda.get_device_properties(device).multi_processor_count)
     except CudaCodeError as error:
@@ -223,7 +213,8 @@ def launch(
         arguments.pairs = gate_up.pairs.data_ptr()
     if of_shared:
         arguments.shared = _matrix(of_shared[0])
-    kernels.by_name["inner"](kernels.num_sms, arguments)
+    kind = "_one" if num_tokens == 1 else ""
+    kernels.by_name[f"inner{kind}"](kernels.num_sms, arguments)
     arguments.routed, arguments.x, arguments.outputs = _matrix(down), inner_NI.data_ptr(), size
     if of_shared:
         arguments.shared, arguments.shared_x, arguments.shared_outputs = (
@@ -231,7 +222,7 @@ def launch(
             shared_TI.data_ptr(),
             size,
         )
-    kernels.by_name["outer"](kernels.num_sms, arguments)
+    kernels.by_name[f"outer{kind}"](kernels.num_sms, arguments)
     return LinearOutput(torch.empty_like(x_TD), sums=SplitSums(part_JTD, mixture.router.early))
 
 
@@ -258,12 +249,8 @@ def _has_book(weight: TiledWeight, weights: list[Codes]) -> bool:
 
 def _matrix(weight: Codes) -> MatrixArguments:
     if isinstance(weight, ScaledWeight):
-        code, scale, zero, inputs = weight.code_OD, weight.scale_OG, None, weight.code_OD.shape[1]
-    else:
-        code, scale, zero, inputs = weight.codes, weight.scales, weight.zeros, weight.num_inputs
-    assert code.is_contiguous() and scale.is_contiguous()
-    zeros = None if zero is None else zero.data_ptr()
-    return MatrixArguments(code.data_ptr(), scale.data_ptr(), zeros, inputs, max(1, weight.group // TILE))
+        return MatrixArguments.of(weight.code_OD, weight.scale_OG, None, weight.code_OD.shape[1], weight.group)
+    return MatrixArguments.of(weight.codes, weight.scales, weight.zeros, weight.num_inputs, weight.group)
 
 
 def _device(weight: Codes) -> torch.device:

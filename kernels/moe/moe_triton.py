@@ -9,7 +9,8 @@ multiplies P by B. So adapters on experts add two launches to a step, and one mo
 pairs. In a step with few pairs, sorting takes one or two more with them than without.
 
 Memory: x [T, D] or [N, D], w [E, O, D] and out [N, O] are row-major. kernels/moe/moe_codes_cuda.py and
-moe_codes_triton.py have the GEMMs for quantized experts.
+moe_codes_triton.py have the GEMMs for quantized experts. For long prompts, the values of four-bit experts are written
+once, some experts at a time, since decoding them for each tile would take longer.
 The tile shapes of plain experts were measured on an H200 by benchmarks/moe_kernels.py.
 """
 
@@ -71,7 +72,7 @@ class _Shape:
     """The shape of the tiles of pairs, of the adapters' tiles and of the GEMM's programs."""
 
     tile_pairs: int
-    gemm: _Gemm | None  # None if all experts have codes that the CUDA kernels read
+    gemm: _Gemm | None  # None if the CUDA kernels read the experts' codes
     adapter_pairs: int = 16  # pairs in a tile of the adapters
     beside: bool = True  # whether the adapters run beside the GEMM
 
@@ -93,8 +94,9 @@ _TILED_SHAPES: _Shapes = (
     (40, _Shape(32, None, beside=False)),
     (80, _Shape(64, None, beside=False)),
     (256, _Shape(128, None, beside=False)),
-    (float("inf"), _Shape(128, None, adapter_pairs=64, beside=False)),
+    (float("inf"), _Shape(128, _Gemm(256, 64, 8, 4), adapter_pairs=64, beside=False)),
 )
+MOST_VALUES = 1 << 27  # of codes that are written at a time, unless one expert has more
 FLOAT32_O = 64
 # Up to so many pairs, the weighted sum reads B of down for each pair, instead of additions that were written.
 MOST_FOLDED_PAIRS = 2048
@@ -114,7 +116,7 @@ def first_tokens(num_experts: int, per_token: int, are_tiled: bool) -> list[int]
     return sorted({most // per_token + 1 for most in most_pairs})
 
 
-@jit(do_not_specialize=["pairs_a_row"])
+@jit(do_not_specialize=["pairs_a_row", "first_expert", "num_experts"])
 def _linear_kernel(
     x_ptr: tl.tensor,
     w_ptr: tl.tensor,
@@ -122,6 +124,8 @@ def _linear_kernel(
     expert_of_tile_ptr: tl.tensor,
     pair_ptr: tl.tensor,
     pairs_a_row: tl.tensor,
+    first_expert: tl.tensor,
+    num_experts: tl.tensor,
     num_features: tl.constexpr,
     num_outputs: tl.constexpr,
     tile_pairs: tl.constexpr,
@@ -130,8 +134,8 @@ def _linear_kernel(
 ) -> None:
     blocks: tl.constexpr = (num_outputs + block_o - 1) // block_o
     tile = tl.program_id(0) // blocks
-    expert = tl.load(expert_of_tile_ptr + tile).to(tl.int64)
-    if expert < 0:
+    expert = tl.load(expert_of_tile_ptr + tile).to(tl.int64) - first_expert
+    if (expert < 0) | (expert >= num_experts):
         return
     pair = tl.load(pair_ptr + tile * tile_pairs + tl.arange(0, tile_pairs)).to(tl.int64)
     there = (pair >= 0)[:, None]
@@ -154,6 +158,7 @@ class PairTiles:
 
     expert_TK: Tensor
     shape: _Shape
+    are_tiled: bool  # as that of the ExpertMatrices
     tiles: ExpertTiles
     adapter_tiles: AdapterTiles | None  # None if no adapter is on experts
 
@@ -169,9 +174,9 @@ class PairTiles:
         """
         shape = _shape_for(expert_TK.numel(), num_experts, are_tiled)
         if adapters is None:
-            return cls(expert_TK, shape, make_tiles(expert_TK, num_experts, shape.tile_pairs), None)
+            return cls(expert_TK, shape, are_tiled, make_tiles(expert_TK, num_experts, shape.tile_pairs), None)
         tiles = make_adapter_tiles(expert_TK, num_experts, shape.tile_pairs, adapters, shape.adapter_pairs)
-        return cls(expert_TK, shape, *tiles)
+        return cls(expert_TK, shape, are_tiled, *tiles)
 
     def linear(self, x: Tensor, w_EOD: ExpertMatrix, adapters: StepExperts | None = None) -> ExpertOutput:
         if adapters is None:
@@ -210,13 +215,24 @@ class PairTiles:
         return combine_triton(y_ND, self.expert_TK, weight_TK, bias_ED, shared, delta_ND, adapters)
 
     def _base(self, x: Tensor, w_EOD: ExpertMatrix) -> Tensor:
-        if isinstance(w_EOD, ExpertCodes):
+        if isinstance(w_EOD, ExpertCodes) and not (self.are_tiled and self.shape.gemm is not None):
             multiply = tiled_experts_linear if is_tiled(w_EOD) else codes_linear
             return multiply(x, w_EOD, self.tiles, self.num_pairs)
-        _, num_outputs, num_features = w_EOD.shape
+        out_NO = torch.empty(self.num_pairs, w_EOD.shape[1], dtype=x.dtype, device=x.device)
+        if not isinstance(w_EOD, ExpertCodes):
+            self._multiply(x, w_EOD, out_NO, 0)
+            return out_NO
+        num_experts, num_outputs, num_features = w_EOD.shape
+        count = max(1, MOST_VALUES // (num_outputs * num_features))
+        for first in range(0, num_experts, count):
+            self._multiply(x, w_EOD.values(first, min(first + count, num_experts)), out_NO, first)
+        return out_NO
+
+    def _multiply(self, x: Tensor, w_EOD: Tensor, out_NO: Tensor, first_expert: int) -> None:
+        """Writes the products of the pairs whose experts are those of w, the first of which is first_expert."""
+        num_experts, num_outputs, num_features = w_EOD.shape
         assert x.is_contiguous() and w_EOD.is_contiguous() and x.shape[1] == num_features
         assert x.dtype == w_EOD.dtype and self.num_pairs % len(x) == 0
-        out_NO = torch.empty(self.num_pairs, num_outputs, dtype=x.dtype, device=x.device)
         gemm = self.shape.gemm
         assert gemm is not None
         block_o, block_d, stages = gemm.blocks(x.dtype)
@@ -227,6 +243,8 @@ class PairTiles:
             self.tiles.expert_M,
             self.tiles.pair_MB,
             self.num_pairs // len(x),
+            first_expert,
+            num_experts,
             num_features=num_features,
             num_outputs=num_outputs,
             tile_pairs=self.shape.tile_pairs,
@@ -235,4 +253,3 @@ class PairTiles:
             num_warps=gemm.warps,
             num_stages=stages,
         )
-        return out_NO

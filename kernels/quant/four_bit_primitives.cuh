@@ -95,6 +95,12 @@ template <int BYTES> DEVICE void copy_to_shared(void* to, const void* from, bool
                  :: "r"(shared_address(to)), "l"(from), "n"(BYTES), "r"(bytes) : "memory");
 }
 
+// Copies 16 bytes that other warps of this program copy too, through the L1 cache.
+DEVICE void copy_cached_to_shared(void* to, const void* from, bool inside) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;"
+               :: "r"(shared_address(to)), "l"(from), "r"(inside ? 16 : 0) : "memory");
+}
+
 DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most LEFT groups of this thread's copies are in flight.

@@ -25,8 +25,17 @@ from lorafleet.kernels.moe.few_tokens import (
     few_token_mixture,
     serves_tokens,
 )
-from lorafleet.kernels.moe.few_tokens_codes_cuda import COLUMNS, NAMES, CodesKernels, CodesVariant, Launch, launch
+from lorafleet.kernels.moe.few_tokens_codes_cuda import (
+    COLUMNS,
+    NAMES,
+    SERVED_TOKENS,
+    CodesKernels,
+    CodesVariant,
+    Launch,
+    launch,
+)
 from lorafleet.kernels.moe.routing_rule import RoutingRule
+from lorafleet.kernels.quant import code_operands
 from lorafleet.kernels.quant.base_weight import Scheme
 from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.kernels.quant.scaled_weight import ScaledScheme, ScaledWeight
@@ -37,7 +46,14 @@ from tests.kernels.quant.emulation import MOST_WARPS, compiled_emulation
 from tests.kernels.quant.four_bit_cases import BF16, CASES, F16, random_matrix_of
 
 SOURCE = Path(few_tokens_codes_cuda.__file__).with_name("few_tokens_codes.cu")
-WARPS = {"WARPS": MOST_WARPS, "INNER_TEAM": MOST_WARPS, "OUTER_TEAM": 2}  # of the emulated kernels
+OPERANDS = Path(code_operands.__file__).with_suffix(".cuh")
+WARPS = {
+    "WARPS": MOST_WARPS,
+    "ONE_INNER_TEAM": MOST_WARPS,
+    "INNER_TEAM": 2,
+    "ONE_OUTER_TEAM": 2,
+    "OUTER_TEAM": 1,
+}  # of the emulated kernels
 # Each kind of codes, with the served dtype.
 CODES: dict[str, tuple[Scheme, torch.dtype]] = CASES | {
     "e4m3 by rows": (ScaledScheme("fp8", FP8), BF16),
@@ -124,7 +140,7 @@ def emulated_kernels(variant: CodesVariant, folder: Path, programs: int) -> Code
     options = [
         option for option in variant.options if option.startswith("-D") and option.split("=")[0][2:] not in WARPS
     ]
-    loaded = compiled_emulation([*options, *fewer], {"FEW_TOKENS_SOURCE": SOURCE}, folder)
+    loaded = compiled_emulation([*options, *fewer], {"FEW_TOKENS_SOURCE": SOURCE, "OPERANDS_SOURCE": OPERANDS}, folder)
 
     def kernel(index: int) -> Launch:
         return lambda programs, arguments: loaded.emulate(index, programs, ctypes.byref(arguments))
@@ -180,7 +196,8 @@ class TestOnGPU:
     @pytest.mark.parametrize("case", CODES)
     def test_all_codes(self, case: str, shared_inner: int, activation: ExpertActivation) -> None:
         mixture = make_mixture(case, (512, 192, 16), 4, activation, shared_inner, "cuda", early=True)
-        assert serves_tokens(mixture, 1) and not serves_tokens(mixture, 2)
+        served = SERVED_TOKENS[8 if "e4m3" in case else 4]
+        assert serves_tokens(mixture, served) and not serves_tokens(mixture, served + 1)
         for tokens in (1, 2, 7, COLUMNS):
             compare(mixture, make_x(mixture, tokens))
 

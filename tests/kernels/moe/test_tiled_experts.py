@@ -108,6 +108,26 @@ def test_tiles_of_pairs_are_multiplied_by_their_experts(case: str, folder: Path)
         assert not experts.weight.tickets.any()
 
 
+def test_interpreted_products_of_long_prompts_are_those_of_the_values() -> None:
+    run_interpreted("""
+        import torch
+        from lorafleet.kernels.moe import moe_triton
+        from tests.kernels.moe.test_tiled_experts import experts_of, looped
+
+        experts = experts_of("int4 with zeros, groups of 32")
+        count, outputs, inputs = experts.shape
+        shape = moe_triton._Shape(16, moe_triton._Gemm(64, 64, 1, 1))
+        moe_triton._TILED_SHAPES = (1, moe_triton._Shape(16, None)), (float("inf"), shape)
+        expert_TK = torch.tensor([[0, 3], [3, 0], [1, 0], [0, 1], [3, 1], [0, 3]], dtype=torch.int32)
+        x = torch.randn(len(expert_TK), inputs).half()
+        pairs = moe_triton.PairTiles.of(expert_TK, count, True, None)
+        want_NO = looped(x, expert_TK.flatten(), torch.stack([experts[expert].double() for expert in range(count)]))
+        for moe_triton.MOST_VALUES in (3 * outputs * inputs, 1, 1 << 27):
+            y_NO = pairs.linear(x, experts).y_NO
+            assert (y_NO.double() - want_NO).norm() < 0.002 * want_NO.norm()
+    """)
+
+
 def fill(experts: ExpertCodes, scheme: Scheme) -> None:
     count, outputs, inputs = experts.shape
     matrix = random_matrix_of(scheme, count * outputs, inputs)

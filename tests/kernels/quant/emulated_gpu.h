@@ -146,6 +146,7 @@ template <int BYTES> void copy_to_shared(void* to, const void* from, bool inside
   if ((size_t)from % BYTES || offset % BYTES || offset < DRIVER || offset + BYTES > WINDOW) abort();
   current->open_copies.push_back([=] { if (inside) memcpy(to, from, BYTES); else memset(to, 0, BYTES); });
 }
+inline void copy_cached_to_shared(void* to, const void* from, bool inside) { copy_to_shared<16>(to, from, inside); }
 inline void close_copies() {
   current->copies.push_back(std::move(current->open_copies));
   current->open_copies.clear();
@@ -347,17 +348,18 @@ template <class Arguments> bool launch(void (*kernel)(Arguments), int num_progra
   return !is_stuck;
 }
 
-#ifdef FEW_TOKENS_SOURCE
+#ifdef OPERANDS_SOURCE
 template <int TEAM> void wait_team(int team) {
   current->program->teams.try_emplace(team, TEAM * 32).first->second.arrive_and_wait();
 }
 
 #include CODE_TILES
+#include OPERANDS_SOURCE
 #include FEW_TOKENS_SOURCE
 
 extern "C" bool emulate(int kernel, int programs, const FewTokens* arguments) {
   using Kernel = void (*)(FewTokens);
-  const Kernel kernels[] = {inner, outer};
+  const Kernel kernels[] = {inner_one, inner, outer_one, outer};
   return launch<FewTokens>(kernels[kernel], programs, THREADS, arguments);
 }
 #else
