@@ -198,12 +198,12 @@ class ModelRunner:
         """Plans the next step. `last` is the step before, if the host has not read its tokens yet."""
         row_by_request = {} if last is None else last.row_by_request
         slot_ranks = [] if self.loras is None else self.loras.slots.ranks
-        if last is not None and last.has_drafts:
-            return plan_step(chunks, row_by_request, self._inputs.first_known, self._block_size, slot_ranks)
-        plan = self._steady.next_plan(chunks, row_by_request, slot_ranks)
+        has_drafts = last is not None and last.has_drafts
+        plan = None if has_drafts else self._steady.next_plan(chunks, row_by_request, slot_ranks)
         if plan is None:
             plan = plan_step(chunks, row_by_request, self._inputs.first_known, self._block_size, slot_ranks)
-            self._steady.remember(chunks, plan)
+            if not has_drafts:
+                self._steady.remember(chunks, plan)
         return plan
 
     @torch.inference_mode()
@@ -226,7 +226,6 @@ class ModelRunner:
             self._others.check()
             sent = SentPlan.of(plan, self._block_size)
             self._others.send(RunStep(sent, self._generations(plan.slots), shares_tokens))
-        shape = plan.shape
         is_timed = self._clock is not None and self._clock.begin()
         # If a peer is gone, the device waits for it in a collective forever.
         download = Download(self._device, None if self._others is None else self._others.check)
@@ -237,7 +236,7 @@ class ModelRunner:
         if self.steps.routed is not None and any(chunk.sequence.routed is not None for chunk in special):
             routed_TLK = download.add(self.steps.routed.of_step(plan.num_tokens))
         if is_timed and self._clock is not None:
-            self._clock.end(shape)
+            self._clock.end(plan.shape)
         row_by_request = _first_rows(sampling)
         pooled: Pooled = {}
         faults: list[tuple[Sequence, Exception]] = []
@@ -255,7 +254,7 @@ class ModelRunner:
                 draw_B = _draws_of_lengths(self._draws.by_length(sampling, unread.most_short), unread.short_B, chunks)
         return LaunchedStep(
             chunks=chunks,
-            shape=shape,
+            shape=plan.shape,
             num_plain=len(chunks) if plan.is_decode and not special else _num_plain(chunks, plan.sampling),
             sampling=sampling,
             shares_tokens=shares_tokens,
