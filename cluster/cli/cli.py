@@ -27,6 +27,7 @@ from lorafleet.cluster.cli.cli_keys import keys
 from lorafleet.cluster.cli.cli_merge import merge
 from lorafleet.cluster.cli.cli_metrics import metrics
 from lorafleet.cluster.cli.cli_quality import quality
+from lorafleet.cluster.cli.cli_quantize import quantize
 from lorafleet.cluster.cli.cli_tools import ending_in_words
 from lorafleet.cluster.cli.cli_train_draft import train_draft
 from lorafleet.cluster.cli.cli_usage import usage
@@ -203,6 +204,7 @@ app.command("run-batch")(_with_options(run_batch, needs_model=False))
 app.command("inspect")(inspect_adapter)
 app.command("convert")(convert)
 app.command("merge")(merge)
+app.command("quantize")(quantize)
 app.command("compare")(compare)
 app.command("train-draft")(train_draft)
 app.command("usage")(usage)

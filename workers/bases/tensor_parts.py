@@ -112,6 +112,18 @@ class QuantizedPart:
         return self.scheme.quantize(values_OD.to(self.device, self.weight.dtype))
 
 
+def quantized_rows(
+    stored: Stored, scheme: Scheme, dtype: torch.dtype
+) -> Iterator[tuple[slice, QuantizedMatrix]]:
+    """Yields the rows of a plain matrix [out, in], quantized from `dtype` as a QuantizedPart does it.
+
+    The first row of each is a multiple of ALIGNMENT.
+    """
+    outputs, inputs = stored.get_shape()
+    for rows in _chunks(slice(0, outputs), inputs):
+        yield rows, scheme.quantize(stored[rows, slice(0, inputs)].to(dtype))
+
+
 def _parts_of(place: tuple[slice, ...], num_columns: int) -> Iterator[tuple[slice, ...]]:
     """Divides the place by _chunks() of its rows. A single number, which has no dimension, is one part."""
     if not place:

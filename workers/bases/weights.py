@@ -43,8 +43,8 @@ Progress = Callable[[int, int], None]  # tensors done, tensors in all
 
 def load_weights(model: CheckpointModel, folder: Path, progress: Progress | None = None) -> None:
     """Fills the model from the checkpoint. Raises ConfigError naming a missing, unknown or misshapen tensor."""
-    parts = _parts(model)
-    sources = {name: TensorSource((part,), (name,)) for name, part in parts.items()} | stacked_sources(model)
+    sources = tensor_sources(model)
+    wanted = {name for source in sources.values() for name in source.fills}
     stored = None if model.config.quantization is None else model.config.quantization.stored
     quantized = {f"model.{module}.weight" for module in stored.schemes} if stored is not None else set()
     seen: set[str] = set()
@@ -78,7 +78,7 @@ def load_weights(model: CheckpointModel, folder: Path, progress: Progress | None
             _fill(source, name, FiniteTensor(plain, name, path) if source.is_rounded else plain, path)
             seen.update(source.fills)
             if progress is not None:
-                progress(len(seen), len(parts))
+                progress(len(seen), len(wanted))
         for name, matrix in _quantized_matrices(model, tensors):
             if name not in sources:
                 raise ConfigError(
@@ -87,11 +87,17 @@ def load_weights(model: CheckpointModel, folder: Path, progress: Progress | None
             _fill(sources[name], name, matrix, folder)
             seen.add(name)
             if progress is not None:
-                progress(len(seen), len(parts))
-    missing = sorted(set(parts) - seen)
+                progress(len(seen), len(wanted))
+    missing = sorted(wanted - seen)
     if missing:
         first = model.config.names.name_in_part(missing[0])
         raise ConfigError(f"{folder} lacks {len(missing)} tensors; the first is {first!r}.", "model")
+
+
+def tensor_sources(model: CheckpointModel) -> dict[str, TensorSource]:
+    """Returns what each tensor of a checkpoint fills, by the engine's name of the tensor."""
+    sources = {name: TensorSource((part,), (name,)) for name, part in _parts(model).items()}
+    return sources | stacked_sources(model)
 
 
 def held_tensors(model: CheckpointModel) -> dict[str, Callable[[], Tensor]]:
@@ -193,11 +199,17 @@ def _quantized_matrices(model: CheckpointModel, tensors: StoredTensors) -> Itera
 
 
 def _fill(source: TensorSource, name: str, stored: Stored, path: Path) -> None:
+    check_shape(source, name, stored, path)
+    for part in source.parts:
+        part.fill(stored)
+
+
+def check_shape(source: TensorSource, name: str, stored: Stored, path: Path) -> None:
+    """Raises ConfigError if the tensor does not have the shape that the model needs."""
     shape = stored.get_shape()
     for part in source.parts:
         if shape != part.whole_shape:
             raise ConfigError(f"{path}: {name} has shape {shape}; config.json requires {part.whole_shape}.")
-        part.fill(stored)
 
 
 def _parts(model: CheckpointModel) -> dict[str, ModelPart]:

@@ -107,6 +107,16 @@ def unpacked(packed_MN: Tensor, bits: Bits, axis: int, order: tuple[int, ...] | 
     return torch.movedim(fields, 0, axis + 1).flatten(axis, axis + 1)
 
 
+def packed_rows(number_MN: Tensor, bits: Bits) -> Tensor:
+    """Returns the numbers of each row in int32s, the first ones in the lowest bits. N is a multiple of 32 / bits."""
+    count = 32 // bits
+    fields = number_MN.to(torch.int32).unflatten(1, (-1, count))
+    packed_MN = torch.zeros(fields.shape[:2], dtype=torch.int32, device=number_MN.device)
+    for field in range(count):
+        packed_MN |= fields[:, :, field] << (field * bits)
+    return packed_MN
+
+
 def dtype_of_matrix(name: str, stored: Stored) -> torch.dtype:
     """Returns the dtype of a stored matrix of floats. Raises ConfigError if it is another tensor."""
     shape = stored.get_shape()
