@@ -33,7 +33,7 @@ def run(capsys, monkeypatch):
     return call
 
 
-@pytest.mark.parametrize("command", ["inspect", "convert", "merge", "compare", "quality", "train-draft"])
+@pytest.mark.parametrize("command", ["inspect", "convert", "merge", "quantize", "compare", "quality", "train-draft"])
 def test_help_needs_no_torch(command):
     code = f"""
 import sys
@@ -86,6 +86,19 @@ def test_convert_mixes_several_with_weights_that_may_be_negative(run, tmp_path):
     assert json.loads((out / "adapter_config.json").read_text())["rank_pattern"]
 
 
+def test_quantize_writes_a_base_that_inspect_knows(run, tmp_path):
+    out = tmp_path / "out"
+    status, said = run("quantize", DEMO / "model", "--out", out, "--quantization", "fp8")
+    assert status == 0
+    assert f"checkpoint in fp8 written to {out}: 28 linears quantized from" in said
+    status, said = run("inspect", out, "--json")
+    assert status == 0
+    assert json.loads(said)["linears"].keys() == {"fp8"}
+    status, said = run("quantize", DEMO / "model", "--out", tmp_path / "again", "--json")
+    assert status == 0
+    assert json.loads(said)["num_files"] == 1
+
+
 def test_mistakes_are_one_line(run, tmp_path):
     for arguments, message in {
         ("convert", JSON): "give SRC and DST",
@@ -103,6 +116,8 @@ def test_mistakes_are_one_line(run, tmp_path):
             "b",
         ): "must be one of base, a",
         ("merge", DEMO / "model", tmp_path, tmp_path / "x"): "has no adapter_config.json",
+        ("quantize", tmp_path / "nowhere"): "is not a folder",
+        ("quantize", DEMO / "model", "--out", DEMO / "model"): "already exists",
         ("inspect", tmp_path / "nowhere"): "no folder",
         ("inspect", JSON, "--gpu", "l4-24"): "--gpu is for bases",
         ("inspect", DEMO / "model", "--model", DEMO / "model"): "--model is for adapters",

@@ -30,7 +30,8 @@ from lorafleet.workers.bases.text_part import is_of_pictures, text_name
 
 # The module path below the model, and the tensor's own name. Routers and gates of shared experts have other names.
 LINEAR = re.compile(
-    r"(?:model\.)?(.*?(?:_proj(?:_with_mqa|_qkvz?|_z|_ba?|_a)?|_linear|_gate|\.gate|\.router|\.w[123]))\.(.+)"
+    r"(?:model\.)?(.*?(?:_proj(?:_with_mqa|_qkvz?|_z|_ba?|_a)?|_linear|_gate|\.gate|\.router|\.w[123]|\.fc[12]|\.c_fc"
+    r"|_projection|_projections\.\d+|_coefs|\.linear_(?:left|right)|\.modality_router|\.dense))\.(.+)"
 )
 TABLE = re.compile(r"(?:model\.)?(lm_head|embed_tokens)\.(.+)")  # the same of head and embedding
 REMEDY = (
