@@ -7,6 +7,7 @@ quantized some rows at a time. Memory holds one linear and the tensors of one ou
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -34,12 +35,13 @@ from lorafleet.workers.bases.tensor_parts import QuantizedPart, StackedRounding,
 from lorafleet.workers.bases.text_part import text_name
 from lorafleet.workers.bases.weights import check_shape, tensor_sources
 from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.models.generic.architecture import implementation
 from lorafleet.workers.tp.group import TPGroup
 
 SHARD_BYTES = 2 << 30  # Largest output file, unless one tensor is larger.
 SPARE_BYTES = 16 << 20  # Disk space that has to remain free.
 CPU, META = torch.device("cpu"), torch.device("meta")
-CONFIG = "config.json"
+CONFIG, MODELOPT_CONFIG = "config.json", "hf_quant_config.json"
 COPIED = (".jinja", ".json", ".model", ".tiktoken", ".txt")  # Ends of names of files that are copied.
 LICENSES = ("LICENSE", "NOTICE")  # Beginnings of more such names.
 TEMPLATES = "additional_chat_templates"
@@ -85,7 +87,7 @@ class _Tensor:
 
 def default_folder(model: Path, method: Method) -> Path:
     """Returns the folder beside the checkpoint that is written if none is named."""
-    own = model.absolute()
+    own = Path(os.path.abspath(model))  # a name, also for ".."
     return own.with_name(f"{own.name}-{method}")
 
 
@@ -126,22 +128,24 @@ def quantize_checkpoint(
 
 
 def _plain_config(model: Path) -> ModelConfig:
-    """Reads the config. Raises ConfigError if it says that weights or the KV cache are quantized."""
-    config = read_model_config(model)
-    raw = read_json(model / CONFIG)
-    for holder in (raw, raw.get("text_config") or {}):
-        method = (holder.get("quantization_config") or {}).get("quant_method")
-        if config.quantization is not None or holder.get("quantization_config"):
-            raise ConfigError(
-                f"{model} is already quantized ({method or ' and '.join(_names(config))}), or has scales for a "
-                "quantized KV cache. Name the checkpoint that it was quantized from, or serve it as it is.",
-                "model",
-            )
+    """Reads the config. Raises ConfigError if it says that weights or the KV cache are quantized, and UnsupportedModel
+    for a model that transformers' own module runs."""
+    if implementation("auto", model) == "transformers":
+        raise UnsupportedModel(
+            f"{model} is not a model of which a quantized checkpoint can be served, since no description of its "
+            "architecture says where its linears are. Serve it with --quantization.",
+            "model",
+        )
+    config, raw = read_model_config(model), read_json(model / CONFIG)
+    stated = raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config")
+    if stated or (model / MODELOPT_CONFIG).exists():
+        method = (stated or {}).get("quant_method", MODELOPT_CONFIG)
+        raise ConfigError(
+            f"{model} is already quantized ({method}), or has scales for a quantized KV cache. Name the checkpoint "
+            "that it was quantized from, or serve it as it is.",
+            "model",
+        )
     return config
-
-
-def _names(config: ModelConfig) -> list[str]:
-    return [] if config.quantization is None else config.quantization.names
 
 
 def _planned(
@@ -197,9 +201,7 @@ def _check_complete(model: Path, sources: dict[str, TensorSource], plan: dict[st
         raise ConfigError(f"{count} tensors of {model} hold {name!r}. Export the checkpoint again.", "model")
 
 
-def _check_space(
-    target: Path, plan: dict[str, _Tensor], method: Method, dtype: torch.dtype, other_bytes: int
-) -> None:
+def _check_space(target: Path, plan: dict[str, _Tensor], method: Method, dtype: torch.dtype, other_bytes: int) -> None:
     """Raises ConfigError if the result does not fit on the disk. `other_bytes` are those of files without weights."""
     needed = SPARE_BYTES + other_bytes
     for tensor in plan.values():

@@ -112,9 +112,7 @@ class QuantizedPart:
         return self.scheme.quantize(values_OD.to(self.device, self.weight.dtype))
 
 
-def quantized_rows(
-    stored: Stored, scheme: Scheme, dtype: torch.dtype
-) -> Iterator[tuple[slice, QuantizedMatrix]]:
+def quantized_rows(stored: Stored, scheme: Scheme, dtype: torch.dtype) -> Iterator[tuple[slice, QuantizedMatrix]]:
     """Yields the rows of a plain matrix [out, in], quantized from `dtype` as a QuantizedPart does it.
 
     The first row of each is a multiple of ALIGNMENT.

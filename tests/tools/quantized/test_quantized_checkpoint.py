@@ -78,7 +78,9 @@ def answers(folder: Path, prompt, **options: object) -> list[tuple[list[int], li
     return [(out.outputs[0].token_ids, [p.logprob for p in out.outputs[0].logprobs]) for out in outputs]
 
 
-@pytest.mark.parametrize(("base", "method"), [("dense", "nf4"), ("dense", "int4"), ("mixture", "fp8"), ("mixture", "nf4")])
+@pytest.mark.parametrize(
+    ("base", "method"), [("dense", "nf4"), ("dense", "int4"), ("mixture", "fp8"), ("mixture", "nf4")]
+)
 def test_logprobs_are_those_of_quantizing_at_a_start(tmp_path, prompt, bases, base, method) -> None:
     out = tmp_path / "out"
     quantize_checkpoint(bases[base], method, out)
@@ -158,7 +160,7 @@ def test_texts_and_tokenizers_are_copied_but_neither_code_nor_old_indexes(tmp_pa
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "modeling.X"}}))
     out = default_folder(base, "nf4")
-    assert out == tmp_path / "base-nf4"
+    assert out == default_folder(base / "additional_chat_templates" / "..", "nf4") == tmp_path / "base-nf4"
     quantize_checkpoint(base, "nf4", out)
     assert all((out / name).read_text() == "text" for name in copied)
     assert (out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
@@ -178,6 +180,11 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path, bases, m
         quantize_checkpoint(out, "nf4", tmp_path / "again")
     with pytest.raises(UnsupportedModel, match="20 inputs is quantized to int4 in groups of 4 columns"):
         quantize_checkpoint(make_case(tmp_path / "latent", CASES["deepseek_v3"]), "int4", tmp_path / "groups")
+    generic = Path(shutil.copytree(bases["dense"], tmp_path / "generic"))
+    config = json.loads((generic / "config.json").read_text())
+    (generic / "config.json").write_text(json.dumps(config | {"architectures": ["BloomForCausalLM"]}))
+    with pytest.raises(UnsupportedModel, match="Serve it with --quantization"):
+        quantize_checkpoint(generic, "nf4", tmp_path / "of-generic")
     with monkeypatch.context() as patched:
         patched.setattr(quantized_checkpoint, "LINEAR", re.compile("none"))
         with pytest.raises(UnsupportedModel, match="no quantized format names such a linear"):
@@ -191,7 +198,7 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path, bases, m
         patched.setattr(quantized_checkpoint, "copy_file", fail_to_write)
         with pytest.raises(ConfigError, match="No space left on device"):
             quantize_checkpoint(bases["dense"], "nf4", tmp_path / "full")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latent", "out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["generic", "latent", "out"]
 
 
 def fail_to_write(*_: object) -> None:
@@ -218,15 +225,15 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, bases) -> None:
         "model.layers.0.mlp.experts.0.up_proj.weight": torch.zeros(64, 64)
     }
     save_file(tensors, twice / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match="2 tensors of .* hold 'model.layers.0.mlp.experts.0.up_proj.weight'"):
+    with pytest.raises(ConfigError, match=r"2 tensors of .* hold 'model\.layers.0.mlp.experts.0.up_proj.weight'"):
         quantize_checkpoint(twice, "nf4", tmp_path / "out")
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_memory_holds_one_linear_and_one_file(tmp_path, method) -> None:
-    """The largest linear has 8 MiB, the checkpoint 34 MiB."""
+    """The checkpoint has 32 MiB, and its largest linear 8 MiB."""
     base, shard_bytes = checkpoint(tmp_path / "base", plain, {}, 3, ""), 4 << 20
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         quantize_checkpoint(base, method, tmp_path / "out", shard_bytes=shard_bytes)
     largest = max(tensor.nbytes for tensor in stored(tmp_path / "out").values())
-    assert peak_bytes(seen, base) <= 2 * max(shard_bytes, largest) + (9 << 20)  # and the numbers under way
+    assert peak_bytes(seen, base) <= shard_bytes + largest + (6 << 20)  # the numbers under way
