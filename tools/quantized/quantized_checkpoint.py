@@ -128,8 +128,11 @@ def quantize_checkpoint(
 
 
 def _plain_config(model: Path) -> ModelConfig:
-    """Reads the config. Raises ConfigError if it says that weights or the KV cache are quantized, and UnsupportedModel
-    for a model that transformers' own module runs."""
+    """Reads the config of a plain checkpoint.
+
+    Raises ConfigError if it says that weights or the KV cache are quantized, and UnsupportedModel for a model that
+    transformers' own module runs.
+    """
     if implementation("auto", model) == "transformers":
         raise UnsupportedModel(
             f"{model} is not a model of which a quantized checkpoint can be served, since no description of its "

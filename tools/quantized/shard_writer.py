@@ -28,7 +28,7 @@ class ShardWriter:
         self.num_bytes = 0  # of all tensors
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Adds tensors. Raises ConfigError if a file cannot be written."""
+        """Adds tensors that stay in one file. Raises ConfigError if a file cannot be written."""
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         if self._waiting and self._waiting_bytes + num_bytes > self._max_bytes:
             self._write()
