@@ -206,7 +206,7 @@ class TestRefusals:
         with pytest.raises(ConfigError, match=f"{name} contains NaN or an infinite number"):
             served(folder, quantization="fp8")
 
-    @pytest.mark.parametrize("damage", ["state", "blocksize", "absmax", "weight", "lacking"])
+    @pytest.mark.parametrize("damage", ["state", "blocksize", "no blocks", "absmax", "weight", "one number", "lacking"])
     def test_damaged_checkpoints_are_refused_by_the_tensors_name(self, tmp_path, model, damage) -> None:
         pytest.importorskip("bitsandbytes")
         folder, _ = bitsandbytes_checkpoint(model, tmp_path / "quantized")
@@ -215,13 +215,15 @@ class TestRefusals:
         key = f"{name}.quant_state.bitsandbytes__nf4"
         if damage == "state":
             tensors[key] = tensors[key][:-3]
-        elif damage == "blocksize":
-            state = json.loads(bytes(tensors[key].tolist())) | {"blocksize": 32}
+        elif damage in ("blocksize", "no blocks"):
+            state = json.loads(bytes(tensors[key].tolist())) | {"blocksize": 32 if damage == "blocksize" else 0}
             tensors[key] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
         elif damage == "absmax":
             tensors[f"{name}.absmax"] = tensors[f"{name}.absmax"][:-1]
         elif damage == "weight":
             tensors[name] = tensors[name][:-1]
+        elif damage == "one number":
+            tensors[name] = tensors[name][0, 0].clone()
         else:
             del tensors[f"{name}.quant_map"]
         save_file(tensors, folder / "model.safetensors")

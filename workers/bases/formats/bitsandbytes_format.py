@@ -78,10 +78,10 @@ def _four_bits(linear: LinearTensors) -> NF4Matrix:
     kind = "nf4" if "weight.quant_state.bitsandbytes__nf4" in linear else "fp4"
     name, packed_state = linear.path("weight"), linear.tensor(f"weight.quant_state.bitsandbytes__{kind}")
     try:
-        state = msgspec.convert(json.loads(bytes(packed_state.tolist())), _State)
+        state = msgspec.convert(json.loads(bytes(packed_state.flatten().tolist())), _State)
     except (ValueError, TypeError) as error:  # msgspec's errors are ValueErrors too
         raise ConfigError(f"{name}: its bitsandbytes state cannot be read: {error}", "model") from None
-    if state.blocksize % BLOCK:
+    if state.blocksize < 1 or state.blocksize % BLOCK:
         raise ConfigError(
             f"{name} is quantized in blocks of {state.blocksize}; only multiples of {BLOCK} are supported. "
             "Quantize it again.",
@@ -89,7 +89,7 @@ def _four_bits(linear: LinearTensors) -> NF4Matrix:
         )
     outputs, inputs = state.shape
     packed = linear.stored("weight")
-    if packed.get_shape()[1:] not in ([], [1]):  # Old versions stored a row instead of a column.
+    if not packed.get_shape() or packed.get_shape()[1:] not in ([], [1]):  # Old versions stored a row.
         packed = TensorInMemory(packed[...].flatten())
     num_bytes = prod(packed.get_shape()) * packed[(slice(0, 1),)].element_size()
     absmax_B, book = _absmax(linear, state), linear.tensor("weight.quant_map").float()
