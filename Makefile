@@ -23,10 +23,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 		{ echo "lorafleet needs Python 3.11 or newer: make install PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) 'pip>=26' || true  # resolves a minute sooner
-	for half in 0 1; do \
+	pids=; failed=; for half in 0 1; do \
 		awk "!/^#/ && NR % 2 == $$half" constraints.txt >$(VENV)/half-$$half.txt; \
-		$(PIP) --no-deps -r $(VENV)/half-$$half.txt & \
-	done; wait
+		$(PIP) --no-deps -r $(VENV)/half-$$half.txt & pids="$$pids $$!"; \
+	done; for pid in $$pids; do wait $$pid || failed=1; done; test -z "$$failed"
 	$(PIP) -c constraints.txt -e '.[dev]'
 	@touch $@
 

@@ -76,7 +76,7 @@ def by_llm_compressor(base: Path, out: Path) -> None:
         "W4A8",
     ]
     recipes: dict[str, Any] = {
-        name: QuantizationModifier(targets="Linear", scheme=name, ignore=IGNORED) for name in presets.split()
+        name: QuantizationModifier(targets="Linear", scheme=name, ignore=IGNORED) for name in presets
     }
     asymmetric = {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}
     recipes |= {

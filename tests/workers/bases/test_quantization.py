@@ -206,22 +206,44 @@ class TestRefusals:
         with pytest.raises(ConfigError, match=f"{name} contains NaN or an infinite number"):
             served(folder, quantization="fp8")
 
-    @pytest.mark.parametrize("damage", ["state", "blocksize", "absmax", "weight", "lacking"])
-    def test_damaged_checkpoints_are_refused_by_the_tensors_name(self, tmp_path, model, damage) -> None:
+    @pytest.mark.parametrize(
+        ("damage", "state"),
+        [
+            ("state", {}),
+            ("blocksize", {"blocksize": 32}),
+            ("no blocks", {"blocksize": 0}),
+            ("a vast block", {"blocksize": 2**60}),
+            ("vast blocks of blocks", {"nested_blocksize": 2**55}),
+            ("absmax", {}),
+            ("nested absmax", {}),
+            ("weight", {}),
+            ("one number", {}),
+            ("lacking", {}),
+        ],
+    )
+    def test_damaged_checkpoints_are_refused_by_the_tensors_name(self, tmp_path, model, damage, state) -> None:
         pytest.importorskip("bitsandbytes")
         folder, _ = bitsandbytes_checkpoint(model, tmp_path / "quantized")
         name = "model.layers.1.mlp.up_proj.weight"
         tensors = load_file(folder / "model.safetensors")
         key = f"{name}.quant_state.bitsandbytes__nf4"
+        changed = json.loads(bytes(tensors[key].tolist())) | state
+        tensors[key] = torch.tensor(list(json.dumps(changed).encode()), dtype=torch.uint8)
         if damage == "state":
             tensors[key] = tensors[key][:-3]
-        elif damage == "blocksize":
-            state = json.loads(bytes(tensors[key].tolist())) | {"blocksize": 32}
-            tensors[key] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        elif damage == "a vast block":
+            tensors[f"{name}.absmax"] = tensors[f"{name}.absmax"][:1]
+            tensors[f"{name}.nested_absmax"] = tensors[f"{name}.nested_absmax"][:1]
+        elif damage == "vast blocks of blocks":
+            tensors[f"{name}.nested_absmax"] = tensors[f"{name}.nested_absmax"][:1]
         elif damage == "absmax":
             tensors[f"{name}.absmax"] = tensors[f"{name}.absmax"][:-1]
+        elif damage == "nested absmax":
+            tensors[f"{name}.nested_absmax"] = tensors[f"{name}.nested_absmax"][0].clone()
         elif damage == "weight":
             tensors[name] = tensors[name][:-1]
+        elif damage == "one number":
+            tensors[name] = tensors[name][0, 0].clone()
         else:
             del tensors[f"{name}.quant_map"]
         save_file(tensors, folder / "model.safetensors")

@@ -34,6 +34,7 @@ from lorafleet.workers.bases.stored_tensors import Stored, TensorInMemory
 _STATE = r"weight\.quant_state\.bitsandbytes__(?:nf4|fp4)"
 INT8 = ScaledScheme("int8", torch.int8, rounds_x=False)
 LARGEST_CODE = 127
+MOST_BLOCK = 4096  # Largest blocksize of bitsandbytes.
 BITS = ("load_in_4bit", "_load_in_4bit", "load_in_8bit", "_load_in_8bit")
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -78,18 +79,18 @@ def _four_bits(linear: LinearTensors) -> NF4Matrix:
     kind = "nf4" if "weight.quant_state.bitsandbytes__nf4" in linear else "fp4"
     name, packed_state = linear.path("weight"), linear.tensor(f"weight.quant_state.bitsandbytes__{kind}")
     try:
-        state = msgspec.convert(json.loads(bytes(packed_state.tolist())), _State)
+        state = msgspec.convert(json.loads(bytes(packed_state.flatten().tolist())), _State)
     except (ValueError, TypeError) as error:  # msgspec's errors are ValueErrors too
         raise ConfigError(f"{name}: its bitsandbytes state cannot be read: {error}", "model") from None
-    if state.blocksize % BLOCK:
+    if not BLOCK <= state.blocksize <= MOST_BLOCK or state.blocksize % BLOCK:
         raise ConfigError(
-            f"{name} is quantized in blocks of {state.blocksize}; only multiples of {BLOCK} are supported. "
-            "Quantize it again.",
+            f"{name} is quantized in blocks of {state.blocksize}; only multiples of {BLOCK} up to {MOST_BLOCK} are "
+            "supported. Quantize it again.",
             "model",
         )
     outputs, inputs = state.shape
     packed = linear.stored("weight")
-    if packed.get_shape()[1:] not in ([], [1]):  # Old versions stored a row instead of a column.
+    if not packed.get_shape() or packed.get_shape()[1:] not in ([], [1]):  # Old versions stored a row.
         packed = TensorInMemory(packed[...].flatten())
     num_bytes = prod(packed.get_shape()) * packed[(slice(0, 1),)].element_size()
     absmax_B, book = _absmax(linear, state), linear.tensor("weight.quant_map").float()
@@ -126,6 +127,12 @@ def _absmax(linear: LinearTensors, state: _State) -> Tensor:
         return absmax_B.float()
     book, outer = linear.tensor("weight.nested_quant_map").float(), linear.tensor("weight.nested_absmax").float()
     size = state.nested_blocksize or 0
-    if absmax_B.dtype != torch.uint8 or book.shape != (256,) or size < 1 or len(outer) != -(-len(absmax_B) // size):
+    if (
+        absmax_B.dtype != torch.uint8
+        or absmax_B.dim() != 1
+        or book.shape != (256,)
+        or not 1 <= size <= MOST_BLOCK
+        or outer.shape != (-(-len(absmax_B) // size),)
+    ):
         raise ConfigError(f"{linear.path('weight')}: its nested quantization is damaged.", "model")
     return book[absmax_B.int()] * outer.repeat_interleave(size)[: len(absmax_B)] + state.nested_offset

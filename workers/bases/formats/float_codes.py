@@ -87,6 +87,7 @@ def mxfp4_matrix(linear: LinearTensors, packed_leaf: str, scale_leaf: str) -> E2
     def scales(stored: Tensor) -> Tensor:
         return exponent_values(path, stored)
 
+    _matrix_shape(linear, scale_leaf)
     dtype = linear.stored(scale_leaf)[:1, :1].dtype
     if dtype not in (torch.uint8, torch.float8_e8m0fnu):
         raise ConfigError(f"{path} is stored as {dtype}; MXFP4 has exponents of 8 bits. Correct config.json.", "model")

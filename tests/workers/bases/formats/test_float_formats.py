@@ -154,6 +154,7 @@ class TestRefusals:
             ("compressed-tensors, W8A8", "weight", lambda t: t[:, :-1], "requires"),
             ("compressed-tensors, MXFP4", "weight_scale", lambda t: t | 255, "NaN"),
             ("compressed-tensors, MXFP4", "weight_scale", lambda t: t.float(), "exponents of 8 bits"),
+            ("compressed-tensors, MXFP4", "weight_scale", lambda t: t.flatten(), "instead of two dimensions"),
             ("compressed-tensors, MXFP4", "weight_packed", lambda t: t[:, :-1], "one scale for each 32"),
             ("compressed-tensors, mixed", "weight_global_scale", lambda t: t * 0, "one positive number"),
             ("compressed-tensors, mixed", "weight_packed", None, "is missing"),

@@ -249,6 +249,7 @@ class TestRefusals:
             (awq(), {"modules_to_not_convert": ["down_proj"]}, "modules_to_not_convert"),
             (awq(), {"group_size": 64}, "group_size=64"),
             (compressed(), {"format": "marlin-24"}, "marlin-24"),
+            (compressed(symmetric=True), {"format": "marlin-24"}, "format=marlin-24"),
             (compressed(), {"ignore": ["re:.*down.*"]}, "ignore"),
             (compressed(), {"config_groups": {}}, "config_groups"),
             (compressed(), {"transform_config": {"a": 1}}, "transform_config"),
