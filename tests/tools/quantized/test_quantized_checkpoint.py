@@ -9,6 +9,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from lorafleet.protocol.quantization_methods import Method
 from lorafleet.tools.quantized import quantized_checkpoint
 from lorafleet.tools.quantized.quantized_checkpoint import default_folder, quantize_checkpoint
 from lorafleet.workers.bases.checkpoint import read_model_config
+from lorafleet.workers.bases.formats.written_linears import WRITTEN
 from lorafleet.workers.bases.quantization import METHODS, resolved
 from lorafleet.workers.bases.weights import held_tensors, load_weights
 from lorafleet.workers.models.decoder import DecoderModel
@@ -129,6 +131,17 @@ def test_transformers_and_bitsandbytes_read_nf4_with_the_values_that_are_served(
         weight = linear.weight
         found = bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
         assert torch.equal(found, values[f"{name}.weight"]()), name
+
+
+def test_a_linear_of_int4_is_in_one_group_alone(tmp_path, bases) -> None:
+    """compressed-tensors 0.20 prefers the class Linear of one group to a linear's name in another."""
+    quantize_checkpoint(bases["dense"], "int4", tmp_path / "several")
+    config = json.loads((tmp_path / "several" / "config.json").read_text())["quantization_config"]
+    groups = list(config["config_groups"].values())
+    assert {group["weights"]["group_size"]: len(group["targets"]) for group in groups} == {32: 4, 64: 10}
+    assert "model.layers.0.mlp.down_proj" in groups[0]["targets"]
+    alone = WRITTEN["int4"].config({"a": (8, 128), "b": (8, 256)}, [], torch.bfloat16)
+    assert [group["targets"] for group in alone["config_groups"].values()] == [["Linear"]]
 
 
 def test_files_are_of_bounded_size_and_name_every_tensor(tmp_path, bases) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -145,13 +144,15 @@ def _fp8_config(linears: Mapping[str, Shape], plain: Sequence[str], dtype: torch
 
 
 def _int4_config(linears: Mapping[str, Shape], plain: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:  # noqa: ARG001  as the others
-    """Has a group of linears for each size of groups of columns. The most frequent size has all that are not named."""
+    """Has a group of linears for each size of groups of columns. Several are told apart by the linears' names alone,
+    since libraries differ in whether a name counts more than the class."""
     size_of = {name: _int_group(inputs) for name, (_, inputs) in linears.items()}
+    sizes = sorted(set(size_of.values()))
     groups: dict[str, Any] = {}
-    for index, (size, _) in enumerate(Counter(size_of.values()).most_common()):
+    for index, size in enumerate(sizes):
         weights = {"num_bits": INT_BITS, "type": "int", "symmetric": True, "strategy": "group", "group_size": size}
         groups[f"group_{index}"] = {
-            "targets": ["Linear"] if index == 0 else [name for name, own in size_of.items() if own == size],
+            "targets": ["Linear"] if len(sizes) == 1 else [name for name, own in size_of.items() if own == size],
             "weights": weights | {"dynamic": False},
             "input_activations": None,
             "output_activations": None,
