@@ -12,6 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lorafleet.protocol.engine_config import SpeculativeConfig
+from lorafleet.protocol.engine_control import (
+    FlushPrefixes,
+    PauseEngine,
+    ResumeEngine,
+    SleepEngine,
+    SupersedeAdapter,
+    WakeEngine,
+)
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from stepped_engine import SteppedEngine
@@ -151,6 +159,53 @@ def test_an_abort_while_the_next_drafts_are_in_flight_changes_no_other_answer(fl
     assert "b" not in stepped.ended
     while stepped.engine.has_work:
         stepped.step()
+    drafting.assert_is_empty()
+
+
+@pytest.mark.parametrize("order", ["sleep", "sleep at level 2", "pause", "flush"])
+def test_an_order_amid_drafts_in_flight_changes_no_answer(fleet, prompt, near, order) -> None:
+    base = fleet("llama3").base
+    prompts = {name: prompt(20 + i) for i, name in enumerate("abc")}
+    expected = answers(SteppedEngine(base), prompts)
+    drafting = DraftingEngine(base, near)
+    stepped = drafting.stepped
+    for name, ids in prompts.items():
+        stepped.add(name, ids, params={"max_tokens": LENGTH})
+    for _ in range(3):
+        before = drafting.behind
+        stepped.until(lambda before=before: drafting.behind > before)
+        assert stepped.engine.pipeline.verification is not None
+        if order == "flush":
+            stepped.order(FlushPrefixes())
+        elif order == "pause":
+            stepped.order(PauseEngine("keep"))
+            stepped.order(ResumeEngine())
+        else:
+            stepped.order(SleepEngine(2 if "2" in order else 1, mode="keep"))
+            stepped.order(WakeEngine())
+    stepped.until(lambda: prompts.keys() <= stepped.ended.keys())
+    assert {name: stepped.tokens[name] for name in prompts} == expected
+    assert 0 < drafting.accepted < drafting.drafted
+    drafting.assert_is_empty()
+
+
+def test_an_adapter_is_superseded_amid_drafts_in_flight(fleet, prompt, near) -> None:
+    """The new version goes on behind the last token that the former one has drawn."""
+    made = fleet("llama3")
+    drafting, plain = DraftingEngine(made.base, near), SteppedEngine(made.base)
+    for stepped in (drafting.stepped, plain):
+        former = stepped.load("pushed", made.adapters["all"])
+        new = stepped.load("pushed", made.adapters["qv"], version=2)
+        stepped.add("a", prompt(20), former, params={"max_tokens": LENGTH})
+        if stepped is plain:
+            [switch] = drafting.stepped.switches["a"]
+            stepped.until(lambda start=switch.start: len(plain.tokens.get("a", ())) == start)
+        else:
+            stepped.until(lambda: drafting.behind > 4)
+            assert stepped.engine.pipeline.verification is not None
+        stepped.order(SupersedeAdapter(new, aborts=False))
+        stepped.until(lambda stepped=stepped: "a" in stepped.ended)
+    assert drafting.stepped.tokens == plain.tokens and drafting.stepped.switches == plain.switches
     drafting.assert_is_empty()
 
 
