@@ -238,6 +238,33 @@ def test_draft_loras_of_several_adapters_draft_behind_a_step_in_flight(fleet, pr
     assert drafting.behind > 0.8 * drafting.drafted
 
 
+def test_a_draft_lora_that_arrives_between_the_choice_and_its_drafts_is_computed_from_the_first_token(
+    fleet, prompt, tmp_path
+) -> None:
+    """The draft model has computed the sequence without the draft LoRA. Nobody may find that in its prefix cache."""
+    made = fleet("llama3")
+    drafting, plain = DraftingEngine(made.base, made.base), SteppedEngine(made.base)
+    shutil.copytree(made.adapters["all"], tmp_path / "all")
+    shutil.copytree(made.adapters["all"], tmp_path / "all" / "draft")
+    assert drafting.drafter.slots is not None
+    find, propose, arrived = drafting.drafter.slots.find, drafting.drafter.propose_behind, list[bool]()
+
+    def propose_behind(*args: Any) -> Any:
+        arrived.append(True)
+        return propose(*args)
+
+    drafting.drafter.slots.find = lambda *args: find(*args) if arrived else None  # type: ignore[method-assign]
+    drafting.drafter.propose_behind = propose_behind  # type: ignore[method-assign]
+    for stepped in (drafting.stepped, plain):
+        lora = stepped.load("all", tmp_path / "all")
+        for name in ("first", "second"):
+            drafting.accepted = drafting.drafted = 0
+            stepped.add(name, prompt(40), lora, params={"max_tokens": LENGTH})
+            stepped.until(lambda stepped=stepped, name=name: name in stepped.ended)
+            assert stepped is plain or name == "first" or drafting.accepted == drafting.drafted > 20
+    assert drafting.stepped.tokens == plain.tokens
+
+
 def test_a_draft_model_without_room_for_a_sequence_drafts_for_the_others(fleet, prompt, near) -> None:
     base = fleet("llama3").base
     prompts = {"a": prompt(20), "b": prompt(35), "c": prompt(7)}
