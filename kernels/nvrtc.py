@@ -14,6 +14,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -212,6 +213,7 @@ def cache_directory() -> Path | None:
         return None
 
 
+@cache  # matrix_map() asks for the driver before each launch
 def _library(name: str) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(name)

@@ -98,7 +98,10 @@ def decode_kernel(
         num_rows = tl.load(rows_ptr + seq * 3 + 1)
         row_mask = place < num_rows
         row_of = tl.load(rows_ptr + seq * 3).to(tl.int64) + place
-        end = tl.load(rows_ptr + seq * 3 + 2) - num_rows + 1 + place  # number of keys up to the row's own
+        length = tl.load(rows_ptr + seq * 3 + 2)
+        end = length - num_rows + 1 + place  # number of keys up to the row's own
+        # A sequence may be shorter than its spans say. What lies behind it may be infinite, and no weight hides that.
+        high = tl.minimum(high, length)
     inside_head = d < head_dim
     inside_value = value_d < value_dim
     q_row = row_of * q_stride + head * head_dim

@@ -6,9 +6,9 @@ and columns that are assigned to groups in any order. The weight of all experts 
 after those of another (kernels/moe/expert_codes.py). Its products are in kernels/moe/moe_codes_cuda.py.
 
 Values are book * scale, or (code - zero) * scale. The kernels that read codes round the book to the served dtype, which
-is exact for integers and e2m1, and multiply sums by scales in float32. Those of four_bit_dense.cu multiply values by
-scales and round them instead. For many tokens, the values are written into memory that all weights share, rounded as by
-NF4Weight and IntWeight.
+is exact for integers and e2m1. They multiply sums by scales in float32, except for four_bit_dense.cu, which multiplies
+the values by scales and rounds them to the served dtype. For many tokens, the values are written into memory that all
+weights share, rounded as by NF4Weight and IntWeight.
 """
 
 # T tokens · D in · O out · G groups of a row

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from lorafleet.kernels import nvrtc
-from lorafleet.kernels.nvrtc import MAX_CACHED, CudaCode, CudaCodeError, architecture, cached_code, compile_source
+from lorafleet.kernels.nvrtc import (
+    MAX_CACHED,
+    CudaCode,
+    CudaCodeError,
+    architecture,
+    cached_code,
+    compile_source,
+    matrix_map,
+)
 
 
 class CountingCompiler:
@@ -127,3 +135,34 @@ def test_a_launch_says_whether_its_programs_wait_for_each_other_or_for_the_forme
     ):
         CudaCode(b"code").kernel("name", 32, 1024, waits, is_early)(4, Arguments(1))
         assert driver.launches[-1] == ((4, 32, 1024), attributes)
+
+
+class DescribingDriver:
+    """Describes matrices, as the driver does, by their sizes: columns, rows, bytes of a row, and those of a copy."""
+
+    def cuTensorMapEncodeTiled(self, described: Any, *rest: Any) -> int:
+        _dtype, dimensions, at, sizes, row_bytes, copied, *_ = rest
+        assert described.value % 64 == at.value % 16 == 0 and dimensions == 2
+        words = (ctypes.c_uint64 * 16).from_address(described.value)
+        words[:6] = [at.value, *sizes, *row_bytes, *copied]
+        return 0
+
+
+def test_matrices_are_described_without_opening_the_drivers_library_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening it takes longer than a launch, and a step without a graph describes an x for each linear."""
+    opened: list[str] = []
+
+    def opened_library(name: str) -> DescribingDriver:
+        opened.append(name)
+        return DescribingDriver()
+
+    nvrtc._library.cache_clear()
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(ctypes, "CDLL", opened_library)
+            for tokens in (17, 300):
+                x_TD = torch.zeros(tokens, 192, dtype=torch.bfloat16)
+                assert list(matrix_map(x_TD, 64)[:6]) == [x_TD.data_ptr(), 192, tokens, 384, 64, 64]
+    finally:
+        nvrtc._library.cache_clear()
+    assert opened == ["libcuda.so.1"]

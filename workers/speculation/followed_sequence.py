@@ -57,7 +57,7 @@ class FollowedSequence:
         self._kv.commit(self.own.blocks, self.own.tokens, num_computed)
 
     def advance(self, target: Sequence, num_known: int) -> None:
-        """Takes in the target's first num_known tokens. Drafts from the first wrong one on are dropped.
+        """Takes in the target's first num_known tokens. If some of them are new, all drafts behind them are dropped.
 
         A head computes accepted drafts again, since the target's features are better than its own.
         """

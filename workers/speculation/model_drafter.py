@@ -104,11 +104,13 @@ class ModelDrafter:
     def propose_behind(self, wanted: Many[Wanted], step: DraftVerification) -> DeviceDrafts:
         """Queues steps of the draft model behind the step in flight: one for all of its rows, those of wrong drafts
         too, and then one for each further draft token of a sequence."""
+        before = [self._followed.get(entry.sequence) for entry in wanted]
         found = [self._follow(entry) for entry in wanted]
         entries: list[BehindStep] = []
-        for entry, followed in zip(wanted, found, strict=True):
+        for entry, known, followed in zip(wanted, before, found, strict=True):
             rows, count = step.rows[entry.sequence], min(entry.most, self._room_behind(entry, step))
-            if self._can_draft(followed, count):
+            # If its draft LoRA has arrived since is_current(), nothing is computed with it.
+            if followed is known and self._can_draft(followed, count):
                 followed.go_behind(step.number)
                 if self._grow(followed, followed.num_known + rows.num_drafts + count, set(found)):
                     entries.append(BehindStep(entry.sequence, followed, rows, count))

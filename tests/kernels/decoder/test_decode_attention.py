@@ -29,20 +29,28 @@ def attend(
     sinks_H: Tensor | None = None,
     values_in_keys: bool = False,
     most_rows: int = 1,
+    short: list[int] | None = None,
 ) -> Tensor:
-    """Runs the kernels as TritonDecodes does. Partial results that are not written are NaN."""
+    """Runs the kernels as TritonDecodes does. Partial results that are not written are NaN.
+
+    Args:
+        short: Tokens by which each sequence is shorter than the host has planned. The blocks of these hold NaN.
+    """
     from lorafleet.kernels.decoder.decode_attention import DecodeBatch, DecodeShape, decode_attention
 
     q_THD, device = case.q_THD, case.q_THD.device
     (_, _, kv_heads, head_dim), value_dim = case.k_NPGD.shape, case.v_NPGD.shape[3]
     shape = DecodeShape(q_THD.shape[1], kv_heads, head_dim, value_dim, values_in_keys, q_THD.dtype, most_rows)
     rule = shape.rule(window, chunk)
-    counts = [-(-length // PAGE) for length in case.context_lens]
-    first_block = np.cumsum([0, *counts], dtype=np.int32)[:-1]
     lens, query_lens = np.array(case.context_lens, dtype=np.int32), np.array(case.query_lens, dtype=np.int32)
-    parts = rule.divide(lens, first_block, query_lens)
+    planned = lens if short is None else lens + np.array(short, dtype=np.int32)
+    counts = (-(-planned // PAGE)).tolist()
+    first_block = np.cumsum([0, *counts], dtype=np.int32)[:-1]
+    parts = rule.divide(planned, first_block, query_lens + max(short or [0]))
     spans, merges = (torch.from_numpy(part).to(device) for part in parts)
-    blocks = torch.tensor([block for table in case.block_tables for block in table], dtype=torch.int32, device=device)
+    unowned = next(i for i in range(len(case.k_NPGD)) if all(i not in table for table in case.block_tables))
+    tables = [[*table, unowned][:count] for table, count in zip(case.block_tables, counts, strict=True)]
+    blocks = torch.tensor([block for table in tables for block in table], dtype=torch.int32, device=device)
     workspace = torch.full((shape.workspace_numbers(rule),), torch.nan, device=device)
     out_THV = torch.full((*q_THD.shape[:2], value_dim), torch.nan, dtype=q_THD.dtype, device=device)
     rows_B3 = None
@@ -122,6 +130,29 @@ def test_interpreted_kernels_compute_the_rows_of_drafts_in_one_pass() -> None:
         case.write_new_tokens()
         out, want = attend(case, 0.2, None, values_in_keys=True, most_rows=5), naive_attention(case, 0.2, None)
         torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
+    """)
+
+
+def test_interpreted_kernels_read_no_values_behind_a_sequence_that_is_shorter_than_planned() -> None:
+    """What lies there may be another sequence's, and infinite."""
+    run_interpreted("""
+        import torch
+        from lorafleet.kernels.decoder import key_spans
+        from tests.kernels.attention_cases import make_case, naive_attention
+        from tests.kernels.decoder.test_decode_attention import DRAFTED, attend, in_keys
+
+        key_spans.LEAST_KEYS = 32  # the last spans of some sequences have no keys at all
+        short = [4, 0, 3, 4, 4, 2, 4]
+        case = make_case(DRAFTED, (6, 2), 32, torch.float32)
+        case.write_new_tokens()
+        for window, chunk in ((None, None), (7, None), (None, 50)):
+            out = attend(case, 0.2, window, chunk=chunk, most_rows=5, short=short)
+            want = naive_attention(case, 0.2, window, None, chunk)
+            torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
+        case = in_keys(make_case(DRAFTED[:4], (6, 1), 40, torch.float32), 32)
+        case.write_new_tokens()
+        out = attend(case, 0.2, None, values_in_keys=True, most_rows=5, short=short[:4])
+        torch.testing.assert_close(out.double(), naive_attention(case, 0.2, None), atol=1e-5, rtol=1e-5)
     """)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from lorafleet.kernels.sampling.draw_tokens import NO_COUNTS, DrawFields, DrawTable
 from lorafleet.protocol.random_numbers import uniform
@@ -40,6 +41,19 @@ def test_a_row_behind_a_draft_is_drawn_as_if_the_drafts_were_the_answer() -> Non
     drafted, alone = replace(chunk(5, 1), num_tokens=7, drafts=[3, 4]), chunk(9, 2)
     rows = drawn(DrawRows().of_step([drafted, alone], [], 50))
     assert [row.draw for row in rows] == [random(1, 5), random(1, 6), random(1, 7), random(2, 9)]
+
+
+@pytest.mark.parametrize("num_short", range(4))
+def test_draws_by_length_are_those_of_the_length_that_a_sequence_turns_out_to_have(num_short: int) -> None:
+    unverified, other = replace(chunk(5, 1), num_tokens=7, drafts=[3, 4]), chunk(9, 2, temperature=0)
+    unverified.sequence.num_unverified = 3
+    rows = DrawRows()
+    by_length_BK = rows.by_length([unverified, other], 3)
+    assert by_length_BK.shape == (4, 4)
+    unverified.sequence.num_unverified = 3 - num_short
+    table = drawn(rows.of_step([unverified, other], [], 50))
+    assert by_length_BK[:, num_short].tolist() == [row.draw for row in table]
+    assert table[0].draw == random(1, 8 - num_short) and table[3].draw == 0
 
 
 def test_rows_of_sequences_that_have_ended_are_used_again() -> None:

@@ -65,3 +65,16 @@ def test_steps_that_compute_prompts_ask_for_no_drafts() -> None:
             made.add(sequence(name, 10))
         step(made)
         assert asked.count == count
+
+
+def test_behind_a_step_in_flight_nobody_asks_again_whether_prompts_are_computed() -> None:
+    """The engine has asked before drafts were prepared, and the drafts must not be dropped by another answer."""
+    made, asked = scheduler(), Asked()
+    made.speculation = asked  # type: ignore[assignment]  # as much of it as a scheduler asks
+    made.add(sequence("a", 10))
+    in_flight = made.schedule()
+    made.launched(in_flight)
+    made.add(sequence("b", 10))
+    assert computes_prompts(made) and asked.count == 0
+    made.schedule(in_flight)
+    assert asked.count == 1

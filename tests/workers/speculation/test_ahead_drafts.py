@@ -12,6 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lorafleet.protocol.engine_config import SpeculativeConfig
+from lorafleet.protocol.engine_control import (
+    FlushPrefixes,
+    PauseEngine,
+    ResumeEngine,
+    SleepEngine,
+    SupersedeAdapter,
+    WakeEngine,
+)
 from lorafleet.workers.schedule.kv_cache import KVCacheManager
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from stepped_engine import SteppedEngine
@@ -154,6 +162,53 @@ def test_an_abort_while_the_next_drafts_are_in_flight_changes_no_other_answer(fl
     drafting.assert_is_empty()
 
 
+@pytest.mark.parametrize("order", ["sleep", "sleep at level 2", "pause", "flush"])
+def test_an_order_amid_drafts_in_flight_changes_no_answer(fleet, prompt, near, order) -> None:
+    base = fleet("llama3").base
+    prompts = {name: prompt(20 + i) for i, name in enumerate("abc")}
+    expected = answers(SteppedEngine(base), prompts)
+    drafting = DraftingEngine(base, near)
+    stepped = drafting.stepped
+    for name, ids in prompts.items():
+        stepped.add(name, ids, params={"max_tokens": LENGTH})
+    for _ in range(3):
+        before = drafting.behind
+        stepped.until(lambda before=before: drafting.behind > before)
+        assert stepped.engine.pipeline.verification is not None
+        if order == "flush":
+            stepped.order(FlushPrefixes())
+        elif order == "pause":
+            stepped.order(PauseEngine("keep"))
+            stepped.order(ResumeEngine())
+        else:
+            stepped.order(SleepEngine(2 if "2" in order else 1, mode="keep"))
+            stepped.order(WakeEngine())
+    stepped.until(lambda: prompts.keys() <= stepped.ended.keys())
+    assert {name: stepped.tokens[name] for name in prompts} == expected
+    assert 0 < drafting.accepted < drafting.drafted
+    drafting.assert_is_empty()
+
+
+def test_an_adapter_is_superseded_amid_drafts_in_flight(fleet, prompt, near) -> None:
+    """The new version goes on behind the last token that the former one has drawn."""
+    made = fleet("llama3")
+    drafting, plain = DraftingEngine(made.base, near), SteppedEngine(made.base)
+    for stepped in (drafting.stepped, plain):
+        former = stepped.load("pushed", made.adapters["all"])
+        new = stepped.load("pushed", made.adapters["qv"], version=2)
+        stepped.add("a", prompt(20), former, params={"max_tokens": LENGTH})
+        if stepped is plain:
+            [switch] = drafting.stepped.switches["a"]
+            stepped.until(lambda start=switch.start: len(plain.tokens.get("a", ())) == start)
+        else:
+            stepped.until(lambda: drafting.behind > 4)
+            assert stepped.engine.pipeline.verification is not None
+        stepped.order(SupersedeAdapter(new, aborts=False))
+        stepped.until(lambda stepped=stepped: "a" in stepped.ended)
+    assert drafting.stepped.tokens == plain.tokens and drafting.stepped.switches == plain.switches
+    drafting.assert_is_empty()
+
+
 def test_a_later_request_finds_the_blocks_of_accepted_drafts_and_those_alone(fleet, prompt, near) -> None:
     base = fleet("llama3").base
     drafting, plain = DraftingEngine(base, near), SteppedEngine(base)
@@ -181,6 +236,33 @@ def test_draft_loras_of_several_adapters_draft_behind_a_step_in_flight(fleet, pr
     assert drafting.stepped.tokens == plain.tokens
     assert drafting.accepted == drafting.drafted > 60
     assert drafting.behind > 0.8 * drafting.drafted
+
+
+def test_a_draft_lora_that_arrives_between_the_choice_and_its_drafts_is_computed_from_the_first_token(
+    fleet, prompt, tmp_path
+) -> None:
+    """The draft model has computed the sequence without the draft LoRA. Nobody may find that in its prefix cache."""
+    made = fleet("llama3")
+    drafting, plain = DraftingEngine(made.base, made.base), SteppedEngine(made.base)
+    shutil.copytree(made.adapters["all"], tmp_path / "all")
+    shutil.copytree(made.adapters["all"], tmp_path / "all" / "draft")
+    assert drafting.drafter.slots is not None
+    find, propose, arrived = drafting.drafter.slots.find, drafting.drafter.propose_behind, list[bool]()
+
+    def propose_behind(*args: Any) -> Any:
+        arrived.append(True)
+        return propose(*args)
+
+    drafting.drafter.slots.find = lambda *args: find(*args) if arrived else None  # type: ignore[method-assign]
+    drafting.drafter.propose_behind = propose_behind  # type: ignore[method-assign]
+    for stepped in (drafting.stepped, plain):
+        lora = stepped.load("all", tmp_path / "all")
+        for name in ("first", "second"):
+            drafting.accepted = drafting.drafted = 0
+            stepped.add(name, prompt(40), lora, params={"max_tokens": LENGTH})
+            stepped.until(lambda stepped=stepped, name=name: name in stepped.ended)
+            assert stepped is plain or name == "first" or drafting.accepted == drafting.drafted > 20
+    assert drafting.stepped.tokens == plain.tokens
 
 
 def test_a_draft_model_without_room_for_a_sequence_drafts_for_the_others(fleet, prompt, near) -> None:
