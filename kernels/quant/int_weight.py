@@ -131,7 +131,8 @@ def round_to_nearest(values_OD: Tensor, bits: Bits, group: int | None) -> IntMat
     inputs = values_OD.shape[1]
     size, middle = math.gcd(group or inputs, inputs), 1 << (bits - 1)
     values = values_OD.float().unflatten(1, (-1, size))
-    scale_OG = (values.abs().amax(dim=2) / (middle - 0.5)).to(values_OD.dtype)
+    # It is a product, as torch's quotient by a number is on a GPU, so that a CPU quantizes to the same bits.
+    scale_OG = (values.abs().amax(dim=2) * (1 / (middle - 0.5))).to(values_OD.dtype)
     scale_OG = scale_OG.clamp(min=torch.finfo(values_OD.dtype).tiny)  # groups of zeros
     code = (values / scale_OG.float()[:, :, None]).round_().clamp_(-middle, middle - 1) + middle
     group_D = torch.arange(inputs, device=values_OD.device) // size

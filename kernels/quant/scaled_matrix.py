@@ -65,7 +65,8 @@ def quantize_groups(values_OD: Tensor, code_dtype: torch.dtype, group: int) -> S
     outputs, inputs = values_OD.shape
     largest = FP8_MAX if code_dtype == FP8 else 127.0
     grouped = values_OD.float().view(outputs, -1, group)
-    scale_OG = grouped.abs().amax(dim=2).clamp(min=1e-12) / largest
+    # It is a product, as torch's quotient by a number is on a GPU, so that a CPU quantizes to the same bits.
+    scale_OG = grouped.abs().amax(dim=2).clamp(min=1e-12) * (1 / largest)
     scaled = (grouped / scale_OG[:, :, None]).clamp_(-largest, largest).flatten(1)
     code_OD = scaled.to(FP8) if code_dtype == FP8 else scaled.round_().to(code_dtype)
     return ScaledMatrix(code_OD, scale_OG, (outputs, inputs), (1, group))

@@ -25,7 +25,7 @@ def rounded_to_nf4(weight: Tensor) -> Tensor:
 
 
 def rounded_to_fp8(weight: Tensor) -> Tensor:
-    scale = weight.float().abs().amax(dim=1, keepdim=True) / 448
+    scale = weight.float().abs().amax(dim=1, keepdim=True) * (1 / 448)
     return ((weight.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(weight.dtype)
 
 
@@ -80,7 +80,7 @@ def compressed_checkpoint(model: Path, folder: Path) -> Path:
     def entries(name: str, weight: Tensor) -> dict[str, Tensor]:
         if not is_linear(name):
             return {name: weight}
-        scale = weight.float().abs().amax(dim=1, keepdim=True) / 448
+        scale = weight.float().abs().amax(dim=1, keepdim=True) * (1 / 448)
         return {name: (weight.float() / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
 
     eight = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None}
