@@ -20,6 +20,7 @@ from lorafleet.protocol.engine_config import EngineOptions
 from lorafleet.protocol.errors import AdapterMissing, ConfigError, InvalidRequest
 from lorafleet.protocol.lora_config import LoRAConfig, LoRAOptions
 from lorafleet.workers.device.step_plan import StepPlan
+from lorafleet.workers.device.unread_inputs import UnreadInputs
 from lorafleet.workers.slots.lora_model import LoRAModel
 from lorafleet.workers.step import planner
 from lorafleet.workers.step.step_runner import StepLogits
@@ -103,8 +104,8 @@ def test_logprobs_of_a_long_prompt_are_computed_in_spans_of_bounded_size(llm, pr
     rows: list[int] = []
     run = llm._engine.runner.steps.run
 
-    def watched(plan: StepPlan, score: Callable[[int, torch.Tensor], None]) -> StepLogits:
-        return run(plan, lambda span, logits_TV: (rows.append(len(logits_TV)), score(span, logits_TV))[1])
+    def watched(plan: StepPlan, score: Callable[[int, torch.Tensor], None], unread: UnreadInputs | None) -> StepLogits:
+        return run(plan, lambda span, logits_TV: (rows.append(len(logits_TV)), score(span, logits_TV))[1], unread)
 
     monkeypatch.setattr(llm._engine.runner.steps, "run", watched)
     [in_spans] = llm.generate(ids, params)

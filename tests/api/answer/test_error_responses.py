@@ -31,7 +31,7 @@ def test_every_error_has_a_status() -> None:
     assert http_error(errors.ConfigError("x")).status == 500
     served = {getattr(errors, n) for n in dir(errors) if isinstance(getattr(errors, n), type)}
     missing = {c for c in served if issubclass(c, errors.LorafleetError)} - set(TABLE)
-    assert missing == {errors.ConfigError, errors.UnsupportedModel}
+    assert missing == {errors.ConfigError, errors.UnsupportedModel, errors.NothingToShare}
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
