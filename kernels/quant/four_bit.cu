@@ -186,6 +186,23 @@ struct Groups {
   }
 };
 
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// The operands of 64 rows and a block of 64 inputs in shared memory: codes, behind them scales and zeros.
+struct StagedTile {
+  static constexpr int SCALES_AT = BLOCK_BYTES, ZEROS_AT = SCALES_AT + 64 * SUB * SCALE_BYTES;
+  static constexpr int BYTES = ZEROS_AT + (ZEROS ? 64 * SUB : 0);
+
+  // Begins to copy a block.
+  static DEVICE void copy(unsigned char* to, const Linear& p, const Groups& groups, int block, Barrier* barrier) {
+    const size_t group = (size_t)groups.first_of(block) * 64;
+    expect_bytes(barrier, BYTES);
+    copy_bytes(to, p.codes + (size_t)block * BLOCK_BYTES, BLOCK_BYTES, barrier);
+    copy_bytes(to + SCALES_AT, p.scales + group * SCALE_BYTES, ZEROS_AT - SCALES_AT, barrier);
+    if (ZEROS) copy_bytes(to + ZEROS_AT, p.zeros + group, BYTES - ZEROS_AT, barrier);
+  }
+};
+#endif
+
 // Writes the table of pairs. Whole warps call it: each lane has a value of the book, and reads the others' ones.
 template <int THREADS> DEVICE void write_table(const Linear& p) {
   const int lane = threadIdx.x & 31;

@@ -114,9 +114,8 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
   static constexpr int ROW_TILES = GROUPS * TILES, ROWS = ROW_TILES * 64, MULTIPLIERS = GROUPS * 128, NT = TOKENS / 8;
   static constexpr int PIECES = TILES * NT, BATCH = NT < 8 ? NT : 8;  // of a thread's sums, four in each
   static constexpr int BYTES = 229376 - (DENSE_AT - TABLE_AT);  // of shared memory for stages
-  // Bytes of a stage: x; behind x of all stages codes, scales and zeros of the tiles.
-  static constexpr int STAGE = TOKENS * 128, SCALES = 64 * SUB * SCALE_BYTES, ZERO_BYTES = ZEROS ? 64 * SUB : 0;
-  static constexpr int TILE_BYTES = BLOCK_BYTES + SCALES + ZERO_BYTES, OPERANDS = ROW_TILES * TILE_BYTES;
+  // Bytes of a stage: x; behind x of all stages the tiles.
+  static constexpr int STAGE = TOKENS * 128, OPERANDS = ROW_TILES * StagedTile::BYTES;
   static constexpr int FITTING = (BYTES - 256) / (STAGE + OPERANDS), STAGES = FITTING < 4 ? FITTING : 4;
   static constexpr int PRODUCER_REGISTERS = GROUPS > 2 ? 32 : 40, MULTIPLIER_REGISTERS = GROUPS > 2 ? 112 : 232;
   static_assert(INTEGERS || !ZEROS, "only integers have zeros");
@@ -133,7 +132,7 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
 
   DEVICE unsigned char* memory() const { return INTEGERS ? all_shared() : behind_table(); }
   DEVICE unsigned char* operands(int stage, int tile) const {
-    return memory() + STAGES * STAGE + (stage * ROW_TILES + tile) * TILE_BYTES;
+    return memory() + STAGES * STAGE + (stage * ROW_TILES + tile) * StagedTile::BYTES;
   }
   DEVICE Barrier* filled() const { return (Barrier*)operands(STAGES, 0); }  // one of each stage
   DEVICE Barrier* used() const { return filled() + STAGES; }
@@ -149,14 +148,8 @@ template <int TOKENS, int GROUPS, int TILES> struct Dense {
   // Begins to copy the codes, scales and zeros of a tile of 64 rows. The last tile takes the place of those behind it,
   // which are not stored.
   DEVICE void copy_operands(const Walk& place, int stage) const {
-    const int tile = min(place.item.rows * ROW_TILES + warp, p.outputs / 64 - 1), block = tile * run.blocks + place.block;
-    const size_t group = (size_t)groups.first_of(block) * 64;
-    unsigned char* to = operands(stage, warp);
-    Barrier* barrier = filled() + stage;
-    expect_bytes(barrier, TILE_BYTES);
-    copy_bytes(to, p.codes + (size_t)block * BLOCK_BYTES, BLOCK_BYTES, barrier);
-    copy_bytes(to + BLOCK_BYTES, p.scales + group * SCALE_BYTES, SCALES, barrier);
-    if (ZEROS) copy_bytes(to + BLOCK_BYTES + SCALES, p.zeros + group, ZERO_BYTES, barrier);
+    const int tile = min(place.item.rows * ROW_TILES + warp, p.outputs / 64 - 1);
+    StagedTile::copy(operands(stage, warp), p, groups, tile * run.blocks + place.block, filled() + stage);
   }
 
   // Each warp of the producer copies a tile, and the last one x. What comes from the weight does not wait for the former

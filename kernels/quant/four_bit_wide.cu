@@ -21,9 +21,8 @@ DEVICE unsigned long long matrix(unsigned at, int core) {
 // An item is 256 rows and SPANS * N tokens. A warpgroup has two tiles of 64 rows.
 template <int N, int SPANS> struct Wide {
   static constexpr int TOKENS = N * SPANS, TILES = 2, ROWS = MULTIPLIERS * TILES * 64, UNITS = TILES * SPANS;
-  // Bytes of a stage: x; behind x of all stages codes, scales and zeros of four tiles.
-  static constexpr int STAGE = TOKENS * 128, SCALES = 64 * SUB * SCALE_BYTES, ZERO_BYTES = ZEROS ? 64 * SUB : 0;
-  static constexpr int TILE_BYTES = BLOCK_BYTES + SCALES + ZERO_BYTES, OPERANDS = ROWS / 64 * TILE_BYTES;
+  // Bytes of a stage: x; behind x of all stages four tiles.
+  static constexpr int STAGE = TOKENS * 128, OPERANDS = ROWS / 64 * StagedTile::BYTES;
   static constexpr int FITTING = (WIDE_BYTES - 256) / (STAGE + OPERANDS), STAGES = FITTING < 6 ? FITTING : 6;
   static constexpr int CORE = TOKENS * 16;  // bytes of 8 inputs of all tokens
   static constexpr int GROUP_STEPS = STEPS / SUB;
@@ -40,7 +39,7 @@ template <int N, int SPANS> struct Wide {
         g(lane >> 2), t(lane & 3), warp(threadIdx.x >> 5 & 3) {}
 
   DEVICE unsigned char* operands(int stage, int tile) const {
-    return behind_table() + STAGES * STAGE + (stage * (ROWS / 64) + tile) * TILE_BYTES;
+    return behind_table() + STAGES * STAGE + (stage * (ROWS / 64) + tile) * StagedTile::BYTES;
   }
   DEVICE Barrier* filled() const { return (Barrier*)operands(STAGES, 0); }  // one of each stage
   DEVICE Barrier* used() const { return filled() + STAGES; }
@@ -79,14 +78,7 @@ template <int N, int SPANS> struct Wide {
   // Begins to copy the operands of a stage. A lane copies those of a tile.
   DEVICE void copy_operands(const Place& place, int stage) const {
     if (lane >= ROWS / 64) return;
-    const int block = held_block(place, lane);
-    const size_t group = (size_t)groups.first_of(block) * 64;
-    unsigned char* to = operands(stage, lane);
-    Barrier* barrier = filled() + stage;
-    expect_bytes(barrier, TILE_BYTES);
-    copy_bytes(to, p.codes + (size_t)block * BLOCK_BYTES, BLOCK_BYTES, barrier);
-    copy_bytes(to + BLOCK_BYTES, p.scales + group * SCALE_BYTES, SCALES, barrier);
-    if (ZEROS) copy_bytes(to + BLOCK_BYTES + SCALES, p.zeros + group, ZERO_BYTES, barrier);
+    StagedTile::copy(operands(stage, lane), p, groups, held_block(place, lane), filled() + stage);
   }
 
   // Begins the barriers and the copies of all stages. A warp calls it.
@@ -143,7 +135,7 @@ template <int N, int SPANS> struct Wide {
     const U4 code = *(const U4*)(from + warp * 512 + codes_of_lane(lane));
     unsigned zero[2];
 #pragma unroll
-    for (int h = 0; h < 2; h++) zero[h] = ZEROS ? zero_pair(from[BLOCK_BYTES + SCALES + s * 64 + g * 8 + h * 4 + warp], 0) : 0;
+    for (int h = 0; h < 2; h++) zero[h] = ZEROS ? zero_pair(from[StagedTile::ZEROS_AT + s * 64 + g * 8 + h * 4 + warp], 0) : 0;
 #pragma unroll
     for (int q = 0; q < GROUP_STEPS; q++)
 #pragma unroll
