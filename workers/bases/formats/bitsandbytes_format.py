@@ -92,7 +92,8 @@ def _four_bits(linear: LinearTensors) -> NF4Matrix:
     packed = linear.stored("weight")
     if not packed.get_shape() or packed.get_shape()[1:] not in ([], [1]):  # Old versions stored a row.
         packed = TensorInMemory(packed[...].flatten())
-    num_bytes = prod(packed.get_shape()) * packed[(slice(0, 1),)].element_size()
+    number_bytes = packed[(slice(0, 1),)].element_size()
+    num_bytes = prod(packed.get_shape()) * number_bytes
     absmax_B, book = _absmax(linear, state), linear.tensor("weight.quant_map").float()
     blocks = -(-outputs * inputs // state.blocksize)
     if outputs * inputs != 2 * num_bytes or absmax_B.shape != (blocks,) or book.shape != (16,):
@@ -101,7 +102,7 @@ def _four_bits(linear: LinearTensors) -> NF4Matrix:
             f"entries do not match a weight of {outputs} x {inputs} values in blocks of {state.blocksize}.",
             "model",
         )
-    codes = _Codes(packed, inputs)
+    codes = _Codes(packed, number_bytes, inputs)
     return NF4Matrix(codes, absmax_B, book, (outputs, inputs), getattr(torch, state.dtype), state.blocksize)
 
 
@@ -110,12 +111,13 @@ class _Codes:
     """The codes [O, D] of a column of bytes of two each. Only the rows that are indexed are read."""
 
     packed: Stored  # a column of N numbers of any dtype, which stand for their bytes
+    number_bytes: int
     inputs: int  # D, which is even: NF4Scheme refuses other linears
 
     def __getitem__(self, place: tuple[slice, ...]) -> Tensor:
         rows, columns = place
         first, stop = rows.start * self.inputs // 2, rows.stop * self.inputs // 2
-        size = self.packed[(slice(0, 1),)].element_size()
+        size = self.number_bytes
         whole = self.packed[(slice(first // size, -(-stop // size)),)].contiguous().flatten().view(torch.uint8)
         packed_N = whole[first % size :][: stop - first]
         return torch.stack([packed_N >> 4, packed_N & 15], dim=1).view(-1, self.inputs)[:, columns]
