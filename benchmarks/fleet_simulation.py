@@ -20,7 +20,7 @@ from slora_workload import Arrival
 PAUSE_S = 5.0  # Time after the last arrival of a row until the next row.
 FIRST_RATE = 8.0  # Requests per second and replica for each adapter's first request; a disk reads as fast on average.
 FRONT_S = 0.025  # Routing, HTTP, and the step that is in flight; the difference to the p50 on four H200s.
-MIXED_S = 0.015  # Of the engine's defaults: 0.3 of max_gap_ms, while no prompt is behind ttft_target_ms.
+MIXED_S = 0.015  # length of a step with prompts while none is late: 0.3 of the default max_gap_ms, 50
 ARMS = {  # The arm of each rule.
     rule: next(arm for arm, its_rule in placement_arms.RULES.items() if its_rule == rule)
     for rule in placement_arms.RULES.values()

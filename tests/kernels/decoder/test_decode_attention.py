@@ -134,7 +134,7 @@ def test_interpreted_kernels_compute_the_rows_of_drafts_in_one_pass() -> None:
 
 
 def test_interpreted_kernels_read_no_values_behind_a_sequence_that_is_shorter_than_planned() -> None:
-    """What lies there may be another sequence's, and infinite."""
+    """The memory behind it may hold infinite values that another sequence wrote there."""
     run_interpreted("""
         import torch
         from lorafleet.kernels.decoder import key_spans

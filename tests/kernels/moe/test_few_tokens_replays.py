@@ -27,7 +27,7 @@ def output_of(x_TD: Tensor, mixture: FewTokenMixture) -> Tensor:
 @pytest.mark.parametrize("tokens", [1, 8])
 @pytest.mark.parametrize("case", CODES)
 def test_each_replay_has_the_bits_of_a_launch_of_its_own(case: str, tokens: int) -> None:
-    """What one launch leaves behind, in counters or in memory that the next ones share, must not reach another."""
+    """A launch changes counters and memory that all launches share, on which no later result may depend."""
     mixture = make_mixture(case, (HIDDEN, 192, 16), 4, "silu", 128, "cuda", early=True)
     dtype = mixture.router.router_ED.dtype
     generator = torch.Generator("cuda").manual_seed(tokens)

@@ -25,7 +25,7 @@ class Device:
 
     step_s: float = 4.4e-3
     token_s: float = 15e-6
-    drafted_s: float = 1.5e-3  # What the host takes before a step with drafts, and before the one behind it.
+    drafted_s: float = 1.5e-3  # seconds that the host needs before a step with drafts, and again before the next step
     draft_token_s: float = 50e-6
 
     def seconds(self, num_decodes: int, num_drafts: int) -> float:

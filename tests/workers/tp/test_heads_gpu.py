@@ -82,4 +82,4 @@ def test_a_layer_for_several_tokens(tmp_path: Path, family: str) -> None:
     base = make_mtp_checkpoint(tmp_path / "base", family)
     checked = drafts_of_two(base, {"method": "mtp"})
     wrong = MTPReference(base, family).wrong(AutoModelForCausalLM.from_pretrained(base), checked)
-    assert len(wrong) <= 0.1 * len(checked) and len(checked) > 20  # As above.
+    assert len(wrong) <= 0.1 * len(checked) and len(checked) > 20  # Nearly equal logits, as for the EAGLE head.
