@@ -48,7 +48,8 @@ class ScriptedEngine:
         self.requests: list[EngineRequest] = []
         self.running: set[str] = set()
         self.answer: Callable[[EngineRequest], str] = lambda r: f"{r.lora.lora_name if r.lora else 'base'} wörld 🎉"
-        self.hold_after: int | None = None  # After this number of tokens it generates nothing more.
+        self.hold_after: int | None = None  # After this number of tokens it generates nothing more until `released`.
+        self.released = False
         self.fail_after: int | None = None  # After this number of tokens it raises `failure`.
         self.failure: Exception = LorafleetError("the engine tripped")
         self.fallback_reason: str | None = None
@@ -65,7 +66,8 @@ class ScriptedEngine:
                 if i == self.fail_after:
                     raise self.failure
                 if i == self.hold_after:
-                    await asyncio.Event().wait()
+                    while not self.released:  # A test may release it from another thread, so it is no asyncio.Event.
+                        await asyncio.sleep(0.001)
                 await asyncio.sleep(self.pause_s)
                 yield output
         finally:

@@ -127,11 +127,12 @@ def test_the_input_items_of_a_response_are_listed(client: openai.OpenAI) -> None
 
 
 async def test_a_response_in_the_background_is_polled(async_client: openai.AsyncOpenAI, engine: Any) -> None:
-    engine.pause_s = 0.01
+    engine.hold_after = 2
     begun = await async_client.responses.create(model="sql", input="hi", background=True)
     assert (begun.status, begun.background, begun.output) == ("in_progress", True, [])
     with pytest.raises(openai.BadRequestError, match="has not ended yet"):
         await async_client.responses.create(model="sql", input="x", previous_response_id=begun.id)
+    engine.released = True
     done = await ended(async_client, begun)
     assert (done.status, done.output_text, done.id) == ("completed", "sql wörld 🎉", begun.id)
     assert done.usage.output_tokens == len(engine.tokenizer.encode("sql wörld 🎉")) + 1
