@@ -1,7 +1,8 @@
 """Changes the application of a `lorafleet serve` that runs on this machine, as `serve deploy` and a scaler do.
 
-    python benchmarks/change_application.py PID replace     # replaces all replicas, one after another
-    python benchmarks/change_application.py PID scale 1     # afterwards: sets the number of replicas
+    python benchmarks/change_application.py PID replace                      # all replicas, one after another
+    python benchmarks/change_application.py PID replace max_model_len=4096   # by replicas with another option
+    python benchmarks/change_application.py PID scale 1                      # afterwards: the number of replicas
 
 It returns when Serve has done so. Serve sets the number of replicas for programs only if the application was deployed
 so, which `replace` does. PID is the server's. benchmarks/chaos.py runs this under load.
@@ -10,10 +11,13 @@ so, which `replace` does. PID is the server's. benchmarks/chaos.py runs this und
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import psutil
 
@@ -53,16 +57,19 @@ def connect(pid: int) -> None:
     ray.init(gcs_address(raylet.cmdline()), namespace="serve", log_to_driver=False, logging_level="ERROR")
 
 
-def replace() -> None:
-    """Deploys the application again, with the same settings."""
+def replace(changes: dict[str, Any]) -> None:
+    """Deploys the application again, with its settings and these changes."""
     from ray import serve
     from ray.serve.context import _get_global_client
 
+    from lorafleet.cluster.config import parse_args
     from lorafleet.cluster.serve.app import build
 
     info, _ = _get_global_client().get_deployment_info(REPLICAS, APP)
-    target = serve.RunTarget(build(info.replica_config.init_args[0]), APP, "/", external_scaler_enabled=True)
-    serve.run_many([target])
+    args = info.replica_config.init_args[0]
+    changed = parse_args({"model": args.model} | changes)
+    args = args.model_copy(update={name: getattr(changed, name) for name in changes})
+    serve.run_many([serve.RunTarget(build(args), APP, "/", external_scaler_enabled=True)])
 
 
 def scale(count: int) -> None:
@@ -85,17 +92,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pid", type=int)
     parser.add_argument("change", choices=("replace", "scale"))
-    parser.add_argument("count", type=int, nargs="?", help=f"number of replicas, 1 to {MAX_REPLICAS}")
+    parser.add_argument("words", nargs="*", help=f"OPTION=VALUE …, or the number of replicas, 1 to {MAX_REPLICAS}")
     args = parser.parse_args()
-    if (args.change == "scale") != (args.count is not None):
-        parser.error("`scale` has a number of replicas, and `replace` has none")
-    if args.count is not None and not 1 <= args.count <= MAX_REPLICAS:
-        parser.error(f"{args.count} replicas: give 1 to {MAX_REPLICAS}")
-    connect(args.pid)
-    if args.count is None:
-        replace()
+    if args.change == "replace":
+        changes = parse_changes(args.words)
+        connect(args.pid)
+        replace(changes)
     else:
-        scale(args.count)
+        count = parse_count(args.words)
+        connect(args.pid)
+        scale(count)
+
+
+def parse_changes(words: Sequence[str]) -> dict[str, Any]:
+    """Returns the options with their values, which are in JSON or else text. Raises SystemExit for other words."""
+    changes: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            sys.exit(f"{word!r} is no OPTION=VALUE")
+        try:
+            changes[name] = json.loads(value)
+        except json.JSONDecodeError:
+            changes[name] = value
+    return changes
+
+
+def parse_count(words: Sequence[str]) -> int:
+    """Returns the number of replicas. Raises SystemExit if it is none from 1 to MAX_REPLICAS."""
+    if len(words) != 1 or not words[0].isdecimal() or not 1 <= int(words[0]) <= MAX_REPLICAS:
+        sys.exit(f"`scale` has one number of replicas, 1 to {MAX_REPLICAS}, not {' '.join(words)!r}")
+    return int(words[0])
 
 
 if __name__ == "__main__":

@@ -109,3 +109,14 @@ def test_ray_is_found_by_the_command_line_of_the_raylet() -> None:
     assert change_application.gcs_address(words) == "127.0.0.1:6379"
     with pytest.raises(SystemExit, match="no --gcs-address"):
         change_application.gcs_address(words[:2])
+
+
+def test_options_are_changed_by_json_or_text_and_replicas_are_counted_within_bounds() -> None:
+    changes = change_application.parse_changes(["max_model_len=4096", "routing=sticky", "lora_modules=[]"])
+    assert changes == {"max_model_len": 4096, "routing": "sticky", "lora_modules": []}
+    assert change_application.parse_count(["3"]) == 3
+    with pytest.raises(SystemExit, match="is no OPTION=VALUE"):
+        change_application.parse_changes(["routing"])
+    for words in ([], ["0"], ["65"], ["-1"], ["1", "2"]):
+        with pytest.raises(SystemExit, match="one number of replicas, 1 to 64"):
+            change_application.parse_count(words)

@@ -1,4 +1,5 @@
 import dataclasses
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import fleet
 from benchmark_results import Hardware, read_results
 from http_load import Call, Job, Report, ReportLost
 from latency import Outcome
+from measured_page import RECORDED
 
 
 class FakeServer:
@@ -431,6 +433,12 @@ def test_a_run_continues_only_with_a_file_and_a_known_rate(
     with pytest.raises(SystemExit):
         run(monkeypatch, "--resume", *words)
     assert not jobs
+
+
+@pytest.mark.parametrize("path", sorted(RECORDED.glob("*fleet*.json")), ids=lambda path: path.stem)
+def test_the_commands_of_the_documentation_are_of_today(path: Path) -> None:
+    script, *words = shlex.split(read_results(path).command)[1:]
+    assert script == "benchmarks/fleet.py" and fleet.arguments(words).workloads
 
 
 def test_the_first_pass_over_the_adapters_is_predicted() -> None:

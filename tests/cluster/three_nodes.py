@@ -3,9 +3,9 @@ application on it, deployed from a shipped file.
 
 Says "started" when Ray is there, "ready" when the application answers. Each line that it reads is an order, answered by
 a line of JSON: "node" ends one of the nodes, "push NAME FOLDER" pushes the folder's adapter as tensors, as a trainer in
-the cluster does, "scale N" sets the number of replicas, "running" says how many run, "change OPTION VALUE" deploys the
-application with another argument and answers once it runs, "residency" asks the directory which replica holds which
-adapter, "place TP" says which nodes Ray gives to the file's replicas, of so many GPUs each. Ends with its input.
+the cluster does, "scale N" sets the number of replicas, "running" says how many run, "residency" asks the directory
+which replica holds which adapter, "place TP" says which nodes Ray gives to the file's replicas, of so many GPUs each.
+Ends with its input.
 """
 
 from __future__ import annotations
@@ -64,14 +64,10 @@ def main(run_dir: str, port: int, arguments: str, head_cpus: int) -> None:
     ray.init(cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     print("started", file=answers, flush=True)
     serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
-
-    def deploy() -> None:
-        _get_global_client().deploy_apps(ServeDeploySchema.model_validate(file))
-        while (application := serve.status().applications["lorafleet"]).status != "RUNNING":
-            assert application.status == "DEPLOYING", application.message
-            time.sleep(0.2)
-
-    deploy()
+    _get_global_client().deploy_apps(ServeDeploySchema.model_validate(file))
+    while (application := serve.status().applications["lorafleet"]).status != "RUNNING":
+        assert application.status == "DEPLOYING", application.message
+        time.sleep(0.2)
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         answer: object = "done"
@@ -86,9 +82,6 @@ def main(run_dir: str, port: int, arguments: str, head_cpus: int) -> None:
                 controller = _get_global_client()._controller
                 replicas = DeploymentID("EngineReplica", "lorafleet")
                 ray.get(controller.update_deployment_replicas.remote(replicas, int(count)))
-            case ["change", option, value]:
-                file["applications"][0]["args"] |= {option: json.loads(value)}
-                deploy()
             case ["running"]:
                 states = serve.status().applications["lorafleet"].deployments["EngineReplica"].replica_states
                 answer = states.get("RUNNING", 0)
