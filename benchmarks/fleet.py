@@ -81,6 +81,7 @@ RAMP = 0.2  # The part of a closed loop's time in which tokens are not counted, 
 WARM_UP_SEED = 1000
 FIRST_STREAMS = 8  # Streams for each replica that request every adapter once, before the warm-up.
 FIRST_S = 120.0  # The time in which they must have done so.
+START_S = {"cpu": 0.0, "cuda": 40.0}  # The time that a server takes to start at least.
 MAX_ERRORS, ERROR_CHARS = 3, 160  # Printed of each workload.
 UNITS = {
     **dict.fromkeys(("ttft_p50", "ttft_p99", "gap_p50", "gap_p99", "ttft_worst_adapters"), "s"),
@@ -536,9 +537,9 @@ class Run:
         return keys
 
     def _least_s(self, rules: Sequence[str], replicas: int) -> float:
-        """Returns the seconds that these rules take at least, without the starts of their servers."""
+        """Returns the seconds that these rules take at least."""
         size = self._first_size
-        warm_s = size.warm_up_s
+        warm_s = START_S[self._args.device] + size.warm_up_s
         if size.warm_up_s and self._args.device == "cuda":
             warm_s += first_pass(size, replicas)[1]
         stages = [stage for rule in rules for stage in self._stages[: self._num_stages(rule)]]
