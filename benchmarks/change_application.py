@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import re
 import sys
@@ -54,7 +55,7 @@ def connect(pid: int) -> None:
     os.environ.update(raylet.environ())
     import ray
 
-    ray.init(gcs_address(raylet.cmdline()), namespace="serve", log_to_driver=False, logging_level="ERROR")
+    ray.init(gcs_address(raylet.cmdline()), namespace="serve", log_to_driver=False, logging_level=logging.ERROR)
 
 
 def replace(changes: dict[str, Any]) -> None:

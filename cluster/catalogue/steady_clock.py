@@ -15,8 +15,8 @@ logger = logging.getLogger("lorafleet.cluster")
 
 
 def uptime_s() -> float:
-    """Returns the seconds since the machine has started. Unlike time.monotonic(), they include those of a suspend, after
-    which the machine's clock is right and has not jumped."""
+    """Returns the seconds since the machine has started. Unlike those of time.monotonic(), they go on during a suspend,
+    after which the machine's clock is right and has not jumped."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

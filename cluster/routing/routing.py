@@ -49,8 +49,8 @@ class Costs:
     token_s: float = 1 / 42e3  # For each token of prefill.
     request_s: float = 3e-3  # For each request that runs or waits there already: mostly what all wait later.
     fill_byte_s: float = 1 / 53e9  # For each byte copied from host memory to a slot.
-    # For each byte read from disk to host memory for the first time, with digest, checks and packing. An adapter of rank
-    # 16 takes 31 ms + 60 ms (1.4 GB/s), which is as long. Later reads are faster (6 GB/s), but that changed no routing.
+    # For each byte read from disk to host memory for the first time, with digest, checks and packing: 31 ms + 60 ms
+    # (1.4 GB/s) for rank 16, as here. Later reads are faster (6 GB/s), but with their cost routing was no better.
     read_byte_s: float = 1 / 0.9e9
     place_s: float = 0.1  # Until a place in a full batch is free, for each request that waits for one.
     slot_s: float = 0.7  # Until a slot is released if all are in use, for each adapter that waits for one.
