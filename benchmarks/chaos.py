@@ -245,7 +245,7 @@ async def _suspend(victim: psutil.Process) -> None:
 
 
 async def _change(server: LocalServer, *words: str) -> None:
-    """Runs change_application.py. Raises SystemExit if it fails, since its output says why."""
+    """Changes the application by change_application.py. Raises SystemExit if it fails, since its output says why."""
     process = await asyncio.create_subprocess_exec(sys.executable, CHANGE, str(server.pid), *words)
     if status := await process.wait():
         sys.exit(f"{CHANGE.name} {' '.join(words)} ended with status {status}")

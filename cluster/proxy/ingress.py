@@ -80,7 +80,7 @@ def answer_health_checks(is_well: Callable[[], bool]) -> None:
         if not is_well():
             return False, "UNHEALTHY"
         if self._shutting_down and self._healthy:
-            return True, replica.HEALTHY_MESSAGE
+            return True, constants.HEALTHY_MESSAGE
         return await serves_check(self)
 
     replica.Replica._dataplane_health_check = check  # type: ignore[method-assign]  # There is no other way in.
