@@ -448,6 +448,22 @@ def test_the_first_pass_over_the_adapters_is_predicted() -> None:
     assert pass_s == pytest.approx((256 * 0.031 + num_bytes / 1.4e9) / 2)
 
 
+def test_on_gpus_the_first_pass_is_announced_and_counts_in_what_does_not_fit(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write_nothing(_: str, folder: Path, load: fleet.Load) -> None:
+        for number in range(load.num_adapters):
+            (folder / "adapters" / f"a{number}").mkdir(parents=True)
+
+    monkeypatch.setattr(fleet, "write_files", write_nothing)
+    words = ("--device", "cuda", "--replicas", "2", "--adapters", "256", "--warm-up-s", "3", "--rules", "affinity")
+    words += ("--workloads", "Dynamo, flash", "--duration-s", "6", "--resume", "--json", str(tmp_path / "fleet.json"))
+    run(monkeypatch, *words, "--limit-s", "60")
+    assert "the first need 67 s at least" in capsys.readouterr().out and not jobs
+    run(monkeypatch, *words, "--limit-s", "80")
+    assert "affinity: first requests read 40.3 GB each; predicted 18 s" in capsys.readouterr().out and len(jobs) == 3
+
+
 def test_tokens_of_a_closed_loop_are_counted_between_its_ramp_and_its_end() -> None:
     times = [1.0, 3.0, 5.0, 7.0, 11.0]  # An answer of 10 tokens; the loop's ramp ends at 2 s, the loop at 10 s.
     outcomes = [Outcome(0.0, 0.0, times, 10), Outcome(0.0, 0.0, times, 10, "cut"), Outcome(0.0, 0.0, [], 0)]
