@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorafleet.api.access.long_work import run_by_size
-from lorafleet.api.answer import answer_types
+from lorafleet.api.answer import responses_types
 from lorafleet.api.answer.error_responses import SERVER_FAILED, http_error, in_own_words
 from lorafleet.api.answer.generation import Sample, fallback_of, usage_of
 from lorafleet.api.answer.logprobs import logprob_entries
@@ -66,8 +66,8 @@ _REASONING_FIELDS = ("thinking_token_budget", "chat_template_kwargs")
 @describe(
     "Responses",
     body=ResponsesRequest,
-    answer=answer_types.ResponseBody,
-    events=answer_types.ResponseEvent,
+    answer=responses_types.ResponseBody,
+    events=responses_types.ResponseEvent,
     headers=STARTING,
 )
 async def responses(state: AppState, request: Request) -> Response:
@@ -98,7 +98,9 @@ async def responses(state: AppState, request: Request) -> Response:
     return EventStream(answer.stream(headers), headers) if body.stream else WholeReply(answer.whole)
 
 
-@describe("Count the input tokens of a /v1/responses request", body=ResponsesRequest, answer=answer_types.InputTokens)
+@describe(
+    "Count the input tokens of a /v1/responses request", body=ResponsesRequest, answer=responses_types.InputTokens
+)
 async def count_input_tokens(state: AppState, request: Request) -> Response:
     """Counts the input tokens of a request. Nothing is generated."""
     body = await read_body(state, request, ResponsesRequest)

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.fair_threads import FairThreads
 from lorafleet.api.access.long_work import run_by_count
-from lorafleet.api.answer import answer_types as answers
+from lorafleet.api.answer import token_types as answers
 from lorafleet.api.answer.envelope import draw_key, request_id
 from lorafleet.api.answer.generation import Sample, Task, collect, fallback_of, make_samples, usage_of
 from lorafleet.api.answer.logprobs import chat_logprobs, vllm_prompt_logprobs
