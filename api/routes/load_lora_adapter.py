@@ -19,8 +19,12 @@ from lorafleet.api.answer import server_types
 from lorafleet.api.answer.responses import json_response
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.parsing import read_body
-from lorafleet.api.request.request_bodies import LoadAdapterRequest, UnloadAdapterRequest
-from lorafleet.api.request.trainer_bodies import SGLangLoadRequest, SGLangUnloadRequest
+from lorafleet.api.request.trainer_bodies import (
+    LoadAdapterRequest,
+    SGLangLoadRequest,
+    SGLangUnloadRequest,
+    UnloadAdapterRequest,
+)
 from lorafleet.api.routes.operations import PlainText, describe
 from lorafleet.protocol.errors import AdapterExists, InvalidRequest, ModelNotFound
 

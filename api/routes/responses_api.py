@@ -23,10 +23,11 @@ from lorafleet.api.answer.responses import EventStream, WholeReply, encode_json,
 from lorafleet.api.answer.streaming import answer_headers
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.parsing import parse_object, read_body
-from lorafleet.api.request.request_bodies import (
+from lorafleet.api.request.request_bodies import ChatRequest, SampledRequest
+from lorafleet.api.request.request_deadline import RequestDeadline
+from lorafleet.api.request.responses_bodies import (
     OUTPUT_LOGPROBS,
     PACKED_REASONING,
-    ChatRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
     ResponsesAllowedChoice,
@@ -35,11 +36,9 @@ from lorafleet.api.request.request_bodies import (
     ResponsesGrammarFormat,
     ResponsesNamedChoice,
     ResponsesRequest,
-    SampledRequest,
     TextFormat,
-    ToolMode,
 )
-from lorafleet.api.request.request_deadline import RequestDeadline
+from lorafleet.api.request.tool_bodies import ToolMode
 from lorafleet.api.routes.answer_events import answer_events
 from lorafleet.api.routes.chat import StartedChat, count_prompt_tokens, start_chat
 from lorafleet.api.routes.operations import STARTING, describe

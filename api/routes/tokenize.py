@@ -12,7 +12,7 @@ from lorafleet.api.answer.responses import json_response
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.parsing import read_body
 from lorafleet.api.request.prompts import checked_ids, encode, render_chat
-from lorafleet.api.request.request_bodies import DetokenizeRequest, TokenizeRequest
+from lorafleet.api.request.token_bodies import DetokenizeRequest, TokenizeRequest
 from lorafleet.api.routes.operations import describe
 from lorafleet.api.served_model import ServedModel
 from lorafleet.protocol.errors import InvalidRequest

@@ -27,9 +27,10 @@ from lorafleet.api.request.function_tools import read_tools
 from lorafleet.api.request.parsing import read_body
 from lorafleet.api.request.priority import checked_priority
 from lorafleet.api.request.prompts import Prompt, fit_max_tokens, read_prompt
-from lorafleet.api.request.request_bodies import ChatRequest, TokenSampling, TokensRequest
+from lorafleet.api.request.request_bodies import ChatRequest
 from lorafleet.api.request.request_deadline import RequestDeadline
 from lorafleet.api.request.sampling import fitted, read_logit_bias, with_banned_tokens
+from lorafleet.api.request.token_bodies import TokenSampling, TokensRequest
 from lorafleet.api.request.weight_demand import read_demand
 from lorafleet.api.routes.chat import count_logprobs_asked, read_chat_params, read_chat_prompt
 from lorafleet.api.routes.operations import STARTING, describe

@@ -26,15 +26,9 @@ from lorafleet.api.request.pooled_bodies import (
     RerankRequest,
     ScoreRequest,
 )
-from lorafleet.api.request.request_bodies import (
-    OUTPUT_LOGPROBS,
-    PACKED_REASONING,
-    ChatRequest,
-    CompletionRequest,
-    ResponsesRequest,
-    SGLangRequest,
-    SGLangSampling,
-)
+from lorafleet.api.request.request_bodies import ChatRequest, CompletionRequest
+from lorafleet.api.request.responses_bodies import OUTPUT_LOGPROBS, PACKED_REASONING, ResponsesRequest
+from lorafleet.api.request.token_bodies import SGLangRequest, SGLangSampling
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "api-compatibility.md"
 OWN = {"logprobs_mode", "lora_weights", "pooling"}
