@@ -1,4 +1,4 @@
-"""Declares the bodies of completions and chats with the fields that this server acts on; fields.py has the other fields.
+"""Declares the bodies of completions and chats, with the fields that this server acts on; fields.py has the others.
 
 Types are strict, and null means the default. Bounds come from protocol/limits.py. Rules for several fields together
 are checked by the route that reads them. This holds for the other *_bodies modules as well.
