@@ -192,7 +192,7 @@ class LLM:
         return results
 
     def add_lora(self, lora_request: LoRARequest) -> None:
-        """Reads the adapter into CPU memory now; later requests with the same id and path use exactly these weights."""
+        """Reads the adapter into host memory now; later requests with its id and path use exactly these weights."""
         self._resolve(lora_request)
 
     def mix_loras(self, loras: Sequence[LoRARequest], weights: Sequence[float] | None = None) -> LoRARequest:
