@@ -261,7 +261,8 @@ def _try_to_share(
     pool: PoolStart,
     draft: DraftModel | None,
 ) -> tuple[StepRunner, int, int] | None:
-    """Builds the steps as _build_steps() does. Returns None if there is nothing to share, and the user has not asked for it."""
+    """Builds the steps as _build_steps() does. Returns None if there is nothing to share, and the user has not asked
+    for it."""
     try:
         return _build_steps(config, base, spec, slots, pool, draft)
     except NothingToShare as error:
