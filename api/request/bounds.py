@@ -6,8 +6,10 @@ Each bound is also added to the field's JSON schema, which /openapi.json shows.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
@@ -32,14 +34,17 @@ class AtMost:
     bound: int
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(self._check, handler(source))
+        # In a union, a list is not measured by the bound of the text that may be in its place.
+        kinds = {str: (str,), list: (list,), dict: (dict,)}.get(get_origin(source) or source, (str, list, dict))
+        check = functools.partial(self._check, kinds)
+        return core_schema.no_info_before_validator_function(check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         made = handler(schema)
         return made | {_KEYWORDS[made["type"]]: self.bound}
 
-    def _check(self, value: object) -> object:
-        if isinstance(value, str | list | dict) and len(value) > self.bound:
+    def _check(self, kinds: tuple[type[Sized], ...], value: object) -> object:
+        if isinstance(value, kinds) and len(value) > self.bound:
             what = "characters" if isinstance(value, str) else "entries"
             raise over_bound(f"has {len(value)} {what}; at most {self.bound} are allowed")
         return value

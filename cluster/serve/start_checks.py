@@ -18,7 +18,9 @@ def check_paths(args: AppArgs) -> None:
     _require(Path(args.model) / "config.json", f"model {args.model!r} is not a local Hugging Face folder")
     drafts = args.speculative_config
     if drafts is not None and drafts.model is not None:
-        _require(Path(drafts.model) / "config.json", f"speculative_config: model {drafts.model!r} is not a local folder")
+        _require(
+            Path(drafts.model) / "config.json", f"speculative_config: model {drafts.model!r} is not a local folder"
+        )
     for module in args.lora_modules:
         if not is_uri(module.path):
             _require(Path(module.path) / "adapter_config.json", f"adapter {module.name!r} cannot be served")

@@ -245,7 +245,10 @@ def draft_lora_config(lora: LoRAConfig) -> LoRAConfig:
 
 def read_draft_config(folder: Path) -> ModelConfig:
     """Raises ConfigError if the folder has no model that can draft."""
-    model = read_model_config(folder)
+    try:
+        model = read_model_config(folder)
+    except ConfigError as error:
+        raise type(error)(f"speculative_config: {error.message}", "speculative_config") from None
     reason = None
     if model.states:
         reason = "has recurrent layers, whose states cannot go back behind drafts that are wrong"
