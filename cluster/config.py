@@ -313,6 +313,10 @@ class AppArgs(
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if not all(self.served_model_name):
+            raise ValueError(
+                "served_model_name has an empty name, which no request can give; give names, or leave it out."
+            )
         _check_modules(self.lora_modules, self.base_names)
         if not self.enable_lora:
             self._check_no_loras()

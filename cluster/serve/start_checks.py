@@ -26,6 +26,8 @@ def check_paths(args: AppArgs) -> None:
             _require(Path(module.path) / "adapter_config.json", f"adapter {module.name!r} cannot be served")
     if args.lora_resolver_dir is not None:
         _require(Path(args.lora_resolver_dir), f"lora_resolver_dir {args.lora_resolver_dir!r} does not exist")
+    if args.kv_disk_dir is not None:
+        _require(Path(args.kv_disk_dir), f"kv_disk_dir {args.kv_disk_dir!r} does not exist")
     if args.api_keys is not None:
         KeyRing(args.api_keys)
     check_otel(args)

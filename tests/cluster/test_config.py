@@ -116,6 +116,8 @@ def test_modules_are_read_in_every_spelling() -> None:
         ({"model": "m", "device": "tpu"}, "device"),
         ({"model": "m", "tp": 0}, "tensor_parallel_size"),
         ({"model": "m", "queue_timeout": -1}, "queue_timeout"),
+        ({"model": "m", "drain_timeout": float("inf")}, "drain_timeout: Input should be a finite number"),
+        ({"model": "m", "served_model_name": ["a", ""]}, "served_model_name has an empty name"),
         ({"model": "m", "lora_modules": ["nothing"]}, "name=path"),
         ({"model": "m", "lora_modules": ["{nothing"]}, "not valid JSON"),
         ({"model": "m", "lora_modules": [{"name": "a", "path": "x", "rank": 3}]}, "rank"),

@@ -325,7 +325,7 @@ def test_models_that_cannot_draft_are_refused(fleet, tmp_path) -> None:
     dynamic = make_model(tmp_path / "dynamic", "llama3", rope_parameters=scaling)
     with pytest.raises(ConfigError, match=r"draft model .* rotates all keys anew .* Give another one"):
         made_engine(base, dynamic)
-    with pytest.raises(ConfigError, match="speculative_config: model '.*nowhere' is not a folder"):
+    with pytest.raises(ConfigError, match=r"speculative_config: model '.*nowhere' is not a folder"):
         made_engine(base, tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="not served with share_lora_memory"):
         made_engine(base, base, lora=LoRAConfig(share_lora_memory=True))
