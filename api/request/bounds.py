@@ -19,6 +19,8 @@ from lorafleet.protocol import limits
 from lorafleet.protocol.limits import Range, shown_number
 
 OVER_BOUND = "over_bound"  # The pydantic type of the errors that are raised here.
+# What a bound of a field's type applies to. In a union, a list is not measured by the bound of the text in its place.
+_MEASURED: dict[object, tuple[type[Sized], ...]] = {str: (str,), list: (list,), dict: (dict,)}
 _KEYWORDS = {"string": "maxLength", "array": "maxItems", "object": "maxProperties"}
 
 
@@ -34,17 +36,16 @@ class AtMost:
     bound: int
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        # In a union, a list is not measured by the bound of the text that may be in its place.
-        kinds = {str: (str,), list: (list,), dict: (dict,)}.get(get_origin(source) or source, (str, list, dict))
-        check = functools.partial(self._check, kinds)
+        measured = _MEASURED.get(get_origin(source) or source, (str, list, dict))
+        check = functools.partial(self._check, measured)
         return core_schema.no_info_before_validator_function(check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         made = handler(schema)
         return made | {_KEYWORDS[made["type"]]: self.bound}
 
-    def _check(self, kinds: tuple[type[Sized], ...], value: object) -> object:
-        if isinstance(value, kinds) and len(value) > self.bound:
+    def _check(self, measured: tuple[type[Sized], ...], value: object) -> object:
+        if isinstance(value, measured) and len(value) > self.bound:
             what = "characters" if isinstance(value, str) else "entries"
             raise over_bound(f"has {len(value)} {what}; at most {self.bound} are allowed")
         return value
