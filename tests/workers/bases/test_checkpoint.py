@@ -183,6 +183,19 @@ def test_context_over_the_cache_is_refused_with_both_numbers(model):
         build_engine(EngineConfig(model=str(model), max_model_len=128, kv_cache_tokens=64))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_cache_tokens": 1}, "kv_cache_tokens=1 is less than one KV block of block_size=16"),
+        ({"block_size": 10**6}, "no memory is left for the KV cache: a block of it has block_size=1000000 tokens"),
+        ({"kv_cache_tokens": 10**15}, "a KV cache of 1000000000000016 tokens needs .*GiB, more than is free"),
+    ],
+)
+def test_a_cache_that_cannot_be_is_refused_with_its_size_and_what_to_change(model, options, message):
+    with pytest.raises(ConfigError, match=message):
+        build_engine(EngineConfig(model=str(model), **options))
+
+
 def test_context_shrinks_to_the_cache_where_none_is_asked_for(model):
     assert build_engine(EngineConfig(model=str(model), kv_cache_tokens=64)).hello.max_model_len == 64
 
