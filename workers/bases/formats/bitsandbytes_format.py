@@ -35,6 +35,7 @@ _STATE = r"weight\.quant_state\.bitsandbytes__(?:nf4|fp4)"
 INT8 = ScaledScheme("int8", torch.int8, rounds_x=False)
 LARGEST_CODE = 127
 MOST_BLOCK = 4096  # Largest blocksize of bitsandbytes.
+MOST_STATE_BYTES = 1 << 16  # of a linear's JSON, which has some 150
 BITS = ("load_in_4bit", "_load_in_4bit", "load_in_8bit", "_load_in_8bit")
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -67,7 +68,7 @@ class BitsandbytesFormat:
 
 
 def _eight_bits(linear: LinearTensors) -> ScaledMatrix:
-    if "weight_format" in linear and linear.tensor("weight_format").any():
+    if "weight_format" in linear and linear.tensor("weight_format", 1).any():
         raise ConfigError(
             f"{linear.path('weight_format')} is not 0: the codes' order is that of an old GPU. Quantize it again.",
             "model",
@@ -77,10 +78,10 @@ def _eight_bits(linear: LinearTensors) -> ScaledMatrix:
 
 def _four_bits(linear: LinearTensors) -> NF4Matrix:
     kind = "nf4" if "weight.quant_state.bitsandbytes__nf4" in linear else "fp4"
-    name, packed_state = linear.path("weight"), linear.tensor(f"weight.quant_state.bitsandbytes__{kind}")
+    name, packed_state = linear.path("weight"), linear.tensor(f"weight.quant_state.bitsandbytes__{kind}", MOST_STATE_BYTES)
     try:
         state = msgspec.convert(json.loads(bytes(packed_state.flatten().tolist())), _State)
-    except (ValueError, TypeError) as error:  # msgspec's errors are ValueErrors too
+    except (ValueError, TypeError, RecursionError) as error:  # msgspec's errors are ValueErrors too
         raise ConfigError(f"{name}: its bitsandbytes state cannot be read: {error}", "model") from None
     if not BLOCK <= state.blocksize <= MOST_BLOCK or state.blocksize % BLOCK:
         raise ConfigError(
@@ -90,18 +91,22 @@ def _four_bits(linear: LinearTensors) -> NF4Matrix:
         )
     outputs, inputs = state.shape
     packed = linear.stored("weight")
-    if not packed.get_shape() or packed.get_shape()[1:] not in ([], [1]):  # Old versions stored a row.
-        packed = TensorInMemory(packed[...].flatten())
-    number_bytes = packed[(slice(0, 1),)].element_size()
-    num_bytes = prod(packed.get_shape()) * number_bytes
-    absmax_B, book = _absmax(linear, state), linear.tensor("weight.quant_map").float()
-    blocks = -(-outputs * inputs // state.blocksize)
-    if outputs * inputs != 2 * num_bytes or absmax_B.shape != (blocks,) or book.shape != (16,):
+    packed_shape = packed.get_shape()
+    number_bytes = packed[tuple(slice(0, 1) for _ in packed_shape) if packed_shape else ...].element_size()
+    num_bytes, blocks = prod(packed_shape) * number_bytes, -(-outputs * inputs // state.blocksize)
+    fits = outputs > 0 and inputs > 0 and outputs * inputs == 2 * num_bytes
+    absmax_B = _absmax(linear, state, blocks if fits else 0)
+    book = linear.tensor("weight.quant_map", 256).float()
+    if not fits or absmax_B.shape != (blocks,) or book.shape != (16,):
         raise ConfigError(
             f"{name}: {num_bytes} bytes, {absmax_B.numel()} absmax values and a codebook of {book.numel()} "
             f"entries do not match a weight of {outputs} x {inputs} values in blocks of {state.blocksize}.",
             "model",
         )
+    if not (absmax_B.isfinite().all() and book.isfinite().all()):
+        raise ConfigError(f"{name}: its absmax or its codebook has NaN or infinite numbers. Quantize it again.", "model")
+    if packed_shape[1:] not in ([], [1]):  # Old versions stored a row.
+        packed = TensorInMemory(packed[...].flatten())
     codes = _Codes(packed, number_bytes, inputs)
     return NF4Matrix(codes, absmax_B, book, (outputs, inputs), getattr(torch, state.dtype), state.blocksize)
 
@@ -123,11 +128,13 @@ class _Codes:
         return torch.stack([packed_N >> 4, packed_N & 15], dim=1).view(-1, self.inputs)[:, columns]
 
 
-def _absmax(linear: LinearTensors, state: _State) -> Tensor:
-    absmax_B = linear.tensor("weight.absmax")
+def _absmax(linear: LinearTensors, state: _State, blocks: int) -> Tensor:
+    """Returns the magnitudes as the file has them, which are at most one for each of so many blocks."""
+    absmax_B = linear.tensor("weight.absmax", blocks)
     if "weight.nested_absmax" not in linear:
         return absmax_B.float()
-    book, outer = linear.tensor("weight.nested_quant_map").float(), linear.tensor("weight.nested_absmax").float()
+    book = linear.tensor("weight.nested_quant_map", 256).float()
+    outer = linear.tensor("weight.nested_absmax", blocks).float()
     size = state.nested_blocksize or 0
     if (
         absmax_B.dtype != torch.uint8

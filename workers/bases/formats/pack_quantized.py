@@ -11,13 +11,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lorafleet.kernels.quant.int_weight import IntScheme
+from lorafleet.kernels.quant.int_weight import Bits, IntScheme
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.workers.bases.formats.checkpoint_format import LinearTensors
-from lorafleet.workers.bases.formats.packed_ints import PackedInts, dtype_of_matrix, group_of_columns
+from lorafleet.workers.bases.formats.packed_ints import (
+    PackedInts,
+    dtype_of_matrix,
+    group_of_columns,
+    is_run,
+    stored_groups,
+)
 
 
 def int_scheme(weights: Mapping[str, Any]) -> IntScheme | None:
@@ -35,10 +40,9 @@ def int_scheme(weights: Mapping[str, Any]) -> IntScheme | None:
 def as_stored(scheme: IntScheme, linear: LinearTensors) -> IntScheme:
     """Returns the linear's own scheme, with the dtype of its scales and the order of its groups."""
     scale = linear.stored("weight_scale")
-    dtype, group_D = dtype_of_matrix(linear.path("weight_scale"), scale), _groups(linear)
-    ordered = 0
-    if group_D is not None and not torch.equal(group_D, torch.arange(len(group_D)) // (scheme.group or len(group_D))):
-        ordered = scale.get_shape()[-1]
+    dtype = dtype_of_matrix(linear.path("weight_scale"), scale)
+    group_D = _groups(linear, scheme.bits)
+    ordered = 0 if group_D is None or is_run(group_D, scheme.group) else scale.get_shape()[1]
     return replace(scheme, ordered_groups=ordered, dtype=dtype)
 
 
@@ -46,9 +50,9 @@ def pack_quantized(linear: LinearTensors, scheme: IntScheme) -> PackedInts:
     """Returns the linear's weight, unread. Raises ConfigError if its tensors do not match."""
     code, scale = linear.stored("weight_packed"), linear.stored("weight_scale")
     zero = linear.stored("weight_zero_point") if scheme.has_zeros else None
-    name, shape, per_int = linear.path("weight_packed"), linear.tensor("weight_shape").tolist(), 32 // scheme.bits
-    groups = scale.get_shape()[-1]
-    outputs, inputs = shape if len(shape) == 2 else (0, 0)
+    name, shape, per_int = linear.path("weight_packed"), linear.tensor("weight_shape", 2).tolist(), 32 // scheme.bits
+    outputs, inputs = shape if isinstance(shape, list) and len(shape) == 2 else (0, 0)
+    groups = scale.get_shape()[1]  # as_stored() has seen that it is a matrix
     if (
         code.get_shape() != [outputs, -(-inputs // per_int)]
         or scale.get_shape() != [outputs, groups]
@@ -66,13 +70,15 @@ def pack_quantized(linear: LinearTensors, scheme: IntScheme) -> PackedInts:
         raise ConfigError(
             f"{name} has zero points, but quantization_config says symmetric. Correct config.json.", "model"
         )
-    group_D = group_of_columns(name, _groups(linear), inputs, groups, scheme.group)
+    group_D = group_of_columns(name, _groups(linear, scheme.bits), inputs, groups, scheme.group)
     return PackedInts(name, (outputs, inputs), scheme.bits, code, 1, scale, zero, group_D, is_transposed=False)
 
 
-def _groups(linear: LinearTensors) -> Tensor | None:
+def _groups(linear: LinearTensors, bits: Bits) -> Tensor | None:
     """Returns each input's group as the file has it, or None if groups are runs."""
     if "weight_g_idx" not in linear:
         return None
-    group_D = linear.tensor("weight_g_idx").cpu().long()
+    inputs, packed = linear.tensor("weight_shape", 2).flatten().tolist()[-1:], linear.stored("weight_packed").get_shape()
+    most = packed[-1] * (32 // bits) if packed else 0
+    group_D = stored_groups(linear, "weight_g_idx", min(int(inputs[0]), most) if inputs else 0)
     return None if bool((group_D == -1).all()) else group_D
