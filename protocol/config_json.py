@@ -16,9 +16,7 @@ def read_json(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             text = file.read(MAX_JSON_BYTES + 1)
         if len(text) > MAX_JSON_BYTES:
-            raise ConfigError(
-                f"{path} has more than {MAX_JSON_BYTES:,} bytes. Download the checkpoint again.", "model"
-            )
+            raise ConfigError(f"{path} has more than {MAX_JSON_BYTES:,} bytes. Download the checkpoint again.", "model")
         value = json.loads(text.decode("utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing; give a local Hugging Face checkpoint.", "model") from None

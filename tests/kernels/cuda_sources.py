@@ -1,5 +1,5 @@
-"""Compiles CUDA sources by the NVRTC of a package of its own, which needs neither a GPU nor a torch with CUDA, and reads
-what their kernels take of a multiprocessor."""
+"""Compiles CUDA sources by an NVRTC that needs neither a GPU nor a torch with CUDA, and reads what kernels take of a
+multiprocessor."""
 
 from __future__ import annotations
 
@@ -48,6 +48,8 @@ def kernel_usage(source: str, options: Sequence[str], architecture: str) -> dict
 @cache
 def nvrtc() -> ctypes.CDLL:
     """Opens the library of the package, which the development dependencies have."""
-    paths = {file.name.split(".so")[0]: Path(str(file.locate())) for file in files(PACKAGE) or [] if ".so." in file.name}
+    paths = {
+        file.name.split(".so")[0]: Path(str(file.locate())) for file in files(PACKAGE) or [] if ".so." in file.name
+    }
     ctypes.CDLL(str(paths["libnvrtc-builtins"]))  # The other library looks for it only where the linker does.
     return ctypes.CDLL(str(paths["libnvrtc"]))

@@ -1,4 +1,4 @@
-"""Every CUDA source is compiled for the GPUs that it serves, without one, and its kernels fit as their launches need it.
+"""CUDA sources are compiled for the GPUs that they serve, without one, and kernels fit as their launches need it.
 
 There are few compilations, since each takes seconds: one of each group size, with and without zeros and experts.
 """
@@ -20,7 +20,10 @@ from tests.kernels.cuda_sources import KernelUsage, kernel_usage
 from tests.kernels.harness import needs_triton
 
 BF16, F32 = torch.bfloat16, torch.float32
-HOPPER, BLACKWELL = "sm_90a", "sm_100"  # Smaller GPUs have too little shared memory, see _kernels() of four_bit_cuda.py.
+HOPPER, BLACKWELL = (
+    "sm_90a",
+    "sm_100",
+)  # Smaller GPUs have too little shared memory, see _kernels() of four_bit_cuda.py.
 REGISTERS = 65536  # of a multiprocessor
 SHARED_BYTES = 233472  # of a multiprocessor
 MOST_SHARED_BYTES = 232448  # of a program, without the driver's

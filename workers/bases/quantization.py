@@ -24,8 +24,8 @@ from lorafleet.workers.bases.formats.fp8_format import FP8Format
 from lorafleet.workers.bases.formats.gptq_format import GPTQFormat
 from lorafleet.workers.bases.formats.modelopt_format import (
     ModelOptFormat,
-    quantizes_only_kv_cache,
     modelopt_settings,
+    quantizes_only_kv_cache,
 )
 from lorafleet.workers.bases.formats.mxfp4_format import MXFP4Format
 from lorafleet.workers.bases.formats.quantization_settings import check_settings

@@ -78,7 +78,10 @@ def _eight_bits(linear: LinearTensors) -> ScaledMatrix:
 
 def _four_bits(linear: LinearTensors) -> NF4Matrix:
     kind = "nf4" if "weight.quant_state.bitsandbytes__nf4" in linear else "fp4"
-    name, packed_state = linear.path("weight"), linear.tensor(f"weight.quant_state.bitsandbytes__{kind}", MOST_STATE_BYTES)
+    name, packed_state = (
+        linear.path("weight"),
+        linear.tensor(f"weight.quant_state.bitsandbytes__{kind}", MOST_STATE_BYTES),
+    )
     try:
         state = msgspec.convert(json.loads(bytes(packed_state.flatten().tolist())), _State)
     except (ValueError, TypeError, RecursionError) as error:  # msgspec's errors are ValueErrors too
@@ -104,7 +107,9 @@ def _four_bits(linear: LinearTensors) -> NF4Matrix:
             "model",
         )
     if not (absmax_B.isfinite().all() and book.isfinite().all()):
-        raise ConfigError(f"{name}: its absmax or its codebook has NaN or infinite numbers. Quantize it again.", "model")
+        raise ConfigError(
+            f"{name}: its absmax or its codebook has NaN or infinite numbers. Quantize it again.", "model"
+        )
     if packed_shape[1:] not in ([], [1]):  # Old versions stored a row.
         packed = TensorInMemory(packed[...].flatten())
     codes = _Codes(packed, number_bytes, inputs)

@@ -85,7 +85,7 @@ class LinearTensors:
         """Reads a whole tensor of at most that many numbers. Raises ConfigError if it is missing or has more."""
         stored = self.stored(leaf)
         shape = stored.get_shape()
-        if prod(shape) > most:
+        if max(prod(shape), *shape, 0) > most:  # An empty tensor may have a vast size as well.
             raise ConfigError(
                 f"{self.path(leaf)} has shape {shape}, where this linear has at most {most:,} numbers. Download or "
                 "export the checkpoint again.",

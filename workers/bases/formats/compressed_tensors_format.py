@@ -99,7 +99,10 @@ def _group_of(name: str, groups: Iterable[_Group], patterns: NamePatterns) -> _G
 
 
 def _best_match(name: str, targets: Iterable[str], field: str, patterns: NamePatterns) -> int | None:
-    """Returns how exactly a target means the linear (0 is most exact), or None if none does. `field` has the targets."""
+    """Returns how exactly a target means the linear (0 is most exact), or None if none does.
+
+    `field` is the key that has the targets.
+    """
     names = spellings(name)
 
     def rank(target: str) -> int | None:

@@ -64,7 +64,7 @@ def scaled_matrix(
     Scales are floats, or e8m0 as bytes. They are multiplied by `factor`.
     """
     shape = _matrix_shape(linear, "weight")
-    size = block[0] or shape[0], block[1] or shape[1]
+    size = min(block[0] or shape[0], shape[0]), min(block[1] or shape[1], shape[1])
     wanted = num_blocks(shape, size)
     scale_shape = linear.stored(scale_leaf).get_shape()
     if prod(scale_shape) != prod(wanted) or _without_ones(scale_shape) != _without_ones(wanted):
@@ -139,9 +139,10 @@ def _e2m1_matrix(
 
 def _matrix_shape(linear: LinearTensors, leaf: str) -> tuple[int, int]:
     shape = linear.stored(leaf).get_shape()
-    if len(shape) != 2:
+    if len(shape) != 2 or 0 in shape:
         raise ConfigError(
-            f"{linear.path(leaf)} has shape {shape} instead of two dimensions. Export the checkpoint again.", "model"
+            f"{linear.path(leaf)} has shape {shape} instead of two dimensions of at least one. Export the checkpoint again.",
+            "model",
         )
     return shape[0], shape[1]
 

@@ -24,7 +24,7 @@ from lorafleet.workers.bases.formats.packed_ints import (
     PackedInts,
     dtype_of_matrix,
     group_of_columns,
-    is_run,
+    num_ordered_groups,
     stored_groups,
 )
 from lorafleet.workers.bases.formats.quantization_settings import NamePatterns
@@ -105,7 +105,7 @@ def _scheme(linear: LinearTensors, numbers: _Numbers) -> IntScheme:
     dtype = dtype_of_matrix(linear.path("scales"), scale)
     bits, groups = cast(Bits, numbers.bits), scale.get_shape()[0]
     own_groups = _own_groups(linear, _inputs(linear, bits))
-    ordered = 0 if own_groups is None or is_run(own_groups, numbers.group) else groups
+    ordered = num_ordered_groups(linear.path("qweight"), own_groups, groups, numbers.group)
     return IntScheme(bits, numbers.group, not numbers.sym, ordered, dtype)
 
 
@@ -124,9 +124,7 @@ def _packed(linear: LinearTensors, numbers: _Numbers, is_v1: bool) -> PackedInts
             "or the file is damaged.",
             "model",
         )
-    group_D = group_of_columns(
-        linear.path("qweight"), _own_groups(linear, inputs), inputs, groups, numbers.group
-    )
+    group_D = group_of_columns(linear.path("qweight"), _own_groups(linear, inputs), inputs, groups, numbers.group)
     return PackedInts(
         linear.path("qweight"),
         (outputs, inputs),

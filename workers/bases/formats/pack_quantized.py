@@ -20,7 +20,7 @@ from lorafleet.workers.bases.formats.packed_ints import (
     PackedInts,
     dtype_of_matrix,
     group_of_columns,
-    is_run,
+    num_ordered_groups,
     stored_groups,
 )
 
@@ -41,8 +41,8 @@ def as_stored(scheme: IntScheme, linear: LinearTensors) -> IntScheme:
     """Returns the linear's own scheme, with the dtype of its scales and the order of its groups."""
     scale = linear.stored("weight_scale")
     dtype = dtype_of_matrix(linear.path("weight_scale"), scale)
-    group_D = _groups(linear, scheme.bits)
-    ordered = 0 if group_D is None or is_run(group_D, scheme.group) else scale.get_shape()[1]
+    group_D, groups = _groups(linear, scheme.bits), scale.get_shape()[1]
+    ordered = num_ordered_groups(linear.path("weight_packed"), group_D, groups, scheme.group)
     return replace(scheme, ordered_groups=ordered, dtype=dtype)
 
 
@@ -78,7 +78,10 @@ def _groups(linear: LinearTensors, bits: Bits) -> Tensor | None:
     """Returns each input's group as the file has it, or None if groups are runs."""
     if "weight_g_idx" not in linear:
         return None
-    inputs, packed = linear.tensor("weight_shape", 2).flatten().tolist()[-1:], linear.stored("weight_packed").get_shape()
+    inputs, packed = (
+        linear.tensor("weight_shape", 2).flatten().tolist()[-1:],
+        linear.stored("weight_packed").get_shape(),
+    )
     most = packed[-1] * (32 // bits) if packed else 0
     group_D = stored_groups(linear, "weight_g_idx", min(int(inputs[0]), most) if inputs else 0)
     return None if bool((group_D == -1).all()) else group_D

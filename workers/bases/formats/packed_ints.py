@@ -140,15 +140,23 @@ def stored_groups(linear: LinearTensors, leaf: str, inputs: int) -> Tensor:
     if dtype not in INTEGERS:
         raise ConfigError(
             f"{linear.path(leaf)} is {dtype} with shape {shape}; it must have one integer for each of {inputs} inputs. "
-            "Quantize the model again.",
+            "quantization_config's bits is wrong, or the file is damaged.",
             "model",
         )
     return stored[...].cpu().long()
 
 
-def is_run(group_D: Tensor, size: int | None) -> bool:
-    """Returns whether groups are runs of `size` columns, or one run if it is None."""
-    return torch.equal(group_D, torch.arange(len(group_D)) // (size or len(group_D)))
+def num_ordered_groups(linear_name: str, stored: Tensor | None, groups: int, size: int | None) -> int:
+    """Returns IntScheme.ordered_groups, 0 if groups are runs of `size` columns. The arguments and errors are those of
+    group_of_columns()."""
+    if stored is None or torch.equal(stored, _runs(len(stored), size)):
+        return 0
+    group_of_columns(linear_name, stored, len(stored), groups, size)  # Memory is allocated by this number of groups.
+    return groups
+
+
+def _runs(inputs: int, size: int | None) -> Tensor:
+    return torch.arange(inputs) // min(size or inputs, inputs)  # A size from config.json may have more than 64 bits.
 
 
 def group_of_columns(linear_name: str, stored: Tensor | None, inputs: int, groups: int, size: int | None) -> Tensor:
@@ -166,7 +174,7 @@ def group_of_columns(linear_name: str, stored: Tensor | None, inputs: int, group
             "model",
         )
     if stored is None:
-        return torch.arange(inputs) // (size or inputs)
+        return _runs(inputs, size)
     first, last = int(stored.min()), int(stored.max())
     if not 0 <= first <= last < groups:
         raise ConfigError(

@@ -269,7 +269,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("case", "leaf", "damage", "cause"),
         [
-            (gptq(), "qweight", lambda t: t[:-1], "groups"),
+            (gptq(), "qweight", lambda t: t[:-1], "one integer for each of 56 inputs"),
             (gptq(), "qzeros", lambda t: t[:-1], "match"),
             (gptq(), "scales", lambda t: t[0], "matrix"),
             (gptq(), "scales", lambda t: t * torch.inf, "finite"),
