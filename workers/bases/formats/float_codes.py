@@ -75,6 +75,11 @@ def scaled_matrix(
             "model",
         )
     stored = linear.tensor(scale_leaf, prod(wanted))
+    if not stored.is_floating_point() and stored.dtype != torch.uint8:
+        raise ConfigError(
+            f"{linear.path(scale_leaf)} is stored as {stored.dtype}; scales are floats. Export the checkpoint again.",
+            "model",
+        )
     scale = exponent_values(linear.path(scale_leaf), stored) if stored.dtype == torch.uint8 else stored.float()
     scale = _checked(linear.path(scale_leaf), scale)
     codes = Codes(linear.path("weight"), linear.stored("weight"), code_dtype)
@@ -141,7 +146,8 @@ def _matrix_shape(linear: LinearTensors, leaf: str) -> tuple[int, int]:
     shape = linear.stored(leaf).get_shape()
     if len(shape) != 2 or 0 in shape:
         raise ConfigError(
-            f"{linear.path(leaf)} has shape {shape} instead of two dimensions of at least one. Export the checkpoint again.",
+            f"{linear.path(leaf)} has shape {shape} instead of two dimensions of at least one. Export the checkpoint "
+            "again.",
             "model",
         )
     return shape[0], shape[1]

@@ -17,6 +17,7 @@ from lorafleet.kernels.quant.int_weight import Bits, IntScheme
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.workers.bases.formats.checkpoint_format import LinearTensors
 from lorafleet.workers.bases.formats.packed_ints import (
+    INTEGERS,
     PackedInts,
     dtype_of_matrix,
     group_of_columns,
@@ -50,8 +51,7 @@ def pack_quantized(linear: LinearTensors, scheme: IntScheme) -> PackedInts:
     """Returns the linear's weight, unread. Raises ConfigError if its tensors do not match."""
     code, scale = linear.stored("weight_packed"), linear.stored("weight_scale")
     zero = linear.stored("weight_zero_point") if scheme.has_zeros else None
-    name, shape, per_int = linear.path("weight_packed"), linear.tensor("weight_shape", 2).tolist(), 32 // scheme.bits
-    outputs, inputs = shape if isinstance(shape, list) and len(shape) == 2 else (0, 0)
+    name, (outputs, inputs), per_int = linear.path("weight_packed"), _shape(linear), 32 // scheme.bits
     groups = scale.get_shape()[1]  # as_stored() has seen that it is a matrix
     if (
         code.get_shape() != [outputs, -(-inputs // per_int)]
@@ -60,7 +60,7 @@ def pack_quantized(linear: LinearTensors, scheme: IntScheme) -> PackedInts:
     ):
         raise ConfigError(
             f"{name} has shape {code.get_shape()}, its scales {scale.get_shape()}, its zeros "
-            f"{None if zero is None else zero.get_shape()} and weight_shape {shape}, which do not match each other "
+            f"{None if zero is None else zero.get_shape()} and weight_shape {[outputs, inputs]}, which do not match each other "
             f"with {scheme.bits} bits. quantization_config's num_bits is wrong, or the file is damaged.",
             "model",
         )
@@ -78,10 +78,20 @@ def _groups(linear: LinearTensors, bits: Bits) -> Tensor | None:
     """Returns each input's group as the file has it, or None if groups are runs."""
     if "weight_g_idx" not in linear:
         return None
-    inputs, packed = (
-        linear.tensor("weight_shape", 2).flatten().tolist()[-1:],
-        linear.stored("weight_packed").get_shape(),
-    )
-    most = packed[-1] * (32 // bits) if packed else 0
-    group_D = stored_groups(linear, "weight_g_idx", min(int(inputs[0]), most) if inputs else 0)
+    packed = linear.stored("weight_packed").get_shape()
+    most = packed[1] * (32 // bits) if len(packed) == 2 else 0  # inputs for which there are codes
+    group_D = stored_groups(linear, "weight_g_idx", min(_shape(linear)[1], most))
     return None if bool((group_D == -1).all()) else group_D
+
+
+def _shape(linear: LinearTensors) -> tuple[int, int]:
+    """Returns O and D. Raises ConfigError if weight_shape does not have two integers."""
+    shape_2 = linear.tensor("weight_shape", 2)
+    if shape_2.shape != (2,) or shape_2.dtype not in INTEGERS:
+        raise ConfigError(
+            f"{linear.path('weight_shape')} is {shape_2.dtype} with shape {list(shape_2.shape)}; it must have two "
+            "integers. Export the checkpoint again.",
+            "model",
+        )
+    outputs, inputs = shape_2.tolist()
+    return outputs, inputs
