@@ -119,9 +119,15 @@ def _nearest(scaled: Tensor, middles: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class NF4Scheme:
-    """NF4 or FP4, as a Scheme."""
+    """NF4, FP4 or another book, as a Scheme.
+
+    A weight has one book, and its numbers had one dtype before quantization, so schemes that differ in these have
+    nothing in common.
+    """
 
     name: str = "nf4"
+    book: tuple[float, ...] = NF4_BOOK
+    dtype: torch.dtype | None = None  # dtype of a stored matrix before quantization; None if values are quantized here
 
     def refusal(self, inputs: int) -> str | None:
         if inputs % 2 == 0:

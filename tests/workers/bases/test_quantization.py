@@ -66,6 +66,26 @@ def test_a_checkpoint_of_bitsandbytes_is_served_with_its_values(tmp_path, model,
     assert_answers_as(llm, values, prompt)
 
 
+def test_projections_with_other_books_or_dtypes_do_not_share_a_weight(tmp_path, model) -> None:
+    """A weight has one book. So q, k and v with several ones are held unquantized, with their own values."""
+    pytest.importorskip("bitsandbytes")
+    folder, values = bitsandbytes_checkpoint(model, tmp_path / "quantized", nested=False)
+    tensors, wanted = load_file(folder / "model.safetensors"), load_file(values / "model.safetensors")
+    k, v = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "kv")
+    tensors[f"{k}.quant_map"] *= 0.5
+    wanted[k] *= 0.5
+    key = f"{v}.quant_state.bitsandbytes__nf4"
+    changed = json.loads(bytes(tensors[key].tolist())) | {"dtype": "bfloat16"}
+    tensors[key] = torch.tensor(list(json.dumps(changed).encode()), dtype=torch.uint8)
+    wanted[v] = wanted[v].bfloat16().float()
+    save_file(tensors, folder / "model.safetensors")
+    decoder = DecoderModel(read_model_config(folder), TPGroup(), torch.float32, torch.device("cpu"))
+    with torch.inference_mode():
+        load_weights(decoder, folder)
+    held = held_tensors(decoder)
+    assert all(torch.equal(held[name](), wanted[name]) for name in held if "layers.0.self_attn" in name)
+
+
 def test_a_rank_reads_only_its_rows_of_bitsandbytes_codes(tmp_path, model, monkeypatch) -> None:
     pytest.importorskip("bitsandbytes")
     quantized, _ = bitsandbytes_checkpoint(model, tmp_path / "quantized")

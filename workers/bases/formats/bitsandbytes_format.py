@@ -35,6 +35,7 @@ _STATE = r"weight\.quant_state\.bitsandbytes__(?:nf4|fp4)"
 INT8 = ScaledScheme("int8", torch.int8, rounds_x=False)
 LARGEST_CODE = 127
 MOST_BLOCK = 4096  # Largest blocksize of bitsandbytes.
+BOOK_SIZE = 16
 MOST_STATE_BYTES = 1 << 16  # of a linear's JSON, which has some 150
 BITS = ("load_in_4bit", "_load_in_4bit", "load_in_8bit", "_load_in_8bit")
 DTypeName = Literal["float32", "bfloat16", "float16"]
@@ -60,7 +61,11 @@ class BitsandbytesFormat:
     def __init__(self, config: Mapping[str, Any], linears: StoredLinears) -> None:
         if not any(config.get(key) for key in BITS):
             raise UnsupportedModel(f"quantization_config: bitsandbytes has none of {', '.join(BITS)}. {REMEDY}")
-        self.schemes: dict[str, Scheme] = dict.fromkeys(linears.with_tensor(re.compile(_STATE)), NF4Scheme())
+        self.schemes: dict[str, Scheme] = {}
+        for module in linears.with_tensor(re.compile(_STATE)):
+            linear = linears.linear(module)
+            book = tuple(_book(linear).tolist())
+            self.schemes[module] = NF4Scheme(book=book, dtype=getattr(torch, _state(linear).dtype))
         self.schemes |= dict.fromkeys(linears.with_tensor(re.compile("SCB")), INT8)
 
     def matrix(self, linear: LinearTensors) -> QuantizedMatrix:
@@ -76,12 +81,10 @@ def _eight_bits(linear: LinearTensors) -> ScaledMatrix:
     return scaled_matrix(linear, torch.int8, BY_ROW, "SCB", 1 / LARGEST_CODE)
 
 
-def _four_bits(linear: LinearTensors) -> NF4Matrix:
+def _state(linear: LinearTensors) -> _State:
     kind = "nf4" if "weight.quant_state.bitsandbytes__nf4" in linear else "fp4"
-    name, packed_state = (
-        linear.path("weight"),
-        linear.tensor(f"weight.quant_state.bitsandbytes__{kind}", MOST_STATE_BYTES),
-    )
+    name = linear.path("weight")
+    packed_state = linear.tensor(f"weight.quant_state.bitsandbytes__{kind}", MOST_STATE_BYTES)
     try:
         state = msgspec.convert(json.loads(bytes(packed_state.flatten().tolist())), _State)
     except (ValueError, TypeError, RecursionError) as error:  # msgspec's errors are ValueErrors too
@@ -92,6 +95,23 @@ def _four_bits(linear: LinearTensors) -> NF4Matrix:
             "supported. Quantize it again.",
             "model",
         )
+    return state
+
+
+def _book(linear: LinearTensors) -> Tensor:
+    """Returns the values that codes stand for, float32 [16]."""
+    book = linear.tensor("weight.quant_map", BOOK_SIZE).float()
+    if book.shape != (BOOK_SIZE,) or not book.isfinite().all():
+        raise ConfigError(
+            f"{linear.path('weight')}: its codebook has shape {list(book.shape)} or numbers that are not finite; it "
+            f"must have {BOOK_SIZE} numbers. Quantize it again.",
+            "model",
+        )
+    return book
+
+
+def _four_bits(linear: LinearTensors) -> NF4Matrix:
+    name, state, book = linear.path("weight"), _state(linear), _book(linear)
     outputs, inputs = state.shape
     packed = linear.stored("weight")
     packed_shape = packed.get_shape()
@@ -99,17 +119,14 @@ def _four_bits(linear: LinearTensors) -> NF4Matrix:
     num_bytes, blocks = prod(packed_shape) * number_bytes, -(-outputs * inputs // state.blocksize)
     fits = outputs > 0 and inputs > 0 and outputs * inputs == 2 * num_bytes
     absmax_B = _absmax(linear, state, blocks if fits else 0)
-    book = linear.tensor("weight.quant_map", 256).float()
-    if not fits or absmax_B.shape != (blocks,) or book.shape != (16,):
+    if not fits or absmax_B.shape != (blocks,):
         raise ConfigError(
-            f"{name}: {num_bytes} bytes, {absmax_B.numel()} absmax values and a codebook of {book.numel()} "
-            f"entries do not match a weight of {outputs} x {inputs} values in blocks of {state.blocksize}.",
+            f"{name}: {num_bytes} bytes and {absmax_B.numel()} absmax values do not match a weight of {outputs} x "
+            f"{inputs} values in blocks of {state.blocksize}. Quantize it again.",
             "model",
         )
-    if not (absmax_B.isfinite().all() and book.isfinite().all()):
-        raise ConfigError(
-            f"{name}: its absmax or its codebook has NaN or infinite numbers. Quantize it again.", "model"
-        )
+    if not absmax_B.isfinite().all():
+        raise ConfigError(f"{name}: its absmax has NaN or infinite numbers. Quantize it again.", "model")
     if packed_shape[1:] not in ([], [1]):  # Old versions stored a row.
         packed = TensorInMemory(packed[...].flatten())
     codes = _Codes(packed, number_bytes, inputs)
