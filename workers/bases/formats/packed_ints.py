@@ -136,7 +136,7 @@ def stored_groups(linear: LinearTensors, leaf: str, inputs: int) -> Tensor:
     """Reads each column's group, int64 [D]. Raises ConfigError if the tensor has not one integer for each column."""
     stored = linear.stored(leaf)
     shape = stored.get_shape()
-    dtype = stored[:1].dtype if shape == [inputs] and inputs else None
+    dtype = stored[(slice(0, 1),)].dtype if shape == [inputs] and inputs else None
     if dtype not in INTEGERS:
         raise ConfigError(
             f"{linear.path(leaf)} is {dtype} with shape {shape}; it must have one integer for each of {inputs} inputs. "
