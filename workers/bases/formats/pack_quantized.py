@@ -60,8 +60,8 @@ def pack_quantized(linear: LinearTensors, scheme: IntScheme) -> PackedInts:
     ):
         raise ConfigError(
             f"{name} has shape {code.get_shape()}, its scales {scale.get_shape()}, its zeros "
-            f"{None if zero is None else zero.get_shape()} and weight_shape {[outputs, inputs]}, which do not match each "
-            f"other with {scheme.bits} bits. quantization_config's num_bits is wrong, or the file is damaged.",
+            f"{None if zero is None else zero.get_shape()} and weight_shape {[outputs, inputs]}, which do not match "
+            f"each other with {scheme.bits} bits. quantization_config's num_bits is wrong, or the file is damaged.",
             "model",
         )
     if "weight" in linear:
