@@ -20,10 +20,8 @@ from tests.kernels.cuda_sources import KernelUsage, kernel_usage
 from tests.kernels.harness import needs_triton
 
 BF16, F32 = torch.bfloat16, torch.float32
-HOPPER, BLACKWELL = (
-    "sm_90a",
-    "sm_100",
-)  # Smaller GPUs have too little shared memory, see _kernels() of four_bit_cuda.py.
+# Smaller GPUs have too little shared memory: see _kernels() of four_bit_cuda.py.
+HOPPER, BLACKWELL = "sm_90a", "sm_100"
 REGISTERS = 65536  # of a multiprocessor
 SHARED_BYTES = 233472  # of a multiprocessor
 MOST_SHARED_BYTES = 232448  # of a program, without the driver's
