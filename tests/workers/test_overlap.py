@@ -148,7 +148,7 @@ def test_tokens_come_one_step_late_and_none_is_lost_by_an_abort(fleet, prompt):
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     for name in ("kept", "left"):
         engine.add(EngineRequest(request_id=name, prompt_token_ids=prompt(9), params=params))
-    assert engine.step() == []
+    assert [*engine.step()] == []
     assert not engine.stalled
     assert {o.request_id for o in engine.step()} == {"kept", "left"}
     engine.abort("left")
@@ -178,7 +178,7 @@ def test_a_long_prompt_that_is_preempted_for_another_tenant_is_answered_all_the_
 
     add("short", "noisy", 9)
     add("long", "noisy", 100)
-    outputs = engine.step() + engine.step()  # a part of the long prompt is in flight
+    outputs = [*engine.step(), *engine.step()]  # a part of the long prompt is in flight
     add("quiet", "quiet", 5)
     while engine.has_work:
         outputs += engine.step()
