@@ -135,7 +135,8 @@ class StepPipeline:
         planned = self._without_ended(planned)
         runs_ahead = self._in_flight is not None
         if not runs_ahead:
-            self._start_masks([chunk for chunk in planned.chunks if chunk.samples])
+            sampling = [chunk for chunk in planned.chunks if chunk.samples]
+            self._start_masks(sampling, are_needed=any(chunk.sequence.grammar is not None for chunk in sampling))
         if planned.plan is None:
             return []
         launched = self._runner.launch(planned.chunks, planned.plan, planned.unread)
@@ -169,11 +170,12 @@ class StepPipeline:
         step = self._in_flight
         if step is not None and not step.masks_are_requested:
             assert self._next is None
-            self._start_masks(step.launched.sampling)
+            self._start_masks(step.launched.sampling, are_needed=step.launched.needs_masks)
             step.masks_are_requested = True
 
-    def _start_masks(self, sampling: Many[Chunk]) -> None:
-        if not any(chunk.sequence.grammar is not None for chunk in sampling):
+    def _start_masks(self, sampling: Many[Chunk], *, are_needed: bool) -> None:
+        """Requests the masks of a step's chunks that sample, or none if they are not needed."""
+        if not are_needed:
             sampling = []
         drafts = {chunk.sequence: chunk.drafts for chunk in sampling if chunk.drafts}
         self._structured.start([chunk.sequence for chunk in sampling], drafts)
