@@ -124,17 +124,22 @@ class Scheduler:
         self.memory.before_step(chunks)
         return chunks
 
-    def launched(self, chunks: list[Chunk]) -> None:
-        """Records that the step of these chunks is in flight. The next step goes on behind it."""
+    def launched(self, chunks: list[Chunk]) -> list[int]:
+        """Records that the step of these chunks is in flight. The next step goes on behind it. Returns the number of
+        computed tokens of each chunk's sequence after the step, without drafts."""
         flows: list[Flow] = []
+        ends: list[int] = []
         for chunk in chunks:
-            sequence, tokens = chunk.sequence, chunk.sequence.tokens
-            sequence.num_computed += chunk.num_tokens - len(chunk.drafts)
-            if sequence.num_computed == len(tokens):
+            sequence = chunk.sequence
+            tokens = sequence.tokens
+            sequence.num_computed = end = sequence.num_computed + chunk.num_tokens - len(chunk.drafts)
+            ends.append(end)
+            if end == len(tokens):
                 tokens.append(UNKNOWN)
                 flows.append(sequence.flow)
         self.memory.launched(chunks)
         self.waiting.count_outputs(flows)
+        return ends
 
     def commit(self, sequence: Sequence, num_known: int) -> None:
         """Publishes the full blocks of the first num_known tokens, which have been computed and are known."""
@@ -180,10 +185,7 @@ class Scheduler:
         unfinished = _unfinished(poorest_first(self.running))
         drafts = _chosen_drafts(self, unfinished, in_flight)
         allowance = self.budget.allowance(unfinished, self.waiting, sum(map(len, drafts.values())))
-        for sequence in unfinished:
-            if sequence.num_computed < sequence.decodes_until and sequence.next_chunk is not None and not drafts:
-                decodes.append(sequence.next_chunk)
-                continue
+        for sequence in unfinished if drafts else [s for s in unfinished if s.num_computed >= s.decodes_until]:
             is_decode = sequence.num_uncomputed == 1
             num_tokens = 1 if is_decode else self.memory.until_stop(sequence, allowance.tokens_for(sequence))
             if num_tokens == 0 or sequence.blocks is None:
@@ -197,10 +199,15 @@ class Scheduler:
             chunk = self._chunk(sequence, num_tokens)
             if sequence in drafts:
                 chunk = self.memory.with_drafts(chunk, drafts[sequence], num_spare=len(self.running))
-            (drafted if chunk.drafts else decodes if is_decode else prompts).append(chunk)
             if not is_decode:
+                prompts.append(chunk)
                 allowance.spend(sequence, num_tokens)
-        return decodes + drafted + prompts, allowance
+            elif chunk.drafts:
+                drafted.append(chunk)
+            elif drafts or sequence.num_computed >= sequence.decodes_until:
+                decodes.append(chunk)
+        ready = [] if drafts else _ready(unfinished)
+        return ready + decodes + drafted + prompts, allowance
 
     def _schedule_waiting(self, allowance: PromptAllowance, favored: str | None) -> list[Chunk]:
         """Returns chunks of waiting sequences. `favored` is the tenant for whose adapter a slot was freed."""
@@ -297,6 +304,12 @@ def _unfinished(running: Many[Sequence]) -> list[Sequence]:
     """Returns the sequences that the next step computes tokens of. The last token of the others is in flight, or may be
     among the drafts in flight, or they wait for their blocks from a tier."""
     return [s for s in running if s.num_computed < s.decodes_until or (s.num_remaining > 0 and s.arrival is None)]
+
+
+def _ready(unfinished: Many[Sequence]) -> list[Chunk]:
+    """Returns the chunks of the sequences of which a step computes the next token, and for which nothing else is
+    due."""
+    return [s.next_chunk for s in unfinished if s.num_computed < s.decodes_until and s.next_chunk is not None]
 
 
 def _chosen_drafts(

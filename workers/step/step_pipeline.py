@@ -141,11 +141,10 @@ class StepPipeline:
             return []
         launched = self._runner.launch(planned.chunks, planned.plan, planned.unread)
         chosen = None if launched.needs_masks else self._runner.choose(launched)
-        self._scheduler.launched(planned.chunks)
+        ends = self._scheduler.launched(planned.chunks)
         if launched.has_drafts:
             for chunk in planned.chunks:
                 chunk.sequence.num_unverified += len(chunk.drafts)
-        ends = [chunk.sequence.num_computed for chunk in planned.chunks]
         self._next = _StepInFlight(launched, ends, began_s, masks_are_requested=not runs_ahead, chosen=chosen)
         return launched.faults
 
@@ -184,6 +183,8 @@ class StepPipeline:
         """Returns the step without the sequences that cannot go on now, planned again if there are any."""
         before = self._in_flight
         assert before is None or before.chosen is not None, "choose() comes before the next launch"
-        late = set(before.chosen.late) if before is not None and before.chosen is not None else ()
+        late = set(before.chosen.late) if before is not None and before.chosen is not None else set()
+        if not late and not any([chunk.sequence.ended for chunk in planned.chunks]):
+            return planned
         chunks = [c for c in planned.chunks if not c.sequence.ended and c.sequence not in late]
         return planned if len(chunks) == len(planned.chunks) else self.plan(chunks, planned.drafts)
