@@ -124,22 +124,26 @@ class Scheduler:
         self.memory.before_step(chunks)
         return chunks
 
-    def launched(self, chunks: list[Chunk]) -> list[int]:
-        """Records that the step of these chunks is in flight. The next step goes on behind it. Returns the number of
-        computed tokens of each chunk's sequence after the step, without drafts."""
+    def launched(self, chunks: list[Chunk], num_decodes: int = 0) -> None:
+        """Records that the step of these chunks is in flight. The next step goes on behind it.
+
+        Args:
+            num_decodes: Chunks at the front that are known to have one token and to sample the next.
+        """
         flows: list[Flow] = []
-        ends: list[int] = []
-        for chunk in chunks:
+        for chunk in chunks[:num_decodes]:
             sequence = chunk.sequence
-            tokens = sequence.tokens
-            sequence.num_computed = end = sequence.num_computed + chunk.num_tokens - len(chunk.drafts)
-            ends.append(end)
-            if end == len(tokens):
+            sequence.num_computed += 1
+            sequence.tokens.append(UNKNOWN)
+            flows.append(sequence.flow)
+        for chunk in chunks[num_decodes:]:
+            sequence, tokens = chunk.sequence, chunk.sequence.tokens
+            sequence.num_computed += chunk.num_tokens - len(chunk.drafts)
+            if sequence.num_computed == len(tokens):
                 tokens.append(UNKNOWN)
                 flows.append(sequence.flow)
         self.memory.launched(chunks)
         self.waiting.count_outputs(flows)
-        return ends
 
     def commit(self, sequence: Sequence, num_known: int) -> None:
         """Publishes the full blocks of the first num_known tokens, which have been computed and are known."""
@@ -185,7 +189,7 @@ class Scheduler:
         unfinished = _unfinished(poorest_first(self.running))
         drafts = _chosen_drafts(self, unfinished, in_flight)
         allowance = self.budget.allowance(unfinished, self.waiting, sum(map(len, drafts.values())))
-        for sequence in unfinished if drafts else [s for s in unfinished if s.num_computed >= s.decodes_until]:
+        for sequence in unfinished if drafts else _due(unfinished):
             is_decode = sequence.num_uncomputed == 1
             num_tokens = 1 if is_decode else self.memory.until_stop(sequence, allowance.tokens_for(sequence))
             if num_tokens == 0 or sequence.blocks is None:
@@ -206,7 +210,7 @@ class Scheduler:
                 drafted.append(chunk)
             elif drafts or sequence.num_computed >= sequence.decodes_until:
                 decodes.append(chunk)
-        ready = [] if drafts else _ready(unfinished)
+        ready = [] if drafts else _ready(unfinished)  # With those for which no more is due now, in the same order.
         return ready + decodes + drafted + prompts, allowance
 
     def _schedule_waiting(self, allowance: PromptAllowance, favored: str | None) -> list[Chunk]:
@@ -300,15 +304,20 @@ class Scheduler:
             sequence.prompt_logprobs = []
 
 
-def _unfinished(running: Many[Sequence]) -> list[Sequence]:
+def _unfinished(running: list[Sequence]) -> list[Sequence]:
     """Returns the sequences that the next step computes tokens of. The last token of the others is in flight, or may be
     among the drafts in flight, or they wait for their blocks from a tier."""
-    return [s for s in running if s.num_computed < s.decodes_until or (s.num_remaining > 0 and s.arrival is None)]
+    others = {s for s in _due(running) if s.num_remaining <= 0 or s.arrival is not None}
+    return [sequence for sequence in running if sequence not in others] if others else running
+
+
+def _due(running: Many[Sequence]) -> list[Sequence]:
+    """Returns the sequences for which something may be due besides the computation of the next token."""
+    return [sequence for sequence in running if sequence.num_computed >= sequence.decodes_until]
 
 
 def _ready(unfinished: Many[Sequence]) -> list[Chunk]:
-    """Returns the chunks of the sequences of which a step computes the next token, and for which nothing else is
-    due."""
+    """Returns the chunks of the others."""
     return [s.next_chunk for s in unfinished if s.num_computed < s.decodes_until and s.next_chunk is not None]
 
 

@@ -141,10 +141,14 @@ class StepPipeline:
             return []
         launched = self._runner.launch(planned.chunks, planned.plan, planned.unread)
         chosen = None if launched.needs_masks else self._runner.choose(launched)
-        ends = self._scheduler.launched(planned.chunks)
+        # Behind drafts in flight, the plan has lengths that sequences may not reach.
+        num_decodes = planned.plan.num_decodes if planned.unread is None else 0
+        self._scheduler.launched(planned.chunks, num_decodes)
         if launched.has_drafts:
             for chunk in planned.chunks:
                 chunk.sequence.num_unverified += len(chunk.drafts)
+        ends = planned.plan.attention.context_lens[:num_decodes]
+        ends += [chunk.sequence.num_computed for chunk in planned.chunks[num_decodes:]]
         self._next = _StepInFlight(launched, ends, began_s, masks_are_requested=not runs_ahead, chosen=chosen)
         return launched.faults
 
