@@ -19,9 +19,7 @@ class AnswerProgress:
         self._scheduler = scheduler
         self._loras = loras
 
-    def advance_quiet(
-        self, chunks: Many[Chunk], ends: Many[int], tokens: Many[int], outputs: PlainTokens
-    ) -> list[int]:
+    def advance_quiet(self, chunks: Many[Chunk], ends: Many[int], tokens: Many[int], outputs: PlainTokens) -> list[int]:
         """Takes in one token of each of the first sequences, where nothing is due but the token, and adds it to the
         outputs. Most tokens of large batches are of this kind, so no object is made for one. Returns the indices of
         the other tokens, which advance() must take in.

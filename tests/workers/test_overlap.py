@@ -221,3 +221,21 @@ def test_the_budget_of_steps_learns_how_long_each_step_took(fleet, prompt, overl
     ]
     assert [shape.prompts for shape in shapes] == [((16, 16),), ((4, 20),), (), ()]
     assert all(0 < one < 60 for one in seconds)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_token_of_a_sequence_with_nothing_else_to_tell_makes_no_object(fleet, prompt, overlap):
+    engine = build_engine(EngineConfig(str(fleet("llama3").base), kv_cache_tokens=1024, async_scheduling=overlap))
+    for name, logprobs in (("quiet", None), ("shown", 1)):
+        params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=logprobs)
+        engine.add(EngineRequest(request_id=name, prompt_token_ids=prompt(9), params=params))
+    steps = []
+    while engine.has_work:
+        steps.append(engine.step())
+    assert [name for step in steps for name in step.plain.request_ids] == ["quiet"] * 3  # not the first and the last
+    objects = [output for step in steps for output in step.others]
+    assert [output.request_id for output in objects].count("quiet") == 2
+    found = {name: [] for name in ("quiet", "shown")}
+    for output in (output for step in steps for output in step):
+        found[output.request_id] += output.token_ids
+    assert len(found["quiet"]) == 5 and found["quiet"] == found["shown"]

@@ -37,9 +37,7 @@ class DrawRows:
     def __len__(self) -> int:
         return len(self._row_by_sequence)
 
-    def of_step(
-        self, sampling: Many[Chunk], position_B: Ints, edited: Many[EditedRow], num_tokens: int
-    ) -> DrawTable:
+    def of_step(self, sampling: Many[Chunk], position_B: Ints, edited: Many[EditedRow], num_tokens: int) -> DrawTable:
         """Returns what draw_tokens takes: a row for each token that these chunks sample. Each token is drawn as if the
         drafts before it were the answer, those in flight too.
 

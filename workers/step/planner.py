@@ -138,7 +138,8 @@ def _decodes(
     fields_FB[:, new] = fresh_FB
     # NEW, which is -1, stands for the last entry here, until the chunk's own takes its place.
     places = places_B.tolist()
-    all_tables, all_slots, all_base_lens = [last.tables[i] for i in places], [last.slots[i] for i in places], [0] * count
+    all_tables, all_slots = [last.tables[i] for i in places], [last.slots[i] for i in places]
+    all_base_lens = [0] * count
     for i, table, slot, base_len in zip(new, _tables(fresh), slots, base_lens, strict=True):
         all_tables[i], all_slots[i], all_base_lens[i] = table, slot, base_len
     return _Decodes(fields_FB, all_tables, all_slots, all_base_lens)
@@ -149,7 +150,7 @@ def _tables(chunks: Many[Chunk]) -> list[Many[int]]:
 
 
 def _are_greedy(chunks: Iterable[Chunk]) -> bool:
-    return all([chunk.sequence.takes_best for chunk in chunks])
+    return all(chunk.sequence.takes_best for chunk in chunks)
 
 
 def _slot_behind_own(sequence: Sequence) -> int:

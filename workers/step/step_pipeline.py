@@ -188,7 +188,7 @@ class StepPipeline:
         before = self._in_flight
         assert before is None or before.chosen is not None, "choose() comes before the next launch"
         late = set(before.chosen.late) if before is not None and before.chosen is not None else set()
-        if not late and not any([chunk.sequence.ended for chunk in planned.chunks]):
+        if not late and not any(chunk.sequence.ended for chunk in planned.chunks):
             return planned
         chunks = [c for c in planned.chunks if not c.sequence.ended and c.sequence not in late]
         return planned if len(chunks) == len(planned.chunks) else self.plan(chunks, planned.drafts)
