@@ -122,8 +122,8 @@ def _decodes(
     count = len(chunks)
     source_B = np.arange(first_known, first_known + count)
     if places_C is None:
-        fields_FB = last.advanced(chunks, None, source_B, before, block_size)
-        return _Decodes(fields_FB, last.tables, last.slots, [0] * count)
+        advanced_FB = last.advanced(chunks, None, source_B, before, block_size)
+        return _Decodes(advanced_FB, last.tables, last.slots, [0] * count)
     places_B = places_C[:count]
     new, known_B = np.flatnonzero(places_B == NEW).tolist(), np.flatnonzero(places_B != NEW)
     fresh = [chunks[i] for i in new]
