@@ -73,15 +73,16 @@ class FirstRows(Mapping[str, int]):
         self._row_by_request: dict[str, int] = {}
 
     def __getitem__(self, request_id: str) -> int:
-        return self._rows()[request_id]
+        return self.found()[request_id]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._rows())
+        return iter(self.found())
 
     def __len__(self) -> int:
         return len(self._sampling)
 
-    def _rows(self) -> dict[str, int]:
+    def found(self) -> dict[str, int]:
+        """Returns all of them."""
         if not self._row_by_request and self._has_drafts:
             starts = accumulate((1 + len(chunk.drafts) for chunk in self._sampling), initial=0)
             rows = zip(starts, self._sampling, strict=False)
@@ -171,11 +172,13 @@ class ChosenStep:
         for i, span in launched.prompt_logprobs:
             prompts.setdefault(i, []).extend(span.read())
         late = {sequence.request_id for sequence in self.late}
+        others = launched.chunks[launched.num_plain :]
+        row_by_request = launched.row_by_request.found() if others else {}
         results: list[Sampled] = []
         routed = launched.routed_of_chunks()
-        for i, chunk in enumerate(launched.chunks[launched.num_plain :], launched.num_plain):
+        for i, chunk in enumerate(others, launched.num_plain):
             sequence = chunk.sequence
-            row = None if sequence.request_id in late else launched.row_by_request.get(sequence.request_id)
+            row = None if sequence.request_id in late else row_by_request.get(sequence.request_id)
             prompt = prompts.get(i, [])
             if row is None:
                 results.append(Sampled([], [], prompt, routed_TLK=routed.get(i)))
@@ -271,7 +274,7 @@ class ModelRunner:
         edited: list[EditedRow] = []
         if special:
             pooled, faults = pool_prompts(chunks, logits.hidden_TD, self._classifier, download)
-            edited, more_faults = self._prepare_edits(sampling, row_by_request)
+            edited, more_faults = self._prepare_edits(sampling, row_by_request.found())
             faults += more_faults
         params: list[SamplingParams] = []
         draws = draw_B = None
