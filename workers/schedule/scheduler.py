@@ -130,18 +130,7 @@ class Scheduler:
         Args:
             num_decodes: Chunks at the front that are known to have one token and to sample the next.
         """
-        flows: list[Flow] = []
-        for chunk in chunks[:num_decodes]:
-            sequence = chunk.sequence
-            sequence.num_computed += 1
-            sequence.tokens.append(UNKNOWN)
-            flows.append(sequence.flow)
-        for chunk in chunks[num_decodes:]:
-            sequence, tokens = chunk.sequence, chunk.sequence.tokens
-            sequence.num_computed += chunk.num_tokens - len(chunk.drafts)
-            if sequence.num_computed == len(tokens):
-                tokens.append(UNKNOWN)
-                flows.append(sequence.flow)
+        flows = _go_on_behind(chunks, num_decodes)
         self.memory.launched(chunks)
         self.waiting.count_outputs(flows)
 
@@ -302,6 +291,24 @@ class Scheduler:
         sequence.num_computed = 0
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs = []
+
+
+def _go_on_behind(chunks: list[Chunk], num_decodes: int) -> list[Flow]:
+    """Lets the sequences go on behind a step of these chunks. Returns the flow of each token that it samples, if drafts
+    are not counted. The arguments are those of Scheduler.launched()."""
+    flows: list[Flow] = []
+    for chunk in chunks[:num_decodes]:
+        sequence = chunk.sequence
+        sequence.num_computed += 1
+        sequence.tokens.append(UNKNOWN)
+        flows.append(sequence.flow)
+    for chunk in chunks[num_decodes:]:
+        sequence, tokens = chunk.sequence, chunk.sequence.tokens
+        sequence.num_computed += chunk.num_tokens - len(chunk.drafts)
+        if sequence.num_computed == len(tokens):
+            tokens.append(UNKNOWN)
+            flows.append(sequence.flow)
+    return flows
 
 
 def _unfinished(running: list[Sequence]) -> list[Sequence]:

@@ -122,6 +122,11 @@ class LaunchedStep:
         return self.num_rows > len(self.sampling)
 
     @property
+    def tokens(self) -> TokensBefore:
+        """Its tokens, for the plan of the next step."""
+        return TokensBefore(self.row_by_request, None if self.has_drafts else self.chunks)
+
+    @property
     def needs_masks(self) -> bool:
         """Whether a sequence has a grammar, whose mask says which tokens may be chosen."""
         return _need_masks(self.sampling[self.num_plain :])
@@ -226,9 +231,7 @@ class ModelRunner:
     def plan(self, chunks: list[Chunk], last: LaunchedStep | None) -> StepPlan:
         """Plans the next step. `last` is the step before, if the host has not read its tokens yet."""
         has_drafts = last is not None and last.has_drafts
-        before = TokensBefore({})
-        if last is not None:
-            before = TokensBefore(last.row_by_request, None if has_drafts else last.chunks)
+        before = TokensBefore({}) if last is None else last.tokens
         slot_ranks = [] if self.loras is None else self.loras.slots.ranks
         decodes = None if has_drafts else self._last_decodes
         plan = plan_step(chunks, before, self._inputs.first_known, self._block_size, slot_ranks, decodes)
@@ -249,9 +252,7 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, chunks: list[Chunk], plan: StepPlan, unread: UnreadInputs | None = None) -> LaunchedStep:
         """Queues a step on the device, up to its logits. `unread` is what the plan lacks."""
-        sampling = chunks
-        if not plan.is_decode:
-            sampling = chunks[: plan.num_decodes] + [chunk for chunk in chunks[plan.num_decodes :] if chunk.samples]
+        sampling = chunks[: plan.num_decodes] + [chunk for chunk in chunks[plan.num_decodes :] if chunk.samples]
         special = [chunk for chunk in chunks if not chunk.sequence.is_plain]
         shares_tokens = not plan.is_greedy and not _need_masks([chunk for chunk in special if chunk.samples])
         if self._others is not None:
@@ -283,8 +284,8 @@ class ModelRunner:
             position_B = plan.fields_FT[POSITION, plan.sampling] + 1
             draws = self._draws.of_step(sampling, position_B, edited, logits.sampled_BV.shape[1])
             if unread is not None and unread.short_B is not None:
-                draw_BK = self._draws.by_length(sampling, position_B, unread.most_short)
-                draw_B = _draws_of_lengths(draw_BK, unread.short_B, chunks)
+                by_length_BK = self._draws.by_length(sampling, position_B, unread.most_short)
+                draw_B = _draws_of_lengths(by_length_BK, unread.short_B, chunks)
         return LaunchedStep(
             chunks=chunks,
             shape=plan.shape,
