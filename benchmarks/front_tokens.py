@@ -71,24 +71,24 @@ def run_engine(address: str, tokens_per_s: float, num_streams: int, num_sent: An
             left |= {sealed.id: unseal(sealed, REQUEST).params.max_tokens or 1 for sealed in batch.requests}
             for request_id in batch.aborts:
                 left.pop(request_id, None)
-        now, outputs = time.monotonic(), []
+        now, num_outputs = time.monotonic(), 0
+        message = StepBatch(acknowledged, sent_s=now)
         if now >= due_s:
             due_s, step = max(due_s, now - 0.05) + num_streams / tokens_per_s, step + 1
-            outputs = [
-                TokenOutput(
-                    request_id=name,
-                    token_ids=[token_ids[(step + index) % 4096]],
-                    finish_reason="length" if count == 1 else None,
-                )
-                for index, (name, count) in enumerate(left.items())
-            ]
+            for index, (name, count) in enumerate(left.items()):
+                token = token_ids[(step + index) % 4096]
+                if count > 1:
+                    message.plain.request_ids.append(name)
+                    message.plain.token_ids.append(token)
+                else:
+                    message.outputs.append(TokenOutput(request_id=name, token_ids=[token], finish_reason="length"))
+            num_outputs = len(left)
             left = {name: count - 1 for name, count in left.items() if count > 1}
-        if outputs or batches or now >= stats_due_s:
-            message = StepBatch(acknowledged, outputs, sent_s=now)
+        if num_outputs or batches or now >= stats_due_s:
             if now >= stats_due_s:
                 message.stats, stats_due_s = EngineStats(num_running=len(left)), now + STATS_PERIOD_S
             worker.send(message)
-            num_sent.value += len(outputs)
+            num_sent.value += num_outputs
 
 
 def run_front(address: str, listener: socket.socket) -> None:

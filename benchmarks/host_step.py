@@ -134,7 +134,7 @@ def measure(engine: Engine, batch: int, temperature: float, answer: int, count: 
         profile.disable()
         if all_run:
             seconds.append(step_s)
-        for output in outputs:
+        for output in outputs.others:
             assert output.error is None
             if output.finish_reason is not None:
                 add(answer)

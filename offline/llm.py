@@ -36,6 +36,7 @@ from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.rank_processes import RankProcesses
 from lorafleet.workers.startup import build_engine
+from lorafleet.workers.step_outputs import StepOutputs
 
 __all__ = ["LLM", "CompletionOutput", "LoRARequest", "RequestOutput", "SamplingParams"]
 
@@ -250,7 +251,7 @@ class LLM:
             self._step()
         done.result()
 
-    def _step(self) -> list[TokenOutput]:
+    def _step(self) -> StepOutputs:
         """Runs one step of the engine. After a stalled one it waits, since a loop without a pause would hold Python's
         lock, which the threads that read adapters need."""
         outputs = self._engine.step()

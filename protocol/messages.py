@@ -147,6 +147,13 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     drafts: DraftCounts | None = None  # Counts since the last output; None if nothing was drafted.
 
 
+class PlainTokens(msgspec.Struct, array_like=True):
+    """The output of one step for sequences that got one token and have nothing else to tell: most of a large batch."""
+
+    request_ids: list[str] = []
+    token_ids: list[int] = []  # One for each of these.
+
+
 class LoadAdapter(msgspec.Struct, tag=True):
     """Command to read and check the adapter and to cache it in the CPU tier; an AdapterReply answers it."""
 
@@ -329,7 +336,8 @@ class StepBatch(msgspec.Struct):
     """A message from the worker to the replica, sent once per step."""
 
     acknowledged: int  # ClientBatch.sequence of the last batch that the worker has read.
-    outputs: list[TokenOutput] = []
+    outputs: list[TokenOutput] = []  # They follow those in `plain` if a sequence has both kinds.
+    plain: PlainTokens = msgspec.field(default_factory=PlainTokens)
     adapter_replies: list[AdapterReply] = []
     adapter_moves: list[AdapterMove] = []
     stats: EngineStats | None = None

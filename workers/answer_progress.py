@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Many
 
-from lorafleet.protocol.messages import DraftCounts, FinishReason, SequenceTimes, TokenOutput, WeightSwitch
+from lorafleet.protocol.messages import DraftCounts, FinishReason, PlainTokens, SequenceTimes, TokenOutput, WeightSwitch
 from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
@@ -19,27 +19,26 @@ class AnswerProgress:
         self._scheduler = scheduler
         self._loras = loras
 
-    def advance_quiet(
-        self, chunks: Many[Chunk], ends: Many[int], tokens: Many[int]
-    ) -> tuple[list[TokenOutput], list[int]]:
-        """Takes in one token of each of the first sequences, where nothing is due but the token. Most tokens of large
-        batches are of this kind. Returns the outputs, and the indices of the tokens that advance() must take in.
+    def advance_quiet(self, chunks: Many[Chunk], ends: Many[int], tokens: Many[int], outputs: PlainTokens) -> list[int]:
+        """Takes in one token of each of the first sequences, where nothing is due but the token, and adds it to the
+        outputs. Most tokens of large batches are of this kind, so no object is made for one. Returns the indices of
+        the other tokens, which advance() must take in.
 
         Args:
             chunks, ends: As in CollectedStep.
         """
-        outputs: list[TokenOutput] = []
         due: list[int] = []
-        for i, token in enumerate(tokens):
-            sequence = chunks[i].sequence
-            end = ends[i]
+        request_ids, token_ids = outputs.request_ids, outputs.token_ids
+        for i, (token, end, chunk) in enumerate(zip(tokens, ends, chunks, strict=False)):
+            sequence = chunk.sequence
             if end < sequence.quiet_until and token not in sequence.stop_ids:
                 sequence.tokens[end] = token
-                outputs.append(TokenOutput(request_id=sequence.request_id, token_ids=[token]))
+                request_ids.append(sequence.request_id)
+                token_ids.append(token)
             else:
                 due.append(i)
-        self.num_generated_tokens += len(outputs)
-        return outputs, due
+        self.num_generated_tokens += len(tokens) - len(due)
+        return due
 
     def advance(self, sequence: Sequence, end: int, sampled: Sampled, num_drafts: int = 0) -> TokenOutput | None:
         """Takes in what a step computed for a sequence. Returns its output, or None if no token was sampled.

@@ -31,6 +31,7 @@ from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
 from lorafleet.workers.speculation.speculation import Speculation
 from lorafleet.workers.step.runner import ModelRunner, Sampled
 from lorafleet.workers.step.step_pipeline import StepPipeline
+from lorafleet.workers.step_outputs import StepOutputs
 from lorafleet.workers.structured.decoding import StructuredDecoding
 from lorafleet.workers.weak_method import weak
 
@@ -142,37 +143,40 @@ class Engine:
         """
         return self._controls.take(control)
 
-    def step(self) -> list[TokenOutput]:
+    def step(self) -> StepOutputs:
         """Launches the next step. Returns the tokens of the step before if steps overlap, otherwise its own."""
         outputs = self._advance()
         self._controls.answer()
         self.scheduler.memory.step_ended()
         return outputs
 
-    def _advance(self) -> list[TokenOutput]:
+    def _advance(self) -> StepOutputs:
         self.runner.steps.late.run(is_idle=not self.has_work)
         began_s = time.perf_counter()
-        outputs = self._fail_all(self._adapters.poll()) + self._fail_all(self._pending.poll())
+        outputs = StepOutputs(self._fail_all(self._adapters.poll()) + self._fail_all(self._pending.poll()))
         if self.pipeline.has_step and (
             self.scheduler.may_preempt or self._controls.must_settle or self._drafts_need_tokens()
         ):
-            outputs += self._choose() + self._collect()
+            outputs.others += self._choose()
+            self._collect(outputs)
         ended, unswitched = self._controls.carry_out()
-        outputs += ended + self._fail_all(unswitched)
+        outputs.others += ended + self._fail_all(unswitched)
         chunks = self.scheduler.schedule(self.pipeline.chunks)
-        outputs += self._fail_all(self._admission.expired())
+        outputs.others += self._fail_all(self._admission.expired())
         self.stalled = not chunks and not self.pipeline.has_step
         if self.stalled:
             return outputs
         planned = self.pipeline.plan(chunks, None if self._speculation is None else self._speculation.on_device)
-        outputs += self._choose()  # as late as possible, since masks are computed meanwhile
+        outputs.others += self._choose()  # as late as possible, since masks are computed meanwhile
         faults = self.pipeline.launch(planned, began_s)
         if self._speculation is not None:
             self._speculation.launched(chunks)
-        outputs += self._collect() + self._fail_unprepared(faults)
+        self._collect(outputs)
+        outputs.others += self._fail_unprepared(faults)
         self.pipeline.request_masks()
         if not self._overlap:
-            outputs += self._choose() + self._collect()
+            outputs.others += self._choose()
+            self._collect(outputs)
         return outputs
 
     def close(self) -> None:
@@ -186,12 +190,13 @@ class Engine:
         """Queues the choice of the tokens in flight. Returns the outputs of sequences that fail."""
         return self._fail_all(self.pipeline.choose())
 
-    def _collect(self) -> list[TokenOutput]:
-        """Returns the tokens of the step in flight. Those of sequences that have ended meanwhile are dropped."""
+    def _collect(self, outputs: StepOutputs) -> None:
+        """Adds the tokens of the step in flight to the outputs. Those of sequences that have ended meanwhile are
+        dropped."""
         step = self.pipeline.collect()
         if step is None:
-            return []
-        outputs, due = self._answers.advance_quiet(step.chunks, step.ends, step.plain)
+            return
+        due = self._answers.advance_quiet(step.chunks, step.ends, step.plain, outputs.plain)
         num_plain = len(step.plain)
         for i in (*due, *range(num_plain, len(step.chunks))):
             chunk, end = step.chunks[i], step.ends[i]
@@ -209,7 +214,7 @@ class Engine:
                 log.exception("request %s has failed", sequence.request_id)
                 output = self._fail(sequence, fault_of(error))
             if output is not None:
-                outputs.append(output)
+                outputs.others.append(output)
         for sequence in step.late:
             if not sequence.ended:
                 self.scheduler.set_aside(sequence)  # until its mask has arrived, see PendingGrammars.poll()
@@ -219,7 +224,6 @@ class Engine:
             is_ahead = num_drafts > 0 and any(UNKNOWN in chunk.drafts for chunk in step.chunks)
             seconds = self._speculation.observe(step.shape, num_drafts, seconds, is_ahead=is_ahead)
         self.scheduler.budget.observe(step.shape, seconds)
-        return outputs
 
     def _drafts_need_tokens(self) -> bool:
         """Returns whether drafts are in flight, or cannot be made before the tokens in flight are known."""

@@ -36,6 +36,7 @@ from lorafleet.protocol.transport.engine_socket import WorkerSocket
 from lorafleet.resolvers.neighbor_fetch import FindNeighbors
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.startup import build_engine
+from lorafleet.workers.step_outputs import StepOutputs
 
 log = logging.getLogger(__name__)
 
@@ -125,8 +126,9 @@ class EngineLoop(threading.Thread):
         if not self._engine.has_work:
             wait_ms = LATE_WORK_WAIT_MS if self._engine.fills_idle_time else IDLE_WAIT_MS
         batches = self._socket.receive(wait_ms)
-        outputs = [output for batch in batches for output in self._accept(batch)]
-        outputs += self._engine.step()
+        rejections = [output for batch in batches for output in self._accept(batch)]
+        outputs = self._engine.step()
+        outputs.others = rejections + outputs.others
         self._send(outputs, received=bool(batches))
         return self._engine.stalled and not batches
 
@@ -184,14 +186,14 @@ class EngineLoop(threading.Thread):
             known = error if isinstance(error, LorafleetError) else LorafleetError(repr(error))
             self._replies.append(AdapterReply(call_id, error=to_wire(known)))
 
-    def _send(self, outputs: list[TokenOutput], received: bool) -> None:
+    def _send(self, outputs: StepOutputs, received: bool) -> None:
         now = time.monotonic()
         moves, is_idle = self._engine.statistics.num_adapter_moves, self._engine.num_unfinished == 0
         became_idle = is_idle and not self._sent_idle
         stats_due = now >= self._stats_due_s or moves != self._sent_moves or became_idle
         if not (outputs or received or self._replies or stats_due):
             return
-        batch = StepBatch(self._acknowledged, outputs, self._replies, sent_s=now)
+        batch = StepBatch(self._acknowledged, outputs.others, outputs.plain, self._replies, sent_s=now)
         if stats_due or self._replies:
             batch.stats = self._engine.stats()
             if self._engine.loras is not None:

@@ -279,6 +279,10 @@ class EngineClient:
             self._stats_came.set()
         self._sender.acknowledge(batch.acknowledged)
         streams = self._in_flight.streams
+        for request_id, token in zip(batch.plain.request_ids, batch.plain.token_ids, strict=True):
+            stream = streams.get(request_id)
+            if stream is not None:
+                stream.put_token(request_id, token)
         for output in batch.outputs:
             stream = streams.get(output.request_id)
             if stream is not None:

@@ -36,6 +36,14 @@ class OutputStream:
         self._waiting = output if self._waiting is None else join(self._waiting, output)
         self._wake()
 
+    def put_token(self, request_id: str, token: int) -> None:
+        """Does what put() does with an output that has this token and nothing else."""
+        if self._waiting is None:
+            self._waiting = TokenOutput(request_id=request_id, token_ids=[token])
+        else:
+            self._waiting.token_ids.append(token)
+        self._wake()
+
     def fail(self, error: LorafleetError) -> None:
         """Makes get() raise this error once every earlier output has been taken."""
         self._failure = self._failure or error

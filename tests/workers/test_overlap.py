@@ -148,7 +148,7 @@ def test_tokens_come_one_step_late_and_none_is_lost_by_an_abort(fleet, prompt):
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     for name in ("kept", "left"):
         engine.add(EngineRequest(request_id=name, prompt_token_ids=prompt(9), params=params))
-    assert engine.step() == []
+    assert [*engine.step()] == []
     assert not engine.stalled
     assert {o.request_id for o in engine.step()} == {"kept", "left"}
     engine.abort("left")
@@ -178,7 +178,7 @@ def test_a_long_prompt_that_is_preempted_for_another_tenant_is_answered_all_the_
 
     add("short", "noisy", 9)
     add("long", "noisy", 100)
-    outputs = engine.step() + engine.step()  # a part of the long prompt is in flight
+    outputs = [*engine.step(), *engine.step()]  # a part of the long prompt is in flight
     add("quiet", "quiet", 5)
     while engine.has_work:
         outputs += engine.step()
@@ -221,3 +221,21 @@ def test_the_budget_of_steps_learns_how_long_each_step_took(fleet, prompt, overl
     ]
     assert [shape.prompts for shape in shapes] == [((16, 16),), ((4, 20),), (), ()]
     assert all(0 < one < 60 for one in seconds)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_token_of_a_sequence_with_nothing_else_to_tell_makes_no_object(fleet, prompt, overlap):
+    engine = build_engine(EngineConfig(str(fleet("llama3").base), kv_cache_tokens=1024, async_scheduling=overlap))
+    for name, logprobs in (("quiet", None), ("shown", 1)):
+        params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=logprobs)
+        engine.add(EngineRequest(request_id=name, prompt_token_ids=prompt(9), params=params))
+    steps = []
+    while engine.has_work:
+        steps.append(engine.step())
+    assert [name for step in steps for name in step.plain.request_ids] == ["quiet"] * 3  # not the first and the last
+    objects = [output for step in steps for output in step.others]
+    assert [output.request_id for output in objects].count("quiet") == 2
+    found = {name: [] for name in ("quiet", "shown")}
+    for output in (output for step in steps for output in step):
+        found[output.request_id] += output.token_ids
+    assert len(found["quiet"]) == 5 and found["quiet"] == found["shown"]

@@ -65,13 +65,15 @@ class DecodeLayers:
     def packed(self, batch: AttentionBatch) -> Tensor:
         """Returns a step's plan in pinned memory: the spans and merges of each rule, the rows of each sequence if it
         may have drafts, then all blocks."""
-        lens_B, rows_B = (np.array(numbers, dtype=np.int32) for numbers in (batch.context_lens, batch.query_lens))
+        lens_B = np.array(batch.context_lens, dtype=np.int32)
         counts_B = -(-lens_B // self.spec.block_size)
         blocks = np.frombuffer(join_blocks(batch.block_tables, counts_B.tolist()), dtype=np.int32)
         first_block_B = running_sums(counts_B)[:-1]
-        seen_B = rows_B + batch.most_shorter  # A shorter sequence sees the keys before as well.
+        rows_B = np.array(batch.query_lens, dtype=np.int32) if self.has_drafts else None
+        # A shorter sequence sees the keys before as well.
+        seen_B = None if rows_B is None else rows_B + batch.most_shorter
         divided = [part.ravel() for rule in self.rules for part in rule.divide(lens_B, first_block_B, seen_B)]
-        if self.has_drafts:
+        if rows_B is not None:
             divided.append(np.stack((running_sums(rows_B)[:-1], rows_B, lens_B), axis=1).ravel())
         return pinned_copy(np.concatenate((*divided, blocks)))
 

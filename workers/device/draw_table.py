@@ -37,15 +37,16 @@ class DrawRows:
     def __len__(self) -> int:
         return len(self._row_by_sequence)
 
-    def of_step(self, sampling: Many[Chunk], edited: Many[EditedRow], num_tokens: int) -> DrawTable:
+    def of_step(self, sampling: Many[Chunk], position_B: Ints, edited: Many[EditedRow], num_tokens: int) -> DrawTable:
         """Returns what draw_tokens takes: a row for each token that these chunks sample. Each token is drawn as if the
         drafts before it were the answer, those in flight too.
 
         Args:
+            position_B: The position of each of these tokens.
             edited: Rows whose logits have the edits of LogitEditor.apply by then.
             num_tokens: Number of tokens that the logits are of.
         """
-        row_B, position_B = self._places(sampling)
+        row_B = self._rows_of(sampling, len(position_B))
         table_BF = self._fields_NF[row_B]
         table_BF[table_BF[:, TOP_K] == ALL_TOKENS, TOP_K] = num_tokens
         draw_B = uniform(self._seed_N[row_B], position_B.astype(np.uint64))
@@ -54,28 +55,22 @@ class DrawRows:
             table_BF[row.index, COUNTS_ROW] = row.counts_row
         return table_BF
 
-    def by_length(self, sampling: Many[Chunk], most_short: int) -> DrawTable:
+    def by_length(self, sampling: Many[Chunk], position_B: Ints, most_short: int) -> DrawTable:
         """Returns the draw of each of these tokens if its sequence turns out to be 0 to most_short tokens shorter than
-        with all drafts in flight, [B, K]."""
-        row_B, position_B = self._places(sampling)
+        with all drafts in flight, [B, K]. The arguments are those of of_step()."""
+        row_B = self._rows_of(sampling, len(position_B))
         position_BK = position_B[:, None] - np.arange(1 + most_short)
         draw_BK = uniform(self._seed_N[row_B][:, None], position_BK.astype(np.uint64))
         is_drawn_B1 = self._fields_NF[row_B, TEMPERATURE][:, None] > 0
         return np.where(is_drawn_B1, draw_BK, 0.0)
 
-    def _places(self, sampling: Many[Chunk]) -> tuple[Ints, Ints]:
-        """Returns the held row and the position of each token."""
+    def _rows_of(self, sampling: Many[Chunk], num_tokens: int) -> Ints:
+        """Returns the held row of each of the tokens that these chunks sample."""
         found = [self._row_by_sequence.get(chunk.sequence) for chunk in sampling]
         if None in found:
             found = [self._row_of(chunk.sequence) for chunk in sampling]
         row_B = np.array(found, np.int64)
-        position_B = np.array([len(chunk.sequence.tokens) + chunk.sequence.num_unverified for chunk in sampling])
-        counts = [1 + len(chunk.drafts) for chunk in sampling]
-        if len(counts) != sum(counts):
-            end_B = np.cumsum(counts).repeat(counts)
-            row_B, position_B, count_B = row_B.repeat(counts), position_B.repeat(counts), np.repeat(counts, counts)
-            position_B += np.arange(len(row_B)) - (end_B - count_B)
-        return row_B, position_B
+        return row_B if num_tokens == len(row_B) else row_B.repeat([1 + len(chunk.drafts) for chunk in sampling])
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""

@@ -17,6 +17,7 @@ from lorafleet.protocol.step_metrics import StepShape
 from lorafleet.workers.attention.attention_backend import AttentionBatch
 
 FIELDS = 5  # token, source, position, rope length, KV slot
+SOURCE, POSITION = 1, 2  # rows of StepPlan.fields_FT
 Rows = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 
@@ -33,6 +34,8 @@ class StepPlan:
     # (first row, count) of rows that predict prompt tokens whose logprobs are requested.
     prompts: list[tuple[int, int]]
     slot_ranks: list[int]  # LoRAModelManager.ranks, of every slot.
+    # Chunks at the front that have one token and sample the next one. Known on rank 0 only.
+    num_decodes: int = 0
     # Slot of each sequence's state. Empty if the model has no recurrent layers.
     state_slots: list[int] = field(default_factory=list)
     # (from, to) of states that are copied before the step, out of snapshots, and after it, into snapshots.

@@ -124,15 +124,13 @@ class Scheduler:
         self.memory.before_step(chunks)
         return chunks
 
-    def launched(self, chunks: list[Chunk]) -> None:
-        """Records that the step of these chunks is in flight. The next step goes on behind it."""
-        flows: list[Flow] = []
-        for chunk in chunks:
-            sequence, tokens = chunk.sequence, chunk.sequence.tokens
-            sequence.num_computed += chunk.num_tokens - len(chunk.drafts)
-            if sequence.num_computed == len(tokens):
-                tokens.append(UNKNOWN)
-                flows.append(sequence.flow)
+    def launched(self, chunks: list[Chunk], num_decodes: int = 0) -> None:
+        """Records that the step of these chunks is in flight. The next step goes on behind it.
+
+        Args:
+            num_decodes: Chunks at the front that are known to have one token and to sample the next.
+        """
+        flows = _go_on_behind(chunks, num_decodes)
         self.memory.launched(chunks)
         self.waiting.count_outputs(flows)
 
@@ -180,10 +178,7 @@ class Scheduler:
         unfinished = _unfinished(poorest_first(self.running))
         drafts = _chosen_drafts(self, unfinished, in_flight)
         allowance = self.budget.allowance(unfinished, self.waiting, sum(map(len, drafts.values())))
-        for sequence in unfinished:
-            if sequence.num_computed < sequence.decodes_until and sequence.next_chunk is not None and not drafts:
-                decodes.append(sequence.next_chunk)
-                continue
+        for sequence in unfinished if drafts else _due(unfinished):
             is_decode = sequence.num_uncomputed == 1
             num_tokens = 1 if is_decode else self.memory.until_stop(sequence, allowance.tokens_for(sequence))
             if num_tokens == 0 or sequence.blocks is None:
@@ -197,10 +192,15 @@ class Scheduler:
             chunk = self._chunk(sequence, num_tokens)
             if sequence in drafts:
                 chunk = self.memory.with_drafts(chunk, drafts[sequence], num_spare=len(self.running))
-            (drafted if chunk.drafts else decodes if is_decode else prompts).append(chunk)
             if not is_decode:
+                prompts.append(chunk)
                 allowance.spend(sequence, num_tokens)
-        return decodes + drafted + prompts, allowance
+            elif chunk.drafts:
+                drafted.append(chunk)
+            elif drafts or sequence.num_computed >= sequence.decodes_until:
+                decodes.append(chunk)
+        ready = [] if drafts else _ready(unfinished)  # With those for which no more is due now, in the same order.
+        return ready + decodes + drafted + prompts, allowance
 
     def _schedule_waiting(self, allowance: PromptAllowance, favored: str | None) -> list[Chunk]:
         """Returns chunks of waiting sequences. `favored` is the tenant for whose adapter a slot was freed."""
@@ -293,10 +293,39 @@ class Scheduler:
             sequence.prompt_logprobs = []
 
 
-def _unfinished(running: Many[Sequence]) -> list[Sequence]:
+def _go_on_behind(chunks: list[Chunk], num_decodes: int) -> list[Flow]:
+    """Lets the sequences go on behind a step of these chunks. Returns the flow of each token that it samples, if drafts
+    are not counted. The arguments are those of Scheduler.launched()."""
+    flows: list[Flow] = []
+    for chunk in chunks[:num_decodes]:
+        sequence = chunk.sequence
+        sequence.num_computed += 1
+        sequence.tokens.append(UNKNOWN)
+        flows.append(sequence.flow)
+    for chunk in chunks[num_decodes:]:
+        sequence, tokens = chunk.sequence, chunk.sequence.tokens
+        sequence.num_computed += chunk.num_tokens - len(chunk.drafts)
+        if sequence.num_computed == len(tokens):
+            tokens.append(UNKNOWN)
+            flows.append(sequence.flow)
+    return flows
+
+
+def _unfinished(running: list[Sequence]) -> list[Sequence]:
     """Returns the sequences that the next step computes tokens of. The last token of the others is in flight, or may be
     among the drafts in flight, or they wait for their blocks from a tier."""
-    return [s for s in running if s.num_computed < s.decodes_until or (s.num_remaining > 0 and s.arrival is None)]
+    others = {s for s in _due(running) if s.num_remaining <= 0 or s.arrival is not None}
+    return [sequence for sequence in running if sequence not in others] if others else running
+
+
+def _due(running: Many[Sequence]) -> list[Sequence]:
+    """Returns the sequences for which something may be due besides the computation of the next token."""
+    return [sequence for sequence in running if sequence.num_computed >= sequence.decodes_until]
+
+
+def _ready(unfinished: Many[Sequence]) -> list[Chunk]:
+    """Returns the chunks of the others."""
+    return [s.next_chunk for s in unfinished if s.num_computed < s.decodes_until and s.next_chunk is not None]
 
 
 def _chosen_drafts(

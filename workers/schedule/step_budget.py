@@ -161,9 +161,10 @@ class StepBudget:
     def allowance(self, unfinished: Many[Sequence], waiting: FairQueue, num_drafts: int = 0) -> PromptAllowance:
         """Returns the prompt tokens that the next step may compute beside the decodes of the unfinished sequences, and
         so many draft tokens."""
-        decodes = [sequence for sequence in unfinished if len(sequence.tokens) - sequence.num_computed == 1]
-        has_prompts = len(decodes) < len(unfinished)
-        prompts = [sequence for sequence in unfinished if sequence.num_uncomputed > 1] if has_prompts else []
+        prompts = [s for s in unfinished if s.num_computed >= s.decodes_until and s.num_uncomputed > 1]
+        decodes = unfinished
+        if prompts:
+            decodes = [s for s in unfinished if s.num_computed < s.decodes_until or s.num_uncomputed == 1]
         backlog = _Backlog(prompts, waiting)
         cost, limits = self._fit.cost, self.limits
         num_decoded = len(decodes) + num_drafts

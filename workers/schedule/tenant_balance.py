@@ -27,8 +27,10 @@ class Favor:
 
 def poorest_first(running: list[Sequence]) -> list[Sequence]:
     """Returns the sequences, those of tenants that run fewest first, otherwise in the order of their start."""
+    if len(set(map(_tenant, running))) < 2:
+        return running[:]
     num_running = Counter(map(_tenant, running))
-    return sorted(running, key=lambda sequence: num_running[sequence.tenant]) if len(num_running) > 1 else running[:]
+    return sorted(running, key=lambda sequence: num_running[sequence.tenant])
 
 
 def find_favor(

@@ -25,6 +25,7 @@ from lorafleet.workers.speculation.draft_slots import DraftSlots
 from lorafleet.workers.speculation.draft_steps import DraftSteps
 from lorafleet.workers.speculation.drafter import DeviceDrafts
 from lorafleet.workers.speculation.followed_sequence import FollowedSequence
+from lorafleet.workers.step.decode_columns import TokensBefore
 from lorafleet.workers.step.planner import plan_step
 
 
@@ -133,7 +134,8 @@ class BehindSteps:
         """Runs a step of these chunks. `sources` are as in DraftSteps.run, and `unread` is what the plan lacks."""
         rows = {chunk.sequence.request_id: 0 for chunk in chunks}  # The tokens come from `unread`.
         slot_ranks = [] if self._slots is None else self._slots.ranks
-        plan = plan_step(chunks, rows, self._steps.runner.inputs.first_known, self._block_size, slot_ranks)
+        first_known = self._steps.runner.inputs.first_known
+        plan = plan_step(chunks, TokensBefore(rows), first_known, self._block_size, slot_ranks)
         self._steps.run(plan, sources, unread)
 
     def _drawn(self) -> Tensor:

@@ -27,6 +27,7 @@ from lorafleet.workers.speculation.draft_slots import DraftSlots
 from lorafleet.workers.speculation.draft_steps import DraftSteps
 from lorafleet.workers.speculation.drafter import DeviceDrafts, Wanted
 from lorafleet.workers.speculation.followed_sequence import FollowedSequence
+from lorafleet.workers.step.decode_columns import TokensBefore
 from lorafleet.workers.step.planner import plan_step
 
 # Tokens that one call computes before the first draft, in all sequences together: some milliseconds of a small model.
@@ -241,14 +242,14 @@ class ModelDrafter:
         first_known, num_rows = self.steps.inputs.first_known, sum(chunk.num_tokens for chunk in chunks)
         longest = max(chunk.num_tokens for chunk in chunks)
         if longest == 1 or longest > self._most_rows or num_rows > first_known or not all(c.samples for c in chunks):
-            plan = plan_step(chunks, rows, first_known, self.kv.block_size, slot_ranks)
+            plan = plan_step(chunks, TokensBefore(rows), first_known, self.kv.block_size, slot_ranks)
             return plan, list(range(len(plan.sampling)))
         drafted: list[Chunk] = []
         for chunk in chunks:
             behind = chunk.sequence.num_computed + 1
             drafted.append(replace(chunk, drafts=chunk.sequence.tokens[behind:]))
             del chunk.sequence.tokens[behind:]
-        plan = plan_step(drafted, rows, first_known, self.kv.block_size, slot_ranks)
+        plan = plan_step(drafted, TokensBefore(rows), first_known, self.kv.block_size, slot_ranks)
         for chunk in drafted:
             chunk.sequence.tokens.extend(chunk.drafts)
         return plan, [end - 1 for end in accumulate(chunk.num_tokens for chunk in chunks)]

@@ -173,7 +173,7 @@ class DecodeGraphs:
             fitting = [] if self._drafted is None else self._drafted.fitting(num_rows, num_seqs)
         if not fitting:
             return None
-        has_adapters = any(slot != BASE_SLOT for slot in lora_slots)
+        has_adapters = lora_slots.count(BASE_SLOT) < num_rows
         takes_rare = has_adapters and self._loras is not None and self._loras.has_rare(lora_slots)
         if takes_rare and max(context_lens) > self._max_context:
             return None

@@ -1,21 +1,23 @@
 """Converts the scheduler's chunks to a StepPlan: everything that the ranks need to know of them, in rows of numbers."""
 
-# T tokens of the step · F fields of a token
+# T tokens of the step · F fields of a token · C chunks · B decodes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from itertools import compress
+from operator import add
 
 import numpy as np
 
 from lorafleet.kernels.lora.lora_batch import BASE_SLOT
 from lorafleet.kernels.recurrent.recurrent_batch import NOT_KEPT
 from lorafleet.workers.attention.attention_backend import AttentionBatch
-from lorafleet.workers.device.step_plan import FIELDS, Rows, StepPlan
+from lorafleet.workers.device.step_plan import FIELDS, POSITION, SOURCE, Rows, StepPlan
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
+from lorafleet.workers.step.decode_columns import NEW, DecodeColumns, TokensBefore, no_decodes
 
 Column = np.ndarray[tuple[int], np.dtype[np.int64]]  # a number of each chunk
 
@@ -32,41 +34,44 @@ class ScoredSpan:
 
 
 def plan_step(
-    chunks: Many[Chunk],
-    row_by_request: Mapping[str, int],
+    chunks: list[Chunk],
+    before: TokensBefore,
     first_known: int,
     block_size: int,
     slot_ranks: list[int],
+    last: DecodeColumns | None = None,
 ) -> StepPlan:
     """Returns the plan of one step.
 
     Args:
-        row_by_request: Row of each request that the last step sampled for, if the host has not read its token yet. If
-            that step has verified drafts of the request, the token is another one, see unread_plan.py.
         first_known: Index in the pool of tokens where those that the host knows begin, see StepInputs.
+        last: The decodes of the last plan. None stands for none.
     """
-    sequences, query_lens = [chunk.sequence for chunk in chunks], [chunk.num_tokens for chunk in chunks]
-    start_C = np.array([sequence.num_computed + sequence.num_unverified for sequence in sequences])
-    num_decodes = _num_decodes(sequences, start_C, query_lens)
+    last = last or no_decodes()
+    places_C = last.find(chunks)
+    num_decodes = len(chunks) if places_C is None else _num_decodes(chunks, places_C)
     others = chunks[num_decodes:]
+    decodes = _decodes(chunks[:num_decodes], places_C, last, before, first_known, block_size)
+    query_lens = [chunk.num_tokens for chunk in others]
+    start_C = [chunk.sequence.num_computed + chunk.sequence.num_unverified for chunk in others]
     samples = [chunk.samples for chunk in others]
-    sampling = sequences[:num_decodes] + list(compress(sequences[num_decodes:], samples))
-    base_lens = _base_lens(sequences, query_lens)
-    has_states = sequences[0].state_slot is not None
+    base_lens = _base_lens([chunk.sequence for chunk in others], query_lens)
+    has_states = chunks[0].sequence.state_slot is not None
     return StepPlan(
-        fields_FT=_fields(sequences[:num_decodes], others, start_C, row_by_request, first_known, block_size),
+        fields_FT=_fields(decodes.fields_FB, others, before.row_by_request, first_known, block_size),
         attention=AttentionBatch(
-            query_lens=query_lens,
-            context_lens=(start_C + query_lens).tolist(),
-            block_tables=[sequence.blocks.table for sequence in sequences if sequence.blocks is not None],
+            query_lens=[1] * num_decodes + query_lens,
+            context_lens=(decodes.fields_FB[POSITION] + 1).tolist() + list(map(add, start_C, query_lens)),
+            block_tables=[*decodes.tables, *_tables(others)] if others else decodes.tables,
         ),
-        slots=_slots(sequences, query_lens, base_lens),
-        base_lens=base_lens,
+        slots=decodes.slots + _slots([chunk.sequence for chunk in others], query_lens, base_lens),
+        base_lens=decodes.base_lens + base_lens,
         sampling=_sampled_rows(num_decodes, others, samples),
-        is_greedy=all(sequence.takes_best for sequence in sampling),
-        prompts=[(span.first_row, len(span.tokens)) for span in scored_spans(chunks)],
+        is_greedy=_are_greedy(chunks[:num_decodes]) and _are_greedy(compress(others, samples)),
+        prompts=[(span.first_row, len(span.tokens)) for span in scored_spans(others, num_decodes)],
         slot_ranks=slot_ranks,
-        state_slots=[sequence.state_slot for sequence in sequences if sequence.state_slot is not None]
+        num_decodes=num_decodes,
+        state_slots=[chunk.sequence.state_slot for chunk in chunks if chunk.sequence.state_slot is not None]
         if has_states
         else [],
         resumed_states=[
@@ -85,11 +90,67 @@ def plan_step(
     )
 
 
-def _num_decodes(sequences: Many[Sequence], start_C: Column, query_lens: list[int]) -> int:
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    """A part of a plan: the decodes at its front."""
+
+    fields_FB: Rows
+    tables: Many[Many[int]]
+    slots: list[int]
+    base_lens: list[int]
+
+
+def _num_decodes(chunks: Many[Chunk], places_C: Column) -> int:
     """Returns how many chunks at the front have one token, behind which the next one is sampled."""
-    len_C = np.array([len(sequence.tokens) for sequence in sequences])
-    is_other_C = (len_C - start_C > 1) | (np.array(query_lens) > 1)
-    return int(is_other_C.argmax()) if is_other_C.any() else len(sequences)
+    for i in np.flatnonzero(places_C == NEW).tolist():
+        chunk, sequence = chunks[i], chunks[i].sequence
+        if chunk.num_tokens > 1 or len(sequence.tokens) - sequence.num_computed - sequence.num_unverified > 1:
+            return i
+    return len(chunks)
+
+
+def _decodes(
+    chunks: list[Chunk],
+    places_C: Column | None,
+    last: DecodeColumns,
+    before: TokensBefore,
+    first_known: int,
+    block_size: int,
+) -> _Decodes:
+    """Plans the decodes at the front of a step. Only those that the last plan did not have take more than a few
+    operations on arrays."""
+    count = len(chunks)
+    source_B = np.arange(first_known, first_known + count)
+    if places_C is None:
+        advanced_FB = last.advanced(chunks, None, source_B, before, block_size)
+        return _Decodes(advanced_FB, last.tables, last.slots, [0] * count)
+    places_B = places_C[:count]
+    new, known_B = np.flatnonzero(places_B == NEW).tolist(), np.flatnonzero(places_B != NEW)
+    fresh = [chunks[i] for i in new]
+    base_lens = _base_lens([chunk.sequence for chunk in fresh], [1] * len(new))
+    slots = _slots([chunk.sequence for chunk in fresh], [1] * len(new), base_lens)
+    fresh_FB = _fresh_decodes([chunk.sequence for chunk in fresh], source_B[new], before.row_by_request, block_size)
+    if not len(known_B):
+        return _Decodes(fresh_FB, _tables(fresh), slots, base_lens)
+    fields_FB: Rows = np.empty((FIELDS, count), np.int64)
+    known = chunks if not new else [chunks[i] for i in known_B.tolist()]
+    fields_FB[:, known_B] = last.advanced(known, places_B[known_B], source_B[known_B], before, block_size)
+    fields_FB[:, new] = fresh_FB
+    # NEW, which is -1, stands for the last entry here, until the chunk's own takes its place.
+    places = places_B.tolist()
+    all_tables, all_slots = [last.tables[i] for i in places], [last.slots[i] for i in places]
+    all_base_lens = [0] * count
+    for i, table, slot, base_len in zip(new, _tables(fresh), slots, base_lens, strict=True):
+        all_tables[i], all_slots[i], all_base_lens[i] = table, slot, base_len
+    return _Decodes(fields_FB, all_tables, all_slots, all_base_lens)
+
+
+def _tables(chunks: Many[Chunk]) -> list[Many[int]]:
+    return [chunk.sequence.blocks.table for chunk in chunks if chunk.sequence.blocks is not None]
+
+
+def _are_greedy(chunks: Iterable[Chunk]) -> bool:
+    return all(chunk.sequence.takes_best for chunk in chunks)
 
 
 def _slot_behind_own(sequence: Sequence) -> int:
@@ -139,12 +200,16 @@ def _slots(sequences: Many[Sequence], query_lens: list[int], base_lens: list[int
     ]
 
 
-def scored_spans(chunks: Many[Chunk]) -> list[ScoredSpan]:
+def scored_spans(chunks: Many[Chunk], num_decodes: int = 0) -> list[ScoredSpan]:
     """Returns the prompt tokens whose logprobs are requested, in spans whose logits fit into memory beside everything
-    else."""
+    else.
+
+    Args:
+        chunks: Those behind the first num_decodes chunks of a step, which have one token each and no such requests.
+    """
     spans: list[ScoredSpan] = []
-    first_row = 0
-    for i, chunk in enumerate(chunks if any(c.sequence.prompt_logprobs is not None for c in chunks) else ()):
+    first_row = num_decodes
+    for i, chunk in enumerate(chunks, num_decodes):
         tokens = _predicted_tokens(chunk)
         starts = range(0, len(tokens), SCORED_ROWS)
         spans += [ScoredSpan(i, first_row + start, tokens[start : start + SCORED_ROWS]) for start in starts]
@@ -165,20 +230,17 @@ def _predicted_tokens(chunk: Chunk) -> list[int]:
 
 
 def _fields(
-    decodes: Many[Sequence],
-    others: Many[Chunk],
-    start_C: Column,
-    row_by_request: Mapping[str, int],
-    first_known: int,
-    size: int,
+    decoded_FB: Rows, others: Many[Chunk], row_by_request: Mapping[str, int], first_known: int, size: int
 ) -> Rows:
-    num_tokens = len(decodes) + sum([chunk.num_tokens for chunk in others])
+    """Returns the columns of a step, whose first ones are decoded_FB."""
+    if not others:
+        return decoded_FB
+    first = decoded_FB.shape[1]  # the chunk's first column
+    num_tokens = first + sum([chunk.num_tokens for chunk in others])
     rows_FT: Rows = np.empty((FIELDS, num_tokens), np.int64)
-    rows_FT[1] = np.arange(first_known, first_known + num_tokens)
-    if decodes:
-        _fill_decodes(rows_FT[:, : len(decodes)], decodes, start_C[: len(decodes)], row_by_request, size)
+    rows_FT[SOURCE] = np.arange(first_known, first_known + num_tokens)
+    rows_FT[:, :first] = decoded_FB
     drafted: list[tuple[int, Chunk]] = []
-    first = len(decodes)  # the chunk's first column
     for chunk in others:
         if chunk.drafts:
             drafted.append((first, chunk))
@@ -190,20 +252,23 @@ def _fields(
     return rows_FT
 
 
-def _fill_decodes(
-    rows_FB: Rows, decodes: Many[Sequence], start_B: Column, row_by_request: Mapping[str, int], size: int
-) -> None:
-    """Fills the columns of decodes, which are nearly all of many steps: with a few operations for each."""
-    token_B, source_B, position_B, rope_length_B, kv_slot_B = rows_FB
-    token_B[:] = [sequence.tokens[-1] for sequence in decodes]
+def _fresh_decodes(sequences: Many[Sequence], source_B: Column, row_by_request: Mapping[str, int], size: int) -> Rows:
+    """Returns the columns of decodes that the last plan did not have. `source_B` is that of tokens that the host
+    knows."""
+    rows_FB: Rows = np.empty((FIELDS, len(sequences)), np.int64)
+    token_B, _, position_B, rope_length_B, kv_slot_B = rows_FB
+    rows_FB[SOURCE] = source_B
+    token_B[:] = [sequence.tokens[-1] for sequence in sequences]
     for i in np.flatnonzero(token_B == UNKNOWN).tolist():
-        source_B[i] = row_by_request[decodes[i].request_id]
-    position_B[:] = start_B
-    np.maximum([sequence.num_rotated for sequence in decodes], start_B + 1, out=rope_length_B)
-    places = zip(decodes, (start_B // size).tolist(), strict=True)
+        rows_FB[SOURCE, i] = row_by_request[sequences[i].request_id]
+    position_B[:] = [sequence.num_computed + sequence.num_unverified for sequence in sequences]
+    rope_length_B[:] = [sequence.num_rotated for sequence in sequences]
+    np.maximum(rope_length_B, position_B + 1, out=rope_length_B)
+    places = zip(sequences, (position_B // size).tolist(), strict=True)
     kv_slot_B[:] = [sequence.blocks.table[i] for sequence, i in places if sequence.blocks is not None]
     kv_slot_B *= size
-    kv_slot_B += start_B % size
+    kv_slot_B += position_B % size
+    return rows_FB
 
 
 def _fill_prompt(rows_FT: Rows, chunk: Chunk, row_by_request: Mapping[str, int], size: int) -> None:

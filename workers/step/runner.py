@@ -8,7 +8,7 @@ may prepare the next step; step_pipeline.py knows in which order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from itertools import accumulate
@@ -31,7 +31,7 @@ from lorafleet.workers.device.draw_table import DrawRows
 from lorafleet.workers.device.host_copy import Download, Upload, array_to_device, to_device
 from lorafleet.workers.device.logit_edits import EditedRow, LogitEditor
 from lorafleet.workers.device.sampler import PendingLogprobs
-from lorafleet.workers.device.step_plan import StepPlan
+from lorafleet.workers.device.step_plan import POSITION, StepPlan
 from lorafleet.workers.device.unread_inputs import UnreadInputs
 from lorafleet.workers.schedule.routed_rows import Rows
 from lorafleet.workers.schedule.sequence import Chunk, Sequence
@@ -39,10 +39,10 @@ from lorafleet.workers.sleep.replica_memory import ReplicaMemory
 from lorafleet.workers.slots.classifier_extras import SlotClassifier, slot_classifier
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
 from lorafleet.workers.speculation.drafter import DeviceDrafts
+from lorafleet.workers.step.decode_columns import DecodeColumns, TokensBefore
 from lorafleet.workers.step.gpu_step_clock import GPUStepClock
 from lorafleet.workers.step.planner import plan_step, scored_spans
 from lorafleet.workers.step.prompt_pooling import Pooled, pool_prompts
-from lorafleet.workers.step.steady_decodes import SteadyDecodes
 from lorafleet.workers.step.step_runner import StepLogits, StepRunner
 from lorafleet.workers.step.unread_plan import unread_inputs
 from lorafleet.workers.structured.decoding import TokenMasks
@@ -63,23 +63,53 @@ class Sampled(msgspec.Struct, frozen=True, gc=False):
     routed_TLK: Rows | None = None  # the experts of the chunk's tokens, if requested
 
 
+class FirstRows(Mapping[str, int]):
+    """The first row of each sequence that samples, by request ID. The rows are found when the first one is wanted: a
+    step of decodes behind one with the same decodes wants none."""
+
+    def __init__(self, sampling: Many[Chunk], *, has_drafts: bool) -> None:
+        self._sampling = sampling
+        self._has_drafts = has_drafts
+        self._row_by_request: dict[str, int] = {}
+
+    def __getitem__(self, request_id: str) -> int:
+        return self.found()[request_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.found())
+
+    def __len__(self) -> int:
+        return len(self._sampling)
+
+    def found(self) -> dict[str, int]:
+        """Returns all of them."""
+        if not self._row_by_request and self._has_drafts:
+            starts = accumulate((1 + len(chunk.drafts) for chunk in self._sampling), initial=0)
+            rows = zip(starts, self._sampling, strict=False)
+            self._row_by_request = {chunk.sequence.request_id: row for row, chunk in rows}
+        elif not self._row_by_request:
+            self._row_by_request = {chunk.sequence.request_id: row for row, chunk in enumerate(self._sampling)}
+        return self._row_by_request
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
     """A step on the device. Its tokens must be chosen before the next launch, which overwrites its logits."""
 
     chunks: list[Chunk]
     shape: StepShape
-    num_plain: int  # Chunks at the front that sample one token and are of a Sequence.is_plain.
+    num_plain: int  # Chunks at the front that are decodes of a Sequence.is_plain.
     sampling: list[Chunk]  # The chunks that sample.
     shares_tokens: bool  # As in RunStep. A sequence whose grammar waited for masks may have ended since.
     num_rows: int  # Rows of StepInputs.sampled_B: Chunk.num_sampled of each of these chunks.
-    params: list[SamplingParams]  # One for each of these rows; empty if the step is greedy.
+    # One for each of these rows; empty if the step is greedy, or all of its sequences are plain.
+    params: list[SamplingParams]
     draws: DrawTable | None  # The draws of these rows; None if the step is greedy.
     draw_B: Tensor | None  # As draw_tokens takes it.
     sampled_rows: list[int]  # StepPlan.sampling.
     edited: list[EditedRow]  # Rows whose logits are changed.
     faults: list[tuple[Sequence, Exception]]  # Sequences that cannot go on after the step, and why.
-    row_by_request: dict[str, int]  # First row of each sequence that samples, by request id.
+    row_by_request: FirstRows
     prompt_logprobs: PromptLogprobs
     logits: StepLogits
     routed_TLK: Tensor | None  # RoutedExperts.of_step on its way to the host; None if no sequence wants it.
@@ -92,9 +122,14 @@ class LaunchedStep:
         return self.num_rows > len(self.sampling)
 
     @property
+    def tokens(self) -> TokensBefore:
+        """Its tokens, for the plan of the next step."""
+        return TokensBefore(self.row_by_request, None if self.has_drafts else self.chunks)
+
+    @property
     def needs_masks(self) -> bool:
         """Whether a sequence has a grammar, whose mask says which tokens may be chosen."""
-        return _need_masks(self.sampling)
+        return _need_masks(self.sampling[self.num_plain :])
 
     def routed_of_chunks(self) -> dict[int, Rows]:
         """Returns the experts of each chunk's tokens, by the chunk's index, for those that want them. Call it once the
@@ -141,15 +176,14 @@ class ChosenStep:
         prompts: dict[int, list[TokenLogprobs]] = {}
         for i, span in launched.prompt_logprobs:
             prompts.setdefault(i, []).extend(span.read())
-        row_by_request = launched.row_by_request
-        if self.late:
-            late = {sequence.request_id for sequence in self.late}
-            row_by_request = {name: row for name, row in row_by_request.items() if name not in late}
+        late = {sequence.request_id for sequence in self.late}
+        others = launched.chunks[launched.num_plain :]
+        row_by_request = launched.row_by_request.found() if others else {}
         results: list[Sampled] = []
         routed = launched.routed_of_chunks()
-        for i, chunk in enumerate(launched.chunks[launched.num_plain :], launched.num_plain):
+        for i, chunk in enumerate(others, launched.num_plain):
             sequence = chunk.sequence
-            row = row_by_request.get(sequence.request_id)
+            row = None if sequence.request_id in late else row_by_request.get(sequence.request_id)
             prompt = prompts.get(i, [])
             if row is None:
                 results.append(Sampled([], [], prompt, routed_TLK=routed.get(i)))
@@ -184,7 +218,7 @@ class ModelRunner:
         self._others = others
         self.loras = loras
         self._block_size = block_size
-        self._steady = SteadyDecodes(block_size, steps.inputs.first_known)
+        self._last_decodes: DecodeColumns | None = None  # Those of the last plan; None if drafts were in flight.
         self._logprobs_mode = logprobs_mode
         self._inputs = steps.inputs
         self._device = steps.device
@@ -196,14 +230,12 @@ class ModelRunner:
 
     def plan(self, chunks: list[Chunk], last: LaunchedStep | None) -> StepPlan:
         """Plans the next step. `last` is the step before, if the host has not read its tokens yet."""
-        row_by_request = {} if last is None else last.row_by_request
-        slot_ranks = [] if self.loras is None else self.loras.slots.ranks
         has_drafts = last is not None and last.has_drafts
-        plan = None if has_drafts else self._steady.next_plan(chunks, row_by_request, slot_ranks)
-        if plan is None:
-            plan = plan_step(chunks, row_by_request, self._inputs.first_known, self._block_size, slot_ranks)
-            if not has_drafts:
-                self._steady.remember(chunks, plan)
+        before = TokensBefore({}) if last is None else last.tokens
+        slot_ranks = [] if self.loras is None else self.loras.slots.ranks
+        decodes = None if has_drafts else self._last_decodes
+        plan = plan_step(chunks, before, self._inputs.first_known, self._block_size, slot_ranks, decodes)
+        self._last_decodes = None if has_drafts else DecodeColumns.of_plan(chunks, plan)
         return plan
 
     @torch.inference_mode()
@@ -220,8 +252,9 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, chunks: list[Chunk], plan: StepPlan, unread: UnreadInputs | None = None) -> LaunchedStep:
         """Queues a step on the device, up to its logits. `unread` is what the plan lacks."""
-        sampling = chunks if plan.is_decode else [chunk for chunk in chunks if chunk.samples]
-        shares_tokens = not plan.is_greedy and not _need_masks(sampling)
+        sampling = chunks[: plan.num_decodes] + [chunk for chunk in chunks[plan.num_decodes :] if chunk.samples]
+        special = [chunk for chunk in chunks if not chunk.sequence.is_plain]
+        shares_tokens = not plan.is_greedy and not _need_masks([chunk for chunk in special if chunk.samples])
         if self._others is not None:
             self._others.check()
             sent = SentPlan.of(plan, self._block_size)
@@ -232,30 +265,31 @@ class ModelRunner:
         prompt_logprobs: PromptLogprobs = []
         logits = self._run(chunks, plan, unread, download, prompt_logprobs)
         routed_TLK = None
-        special = [chunk for chunk in chunks if not chunk.sequence.is_plain]
         if self.steps.routed is not None and any(chunk.sequence.routed is not None for chunk in special):
             routed_TLK = download.add(self.steps.routed.of_step(plan.num_tokens))
         if is_timed and self._clock is not None:
             self._clock.end(plan.shape)
-        row_by_request = _first_rows(sampling)
+        row_by_request = FirstRows(sampling, has_drafts=len(plan.sampling) > len(sampling))
         pooled: Pooled = {}
         faults: list[tuple[Sequence, Exception]] = []
         edited: list[EditedRow] = []
         if special:
             pooled, faults = pool_prompts(chunks, logits.hidden_TD, self._classifier, download)
-            edited, more_faults = self._prepare_edits(sampling, row_by_request)
+            edited, more_faults = self._prepare_edits(sampling, row_by_request.found())
             faults += more_faults
         params: list[SamplingParams] = []
         draws = draw_B = None
         if logits.sampled_BV is not None:
-            params = _params_of(sampling)
-            draws = self._draws.of_step(sampling, edited, logits.sampled_BV.shape[1])
+            params = _params_of(sampling) if special else []
+            position_B = plan.fields_FT[POSITION, plan.sampling] + 1
+            draws = self._draws.of_step(sampling, position_B, edited, logits.sampled_BV.shape[1])
             if unread is not None and unread.short_B is not None:
-                draw_B = _draws_of_lengths(self._draws.by_length(sampling, unread.most_short), unread.short_B, chunks)
+                by_length_BK = self._draws.by_length(sampling, position_B, unread.most_short)
+                draw_B = _draws_of_lengths(by_length_BK, unread.short_B, chunks)
         return LaunchedStep(
             chunks=chunks,
             shape=plan.shape,
-            num_plain=len(chunks) if plan.is_decode and not special else _num_plain(chunks, plan.sampling),
+            num_plain=_num_plain(chunks[: plan.num_decodes]) if special else plan.num_decodes,
             sampling=sampling,
             shares_tokens=shares_tokens,
             num_rows=len(plan.sampling),
@@ -339,7 +373,7 @@ class ModelRunner:
         return None if self.loras is None else slot_classifier(self.loras.slots.slots[slot].extra)
 
     def _prepare_edits(
-        self, sampling: Many[Chunk], row_by_request: dict[str, int]
+        self, sampling: Many[Chunk], row_by_request: Mapping[str, int]
     ) -> tuple[list[EditedRow], list[tuple[Sequence, Exception]]]:
         """Prepares the edits of each row. A row that fails is computed without edits all the same, since others may
         share what the step computes of its prompt. Its token is dropped."""
@@ -395,7 +429,7 @@ class ModelRunner:
         of_model = [i for i in logprob_rows if not self._is_processed(params[i])]
         # A copy, since masks and edits are written in place.
         raw_PV = logits_BV[to_device(of_model, torch.int64, self._device)] if of_model else None
-        sampled_B = self._inputs.sampled_B[: len(params)]
+        sampled_B = self._inputs.sampled_B[: step.num_rows]
         if masks is not None:
             row_N = to_device(masks.rows, torch.int64, self._device)
             mask_tokens(logits_BV, row_N, self._upload_masks(masks.bits_NW))
@@ -421,21 +455,9 @@ def _need_masks(sampling: Many[Chunk]) -> bool:
     return any(chunk.sequence.grammar is not None for chunk in sampling)
 
 
-def _num_plain(chunks: Many[Chunk], sampling: list[int]) -> int:
-    """Returns how many of the first rows are decodes of plain sequences, each in its own row. `sampling` is that of
-    StepPlan."""
-    for i, (chunk, row) in enumerate(zip(chunks, sampling, strict=False)):
-        if row > i or chunk.num_tokens > 1 or not chunk.sequence.is_plain:
-            return i
-    return min(len(chunks), len(sampling))
-
-
-def _first_rows(sampling: Many[Chunk]) -> dict[str, int]:
-    """Returns the first row of each sequence, by request ID."""
-    if not any(chunk.drafts for chunk in sampling):
-        return {chunk.sequence.request_id: row for row, chunk in enumerate(sampling)}
-    starts = accumulate((1 + len(chunk.drafts) for chunk in sampling), initial=0)
-    return {chunk.sequence.request_id: row for row, chunk in zip(starts, sampling, strict=False)}
+def _num_plain(decodes: Many[Chunk]) -> int:
+    """Returns how many of the first decodes are of plain sequences."""
+    return next((i for i, chunk in enumerate(decodes) if not chunk.sequence.is_plain), len(decodes))
 
 
 def _draws_of_lengths(draw_BK: DrawTable, short_S: Tensor, chunks: Many[Chunk]) -> Tensor:

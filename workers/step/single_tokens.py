@@ -11,9 +11,7 @@ from dataclasses import replace
 
 from lorafleet.kernels.lora.lora_batch import BASE_SLOT
 from lorafleet.workers.attention.attention_backend import AttentionBatch
-from lorafleet.workers.device.step_plan import StepPlan
-
-SOURCE = 1  # row of StepPlan.fields_FT that has each token's index in the pool
+from lorafleet.workers.device.step_plan import SOURCE, StepPlan
 
 
 def single_tokens(plan: StepPlan, first_known: int) -> Iterator[StepPlan]:

@@ -135,16 +135,20 @@ class StepPipeline:
         planned = self._without_ended(planned)
         runs_ahead = self._in_flight is not None
         if not runs_ahead:
-            self._start_masks([chunk for chunk in planned.chunks if chunk.samples])
+            sampling = [chunk for chunk in planned.chunks if chunk.samples]
+            self._start_masks(sampling, are_needed=any(chunk.sequence.grammar is not None for chunk in sampling))
         if planned.plan is None:
             return []
         launched = self._runner.launch(planned.chunks, planned.plan, planned.unread)
         chosen = None if launched.needs_masks else self._runner.choose(launched)
-        self._scheduler.launched(planned.chunks)
+        # Behind drafts in flight, the plan has lengths that sequences may not reach.
+        num_decodes = planned.plan.num_decodes if planned.unread is None else 0
+        self._scheduler.launched(planned.chunks, num_decodes)
         if launched.has_drafts:
             for chunk in planned.chunks:
                 chunk.sequence.num_unverified += len(chunk.drafts)
-        ends = [chunk.sequence.num_computed for chunk in planned.chunks]
+        ends = planned.plan.attention.context_lens[:num_decodes]
+        ends += [chunk.sequence.num_computed for chunk in planned.chunks[num_decodes:]]
         self._next = _StepInFlight(launched, ends, began_s, masks_are_requested=not runs_ahead, chosen=chosen)
         return launched.faults
 
@@ -169,11 +173,12 @@ class StepPipeline:
         step = self._in_flight
         if step is not None and not step.masks_are_requested:
             assert self._next is None
-            self._start_masks(step.launched.sampling)
+            self._start_masks(step.launched.sampling, are_needed=step.launched.needs_masks)
             step.masks_are_requested = True
 
-    def _start_masks(self, sampling: Many[Chunk]) -> None:
-        if not any(chunk.sequence.grammar is not None for chunk in sampling):
+    def _start_masks(self, sampling: Many[Chunk], *, are_needed: bool) -> None:
+        """Requests the masks of a step's chunks that sample, or none if they are not needed."""
+        if not are_needed:
             sampling = []
         drafts = {chunk.sequence: chunk.drafts for chunk in sampling if chunk.drafts}
         self._structured.start([chunk.sequence for chunk in sampling], drafts)
@@ -182,6 +187,8 @@ class StepPipeline:
         """Returns the step without the sequences that cannot go on now, planned again if there are any."""
         before = self._in_flight
         assert before is None or before.chosen is not None, "choose() comes before the next launch"
-        late = set(before.chosen.late) if before is not None and before.chosen is not None else ()
+        late = set(before.chosen.late) if before is not None and before.chosen is not None else set()
+        if not late and not any(chunk.sequence.ended for chunk in planned.chunks):
+            return planned
         chunks = [c for c in planned.chunks if not c.sequence.ended and c.sequence not in late]
         return planned if len(chunks) == len(planned.chunks) else self.plan(chunks, planned.drafts)

@@ -52,6 +52,26 @@ async def test_outputs_that_wait_are_joined_into_one_that_says_the_same() -> Non
     )
 
 
+async def test_single_tokens_reach_a_consumer_as_the_outputs_that_they_stand_for() -> None:
+    stream = OutputStream()
+    stream.put_token("r", 5)
+    assert await stream.get() == TokenOutput(request_id="r", token_ids=[5])
+    stream.put(TokenOutput(request_id="r", token_ids=[6], num_cached_tokens=16))
+    stream.put_token("r", 7)
+    stream.put_token("r", 8)
+    stream.put(TokenOutput(request_id="r", token_ids=[2], finish_reason="length"))
+    joined = TokenOutput(request_id="r", token_ids=[6, 7, 8, 2], num_cached_tokens=16, finish_reason="length")
+    assert await stream.get() == joined
+
+
+async def test_a_single_token_wakes_a_consumer_that_waits() -> None:
+    stream = OutputStream()
+    taken = asyncio.ensure_future(stream.get())
+    await asyncio.sleep(0)
+    stream.put_token("r", 5)
+    assert (await taken).token_ids == [5]
+
+
 async def test_drafts_of_outputs_that_wait_are_added_up() -> None:
     stream = OutputStream()
     stream.put(TokenOutput(request_id="r", token_ids=[1]))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,7 +22,7 @@ def row(num_tokens=3, seed=0, vocab_size=VOCAB, **params) -> Chunk:
 
 
 def sample(logits_BV: torch.Tensor, rows: list[Chunk]) -> list[int]:
-    draws = DrawRows().of_step(rows, [], logits_BV.shape[1])
+    draws = DrawRows().of_step(rows, np.array([len(row.sequence.tokens) for row in rows]), [], logits_BV.shape[1])
     return draw_tokens(logits_BV, draws, torch.zeros((0, VOCAB), dtype=torch.int32)).token_B.tolist()
 
 

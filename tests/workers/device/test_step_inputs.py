@@ -13,6 +13,7 @@ from lorafleet.workers.device.step_plan import Rows
 from lorafleet.workers.schedule.kv_cache import SequenceBlocks
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.slots.activation import NEVER
+from lorafleet.workers.step.decode_columns import TokensBefore
 from lorafleet.workers.step.planner import plan_step
 
 BLOCK, TRASH = 4, 400
@@ -27,7 +28,7 @@ def chunk(name: str, tokens: list[int], num_computed: int, table: list[int], num
 
 
 def fields(inputs: StepInputs, chunks: list[Chunk], row_by_request: dict[str, int]) -> Rows:
-    return plan_step(chunks, row_by_request, inputs.first_known, BLOCK, []).fields_FT
+    return plan_step(chunks, TokensBefore(row_by_request), inputs.first_known, BLOCK, []).fields_FT
 
 
 def test_tokens_come_from_the_host_or_from_the_last_step_and_padding_goes_to_the_trash():
@@ -55,7 +56,7 @@ def test_drafts_follow_their_sequence_s_last_token_and_a_token_is_chosen_behind_
         replace(chunk("drafted", [*range(10, 20)], 9, [1, 2, 3, 7], 4), drafts=[30, 31, 32]),
         chunk("prompt", list(range(100, 120)), 3, [1, 9, 5], 7),
     ]
-    plan = plan_step(chunks, {}, inputs.first_known, BLOCK, [])
+    plan = plan_step(chunks, TokensBefore({}), inputs.first_known, BLOCK, [])
     assert plan.sampling == [0, 1, 2, 3, 4], "the prompt does not end"
     assert not plan.is_decode
     inputs.upload(plan.fields_FT, 12)
@@ -77,7 +78,7 @@ def test_tokens_before_an_activated_adapter_begins_use_the_base():
     def slots(num_computed: int, num_tokens: int, first_adapted: int) -> tuple[list[int], list[int]]:
         one = chunk("one", list(range(20)), num_computed, [0, 1, 2, 3, 4], num_tokens)
         one.sequence.slot, one.sequence.first_adapted = 3, first_adapted
-        plan = plan_step([one], {}, 8, BLOCK, [])
+        plan = plan_step([one], TokensBefore({}), 8, BLOCK, [])
         return plan.slots, plan.lora_slots
 
     assert slots(0, 6, 0) == ([3], [3] * 6)

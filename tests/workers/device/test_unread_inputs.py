@@ -17,6 +17,7 @@ from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.device.unread_inputs import Corrections, UnreadInputs
 from lorafleet.workers.schedule.kv_cache import SequenceBlocks
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
+from lorafleet.workers.step.decode_columns import TokensBefore
 from lorafleet.workers.step.planner import plan_step
 
 BLOCK, TRASH, ROWS = 4, 400, 16
@@ -40,7 +41,7 @@ def planned(in_flight: tuple[int, ...]) -> StepPlan:
         chunk("drafted", 2, [7, 1, 8, 2, 5], in_flight[1], 3),
         chunk("long", 17, [20, 21, 22, 23, 24, 25, 26], in_flight[2], 2),
     ]
-    return plan_step(chunks, dict.fromkeys(("plain", "drafted", "long"), 0), ROWS, BLOCK, [])
+    return plan_step(chunks, TokensBefore(dict.fromkeys(("plain", "drafted", "long"), 0)), ROWS, BLOCK, [])
 
 
 @pytest.mark.parametrize("short", [(0, 0, 0), (1, 0, 4), (3, 4, 2), (3, 4, 4)])
