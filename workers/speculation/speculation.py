@@ -186,7 +186,7 @@ class Speculation:
     def _can_draft_behind(self, verification: DraftVerification, running: Many[Sequence], num_sequences: int) -> bool:
         """Returns whether the drafts of the next step can be made behind those in flight, and should pay. The arguments
         are those of needs_tokens()."""
-        if self._ahead is None or any(map(_needs_tokens_before, running)):
+        if self._ahead is None or any(sequence.grammar is not None for sequence in running):
             return False
         if not self._ahead.pace.is_ahead(self._budget.token_s):
             return False
@@ -277,11 +277,6 @@ class Speculation:
             acceptance = Acceptance.expecting(FIRST_ACCEPTANCE)
             self._of_adapters.put(digest, acceptance)
         return acceptance
-
-
-def _needs_tokens_before(sequence: Sequence) -> bool:
-    """Returns whether the host computes something of a sequence's tokens before the next ones are chosen."""
-    return not sequence.is_plain and (sequence.params.edits_logits or sequence.grammar is not None)
 
 
 def _forced(sequence: Sequence) -> list[int]:

@@ -88,7 +88,7 @@ def speculate(engine: Engine, drafter: Drafter | None, most_tokens: int = 4) -> 
     before the first request."""
     rows = len(engine.runner.steps.inputs.sampled_B)
     model = drafter if isinstance(drafter, ModelDrafter) else None
-    is_ahead = model is not None and engine.runner.steps.states is None and engine.hello.tensor_parallel_size == 1
+    is_ahead = model is not None and engine.runner.steps.states is None
     made = Speculation(
         drafter,
         engine.scheduler.budget,
