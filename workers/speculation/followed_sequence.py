@@ -31,6 +31,7 @@ class FollowedSequence:
         self.own = Sequence(target.request_id, tokens, self.num_known, GREEDY, seed=0, max_tokens=0)
         self.own.blocks = kv.open((target.tenant, target.cache_salt, digest, *target.tokens[: self.first]))
         self.behind: int | None = None  # Number of the last step behind which go_behind() has computed.
+        self.lacks_room = False  # Whether there was none for its known tokens, since a sequence was released last.
         self._kv = kv
         self.reuse_prefix()
 

@@ -100,6 +100,11 @@ class ModelDrafter:
         is_known = followed.num_known == entry.num_known - followed.first
         return followed.behind == step.number - 1 or (is_known and followed.num_missing <= 0)
 
+    def may_catch_up(self, sequence: Sequence) -> bool:
+        """Returns whether the sequence may find room for its known tokens now."""
+        followed = self._followed.get(sequence)
+        return followed is None or not followed.lacks_room
+
     @torch.inference_mode()
     def propose_behind(self, wanted: Many[Wanted], step: DraftVerification) -> DeviceDrafts:
         """Queues steps of the draft model behind the step in flight: one for all of its rows, those of wrong drafts
@@ -123,6 +128,8 @@ class ModelDrafter:
         followed = self._followed.pop(sequence, None)
         if followed is not None:
             followed.close()
+            for other in self._followed.values():  # One of them may have room now.
+                other.lacks_room = False
 
     def _follow(self, entry: Wanted) -> FollowedSequence:
         """Returns the draft model's sequence, with the tokens that are known now and the slot of its draft LoRA."""
@@ -170,7 +177,8 @@ class ModelDrafter:
             end = followed.own.num_computed + num_tokens
             if end == followed.num_known:
                 end += counts[followed] - 1
-            if num_tokens > 0 and self._grow(followed, end, keep):
+            followed.lacks_room = num_tokens > 0 and not self._grow(followed, end, keep)
+            if num_tokens > 0 and not followed.lacks_room:
                 chunks.append(Chunk(followed.own, num_tokens))
                 followed.share(followed.own.num_computed + num_tokens)
                 num_left -= num_tokens
