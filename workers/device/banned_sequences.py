@@ -171,7 +171,8 @@ def _for_places(group: Many[AnswerRows], values: list[int], device: torch.device
     """Returns the value of each answer for each of its places, int64."""
     lengths = [len(answer.progress.places) for answer in group]
     value_N, length_N = array_to_device(np.array([values, lengths]), device)
-    return value_N.repeat_interleave(length_N, output_size=sum(lengths))  # The size is given, so nothing waits for it.
+    spread_P: Tensor = value_N.repeat_interleave(length_N, output_size=sum(lengths))  # So nothing waits for the size.
+    return spread_P
 
 
 def _store(group: Many[AnswerRows], reached_RP: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Counts the tokens of running sequences that have penalties, on the device, with one row for each.
 
-A row is built once from the tokens that the host knows. Each chosen token is added as soon as the device has it, and each
-draft as soon as it is found right, so that no step needs the history from the host. kernels/sampling/penalties.py says what a count holds.
+A row is built once from the tokens that the host knows. Each chosen token is added as soon as the device has it, and
+each draft as soon as it is found right, so that no step needs the history from the host. kernels/sampling/penalties.py
+says what a count holds.
 """
 
 # S rows · V tokens of the widest vocabulary · P rows of a step · D rows behind drafts

