@@ -63,7 +63,7 @@ class BannedPlaces:
 
 @dataclass(slots=True, eq=False)
 class BannedProgress:
-    """How far one answer is in its banned sequences."""
+    """The progress of one answer in its banned sequences."""
 
     places: BannedPlaces
     # What is reached behind the answer's tokens, and behind each draft of the step that is being prepared, bool [R, P].

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Many
 
 from lorafleet.workers.schedule.state_snapshots import StateSnapshots
@@ -33,7 +34,7 @@ class StateSlots:
         self._num_drafts_left -= count
         return [self._free.pop() for _ in range(count)]
 
-    def give_back_drafts(self, slots: Many[int]) -> None:
+    def give_back_drafts(self, slots: Collection[int]) -> None:
         """Takes back what take_for_drafts() has given, where a sequence may have exchanged one for its own slot."""
         for slot in slots:
             self.give_back(slot)

@@ -41,6 +41,5 @@ def start_speculation(
         config.most_sampled,
         most_drafts=most_drafts,
         is_certain=drafter is not None,
-        # Recurrent states go on from where the host says.
-        ahead=None if drafter is None or model.states else AheadDrafts(drafter),
+        ahead=None if drafter is None else AheadDrafts(drafter),
     )

@@ -82,6 +82,9 @@ def plan_step(
         if has_states
         else [],
         kept_states=_kept_states(chunks) if has_states else [],
+        state_rings=[sequence.state_ring for sequence in sequences]
+        if has_states and any(sequence.state_ring for sequence in sequences)
+        else [],
     )
 
 

@@ -43,6 +43,7 @@ class SentPlan(msgspec.Struct):
     resumed_states: list[tuple[int, int]]
     state_snapshots: list[tuple[int, int]]
     kept_states: list[int]
+    state_rings: list[list[int]]
 
     @classmethod
     def of(cls, plan: StepPlan, block_size: int) -> SentPlan:
@@ -65,6 +66,7 @@ class SentPlan(msgspec.Struct):
             plan.resumed_states,
             plan.state_snapshots,
             plan.kept_states,
+            plan.state_rings,
         )
 
     def plan(self, block_size: int) -> StepPlan:
@@ -87,6 +89,7 @@ class SentPlan(msgspec.Struct):
             resumed_states=self.resumed_states,
             state_snapshots=self.state_snapshots,
             kept_states=self.kept_states,
+            state_rings=self.state_rings,
         )
 
 

@@ -39,7 +39,8 @@ def share_unread(
     unread: UnreadInputs | None = None,
     source_T: Tensor | None = None,
 ) -> tuple[UnreadInputs, Tensor | None]:
-    """Queues the broadcast. Returns rank 0's numbers: what the plan lacks, and the rows of a head's features.
+    """Queues the broadcast of these numbers. Returns what the plan lacks, and the rows of a head's features.
+
 
     Args:
         unread: On rank 0, what it sends. None on the others.

@@ -92,7 +92,6 @@ def speculate(engine: Engine, drafter: Drafter | None, most_tokens: int = 4) -> 
     before the first request."""
     rows = len(engine.runner.steps.inputs.sampled_B)
     model = drafter if isinstance(drafter, ModelDrafter) else None
-    is_ahead = model is not None and engine.runner.steps.states is None
     made = Speculation(
         drafter,
         engine.scheduler.budget,
@@ -100,7 +99,7 @@ def speculate(engine: Engine, drafter: Drafter | None, most_tokens: int = 4) -> 
         rows,
         DraftsPay(),
         is_certain=model is not None,
-        ahead=AheadDrafts(model, AlwaysAhead()) if model is not None and is_ahead else None,
+        ahead=None if model is None else AheadDrafts(model, AlwaysAhead()),
     )
     engine.scheduler.speculation = made
     return made
