@@ -158,7 +158,8 @@ class Engine:
         if self.pipeline.has_step and (
             self.scheduler.may_preempt
             or self.scheduler.awaits_snapshot
-            or self._controls.must_settle or self._drafts_need_tokens()
+            or self._controls.must_settle
+            or self._drafts_need_tokens()
         ):
             outputs += self._choose() + self._collect()
         ended, unswitched = self._controls.carry_out()

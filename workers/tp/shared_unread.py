@@ -41,7 +41,6 @@ def share_unread(
 ) -> tuple[UnreadInputs, Tensor | None]:
     """Queues the broadcast of these numbers. Returns what the plan lacks, and the rows of a head's features.
 
-
     Args:
         unread: On rank 0, what it sends. None on the others.
         source_T: As in DraftSteps.run, likewise.

@@ -111,13 +111,23 @@ EDITS: list[dict[str, Any]] = [
 
 
 def test_edited_logits_do_not_wait_and_see_the_tokens_that_the_host_does_not_know(fleet, prompt, near) -> None:
+    check_edits(fleet("llama3").base, prompt, near)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_on_a_gpu_edited_logits_do_not_wait(fleet, prompt, near) -> None:
+    options = {"device": "cuda", "dtype": "float32", "attention_backend": "triton", "lora": None}
+    check_edits(fleet("llama3").base, prompt, near, **options)
+
+
+def check_edits(base: Path, prompt: Any, near: Path, **options: Any) -> None:
     """One answer may not contain the pairs and triples of tokens that it would have, of which drafts are full."""
-    base = fleet("llama3").base
-    plain = SteppedEngine(base)
+    plain = SteppedEngine(base, **options)
     usual = answers(plain, {"usual": prompt(11)})["usual"]
     banned = [usual[i : i + count] for count, i in ((2, 3), (3, 5), (2, 8), (3, 11), (4, 14), (1, 20))]
     jobs = [(prompt(11 + i), kind) for i, kind in enumerate(EDITS)] + [(prompt(11), {"bad_words_token_ids": banned})]
-    drafting = DraftingEngine(base, near)
+    drafting = DraftingEngine(base, near, **options)
     for stepped in (plain, drafting.stepped):
         stepped.tokens, stepped.ended = {}, {}
         for i, (ids, params) in enumerate(jobs):

@@ -126,9 +126,13 @@ class AheadEngine:
 def test_states_go_on_behind_drafts_that_the_host_has_not_read(
     tmp_path: Path, prompt: Prompt, draft_model: Path, family: str
 ) -> None:
+    check_states_behind(tmp_path, prompt, draft_model, family)
+
+
+def check_states_behind(tmp_path: Path, prompt: Prompt, draft_model: Path, family: str, **options: Any) -> None:
     """Sequences are preempted, and their numbers of drafts change."""
     base = make_case(tmp_path / "base", CASES[family])
-    room = {"kv_cache_tokens": 384, "state_snapshots": 8, "max_num_batched_tokens": 48}
+    room = {"kv_cache_tokens": 384, "state_snapshots": 8, "max_num_batched_tokens": 48} | options
     plain = SteppedEngine(base, max_num_seqs=4, lora=None, **room)
     ahead = AheadEngine(base, draft_model, plain, **room)
     jobs = {f"{i}": (prompt(length), KINDS[i % len(KINDS)]) for i, length in enumerate((20, 1, 33, 16, 40))}
@@ -212,6 +216,17 @@ def test_with_batch_invariance_logprobs_have_the_same_bits_with_drafts_and_witho
     assert engines.answers(engines.plain, job) == engines.answers(engines.drafted, job)
     found = [[entry.logprob for entry in stepped.logprobs["a"]] for stepped in (engines.plain, engines.drafted)]
     assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_a_gpu_states_go_on_behind_drafts_that_the_host_has_not_read(
+    tmp_path: Path, prompt: Prompt, draft_model: Path, family: str
+) -> None:
+    check_states_behind(
+        tmp_path, prompt, draft_model, family, device="cuda", dtype="float32", attention_backend="triton"
+    )
 
 
 @pytest.mark.gpu
