@@ -106,9 +106,9 @@ def state_slots(plan: StepPlan, most_short: int) -> Rows:
     SequenceMemory.verified says which slot of a ring takes the place of which.
     """
     sequences = [*range(len(plan.state_slots)), *np.arange(len(plan.slots)).repeat(plan.attention.query_lens).tolist()]
-    short_K = np.arange(1 + most_short)
-    rows: list[Rows] = []
+    rows: list[list[int]] = []
     for slot, sequence in zip((*plan.state_slots, *plan.kept_states), sequences, strict=False):
-        ring = plan.state_rings[sequence]
-        rows.append(np.array(ring)[ring.index(slot) - short_K % len(ring)] if slot in ring else slot + 0 * short_K)
-    return np.stack(rows)
+        ring, shorts = plan.state_rings[sequence], range(1 + most_short)
+        place = ring.index(slot) if slot in ring else None
+        rows.append([slot if place is None else ring[(place - short) % len(ring)] for short in shorts])
+    return np.array(rows, np.int64)

@@ -127,11 +127,10 @@ class Speculation:
 
     def launched(self, chunks: Many[Chunk]) -> None:
         """Takes in that a step of these chunks has just been launched."""
-        for chunk in chunks:
-            if chunk.drafts and chunk.sequence in self._forced:
-                self._have_forced.add(chunk.sequence)
+        drafted = {chunk.sequence for chunk in chunks if chunk.drafts}
+        self._have_forced = (self._have_forced - drafted) | (drafted & self._forced.keys())
         idle_s = self._times.launched()
-        if idle_s is not None and any(chunk.drafts for chunk in chunks):
+        if idle_s is not None and drafted:
             self._pace.idled(len(chunks), idle_s)
 
     def choose(
