@@ -1,4 +1,4 @@
-"""Measures the cost of loading adapters: CPU memory to slot, disk to first token, and the effect on other streams.
+"""Measures the cost of loading adapters: host memory to slot, disk to first token, and the effect on other streams.
 
     python benchmarks/adapter_loading.py [--ranks 16 64] [--streams 1 8 64] [--json FILE]
     python benchmarks/adapter_loading.py --cpu [--ranks 16] [--threads 1 4 8]
@@ -59,7 +59,7 @@ from lorafleet.workers.tp.group import TPGroup
 from random_llama import write_adapters
 
 SLOTS, STREAM_ADAPTERS = 8, 4
-# Adapters that stay in CPU memory, and adapters that are read from disk again and again.
+# Adapters that stay in host memory, and adapters that are read from disk again and again.
 NUM_RESIDENT, NUM_FRESH = 12, 3
 STEPS = 800
 ACTIVATE_EVERY_S, LOAD_EVERY_S = 0.1, 0.25
@@ -132,7 +132,7 @@ class Activation:
 
 
 def measure_activation(bench: Bench, rank: int, adapters: list[LoRARequest]) -> Activation:
-    """Times moves from CPU memory to a slot. Each adapter replaces the one that has been unused for longest."""
+    """Times moves from host memory to a slot. Each adapter replaces the one that has been unused for longest."""
     ready: list[float] = []
     loop: list[float] = []
     size = 0
@@ -237,7 +237,7 @@ class FromDisk:
     check_ms: float
     pack_ms: float
     digest_ms: float  # Time to wait for the digest after packing.
-    load_ms: float  # Time until the loop has the adapter in CPU memory; it includes the times above.
+    load_ms: float  # Time until the loop has the adapter in host memory; it includes the times above.
     slot_ms: float  # Time of the copy to the GPU.
     step_ms: float  # Time from the end of the copy to the first token.
     total_ms: float

@@ -3,7 +3,7 @@
     python benchmarks/kind_loading.py [--rank 16]
 
 The model is an 8B Llama shape with random weights in bf16 on one GPU. The time runs from requesting an adapter on all
-seven projections to having it in CPU memory. Files are in the page cache, and nothing else runs. Two adapters of
+seven projections to having it in host memory. Files are in the page cache, and nothing else runs. Two adapters of
 different bytes are loaded, and the second load counts. PiSSA and KaSA decompose every weight, so their adapters cover
 only one layer (seven modules).
 """

@@ -81,8 +81,9 @@ class AdminClient:
     Every call raises APIStatusError with the server's message, or APIConnectionError.
 
     Args:
-        url: Defaults to LORAFLEET_URL.
-        key: Defaults to LORAFLEET_ADMIN_KEY.
+        url: Address of the server. Default: the variable LORAFLEET_URL, or http://127.0.0.1:8000.
+        key: The admin key or an API key. Default: the variable LORAFLEET_ADMIN_KEY.
+        timeout_s: Seconds without any progress after which a call fails.
         transport: A transport of httpx, for proxies or certificates.
         on_upload: Called while `push` uploads files.
         on_download: Called while `download` receives files.
@@ -111,6 +112,7 @@ class AdminClient:
         self.close()
 
     def close(self) -> None:
+        """Closes the connections to the server."""
         self._http.close()
 
     def list(self, after: str = "") -> Iterator[Adapter]:
@@ -123,9 +125,11 @@ class AdminClient:
             after = page.last_id
 
     def page(self, after: str = "", limit: int = PAGE) -> AdapterPage:
+        """Returns at most `limit` adapters after the name `after`, in the order of their names."""
         return self._send(verbs.ListAdapters(after, limit))
 
     def show(self, name: str) -> Adapter:
+        """Returns an adapter with its versions, aliases and pins."""
         return self._send(verbs.ShowAdapter(name))
 
     def push(self, name: str, folder: str | os.PathLike[str], **options: Unpack[PushArguments]) -> Adapter:
@@ -215,24 +219,31 @@ class AdminClient:
         return self._send(verbs.MoveAlias.to(name, to, alias))
 
     def unalias(self, name: str, alias: str) -> Adapter:
+        """Removes an alias of an adapter."""
         return self._send(verbs.RemoveAlias(name, alias))
 
     def rollback(self, name: str, alias: str | None = None) -> Adapter:
+        """Points an alias to what it stood for before its last move. `alias` defaults to the adapter's own name."""
         return self._send(verbs.RollBackAlias(name, alias))
 
     def pin(self, name: str, replicas: int = 1) -> Adapter:
+        """Keeps an adapter in slots of so many replicas until it is unpinned. Only the operator may pin."""
         return self._send(verbs.PinAdapter(name, replicas))
 
     def unpin(self, name: str) -> Adapter:
+        """Lets an adapter leave its slots when others need them."""
         return self._send(verbs.UnpinAdapter(name))
 
     def prefetch(self, name: str, replicas: int = 1) -> Prefetched:
+        """Loads an adapter into the host memory of so many replicas before its first request."""
         return self._send(verbs.PrefetchAdapter(name, replicas))
 
     def verify(self, name: str) -> Verified:
+        """Has the server read an adapter's files again and compare them with their digests."""
         return self._send(verbs.VerifyAdapter(name))
 
     def remove(self, name: str, wait_s: float = REMOVE_S) -> Removed:
+        """Removes an adapter with all its versions, and waits up to `wait_s` seconds for its requests in flight."""
         return self._send(verbs.RemoveAdapter(name, wait_s))
 
     def places(self, name: str) -> AdapterPlaces:
@@ -268,6 +279,7 @@ class AdminClient:
         return self._send(WakeUpAll(tuple(tags)))
 
     def is_sleeping(self) -> SleepState:
+        """Returns whether any part of the GPU memory is given back."""
         return self._send(ShowSleep())
 
     def join_weights_group(self, join: JoinWeightsGroup) -> GroupAnswer:
@@ -305,23 +317,30 @@ class AdminClient:
             return answer_of(verb, self._request(call, head))
 
     def _download(self, verb: verbs.DownloadAdapter, target: DownloadTarget) -> Downloaded:
-        call = call_of(verb)
-        with (
-            reaching(self._http.base_url),
-            self._http.stream(call.method, call.path, headers=call.headers, content=call.body) as response,
-        ):
-            if not response.is_success:
-                response.read()
-                raise status_error(response)
-            with target.temporary_folder() as folder, receiving(verb.name, response, folder) as download:
-                for chunk in response.iter_bytes():
-                    download.write(chunk)
-                    _report(download, self._on_download)
-                return download.finish(target)
+        return _downloaded(self._http, verb, target, self._on_download)
 
     def _request(self, call: HttpCall, content: bytes | Iterator[bytes] | None) -> httpx.Response:
         with reaching(self._http.base_url):
             return self._http.request(call.method, call.path, params=call.query, headers=call.headers, content=content)
+
+
+def _downloaded(
+    http: httpx.Client, verb: verbs.DownloadAdapter, target: DownloadTarget, on_download: OnTransfer | None
+) -> Downloaded:
+    """Receives an adapter's files into a temporary folder, and moves them to the target when they are complete."""
+    call = call_of(verb)
+    with (
+        reaching(http.base_url),
+        http.stream(call.method, call.path, headers=call.headers, content=call.body) as response,
+    ):
+        if not response.is_success:
+            response.read()
+            raise status_error(response)
+        with target.temporary_folder() as folder, receiving(verb.name, response, folder) as download:
+            for chunk in response.iter_bytes():
+                download.write(chunk)
+                _report(download, on_download)
+            return download.finish(target)
 
 
 def _awaited(
@@ -360,6 +379,7 @@ class AsyncAdminClient:
         await self.close()
 
     async def close(self) -> None:
+        """Closes the connections to the server."""
         await self._http.aclose()
 
     async def list(self, after: str = "") -> AsyncIterator[Adapter]:

@@ -55,7 +55,9 @@ class ReplicaOptions(BaseModel, frozen=True):
         description="Seconds that a replica that is stopped, since fewer are needed or its node is drained, has to end "
         "the answers that it has begun. Those that take longer are cut off.",
     )
-    max_body_bytes: int = Field(MAX_BODY_BYTES, ge=1, description="Largest request body in bytes, beyond which: 413.")
+    max_body_bytes: int = Field(
+        MAX_BODY_BYTES, ge=1, description="Largest request body in bytes. Larger ones are rejected with 413."
+    )
     response_store_bytes: int = Field(
         RESPONSE_STORE_BYTES, ge=0, description="Bytes of /v1/responses' answers that each replica stores; 0: none."
     )

@@ -192,7 +192,7 @@ class LLM:
         return results
 
     def add_lora(self, lora_request: LoRARequest) -> None:
-        """Reads the adapter into CPU memory now; later requests with the same id and path use exactly these weights."""
+        """Reads the adapter into host memory now; later requests with its id and path use exactly these weights."""
         self._resolve(lora_request)
 
     def mix_loras(self, loras: Sequence[LoRARequest], weights: Sequence[float] | None = None) -> LoRARequest:
@@ -207,6 +207,7 @@ class LLM:
                 self._engine.loras.drop(digest)
 
     def list_loras(self) -> list[LoRARequest]:
+        """Returns the adapters that were used or added, with their digests."""
         return list(self._adapters.values())
 
     def has_own_language(self, lora_request: LoRARequest) -> bool:
@@ -235,6 +236,7 @@ class LLM:
         self._order(WakeEngine(ALL_MEMORY if tags is None else tuple(tags)))
 
     def close(self) -> None:
+        """Ends the engine and its processes, and frees their memory."""
         self._engine.close()
         self._templates.close()
         self._encoders.close()

@@ -251,8 +251,8 @@ class EngineOptions:
         float,
         Option(
             "Host memory in GiB, for each GPU, for KV blocks that leave the prefix cache on the GPU. It is locked at "
-            "the start. Half of it is for snapshots of states if the model has recurrent layers. 0: they are computed "
-            "again."
+            "the start. Half of it is for snapshots of states if the model has recurrent layers. 0: such blocks are "
+            "lost, and computed again when they are needed."
         ),
     ] = 0.0
     kv_disk_dir: Annotated[

@@ -1,4 +1,4 @@
-"""Bounds on the contents of one request, each declared once. The HTTP schema (api/request/request_bodies.py),
+"""Bounds on the contents of one request, each declared once. The HTTP schema (api/request/body_fields.py),
 SamplingParams and docs/limits.md import them from here.
 
 The bounds are generous compared to what clients of OpenAI and vLLM send. They are small enough that a request at

@@ -306,7 +306,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     waiting_adapters: list[str] = []  # Digests that waiting requests need, in scheduling order.
     resident_slots: list[str] = []  # Digests in GPU slots, by slot; "" for an empty slot.
     pinned_slots: list[int] = []  # Indices of the slots whose adapters are pinned.
-    resident_cpu: list[str] = []  # Digests in CPU memory.
+    resident_cpu: list[str] = []  # Digests in host memory.
 
 
 class Sealed(msgspec.Struct, Generic[Id], frozen=True, array_like=True):

@@ -10,9 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from lorafleet.api.request.bounds import AtMost, Within, over_bound
-from lorafleet.api.request.fields import Strict
-from lorafleet.api.request.request_bodies import (
+from lorafleet.api.request.body_fields import (
     Description,
     Label,
     MaxTokens,
@@ -30,6 +28,8 @@ from lorafleet.api.request.request_bodies import (
     TopP,
     Weights,
 )
+from lorafleet.api.request.bounds import AtMost, Within, over_bound
+from lorafleet.api.request.fields import Strict
 from lorafleet.protocol import limits
 
 BudgetTokens = Annotated[int, Within(limits.BUDGET_TOKENS)]

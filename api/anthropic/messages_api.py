@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorafleet.api.access.long_work import run_by_size
-from lorafleet.api.answer import answer_types
+from lorafleet.api.answer import anthropic_types
 from lorafleet.api.answer.generation import Sample, fallback_of
 from lorafleet.api.answer.responses import EventStream, WholeReply, json_response
 from lorafleet.api.answer.streaming import answer_headers
@@ -43,8 +43,8 @@ REQUEST_ID_HEADER = "request-id"  # Anthropic's clients show it in their errors 
 @describe(
     "Messages, as in Anthropic's API",
     body=MessagesRequest,
-    answer=answer_types.AnthropicAnswer,
-    events=answer_types.AnthropicEvent,
+    answer=anthropic_types.AnthropicAnswer,
+    events=anthropic_types.AnthropicEvent,
     headers=STARTING,
 )
 async def messages(state: AppState, request: Request) -> Response:
@@ -68,7 +68,7 @@ async def messages(state: AppState, request: Request) -> Response:
 @describe(
     "Count the input tokens of a /v1/messages request",
     body=CountTokensRequest,
-    answer=answer_types.AnthropicTokenCount,
+    answer=anthropic_types.AnthropicTokenCount,
 )
 async def count_message_tokens(state: AppState, request: Request) -> Response:
     """Counts the input tokens of a request. Nothing is generated."""

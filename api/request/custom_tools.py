@@ -11,12 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lorafleet.api.request.lark_expression import expression_of
-from lorafleet.api.request.request_bodies import (
-    CustomTool,
-    FunctionDefinition,
-    GrammarToolFormat,
-    Tool,
-)
+from lorafleet.api.request.tool_bodies import CustomTool, FunctionDefinition, GrammarToolFormat, Tool
 from lorafleet.api.request.whole_expression import fault_of_expression
 from lorafleet.api.tool_calls.custom_input import PARAMETER
 from lorafleet.protocol.errors import InvalidRequest

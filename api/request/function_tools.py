@@ -16,11 +16,10 @@ from typing import Any
 import msgspec
 
 from lorafleet.api.request.custom_tools import as_functions
-from lorafleet.api.request.request_bodies import (
+from lorafleet.api.request.request_bodies import ChatRequest, ConvertedChat
+from lorafleet.api.request.tool_bodies import (
     AllowedToolChoice,
     AnyTool,
-    ChatRequest,
-    ConvertedChat,
     CustomTool,
     FunctionDefinition,
     NamedCustomChoice,

@@ -6,9 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from lorafleet.api.request.bounds import AtMost, Within
-from lorafleet.api.request.fields import Strict, Tolerant
-from lorafleet.api.request.request_bodies import (
+from lorafleet.api.request.body_fields import (
     Dimensions,
     ModelName,
     Priority,
@@ -19,6 +17,8 @@ from lorafleet.api.request.request_bodies import (
     Truncation,
     Weights,
 )
+from lorafleet.api.request.bounds import AtMost, Within
+from lorafleet.api.request.fields import Strict, Tolerant
 from lorafleet.protocol import limits
 from lorafleet.protocol.messages import HeadTask, Pooling
 

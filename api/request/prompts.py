@@ -10,8 +10,9 @@ from starlette.requests import Request
 from lorafleet.api.access.long_work import run_by_size
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.chat_messages import read_messages, string
-from lorafleet.api.request.request_bodies import ChatRequest, TokenizeRequest
+from lorafleet.api.request.request_bodies import ChatRequest
 from lorafleet.api.request.template_arguments import template_arguments
+from lorafleet.api.request.token_bodies import TokenizeRequest
 from lorafleet.api.served_model import ServedModel
 from lorafleet.api.text.token_table import TokenTable
 from lorafleet.api.text_service import TextService

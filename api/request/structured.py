@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lorafleet.api.request.request_bodies import GenerationRequest, SGLangSampling, StructuredOutputsRequest
+from lorafleet.api.request.request_bodies import GenerationRequest
 from lorafleet.api.request.structural_tag import structural_tag
+from lorafleet.api.request.structured_fields import StructuredOutputsRequest
+from lorafleet.api.request.token_bodies import SGLangSampling
 from lorafleet.api.served_model import ServedModel
 from lorafleet.protocol import structured_spec
 from lorafleet.protocol.errors import InvalidRequest

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lorafleet.api.request.request_bodies import ChatRequest, ConvertedChat, TokenizeRequest
+from lorafleet.api.request.request_bodies import ChatRequest, ConvertedChat
+from lorafleet.api.request.token_bodies import TokenizeRequest
 from lorafleet.api.served_model import ServedModel
 from lorafleet.api.text_service import TextService
 from lorafleet.protocol.errors import InvalidRequest

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from lorafleet.api.request.body_fields import Label, ModelName, Object, Path, RequestId, Seed
 from lorafleet.api.request.bounds import AtMost, Within
-from lorafleet.api.request.fields import Strict
-from lorafleet.api.request.request_bodies import Label, ModelName, Object, Path, RequestId
+from lorafleet.api.request.fields import Strict, Tolerant
 from lorafleet.protocol import limits
 from lorafleet.protocol.adapter_formats.safetensors_header import MAX_TENSORS
 from lorafleet.protocol.adapter_formats.serialized_tensors import TensorFormat
@@ -87,6 +87,17 @@ class FlushQuery(Strict):
     timeout: Annotated[float, Field(ge=0, le=3600)] | None = None
     reset_running_requests: Literal[False] | None = None
     reset_external: bool | None = None
+
+
+class LoadAdapterRequest(Tolerant):
+    lora_name: ModelName | None = None
+    lora_path: Path | None = None
+    load_inplace: bool | None = None
+
+
+class UnloadAdapterRequest(Tolerant):
+    lora_name: ModelName | None = None
+    lora_int_id: Seed | None = None
 
 
 class SGLangLoadRequest(Strict):

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.fair_threads import FairThreads
 from lorafleet.api.access.long_work import run_by_count
-from lorafleet.api.answer import answer_types as answers
+from lorafleet.api.answer import completion_types as answers
 from lorafleet.api.answer.envelope import Envelope, draw_key, request_id
 from lorafleet.api.answer.error_responses import in_own_words
 from lorafleet.api.answer.generation import Sample, Task, collect, make_samples, usage_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorafleet.api.answer import answer_types
+from lorafleet.api.answer import pooling_types
 from lorafleet.api.answer.pooled_work import PooledWork, activated, check_head_values
 from lorafleet.api.answer.responses import WholeReply
 from lorafleet.api.app_state import AppState
@@ -16,7 +16,7 @@ from lorafleet.api.routes.operations import STARTING, describe
 from lorafleet.api.text.output import Delta
 
 
-@describe("Classes of texts", body=ClassifyRequest, answer=answer_types.Classes, headers=STARTING)
+@describe("Classes of texts", body=ClassifyRequest, answer=pooling_types.Classes, headers=STARTING)
 async def classify(state: AppState, request: Request) -> Response:
     deadline = RequestDeadline.of(request, state.config.queue_timeout_s)
     body = await read_body(state, request, ClassifyRequest)

@@ -14,7 +14,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorafleet.api.answer import answer_types
+from lorafleet.api.answer import pooling_types
 from lorafleet.api.answer.generation import Sample
 from lorafleet.api.answer.pooled_work import PooledWork, Values, activated, check_head_values, vector_of
 from lorafleet.api.answer.responses import WholeReply
@@ -28,7 +28,7 @@ from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.messages import HeadTask
 
 
-@describe("Embeddings", body=EmbeddingRequest, answer=answer_types.Embeddings, headers=STARTING)
+@describe("Embeddings", body=EmbeddingRequest, answer=pooling_types.Embeddings, headers=STARTING)
 async def embeddings(state: AppState, request: Request) -> Response:
     deadline = RequestDeadline.of(request, state.config.queue_timeout_s)
     body = await read_body(state, request, EmbeddingRequest)
@@ -54,7 +54,7 @@ async def embeddings(state: AppState, request: Request) -> Response:
 @describe(
     "Embeddings, or the outputs of an adapter's head",
     body=PoolingRequest,
-    answer=answer_types.PooledList,
+    answer=pooling_types.PooledList,
     headers=STARTING,
 )
 async def pooling(state: AppState, request: Request) -> Response:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.fair_threads import FairThreads
 from lorafleet.api.access.long_work import run_by_count
-from lorafleet.api.answer import answer_types as answers
+from lorafleet.api.answer import token_types as answers
 from lorafleet.api.answer.encoded_list import EncodedList
 from lorafleet.api.answer.envelope import check_request_id, draw_key, request_id
 from lorafleet.api.answer.generation import GeneratedAnswer, Sample, Task, collect, fallback_of, make_samples, merged
@@ -28,10 +28,10 @@ from lorafleet.api.app_state import AppState
 from lorafleet.api.request.chat_messages import string
 from lorafleet.api.request.parsing import parse_object, read_body
 from lorafleet.api.request.prompts import Prompt, fit_max_tokens, listed_prompts, read_prompt
-from lorafleet.api.request.request_bodies import SGLangRequest, SGLangSampling
 from lorafleet.api.request.request_deadline import RequestDeadline
 from lorafleet.api.request.sampling import fitted, read_logit_bias
 from lorafleet.api.request.structured import read_sglang_structured
+from lorafleet.api.request.token_bodies import SGLangRequest, SGLangSampling
 from lorafleet.api.request.weight_demand import read_demand
 from lorafleet.api.routes.operations import STARTING, describe
 from lorafleet.api.served_model import ServedModel

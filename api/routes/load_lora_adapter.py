@@ -15,12 +15,16 @@ from lorafleet.api.access.audit import begin
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.runtime_changes import check_may_load
 from lorafleet.api.access.visibility import CallersCatalog
-from lorafleet.api.answer import answer_types
+from lorafleet.api.answer import server_types
 from lorafleet.api.answer.responses import json_response
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.parsing import read_body
-from lorafleet.api.request.request_bodies import LoadAdapterRequest, UnloadAdapterRequest
-from lorafleet.api.request.trainer_bodies import SGLangLoadRequest, SGLangUnloadRequest
+from lorafleet.api.request.trainer_bodies import (
+    LoadAdapterRequest,
+    SGLangLoadRequest,
+    SGLangUnloadRequest,
+    UnloadAdapterRequest,
+)
 from lorafleet.api.routes.operations import PlainText, describe
 from lorafleet.protocol.errors import AdapterExists, InvalidRequest, ModelNotFound
 
@@ -66,7 +70,7 @@ async def unload_lora_adapter(state: AppState, request: Request) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
 
-@describe("Load an adapter, as in SGLang", body=SGLangLoadRequest, answer=answer_types.LoadedAdapters)
+@describe("Load an adapter, as in SGLang", body=SGLangLoadRequest, answer=server_types.LoadedAdapters)
 async def load_sglang_adapter(state: AppState, request: Request) -> Response:
     check_may_load(state, caller_of(request))
     body = await read_body(state, request, SGLangLoadRequest)
@@ -77,7 +81,7 @@ async def load_sglang_adapter(state: AppState, request: Request) -> Response:
     return json_response({"success": True, "error_message": "", "loaded_adapters": {body.lora_name: body.lora_path}})
 
 
-@describe("Unload an adapter, as in SGLang", body=SGLangUnloadRequest, answer=answer_types.LoadedAdapters)
+@describe("Unload an adapter, as in SGLang", body=SGLangUnloadRequest, answer=server_types.LoadedAdapters)
 async def unload_sglang_adapter(state: AppState, request: Request) -> Response:
     check_may_load(state, caller_of(request))
     body = await read_body(state, request, SGLangUnloadRequest)

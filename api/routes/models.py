@@ -12,8 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorafleet.api.access.caller import Caller, caller_of
-from lorafleet.api.answer import answer_types
-from lorafleet.api.answer.answer_types import ModelList
+from lorafleet.api.answer import server_types
 from lorafleet.api.answer.responses import encode_json, json_response
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.bounds import AtMost, Within
@@ -34,7 +33,9 @@ class ModelQuery(Strict):
     after: Annotated[str, AtMost(MAX_MODEL_CHARS)] = ""  # ID of the last model on the previous page.
 
 
-@describe("List the base model, then the adapters by name, page by page", query=ModelQuery, answer=ModelList)
+@describe(
+    "List the base model, then the adapters by name, page by page", query=ModelQuery, answer=server_types.ModelList
+)
 async def list_models(state: AppState, request: Request) -> Response:
     query, caller = parse_query(request, ModelQuery), caller_of(request)
     key = (caller.tenant, caller.is_operator, query.after, query.limit)
@@ -59,7 +60,7 @@ async def _page(state: AppState, caller: Caller, query: ModelQuery) -> bytes:
     )
 
 
-@describe("Show a model", answer=answer_types.ModelCard)
+@describe("Show a model", answer=server_types.ModelCard)
 async def show_model(state: AppState, request: Request) -> Response:
     """Shows any model that a request could name, listed or not."""
     model = await state.models.find(caller_of(request), request.path_params["model"])
@@ -71,7 +72,7 @@ async def show_model(state: AppState, request: Request) -> Response:
     return json_response(_adapter_card(state, caller, model.lora, model.name) | shown)
 
 
-@describe("Show the base model, as in SGLang", answer=answer_types.ModelInfo)
+@describe("Show the base model, as in SGLang", answer=server_types.ModelInfo)
 async def model_info(state: AppState, request: Request) -> Response:
     root = _root(state, caller_of(request), state.config.model_path, state.config.base_id)
     return json_response(

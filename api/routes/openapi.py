@@ -15,8 +15,9 @@ from pydantic import BaseModel, TypeAdapter
 
 from lorafleet import __version__
 from lorafleet.api.access.caller import Needed
-from lorafleet.api.answer.answer_types import AnthropicErrorBody, ErrorBody
+from lorafleet.api.answer.answer_types import ErrorBody
 from lorafleet.api.answer.anthropic_errors import speaks_anthropic
+from lorafleet.api.answer.anthropic_types import AnthropicErrorBody
 from lorafleet.api.answer.error_responses import TABLE
 from lorafleet.api.request.fields import Tolerant, tolerated
 from lorafleet.api.routes.operations import (

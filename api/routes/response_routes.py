@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorafleet.api.access.caller import caller_of, whose
-from lorafleet.api.answer import answer_types
+from lorafleet.api.answer import responses_types
 from lorafleet.api.answer.responses import EventStream, json_response
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.bounds import AtMost, Within
@@ -46,8 +46,8 @@ class InputItemsQuery(Strict):
 
 @describe(
     "Show a stored response",
-    answer=answer_types.ResponseBody,
-    events=answer_types.ResponseEvent,
+    answer=responses_types.ResponseBody,
+    events=responses_types.ResponseEvent,
     query=ShowResponseQuery,
 )
 async def show_response(state: AppState, request: Request) -> Response:
@@ -67,14 +67,14 @@ async def show_response(state: AppState, request: Request) -> Response:
     return EventStream(stored_events(state.stored, _query(request, "events", after)))
 
 
-@describe("Delete a stored response", answer=answer_types.ResponseDeleted)
+@describe("Delete a stored response", answer=responses_types.ResponseDeleted)
 async def delete_response(state: AppState, request: Request) -> Response:
     query = _query(request, "delete")
     await state.stored.find(query)
     return json_response({"id": query.response_id, "object": "response", "deleted": True})
 
 
-@describe("Cancel a response in the background", answer=answer_types.ResponseBody)
+@describe("Cancel a response in the background", answer=responses_types.ResponseBody)
 async def cancel_response(state: AppState, request: Request) -> Response:
     found = await state.stored.find(_query(request, "cancel"))
     if not found.in_background:
@@ -82,7 +82,7 @@ async def cancel_response(state: AppState, request: Request) -> Response:
     return _json(found)
 
 
-@describe("List the input items of a stored response", answer=answer_types.InputItems, query=InputItemsQuery)
+@describe("List the input items of a stored response", answer=responses_types.InputItems, query=InputItemsQuery)
 async def list_input_items(state: AppState, request: Request) -> Response:
     query = parse_query(request, InputItemsQuery)
     asked = _query(request, "items")

@@ -14,7 +14,7 @@ from lorafleet.api.access.caller import caller_of, whose
 from lorafleet.api.access.caller_admission import add_admission, detach_admissions
 from lorafleet.api.answer.responses import encode_json
 from lorafleet.api.app_state import AppState
-from lorafleet.api.request.request_bodies import ResponsesRequest
+from lorafleet.api.request.responses_bodies import ResponsesRequest
 from lorafleet.api.stored.background_run import BackgroundAnswer, BackgroundRun
 from lorafleet.api.stored.response_query import ResponseQuery
 from lorafleet.api.stored.response_store import ResponseStore, StoredResponse

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorafleet.api.access.long_work import run_by_size
-from lorafleet.api.answer import answer_types
+from lorafleet.api.answer import responses_types
 from lorafleet.api.answer.error_responses import SERVER_FAILED, http_error, in_own_words
 from lorafleet.api.answer.generation import Sample, fallback_of, usage_of
 from lorafleet.api.answer.logprobs import logprob_entries
@@ -23,10 +23,11 @@ from lorafleet.api.answer.responses import EventStream, WholeReply, encode_json,
 from lorafleet.api.answer.streaming import answer_headers
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.parsing import parse_object, read_body
-from lorafleet.api.request.request_bodies import (
+from lorafleet.api.request.request_bodies import ChatRequest, SampledRequest
+from lorafleet.api.request.request_deadline import RequestDeadline
+from lorafleet.api.request.responses_bodies import (
     OUTPUT_LOGPROBS,
     PACKED_REASONING,
-    ChatRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
     ResponsesAllowedChoice,
@@ -35,11 +36,9 @@ from lorafleet.api.request.request_bodies import (
     ResponsesGrammarFormat,
     ResponsesNamedChoice,
     ResponsesRequest,
-    SampledRequest,
     TextFormat,
-    ToolMode,
 )
-from lorafleet.api.request.request_deadline import RequestDeadline
+from lorafleet.api.request.tool_bodies import ToolMode
 from lorafleet.api.routes.answer_events import answer_events
 from lorafleet.api.routes.chat import StartedChat, count_prompt_tokens, start_chat
 from lorafleet.api.routes.operations import STARTING, describe
@@ -66,8 +65,8 @@ _REASONING_FIELDS = ("thinking_token_budget", "chat_template_kwargs")
 @describe(
     "Responses",
     body=ResponsesRequest,
-    answer=answer_types.ResponseBody,
-    events=answer_types.ResponseEvent,
+    answer=responses_types.ResponseBody,
+    events=responses_types.ResponseEvent,
     headers=STARTING,
 )
 async def responses(state: AppState, request: Request) -> Response:
@@ -98,7 +97,9 @@ async def responses(state: AppState, request: Request) -> Response:
     return EventStream(answer.stream(headers), headers) if body.stream else WholeReply(answer.whole)
 
 
-@describe("Count the input tokens of a /v1/responses request", body=ResponsesRequest, answer=answer_types.InputTokens)
+@describe(
+    "Count the input tokens of a /v1/responses request", body=ResponsesRequest, answer=responses_types.InputTokens
+)
 async def count_input_tokens(state: AppState, request: Request) -> Response:
     """Counts the input tokens of a request. Nothing is generated."""
     body = await read_body(state, request, ResponsesRequest)

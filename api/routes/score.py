@@ -13,7 +13,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorafleet.api.answer import answer_types
+from lorafleet.api.answer import pooling_types
 from lorafleet.api.answer.generation import Sample
 from lorafleet.api.answer.pooled_work import PooledWork, Values, activated, vector_of
 from lorafleet.api.answer.responses import WholeReply
@@ -59,7 +59,7 @@ class _StartedScores:
     read: Callable[[list[Delta]], list[float]]
 
 
-@describe("Scores of pairs of texts", body=ScoreRequest, answer=answer_types.Scores, headers=STARTING)
+@describe("Scores of pairs of texts", body=ScoreRequest, answer=pooling_types.Scores, headers=STARTING)
 async def score(state: AppState, request: Request) -> Response:
     deadline = RequestDeadline.of(request, state.config.queue_timeout_s)
     body = await read_body(state, request, ScoreRequest)
@@ -74,7 +74,7 @@ async def score(state: AppState, request: Request) -> Response:
     return WholeReply(lambda: work.answer(started.samples, write))
 
 
-@describe("Documents ordered by relevance", body=RerankRequest, answer=answer_types.Ranking, headers=STARTING)
+@describe("Documents ordered by relevance", body=RerankRequest, answer=pooling_types.Ranking, headers=STARTING)
 async def rerank(state: AppState, request: Request) -> Response:
     deadline = RequestDeadline.of(request, state.config.queue_timeout_s)
     body = await read_body(state, request, RerankRequest)

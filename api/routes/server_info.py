@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.runtime_changes import check_may_load
-from lorafleet.api.answer import answer_types
+from lorafleet.api.answer import server_types
 from lorafleet.api.answer.responses import json_response
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.parsing import parse_query
@@ -16,7 +16,7 @@ from lorafleet.api.request.trainer_bodies import ServerInfoQuery, WorldSizeQuery
 from lorafleet.api.routes.operations import describe
 
 
-@describe("Show the server's configuration, as in vLLM", query=ServerInfoQuery, answer=answer_types.ServerInfo)
+@describe("Show the server's configuration, as in vLLM", query=ServerInfoQuery, answer=server_types.ServerInfo)
 async def server_info(state: AppState, request: Request) -> Response:
     query = parse_query(request, ServerInfoQuery)
     check_may_load(state, caller_of(request))
@@ -24,7 +24,7 @@ async def server_info(state: AppState, request: Request) -> Response:
     return json_response({"vllm_config": config if query.config_format == "json" else str(config)})
 
 
-@describe("Show the number of ranks of a replica, as in vLLM", query=WorldSizeQuery, answer=answer_types.WorldSize)
+@describe("Show the number of ranks of a replica, as in vLLM", query=WorldSizeQuery, answer=server_types.WorldSize)
 async def get_world_size(state: AppState, request: Request) -> Response:
     parse_query(request, WorldSizeQuery)
     check_may_load(state, caller_of(request))

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from lorafleet import __version__
 from lorafleet.api.access.caller import caller_of
-from lorafleet.api.answer import answer_types
+from lorafleet.api.answer import server_types
 from lorafleet.api.answer.responses import json_response
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.parsing import parse_query
@@ -27,7 +27,7 @@ async def health(state: AppState, _: Request) -> Response:
     return Response()
 
 
-@describe("Show the server's version", answer=answer_types.ServerVersion)
+@describe("Show the server's version", answer=server_types.ServerVersion)
 async def version(_: AppState, __: Request) -> Response:
     return json_response({"version": __version__})
 

@@ -7,18 +7,18 @@ from starlette.responses import Response
 
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.long_work import run_by_count
-from lorafleet.api.answer import answer_types
+from lorafleet.api.answer import token_types
 from lorafleet.api.answer.responses import json_response
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.parsing import read_body
 from lorafleet.api.request.prompts import checked_ids, encode, render_chat
-from lorafleet.api.request.request_bodies import DetokenizeRequest, TokenizeRequest
+from lorafleet.api.request.token_bodies import DetokenizeRequest, TokenizeRequest
 from lorafleet.api.routes.operations import describe
 from lorafleet.api.served_model import ServedModel
 from lorafleet.protocol.errors import InvalidRequest
 
 
-@describe("Convert a text or messages to tokens", body=TokenizeRequest, answer=answer_types.Tokenized)
+@describe("Convert a text or messages to tokens", body=TokenizeRequest, answer=token_types.Tokenized)
 async def tokenize(state: AppState, request: Request) -> Response:
     body = await read_body(state, request, TokenizeRequest)
     model = await state.models.find(caller_of(request), body.model)
@@ -52,7 +52,7 @@ async def _text(state: AppState, request: Request, model: ServedModel, body: Tok
     return await render_chat(state, request, model, body, tools), bool(body.add_special_tokens)
 
 
-@describe("Convert tokens to text", body=DetokenizeRequest, answer=answer_types.Detokenized)
+@describe("Convert tokens to text", body=DetokenizeRequest, answer=token_types.Detokenized)
 async def detokenize(state: AppState, request: Request) -> Response:
     body = await read_body(state, request, DetokenizeRequest)
     model = await state.models.find(caller_of(request), body.model)

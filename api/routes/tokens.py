@@ -16,7 +16,7 @@ from starlette.responses import Response
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.fair_threads import FairThreads
 from lorafleet.api.access.long_work import run_by_count
-from lorafleet.api.answer import answer_types as answers
+from lorafleet.api.answer import token_types as answers
 from lorafleet.api.answer.envelope import draw_key, request_id
 from lorafleet.api.answer.generation import Sample, Task, collect, fallback_of, make_samples, usage_of
 from lorafleet.api.answer.logprobs import chat_logprobs, vllm_prompt_logprobs
@@ -27,9 +27,10 @@ from lorafleet.api.request.function_tools import read_tools
 from lorafleet.api.request.parsing import read_body
 from lorafleet.api.request.priority import checked_priority
 from lorafleet.api.request.prompts import Prompt, fit_max_tokens, read_prompt
-from lorafleet.api.request.request_bodies import ChatRequest, TokenSampling, TokensRequest
+from lorafleet.api.request.request_bodies import ChatRequest
 from lorafleet.api.request.request_deadline import RequestDeadline
 from lorafleet.api.request.sampling import fitted, read_logit_bias, with_banned_tokens
+from lorafleet.api.request.token_bodies import TokenSampling, TokensRequest
 from lorafleet.api.request.weight_demand import read_demand
 from lorafleet.api.routes.chat import count_logprobs_asked, read_chat_params, read_chat_prompt
 from lorafleet.api.routes.operations import STARTING, describe

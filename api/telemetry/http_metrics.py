@@ -295,7 +295,7 @@ class Metrics:
         loads = SummaryMetricFamily(
             "lorafleet_adapter_load_seconds",
             "Time to move adapters one tier closer to the GPU, by the tier that they came from: remote to the node's "
-            "disk, disk to CPU memory, cpu to a slot.",
+            "disk, disk to host memory, cpu to a slot.",
             labels=[*labels, "tier"],
         )
         for model, series in self._series.items():

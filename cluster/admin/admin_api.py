@@ -32,11 +32,11 @@ from lorafleet.api.access.caller import Caller, caller_of
 from lorafleet.api.access.visibility import check_source
 from lorafleet.api.answer.responses import json_response
 from lorafleet.api.app_state import AppState
+from lorafleet.api.request.body_fields import ModelName
 from lorafleet.api.request.bounds import AtMost, Within
 from lorafleet.api.request.fields import Strict
 from lorafleet.api.request.message_models import AnswerModels, request_model
 from lorafleet.api.request.parsing import parse_json, parse_object, parse_query, read_body
-from lorafleet.api.request.request_bodies import ModelName
 from lorafleet.api.routes.build_api import Handler, Route
 from lorafleet.api.routes.operations import Body, TarFile, TensorBytes, describe
 from lorafleet.cluster.admin.download_api import download_route

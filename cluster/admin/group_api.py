@@ -15,7 +15,7 @@ from starlette.responses import Response
 from lorafleet.api.access.audit import begin
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.runtime_changes import check_may_control
-from lorafleet.api.answer import answer_types
+from lorafleet.api.answer import server_types
 from lorafleet.api.answer.responses import json_response
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.parsing import read_body
@@ -46,7 +46,7 @@ class GroupApi:
             ("POST", "/load_lora_adapter_from_distributed", "loading", self.load),
         ]
 
-    @describe("Join a trainer's process group, as in SGLang", body=JoinGroupRequest, answer=answer_types.GroupStatus)
+    @describe("Join a trainer's process group, as in SGLang", body=JoinGroupRequest, answer=server_types.GroupStatus)
     async def join(self, state: AppState, request: Request) -> Response:
         check_may_control(state, caller_of(request))
         body = await read_body(state, request, JoinGroupRequest)
@@ -70,7 +70,7 @@ class GroupApi:
         logger.info("joined the process group %s at %s:%d", place.name, place.host, place.port)
         return json_response({"success": True, "message": f"Joined the process group {place.name}."})
 
-    @describe("Leave a trainer's process group, as in SGLang", body=LeaveGroupRequest, answer=answer_types.GroupStatus)
+    @describe("Leave a trainer's process group, as in SGLang", body=LeaveGroupRequest, answer=server_types.GroupStatus)
     async def leave(self, state: AppState, request: Request) -> Response:
         check_may_control(state, caller_of(request))
         body = await read_body(state, request, LeaveGroupRequest)
@@ -81,7 +81,7 @@ class GroupApi:
     @describe(
         "Load an adapter by broadcasts in a process group, as in SGLang",
         body=DistributedLoadRequest,
-        answer=answer_types.LoadedAdapters,
+        answer=server_types.LoadedAdapters,
     )
     async def load(self, state: AppState, request: Request) -> Response:
         caller = caller_of(request)

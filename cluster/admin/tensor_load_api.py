@@ -14,7 +14,7 @@ from starlette.responses import Response
 from lorafleet.api.access.audit import begin
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.runtime_changes import check_may_load
-from lorafleet.api.answer import answer_types
+from lorafleet.api.answer import server_types
 from lorafleet.api.answer.responses import json_response
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.parsing import read_body
@@ -37,7 +37,7 @@ class TensorLoadApi:
     @describe(
         "Load an adapter from tensors in the body, as in SGLang",
         body=TensorLoadRequest,
-        answer=answer_types.LoadedAdapters,
+        answer=server_types.LoadedAdapters,
     )
     async def load_from_tensors(self, state: AppState, request: Request) -> Response:
         caller = caller_of(request)

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from lorafleet.api.access.audit import begin
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.runtime_changes import check_may_control, check_may_load
-from lorafleet.api.answer import answer_types
+from lorafleet.api.answer import server_types
 from lorafleet.api.answer.responses import json_response
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.fields import Strict
@@ -87,7 +87,7 @@ class _TrainerApi:
     def __init__(self, admin: AdapterAdmin) -> None:
         self._admin = admin
 
-    @describe("Pause all replicas, as in vLLM", query=PauseQuery, answer=answer_types.Status)
+    @describe("Pause all replicas, as in vLLM", query=PauseQuery, answer=server_types.Status)
     async def pause(self, state: AppState, request: Request) -> Response:
         query = parse_query(request, PauseQuery)
         check_may_control(state, caller_of(request))
@@ -98,19 +98,19 @@ class _TrainerApi:
             await self._order(FlushPrefixes())
         return json_response({"status": "paused"})
 
-    @describe("Resume all replicas, as in vLLM", answer=answer_types.Status)
+    @describe("Resume all replicas, as in vLLM", answer=server_types.Status)
     async def resume(self, state: AppState, request: Request) -> Response:
         check_may_control(state, caller_of(request))
         await begin(request)
         await self._order(ResumeEngine())
         return json_response({"status": "resumed"})
 
-    @describe("Show whether the replicas are paused, as in vLLM", answer=answer_types.Paused)
+    @describe("Show whether the replicas are paused, as in vLLM", answer=server_types.Paused)
     async def is_paused(self, state: AppState, request: Request) -> Response:
         check_may_load(state, caller_of(request))
         return json_response({"is_paused": state.engine.stats.paused != ""})
 
-    @describe("Give the GPU memory of all replicas back, as in vLLM", query=SleepQuery, answer=answer_types.Status)
+    @describe("Give the GPU memory of all replicas back, as in vLLM", query=SleepQuery, answer=server_types.Status)
     async def sleep(self, state: AppState, request: Request) -> Response:
         query = parse_query(request, SleepQuery)
         check_may_control(state, caller_of(request))
@@ -118,7 +118,7 @@ class _TrainerApi:
         await self._order(SleepEngine(2 if query.level == 2 else 1, query.mode))
         return json_response({"status": "asleep"})
 
-    @describe("Take the GPU memory of all replicas again, as in vLLM", query=WakeUpQuery, answer=answer_types.Status)
+    @describe("Take the GPU memory of all replicas again, as in vLLM", query=WakeUpQuery, answer=server_types.Status)
     async def wake_up(self, state: AppState, request: Request) -> Response:
         query = parse_query(request, WakeUpQuery)
         check_may_control(state, caller_of(request))
@@ -127,7 +127,7 @@ class _TrainerApi:
         await self._order(WakeEngine(tags))
         return json_response({"status": "awake"})
 
-    @describe("Show whether the replicas sleep, as in vLLM", answer=answer_types.Sleeping)
+    @describe("Show whether the replicas sleep, as in vLLM", answer=server_types.Sleeping)
     async def is_sleeping(self, state: AppState, request: Request) -> Response:
         check_may_load(state, caller_of(request))
         return json_response({"is_sleeping": bool(state.engine.stats.sleeping)})
@@ -135,7 +135,7 @@ class _TrainerApi:
     @describe(
         "Give GPU memory of all replicas back, as in SGLang",
         body=MemoryOccupationRequest,
-        answer=answer_types.StatusMessage,
+        answer=server_types.StatusMessage,
     )
     async def release_memory(self, state: AppState, request: Request) -> Response:
         tags = await _read_tags(state, request)
@@ -147,7 +147,7 @@ class _TrainerApi:
     @describe(
         "Take GPU memory of all replicas again, as in SGLang",
         body=MemoryOccupationRequest,
-        answer=answer_types.StatusMessage,
+        answer=server_types.StatusMessage,
     )
     async def resume_memory(self, state: AppState, request: Request) -> Response:
         tags = await _read_tags(state, request)
@@ -155,7 +155,7 @@ class _TrainerApi:
         await self._order(WakeEngine(tags))
         return json_response({"status": "ok", "message": "Memory resumed successfully."})
 
-    @describe("Pause all replicas, as in SGLang", body=PauseGenerationRequest, answer=answer_types.StatusMessage)
+    @describe("Pause all replicas, as in SGLang", body=PauseGenerationRequest, answer=server_types.StatusMessage)
     async def pause_generation(self, state: AppState, request: Request) -> Response:
         body = await _read_optional(state, request, PauseGenerationRequest)
         check_may_control(state, caller_of(request))
@@ -163,7 +163,7 @@ class _TrainerApi:
         await self._order(PauseEngine(SGLANG_MODES[body.mode]))
         return json_response({"status": "ok", "message": "Generation paused successfully."})
 
-    @describe("Resume all replicas, as in SGLang", body=ContinueGenerationRequest, answer=answer_types.StatusMessage)
+    @describe("Resume all replicas, as in SGLang", body=ContinueGenerationRequest, answer=server_types.StatusMessage)
     async def continue_generation(self, state: AppState, request: Request) -> Response:
         await _read_optional(state, request, ContinueGenerationRequest)
         check_may_control(state, caller_of(request))

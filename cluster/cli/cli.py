@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 from pydantic.fields import FieldInfo
+from rich.markup import escape
 
 import lorafleet
 from lorafleet.cluster.cli.cli_adapters import adapters
@@ -46,10 +47,17 @@ SEVERAL_VALUES = (
     *("--lora-modules", "--lora-paths", "--served-model-name", "--lora-resolvers", "--push-hosts"),
     *("--merge", "--weights", "--adapters"),
 )
-# Panels of the help text, by the first field in each.
-PANELS = {"model": "Model", "device": "Engine", "enable_lora": "Adapters", "num_replicas": "Cluster"}
-# The order of --help. Each key is an option of the engine or of adapters; the help shows it, and the options declared
-# after it up to the next key, before the option of AppArgs that is its value.
+# Panels of the help text in their order, by the first field in each.
+PANELS = {
+    "model": "Model",
+    "device": "Engine",
+    "enable_lora": "Adapters",
+    "num_replicas": "Cluster",
+    "admin_key": "Access, records and traces",
+    "metrics_lora_info": "Routers of other programs",
+}
+# The order within a panel. Each key is an option of the engine or of adapters. The help shows it, and the options
+# declared after it up to the next key, before the option of AppArgs that is its value.
 SHOWN_BEFORE = {
     "model": "served_model_name",
     "device": "enable_lora",
@@ -140,16 +148,23 @@ def _option(name: str, field: FieldInfo, panel: str, *, is_required: bool) -> in
     if kind is bool:
         flags = [f"{flags[0]}/--no-{flags[0][2:]}"]
     default = ... if is_required else None
-    shown = None if field.is_required() or field.default in (None, []) else str(field.default)
     annotation: Any = Annotated[
         kind if is_required else kind | None,
-        typer.Option(*flags, help=_help(field), show_default=shown or False, rich_help_panel=panel),
+        typer.Option(*flags, help=_help(name, field), show_default=False, rich_help_panel=panel),
     ]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _help(field: FieldInfo) -> str | None:
-    return next((entry.description for entry in field.metadata if isinstance(entry, Option)), field.description)
+def _help(name: str, field: FieldInfo) -> str:
+    """Returns the description with the default, for a help text in which brackets would be markup."""
+    described = next((entry.description for entry in field.metadata if isinstance(entry, Option)), field.description)
+    assert described is not None
+    if field.is_required() or field.default in (None, []):
+        return escape(described)
+    default = field.default
+    if isinstance(default, bool):
+        default = name.replace("_", "-") if default else f"no-{name.replace('_', '-')}"
+    return escape(f"{described} [default: {default}]")
 
 
 def _plain_type(annotation: Any) -> Any:
@@ -181,11 +196,13 @@ def _with_options(function: Any, *, needs_model: bool = True) -> Any:
     """Returns the function with one more keyword option for each field of AppArgs."""
     own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
     panel = ""
-    options = []
+    by_panel: defaultdict[str, list[inspect.Parameter]] = defaultdict(list)
     for name in _names_in_order():
         panel = PANELS.get(name, panel)
         field = AppArgs.model_fields[name]
-        options.append(_option(name, field, panel, is_required=needs_model and field.is_required()))
+        option = _option(name, field, panel, is_required=needs_model and field.is_required())
+        by_panel[panel].append(option)
+    options = [option for panel in PANELS.values() for option in by_panel[panel]]
     ordered = (*options, *own) if needs_model else (*own, *options)
     parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in ordered]
     function.__signature__ = inspect.Signature(parameters)

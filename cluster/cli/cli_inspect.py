@@ -67,8 +67,8 @@ def inspect(
 ) -> None:
     """Shows what an adapter or a base is, what it costs on a GPU, and what serving would reject and why.
 
-    The exit status is 2 if one of the bases, or without --model the reader alone, would reject the adapter. It is 2 too
-    if a base would not start.
+    The exit status is 2 if a base of --model would reject the adapter, if without --model its files alone are a reason
+    to reject it, or if a base would not start.
     """
     config = LoRAConfig(max_lora_rank=max_lora_rank, lora_dtype=lora_dtype, fully_sharded_loras=fully_sharded_loras)
     options = BaseOptions(

@@ -27,7 +27,8 @@ CardName = Literal[
 PANEL = "Of a base"
 BaseOption = Annotated[T | None, typer.Option(help="The server's option of this name.", rich_help_panel=PANEL)]
 GPUOption = Annotated[
-    CardName | None, typer.Option(help="The card whose KV cache is computed. Default: a CPU.", rich_help_panel=PANEL)
+    CardName | None,
+    typer.Option(help="GPU for which the KV tokens are computed; default: none.", rich_help_panel=PANEL),
 ]
 GPUMemoryOption = Annotated[
     float | None,

@@ -55,10 +55,13 @@ def train_draft(
     ] = 0.0,
     epochs: Annotated[int, typer.Option(min=1, max=1000, help="Passes over the answers.")] = 3,
     learning_rate: Annotated[
-        float | None, typer.Option(min=1e-7, max=1, help="Largest one for a new draft; default: 3e-4 or 3e-3 (random).")
+        float | None,
+        typer.Option(
+            min=1e-7, max=1, help="Highest learning rate of a new draft; default: 3e-4, or 3e-3 with --init random."
+        ),
     ] = None,
     lora_learning_rate: Annotated[
-        float | None, typer.Option(min=1e-7, max=1, help="Largest one for LoRAs; default: 2e-3.")
+        float | None, typer.Option(min=1e-7, max=1, help="Highest learning rate of the LoRAs; default: 2e-3.")
     ] = None,
     batch_tokens: Annotated[int, typer.Option(min=1, max=1 << 20, help="Tokens of a training step.")] = 1024,
     num_speculative_tokens: Annotated[

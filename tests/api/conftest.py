@@ -66,7 +66,7 @@ class ScriptedEngine:
                 if i == self.fail_after:
                     raise self.failure
                 if i == self.hold_after:
-                    while not self.released:  # A test may release it from another thread, so it is no asyncio.Event.
+                    while not self.released:  # noqa: ASYNC110  # A test may release it from another thread, so it is no asyncio.Event.
                         await asyncio.sleep(0.001)
                 await asyncio.sleep(self.pause_s)
                 yield output

@@ -120,6 +120,7 @@ OTHERS = {  # of other programs, which the text around them names
     *("--bearer-token-file", "--no-restart", "--enable-auto-tool-choice"),
     *("--num-gpus", "--num-cpus", "--address", "--head"),
     *("--lora-target-modules", "--enable-expert-parallel", "--generation-config", "--enable-deterministic-inference"),
+    *("--data-parallel-size", "--dp-size", "--speculative-algorithm"),
 }
 
 

@@ -26,15 +26,9 @@ from lorafleet.api.request.pooled_bodies import (
     RerankRequest,
     ScoreRequest,
 )
-from lorafleet.api.request.request_bodies import (
-    OUTPUT_LOGPROBS,
-    PACKED_REASONING,
-    ChatRequest,
-    CompletionRequest,
-    ResponsesRequest,
-    SGLangRequest,
-    SGLangSampling,
-)
+from lorafleet.api.request.request_bodies import ChatRequest, CompletionRequest
+from lorafleet.api.request.responses_bodies import OUTPUT_LOGPROBS, PACKED_REASONING, ResponsesRequest
+from lorafleet.api.request.token_bodies import SGLangRequest, SGLangSampling
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "api-compatibility.md"
 OWN = {"logprobs_mode", "lora_weights", "pooling"}
@@ -185,8 +179,8 @@ at the beginning of an answer:
 - `thinking_token_budget` bounds the tokens of the reasoning. When they are spent, the closing tag is forced. The tag
   must be one token of the model. With Harmony the field is refused.
 - An answer that reached `max_tokens` while the model was reasoning has no content.
-- Of Harmony's channels, `analysis` is reasoning, `final` and `commentary` are content, and `commentary` to a function
-  is a call.
+- In Harmony's format, the channel `analysis` is reasoning, `final` and `commentary` are content, and `commentary` to a
+  function is a call.
 - `--reasoning-parser NAME` overrides what the template shows about tags, and so does `"reasoning_parser": NAME` in an
   adapter's `lorafleet.json`; `none`: reasoning is not separated. Harmony goes by `--tool-call-parser`. If an adapter's
   own template shows no tags, the base's count.

@@ -71,7 +71,7 @@ class CPUTier:
             self._credits.evict(victim)
             self.remove(victim)
             gone.append(victim)
-            log.info("adapter %s evicted from CPU memory", victim[:12])
+            log.info("adapter %s evicted from host memory", victim[:12])
         self._adapters[digest] = adapter
         self._shares.charge(digest, tenant)
         self.touch(digest)

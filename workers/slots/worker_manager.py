@@ -1,4 +1,4 @@
-"""Moves adapters through the tiers of one worker: disk -> CPU memory -> slot.
+"""Moves adapters through the tiers of one worker: disk -> host memory -> slot.
 
 It runs in the engine loop's thread and never blocks it: loader.py reads, checks and packs files in threads, and slots
 are filled while steps run. The adapters of waiting requests at the head of the queue are loaded and put into slots in

@@ -25,7 +25,7 @@ from lorafleet.sandbox.outbox import Outbox
 from lorafleet.sandbox.process import command_of, start_program
 from lorafleet.workers.structured.answer_clock import AnswerClock
 from lorafleet.workers.structured.filled_masks import FilledMasks, FollowedDrafts
-from lorafleet.workers.structured.grammar_program import STACK_BYTES, Settings
+from lorafleet.workers.structured.grammar_settings import STACK_BYTES, Settings
 from lorafleet.workers.structured.mask_filler import MaskRequest
 
 PROGRAM = "lorafleet.workers.structured.grammar_program"

@@ -10,7 +10,7 @@ from lorafleet.api.request.structural_tag import structural_tag
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.api.text.tokenizer_files import TokenizerFiles
 from lorafleet.protocol.errors import InvalidRequest
-from lorafleet.workers.structured import grammar_program
+from lorafleet.workers.structured import grammar_compiler, grammar_settings
 
 DAY = {"type": "object", "properties": {"day": {"type": "integer"}}, "required": ["day"], "additionalProperties": False}
 TAG: dict[str, Any] = {
@@ -37,17 +37,17 @@ SEPARATED = {"type": "tags_with_separator", "tags": [X, Y], "separator": ", "}
 def library(tokenizer: Tokenizer) -> Any:
     files = TokenizerFiles()
     file = files.of(tokenizer)
-    settings = grammar_program.Settings(
+    settings = grammar_settings.Settings(
         file.path, file.vocab_size, [tokenizer.eos_token_id or 0], 1, 0, 1, 1, 1, 1, 1, 1, 1, False
     )
-    yield grammar_program.read_tokenizer(settings)
+    yield grammar_compiler.read_tokenizer(settings)
     files.close()
 
 
 def takes(library: Any, given: object, ids: Sequence[int], special: dict[str, int] | None = None) -> bool:
     made = structural_tag(given, "x", special or {})
-    text = grammar_program.grammar_of((made.kind, made.source, made.any_whitespace))
-    matcher = grammar_program.matcher_of(library, text)
+    text = grammar_compiler.grammar_of((made.kind, made.source, made.any_whitespace))
+    matcher = grammar_compiler.matcher_of(library, text)
     assert not matcher.is_error(), matcher.get_error()
     return matcher.try_consume_tokens(list(ids)) == len(ids) and matcher.is_accepting()
 

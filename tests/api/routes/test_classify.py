@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 import real_server
 from classifiers import expected_logits, make_classifier
-from lorafleet.api.answer import answer_types
+from lorafleet.api.answer import pooling_types
 from lorafleet.protocol.lora_config import LoRAConfig
 from real_server import RealServer
 
@@ -98,7 +98,7 @@ async def test_classes_are_those_of_transformers_and_peft(http: httpx.AsyncClien
     for name, activation in activations.items():
         for use, act in ((True, activation), (None, activation), (False, lambda logits: logits)):
             answer = await ask(http, "/classify", model=name, input=PROMPTS, use_activation=use)
-            TypeAdapter(answer_types.Classes).validate_python(answer, strict=True)
+            TypeAdapter(pooling_types.Classes).validate_python(answer, strict=True)
             assert answer["model"] == name
             assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] == sum(map(len, PROMPTS))
             for logits, entry in zip(house.expected(name, PROMPTS), answer["data"], strict=True):
@@ -112,7 +112,7 @@ async def test_tokens_are_classified_over_several_steps(http: httpx.AsyncClient,
     expected = [logits.softmax(-1).numpy() for logits in house.expected("tags", PROMPTS)]
     for body in ({}, {"task": "token_classify"}):
         answer = await ask(http, "/pooling", model="tags", input=PROMPTS, **body)
-        TypeAdapter(answer_types.PooledList).validate_python(answer, strict=True)
+        TypeAdapter(pooling_types.PooledList).validate_python(answer, strict=True)
         for probs_TL, entry in zip(expected, answer["data"], strict=True):
             np.testing.assert_allclose(np.asarray(entry["data"]), probs_TL, atol=1e-3)
     coded = await ask(http, "/pooling", model="tags", input=PROMPTS, encoding_format="base64")
@@ -150,7 +150,7 @@ async def test_a_head_with_one_label_scores_pairs(http: httpx.AsyncClient, house
         expected = [torch.sigmoid(logits).item() for logits in house.expected(model, pairs)]
         for first in (TEXTS[0], [TEXTS[0]], [TEXTS[0]] * 2):
             answer = await ask(http, path, model=model, text_1=first, text_2=TEXTS[1:])
-            TypeAdapter(answer_types.Scores).validate_python(answer, strict=True)
+            TypeAdapter(pooling_types.Scores).validate_python(answer, strict=True)
             assert [entry["score"] for entry in answer["data"]] == pytest.approx(expected, abs=1e-3)
             assert answer["usage"]["prompt_tokens"] == sum(map(len, pairs))
     raw = await ask(http, path, model="match", text_1=TEXTS[0], text_2=TEXTS[1], use_activation=False)
@@ -183,7 +183,7 @@ async def test_documents_are_ordered_by_their_scores(http: httpx.AsyncClient, pa
         ]
         best = sorted(range(4), key=lambda i: -scores[i])
         answer = await ask(http, path, model=model, query="what", documents=documents)
-        TypeAdapter(answer_types.Ranking).validate_python(answer, strict=True)
+        TypeAdapter(pooling_types.Ranking).validate_python(answer, strict=True)
         assert [entry["index"] for entry in answer["results"]] == best
         assert [entry["document"]["text"] for entry in answer["results"]] == [plain[i] for i in best]
         assert [entry["relevance_score"] for entry in answer["results"]] == pytest.approx([scores[i] for i in best])

@@ -24,7 +24,7 @@ from lorafleet.api.tool_calls.parser import Calls, ToolCallParser
 from lorafleet.api.tool_calls.section_formats import SECTIONS
 from lorafleet.protocol import structured_spec
 from lorafleet.protocol.errors import InvalidRequest
-from lorafleet.workers.structured import grammar_program
+from lorafleet.workers.structured import grammar_compiler, grammar_settings
 from tiny_models import tokenizer as tiny_tokenizer
 
 STRICT: dict[str, Any] = {
@@ -85,8 +85,8 @@ class Vocabulary:
         self.end = self.tokenizer.eos_token_id or 0
         self.markers = set(made.convert_tokens_to_ids(list(harmony.MARKERS)))
         file = files.of(self.tokenizer)
-        settings = grammar_program.Settings(file.path, file.vocab_size, [self.end], 1, 0, 1, 1, 1, 1, 1, 1, 1, False)
-        self.library = grammar_program.read_tokenizer(settings)
+        settings = grammar_settings.Settings(file.path, file.vocab_size, [self.end], 1, 0, 1, 1, 1, 1, 1, 1, 1, False)
+        self.library = grammar_compiler.read_tokenizer(settings)
         ids = range(self.tokenizer.vocab_size)
         bytes_of = {self.tokenizer.token_bytes(i): i for i in ids if i != self.end}
         self.closing = [bytes_of[text.encode()] for text in ('"', "}", "]", ":", ",", ";", '"}}', "]}")]
@@ -99,8 +99,8 @@ class Vocabulary:
         self.whole = [text.encode() for text in SPECIAL] if special else []
 
     def matcher(self, given: structured_spec.StructuredOutputs) -> Any:
-        text = grammar_program.grammar_of((given.kind, given.source, given.any_whitespace))
-        matcher = grammar_program.matcher_of(self.library, text)
+        text = grammar_compiler.grammar_of((given.kind, given.source, given.any_whitespace))
+        matcher = grammar_compiler.matcher_of(self.library, text)
         assert not matcher.is_error(), matcher.get_error()
         return matcher
 

@@ -17,7 +17,7 @@ from lorafleet.api.tool_calls.reasoning_grammar import with_reasoning
 from lorafleet.api.tool_calls.thinking import TAGS
 from lorafleet.protocol import structured_spec
 from lorafleet.protocol.errors import InvalidRequest
-from lorafleet.workers.structured import grammar_program
+from lorafleet.workers.structured import grammar_compiler, grammar_settings
 from tiny_models import tokenizer as tiny_tokenizer
 
 THINK, GEMMA, GRANITE = TAGS["think"], TAGS["gemma4"], TAGS["granite"]
@@ -33,15 +33,15 @@ class Vocabulary:
         self.tokenizer = Tokenizer(made)
         self.end = self.tokenizer.eos_token_id or 0
         file = files.of(self.tokenizer)
-        settings = grammar_program.Settings(file.path, file.vocab_size, [self.end], 1, 0, 1, 1, 1, 1, 1, 1, 1, False)
-        self.library = grammar_program.read_tokenizer(settings)
+        settings = grammar_settings.Settings(file.path, file.vocab_size, [self.end], 1, 0, 1, 1, 1, 1, 1, 1, 1, False)
+        self.library = grammar_compiler.read_tokenizer(settings)
 
     def matcher(self, *args: Any) -> Any:
         answer, tags, beginning, budget = args
         given = with_reasoning(answer, tags, beginning, self.tokenizer, budget)
         assert given is not None
-        text = grammar_program.grammar_of((given.kind, given.source, given.any_whitespace))
-        matcher = grammar_program.matcher_of(self.library, text)
+        text = grammar_compiler.grammar_of((given.kind, given.source, given.any_whitespace))
+        matcher = grammar_compiler.matcher_of(self.library, text)
         assert not matcher.is_error(), matcher.get_error()
         return matcher
 

@@ -46,10 +46,10 @@ from lorafleet.protocol.errors import (
     Overloaded,
 )
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
-from tests.cluster.directory import test_directory
-from tests.cluster.directory.test_directory import QUICK, Engine, loaded, replica
+from tests.cluster.directory import conftest
+from tests.cluster.directory.conftest import QUICK, Engine, loaded, replica
 
-make = test_directory.make
+make = conftest.make
 
 
 # No replica here falls silent, and on a busy machine none may seem to.

@@ -16,7 +16,7 @@ from lorafleet.protocol.errors import AdapterChanged, InvalidRequest, ModelNotFo
 from lorafleet.protocol.lora_request import LoRARequest
 from tests.cluster.admin import test_administration
 from tests.cluster.admin.test_administration import Cluster
-from tests.cluster.directory.test_directory import Engine
+from tests.cluster.directory.conftest import Engine
 
 make, cluster = test_administration.make, test_administration.cluster
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,3 +141,7 @@ def house(store: Store) -> Iterator[House]:
     clock[0] = lambda: made.now_s
     yield made
     front.close()
+
+
+def ids(*files: list[dict[str, Any]]) -> Counter[str]:
+    return Counter(line["custom_id"] for file in files for line in file)

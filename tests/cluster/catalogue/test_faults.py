@@ -27,10 +27,10 @@ from lorafleet.protocol.admin_verbs import PushTerms, RegisterAdapter
 from lorafleet.protocol.errors import AdapterMissing, LorafleetError, OutcomeUnknown, StoreError
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from memory_s3 import MemoryS3, lost_answer
-from tests.cluster.directory import test_directory
-from tests.cluster.directory.test_directory import QUICK, Engine, Make, loaded, replica
+from tests.cluster.directory import conftest
+from tests.cluster.directory.conftest import QUICK, Engine, Make, loaded, replica
 
-make = test_directory.make
+make = conftest.make
 
 MakeStore = Callable[["Faults"], Store]
 

@@ -49,6 +49,21 @@ assert "torch" not in sys.modules and "ray" not in sys.modules
     assert f"lorafleet {command}" in done.stdout or command in done.stdout
 
 
+def test_help_of_serve_has_texts_in_brackets_and_begins_with_the_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.setattr(sys, "argv", ["lorafleet", "serve", "--help"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    said = capsys.readouterr().out
+    assert "pip install 'lorafleet[otel]'" in said
+    assert "[default: no-batch-invariant]" in said and "[default: 256]" in said
+    options = ("--host", "--model ", "--device", "--enable-lora", "--num-replicas", "--api-keys", "--kv-events-config")
+    places = [said.index(option) for option in options]
+    assert places == sorted(places)
+
+
 def test_inspect_says_whether_a_base_would_take_an_adapter(run):
     status, said = run("inspect", JSON, "--model", DEMO / "model")
     assert status == 0

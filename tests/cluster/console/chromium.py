@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.cluster.harness import SharedServer
+
 playwright = pytest.importorskip("playwright.sync_api", reason="the console's tests drive a browser with Playwright")
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -166,3 +168,20 @@ FAINT = """() => {
   }
   return faint;
 }"""
+
+
+def ask(server: SharedServer, model: str) -> int:
+    body = {"model": model, "prompt": "hello", "max_tokens": 4}
+    return server.http.post("/v1/completions", json=body).status_code
+
+
+def shown(server: SharedServer, name: str) -> dict[str, Any]:
+    response = server.http.get(f"/v1/adapters/{name}")
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def push(server: SharedServer, name: str, source: Path) -> None:
+    response = server.http.post("/v1/adapters", json={"name": name, "source": str(source)})
+    assert response.status_code == 200, response.text

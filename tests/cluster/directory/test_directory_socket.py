@@ -30,7 +30,7 @@ from lorafleet.cluster.directory.residency import Report
 from lorafleet.cluster.routing.routing import ReplicaLoad
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.resolvers.neighbor_wire import NeighborAddress
-from tests.cluster.directory.test_directory import loaded
+from tests.cluster.directory.conftest import loaded
 
 LOCALHOST = "127.0.0.1"
 

@@ -21,7 +21,7 @@ from lorafleet.cluster.directory.directory import AdapterDirectory
 from lorafleet.protocol.errors import QueueFull
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.names import PAST_ALL, full_name
-from tests.cluster.directory.test_directory import loaded
+from tests.cluster.directory.conftest import loaded
 
 NUM_EACH = 30_000  # of a tenant, of another, and public
 

@@ -28,7 +28,7 @@ from lorafleet.cluster.tenancy.quota_book import Ask, Limits
 from lorafleet.protocol.errors import DirectoryUnavailable
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.names import full_name
-from tests.cluster.directory.test_directory import QUICK, Engine, loaded
+from tests.cluster.directory.conftest import QUICK, Engine, loaded
 
 HASTY = replace(QUICK, patience_s=1.5)  # Nobody waits for a silent directory for long.
 SQL = AdapterRecord(

@@ -21,10 +21,10 @@ from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
 from lorafleet.protocol.admin_verbs import PushTerms, RegisterAdapter
 from lorafleet.protocol.errors import ModelNotFound, Overloaded
 from tests.cluster.admin.test_administration import PATIENT
-from tests.cluster.directory import test_directory
-from tests.cluster.directory.test_directory import Engine, Make, loaded, replica
+from tests.cluster.directory import conftest
+from tests.cluster.directory.conftest import Engine, Make, loaded, replica
 
-make = test_directory.make
+make = conftest.make
 DEADLINE_S = 60.0
 
 

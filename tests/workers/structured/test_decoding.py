@@ -1,18 +1,13 @@
-"""The processes that hold grammars, over a vocabulary of single bytes and a few more; the engine's part is played."""
+"""What grammars allow and refuse, and how vocabularies and their processes are shared."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
 import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import numpy as np
@@ -20,99 +15,13 @@ import psutil
 import pytest
 
 from lorafleet.api.text.tokenizer import Tokenizer
-from lorafleet.api.text.tokenizer_files import TokenizerFiles
 from lorafleet.protocol import structured_spec
-from lorafleet.protocol.errors import InvalidRequest, LorafleetError, Overloaded, QueueFull
+from lorafleet.protocol.errors import InvalidRequest, Overloaded
 from lorafleet.protocol.messages import TokenizerFile
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.schedule.sequence import Sequence
-from lorafleet.workers.structured.decoding import StructuredDecoding
-from lorafleet.workers.structured.grammar_process import MAX_GRAMMARS_WAITING, MAX_UNSENT_BYTES, GrammarLimits
 from lorafleet.workers.structured.vocabularies import MAX_VOCABULARIES, MAX_VOCABULARIES_OF_ONE
-
-LIMITS = GrammarLimits(trial_cpu_s=1.0, trial_memory_bytes=256 << 20, step_wait_s=120, mask_s=120)
-HASTY = replace(LIMITS, step_wait_s=0.01)
-ROWS = 8
-
-
-class Played:
-    """What the engine does with a StructuredDecoding, one answer at a time."""
-
-    def __init__(self, file: TokenizerFile, tokenizer: Tokenizer, limits: GrammarLimits = LIMITS) -> None:
-        self.woken = threading.Event()
-        self.file = file
-        self.tokenizer = tokenizer
-        self.end = tokenizer.eos_token_id or 0
-        self.decoding = StructuredDecoding(ROWS, self.woken.set, limits)
-
-    def open(
-        self,
-        given: structured_spec.StructuredOutputs,
-        file: TokenizerFile | None = None,
-        group: str = "",
-        *,
-        base: bool = False,
-    ) -> Sequence:
-        params = SamplingParams(structured_outputs=given)
-        sequence = Sequence("x", [5, 6], 2, params, seed=0, max_tokens=1000)
-        self.decoding.open(sequence, file or self.file, [self.end], group, base=base)
-        return sequence
-
-    def wait(self, *sequences: Sequence) -> list[LorafleetError | None]:
-        """What poll() says of each."""
-        found: dict[int, LorafleetError | None] = {}
-        while any(id(sequence) not in found for sequence in sequences):
-            assert self.woken.wait(120)
-            self.woken.clear()
-            found |= {id(sequence): error for sequence, error in self.decoding.poll()}
-        return [found[id(sequence)] for sequence in sequences]
-
-    def begin(self, given: structured_spec.StructuredOutputs) -> Sequence:
-        sequence = self.open(given)
-        [error] = self.wait(sequence)
-        if error is not None:
-            self.decoding.leave(sequence)
-            raise error
-        return sequence
-
-    def allowed(self, sequence: Sequence) -> np.ndarray[Any, Any]:
-        self.decoding.start([sequence])
-        masked = self.decoding.finish()
-        if masked.faults:
-            raise masked.faults[0][1]
-        assert masked.masks is not None and masked.masks.rows == [0]
-        return np.flatnonzero(np.unpackbits(masked.masks.bits_NW[0].view(np.uint8), bitorder="little"))
-
-    def write(self, given: structured_spec.StructuredOutputs, rng: random.Random, most: int = 400) -> str | None:
-        """A random answer; None where it does not end."""
-        sequence = self.begin(given)
-        for _ in range(most):
-            allowed = self.allowed(sequence)
-            token = self.end if self.end in allowed and rng.random() < 0.5 else int(rng.choice(allowed))
-            sequence.tokens.append(token)
-            if token == self.end:
-                break
-        self.decoding.leave(sequence)
-        text = b"".join(self.tokenizer.token_bytes(i) for i in sequence.tokens[2:-1])
-        return text.decode() if sequence.tokens[-1] == self.end else None
-
-
-@pytest.fixture(scope="module")
-def file(tokenizer: Tokenizer) -> Iterator[TokenizerFile]:
-    files = TokenizerFiles()
-    yield files.of(tokenizer)
-    files.close()
-
-
-@pytest.fixture(scope="module")
-def played(file: TokenizerFile, tokenizer: Tokenizer) -> Iterator[Played]:
-    played = Played(file, tokenizer)
-    yield played
-    played.decoding.close()
-
-
-def schema(given: object) -> structured_spec.StructuredOutputs:
-    return structured_spec.json_schema(given, "response_format", any_whitespace=False)
+from tests.workers.structured.conftest import HOSTILE, Played, schema, vocabularies
 
 
 def random_schema(rng: random.Random, depth: int = 0) -> dict[str, object]:
@@ -203,15 +112,6 @@ def test_a_schema_that_is_a_part_is_refused_with_its_own_place(played: Played):
     with pytest.raises(InvalidRequest, match=r"`tools` cannot be enforced: in `b`: at /properties/list/items:.*unique"):
         played.begin(structured_spec.tagged('start: "x" a | "y" b', parts, "tools"))
     assert played.write(structured_spec.tagged('start: "x" a', parts[:1], "tools"), random.Random(0)) == "xnull"
-
-
-HOSTILE = {
-    "processor time": schema({"type": "integer", "multipleOf": 99_999_989}),
-    "nested too deeply": structured_spec.grammar(
-        "start: A0\n" + "\n".join(f'A{i}: A{i + 1} "y"' for i in range(20_000)) + '\nA20000: "x"', "g"
-    ),
-    "": structured_spec.regex("((a|b)*c" * 300 + ")*" * 300 + "(x{1,1000}){1,1000}", "r"),
-}
 
 
 def test_a_hostile_grammar_is_refused_and_harms_no_other(played: Played):
@@ -314,10 +214,6 @@ def test_an_idle_vocabulary_makes_room_for_another_and_one_in_use_does_not(file:
     played.decoding.close()
 
 
-def vocabularies(file: TokenizerFile, count: int) -> list[TokenizerFile]:
-    return [TokenizerFile(file.path, f"digest {i}", file.vocab_size) for i in range(count)]
-
-
 def test_one_tenant_s_vocabularies_leave_a_place_for_others_and_the_base_has_its_own(
     file: TokenizerFile, tokenizer: Tokenizer
 ) -> None:
@@ -334,174 +230,3 @@ def test_one_tenant_s_vocabularies_leave_a_place_for_others_and_the_base_has_its
     ]
     assert played.wait(quiet, *of_base) == [None] * 3
     played.decoding.close()
-
-
-def test_a_late_mask_is_for_the_step_after_it_and_other_vocabularies_do_not_wait(
-    file: TokenizerFile, tokenizer: Tokenizer
-) -> None:
-    played = Played(file, tokenizer, HASTY)
-    [other_file] = vocabularies(file, 1)
-    stopped, other = (
-        played.begin(structured_spec.choice(["left"], "c")),
-        played.open(structured_spec.choice(["a"], "c"), other_file),
-    )
-    joins = played.open(structured_spec.choice(["right"], "c"))
-    assert played.wait(other, joins) == [None, None]
-    assert stopped.grammar is not None
-    pid = stopped.grammar.process.program.process.pid
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        played.decoding.start([stopped])
-        assert played.decoding.finish().late == [stopped]
-        assert played.decoding.poll() == []
-        while played.decoding.start([joins, other]) or (masked := played.decoding.finish()).masks is None:
-            assert set(masked.late) == {joins, other} and played.wait(other) == [None]  # on a busy machine
-        assert masked.late == [joins] and masked.masks.rows == [1] and not masked.faults
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert played.wait(stopped, joins) == [None, None]
-    assert played.allowed(stopped).tolist() == played.tokenizer.encode("l"), "it need not be asked for again"
-    played.decoding.close()
-
-
-def test_a_process_that_stays_stopped_is_ended_and_its_answers_refused(
-    file: TokenizerFile, tokenizer: Tokenizer
-) -> None:
-    played = Played(file, tokenizer, replace(HASTY, mask_s=0.2))
-    stopped = played.begin(structured_spec.choice(["left"], "c"))
-    assert stopped.grammar is not None
-    process = stopped.grammar.process
-    os.kill(process.program.process.pid, signal.SIGSTOP)
-    played.decoding.start([stopped])
-    assert played.decoding.finish().late == [stopped]
-    assert isinstance(wait_refused(played, stopped), Overloaded)
-    again = played.begin(structured_spec.choice(["left"], "c"))
-    assert again.grammar is not None and again.grammar.process is not process
-    process.join()
-    assert process.program.process.returncode == -signal.SIGKILL
-    played.decoding.close()
-
-
-def wait_refused(played: Played, sequence: Sequence) -> LorafleetError | None:
-    while not (told := played.decoding.poll()):
-        time.sleep(0.01)
-    [(refused, error)] = told
-    assert refused is sequence
-    played.decoding.leave(sequence)
-    return error
-
-
-def test_a_process_that_is_stopped_while_it_only_compiles_is_ended_and_its_requests_refused(
-    file: TokenizerFile, tokenizer: Tokenizer
-) -> None:
-    played = Played(file, tokenizer, replace(LIMITS, ping_s=0.2))
-    opening = played.open(structured_spec.choice(["left"], "c"))
-    assert opening.grammar is not None
-    process = opening.grammar.process
-    os.kill(process.program.process.pid, signal.SIGSTOP)
-    assert isinstance(wait_refused(played, opening), Overloaded)
-    process.join()
-    assert process.program.process.returncode == -signal.SIGKILL
-    played.decoding.close()
-
-
-def test_a_process_whose_forks_are_made_by_a_stopped_one_is_ended_too(
-    file: TokenizerFile, tokenizer: Tokenizer
-) -> None:
-    played = Played(file, tokenizer, replace(LIMITS, ping_s=0.2))
-    opening = played.open(HOSTILE["processor time"])
-    assert opening.grammar is not None
-    process = opening.grammar.process
-    server = psutil.Process(process.program.process.pid)
-    while not (children := server.children()):  # nothing is asked before there is one
-        pass
-    children[0].suspend()
-    assert isinstance(wait_refused(played, opening), Overloaded)
-    played.decoding.close()
-    children[0].kill()
-
-
-def test_a_process_that_goes_on_is_not_ended_however_long_its_grammars_compile(
-    file: TokenizerFile, tokenizer: Tokenizer
-) -> None:
-    played = Played(file, tokenizer)
-    sequence = played.open(HOSTILE["processor time"])
-    assert sequence.grammar is not None
-    process = sequence.grammar.process
-    while len(below := psutil.Process(process.program.process.pid).children(recursive=True)) < 2:
-        pass
-    below[1].suspend()  # The trial itself, which so lasts as long as this test.
-    asked_s: set[float] = set()
-    while len(asked_s) < 2:  # It has answered when it is asked again.
-        assert played.decoding.poll() == []
-        asked_s.add(process.clock.pinged_s)
-    assert not process.dead
-    played.decoding.close()
-    with contextlib.suppress(psutil.NoSuchProcess):  # it may have been ended with the process that made it
-        below[1].kill()
-
-
-def test_a_trial_that_takes_too_long_by_the_clock_is_ended_and_may_be_tried_again(
-    file: TokenizerFile, tokenizer: Tokenizer
-) -> None:
-    played = Played(file, tokenizer, replace(LIMITS, trial_cpu_s=1000.0, trial_s=0.2))
-    for _ in range(2):
-        sequence = played.open(HOSTILE["processor time"])
-        [error] = played.wait(sequence)
-        assert isinstance(error, QueueFull) and "did not compile within 0.2 s" in error.message
-        played.decoding.leave(sequence)
-    played.decoding.close()
-
-
-def test_what_a_stopped_process_does_not_read_is_bounded_and_nobody_waits_for_it(
-    file: TokenizerFile, tokenizer: Tokenizer
-) -> None:
-    played = Played(file, tokenizer)
-    running = played.begin(structured_spec.choice(["left"], "c"))
-    assert running.grammar is not None
-    pid = running.grammar.process.program.process.pid
-    os.kill(pid, signal.SIGSTOP)
-    long = "a" * ((1 << 20) - 8)
-    opened: list[Sequence] = []
-    while len(opened) << 20 <= MAX_UNSENT_BYTES:
-        opened.append(played.open(structured_spec.regex(long + str(len(opened)), "r")))
-    with pytest.raises(Overloaded, match="does not read"):
-        played.open(structured_spec.regex("short", "r"))
-    for sequence in opened:
-        played.decoding.leave(sequence)
-    os.kill(pid, signal.SIGCONT)
-    assert played.allowed(running).tolist() == played.tokenizer.encode("l")
-    played.decoding.close()
-
-
-def test_one_tenant_s_grammars_do_not_make_another_wait_and_have_a_bounded_queue(played: Played) -> None:
-    slow = [structured_spec.regex(f"(a|b){{3,4000}}(c|d){{3,4000}}{i}", "r") for i in range(MAX_GRAMMARS_WAITING + 40)]
-    loud = [played.open(one, group="loud") for one in slow]
-    quiet = played.open(structured_spec.regex("quiet", "r"), group="quiet")
-    told: dict[int, LorafleetError | None] = {}
-    while id(quiet) not in told:
-        assert played.woken.wait(120)
-        played.woken.clear()
-        told |= {id(sequence): error for sequence, error in played.decoding.poll()}
-    assert told[id(quiet)] is None
-    refused = [error for error in told.values() if isinstance(error, QueueFull)]
-    assert 0 < len(refused) <= 40 and "128 jobs of the same tenant or model are waiting" in refused[0].message
-    assert len(told) - len(refused) < MAX_GRAMMARS_WAITING // 4, "it waited for others' turns"
-    for sequence in loud:
-        played.decoding.leave(sequence)
-    assert played.wait(played.open(structured_spec.regex("again", "r"), group="loud")) == [None], (
-        "who has left is not compiled"
-    )
-
-
-def test_nothing_is_left_of_the_processes_when_they_are_ended(file: TokenizerFile, tokenizer: Tokenizer) -> None:
-    played = Played(file, tokenizer)
-    begun = played.begin(structured_spec.regex("a", "r"))
-    played.open(structured_spec.regex("(a|b){3,4000}(c|d){3,4000}", "r"))
-    assert begun.grammar is not None
-    server = psutil.Process(begun.grammar.process.program.process.pid)
-    below = server.children(recursive=True)
-    assert below, "grammars are tried in a process of their own"
-    played.decoding.close()
-    _, alive = psutil.wait_procs([server, *below], timeout=120)
-    assert not alive

@@ -10,7 +10,7 @@ import pytest
 
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.api.text.tokenizer_files import TokenizerFiles
-from lorafleet.workers.structured import grammar_program as program
+from lorafleet.workers.structured import grammar_compiler, grammar_settings
 from lorafleet.workers.structured.forced_tokens import ForcedTokens
 from lorafleet.workers.structured.mask_filler import MaskFiller
 
@@ -57,11 +57,13 @@ def test_an_answer_in_json_takes_half_of_the_steps(any_whitespace: bool, num_ste
     tokenizer, files = Tokenizer.from_folder(DEMO), TokenizerFiles()
     file, memory = files.of(tokenizer), os.memfd_create("masks")
     os.ftruncate(memory, 4 * -(-file.vocab_size // 32) * 16)
-    settings = program.Settings(
+    settings = grammar_settings.Settings(
         file.path, file.vocab_size, [tokenizer.eos_token_id or 0], 16, memory, 2, 1, 1, 1, 1, 1, 1, True
     )
     schema = ("json_schema", json.dumps(SCHEMA), any_whitespace)
-    compiled = program.matcher_of(program.read_tokenizer(settings), program.grammar_of(schema))
+    compiled = grammar_compiler.matcher_of(
+        grammar_compiler.read_tokenizer(settings), grammar_compiler.grammar_of(schema)
+    )
     for most, expected in num_steps.items():
         masks = MaskFiller(memory, settings.rows, settings.vocab_size, 1, finds_forced=True, drafts_s=60.0)
         masks.begin(0, compiled)

@@ -11,7 +11,7 @@ import pytest
 
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.api.text.tokenizer_files import TokenizerFiles
-from lorafleet.workers.structured import grammar_program as program
+from lorafleet.workers.structured import grammar_compiler, grammar_settings
 from lorafleet.workers.structured.mask_filler import MaskFiller
 
 REGEXES = ["a+", "[b-z]{3}", "x|y", "[0-9]*", "é", "(no|yes)"]
@@ -19,24 +19,26 @@ ROWS = [(number, number, list[int](), list[int]()) for number in range(len(REGEX
 
 
 @pytest.fixture
-def settings(tokenizer: Tokenizer) -> Iterator[program.Settings]:
+def settings(tokenizer: Tokenizer) -> Iterator[grammar_settings.Settings]:
     files = TokenizerFiles()
     file, memory = files.of(tokenizer), os.memfd_create("masks")
     os.ftruncate(memory, 4 * -(-file.vocab_size // 32) * 8)
-    yield program.Settings(
+    yield grammar_settings.Settings(
         file.path, file.vocab_size, [tokenizer.eos_token_id or 0], 8, memory, 2, 1, 1, 1, 1, 1, 1, True
     )
     os.close(memory)
     files.close()
 
 
-def test_masks_of_the_executor_are_those_of_the_main_thread(settings: program.Settings) -> None:
-    library = program.read_tokenizer(settings)
+def test_masks_of_the_executor_are_those_of_the_main_thread(settings: grammar_settings.Settings) -> None:
+    library = grammar_compiler.read_tokenizer(settings)
     found = []
     for alone_s in (60.0, -1.0):
         masks = MaskFiller(settings.mask_fd, settings.rows, settings.vocab_size, settings.num_threads, alone_s=alone_s)
         for number, regex in enumerate(REGEXES):
-            masks.begin(number, program.matcher_of(library, program.grammar_of(("regex", regex, False))))
+            masks.begin(
+                number, grammar_compiler.matcher_of(library, grammar_compiler.grammar_of(("regex", regex, False)))
+            )
         masks.mask_BW[:] = 0
         assert masks.fill(ROWS) == ([], [])
         found.append(masks.mask_BW.copy())
@@ -48,14 +50,14 @@ REGEX = "(yes|no), (left|right) {3}x{2}"
 
 
 @pytest.fixture
-def library(settings: program.Settings) -> Any:
-    return program.read_tokenizer(settings)
+def library(settings: grammar_settings.Settings) -> Any:
+    return grammar_compiler.read_tokenizer(settings)
 
 
-def filler(settings: program.Settings, library: Any, **options: Any) -> MaskFiller:
+def filler(settings: grammar_settings.Settings, library: Any, **options: Any) -> MaskFiller:
     """Returns one with two answers, 0 and 1, that have the same grammar."""
     made = MaskFiller(settings.mask_fd, settings.rows, settings.vocab_size, 1, drafts_s=60.0, **options)
-    grammar = program.matcher_of(library, program.grammar_of(("regex", REGEX, False)))
+    grammar = grammar_compiler.matcher_of(library, grammar_compiler.grammar_of(("regex", REGEX, False)))
     for number in (0, 1):
         made.begin(number, grammar)
     made.mask_BW[:] = 0
@@ -72,7 +74,7 @@ def one_by_one(masks: MaskFiller, tokens: list[int]) -> list[np.ndarray[Any, Any
 
 
 def test_masks_behind_drafts_are_those_of_an_answer_that_is_written_token_by_token(
-    settings: program.Settings, library: Any, tokenizer: Tokenizer
+    settings: grammar_settings.Settings, library: Any, tokenizer: Tokenizer
 ) -> None:
     tokens = tokenizer.encode("yes, left")
     expected = one_by_one(filler(settings, library), tokens)
@@ -87,7 +89,7 @@ def test_masks_behind_drafts_are_those_of_an_answer_that_is_written_token_by_tok
 
 
 def test_drafts_that_the_grammar_forbids_end_there_and_do_no_harm(
-    settings: program.Settings, library: Any, tokenizer: Tokenizer
+    settings: grammar_settings.Settings, library: Any, tokenizer: Tokenizer
 ) -> None:
     yes = tokenizer.encode("yes")
     [other] = tokenizer.encode("z")
@@ -99,7 +101,7 @@ def test_drafts_that_the_grammar_forbids_end_there_and_do_no_harm(
 
 
 def test_the_end_of_an_answer_has_a_mask_behind_drafts(
-    settings: program.Settings, library: Any, tokenizer: Tokenizer
+    settings: grammar_settings.Settings, library: Any, tokenizer: Tokenizer
 ) -> None:
     text = tokenizer.encode("no, right   xx")
     masks = filler(settings, library)
@@ -109,7 +111,7 @@ def test_the_end_of_an_answer_has_a_mask_behind_drafts(
 
 
 def test_forced_tokens_are_told_wherever_they_begin_along_the_drafts(
-    settings: program.Settings, library: Any, tokenizer: Tokenizer
+    settings: grammar_settings.Settings, library: Any, tokenizer: Tokenizer
 ) -> None:
     masks = filler(settings, library, finds_forced=True)
     [y], es, left = tokenizer.encode("y"), tokenizer.encode("es, "), tokenizer.encode("left   xx")
@@ -119,7 +121,7 @@ def test_forced_tokens_are_told_wherever_they_begin_along_the_drafts(
 
 
 def test_masks_of_drafts_are_left_out_where_those_of_answers_take_all_the_time(
-    settings: program.Settings, library: Any, tokenizer: Tokenizer
+    settings: grammar_settings.Settings, library: Any, tokenizer: Tokenizer
 ) -> None:
     masks = filler(settings, library, finds_forced=True)
     masks._drafts_s = -1.0

@@ -1,0 +1,79 @@
+"""Uploads and batches beyond a bound are refused with an error that names it."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from lorafleet.api.routes.build_api import build_api
+from lorafleet.cluster.batches import batch_bounds as bounds
+from lorafleet.cluster.batches.batch_routes import batch_routes
+from tests.cluster.batches.conftest import House, chat_line, created, ended
+
+
+async def test_an_upload_is_refused_by_name(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = house.client()
+    for purpose in ("fine-tune", "assistants"):
+        with pytest.raises(openai.BadRequestError, match="purpose"):
+            await client.files.create(file=("a", b"{}"), purpose=purpose)
+    with pytest.raises(openai.BadRequestError, match="seconds"):
+        await client.files.create(
+            file=("a", b"{}"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 5}
+        )
+    with pytest.raises(openai.BadRequestError, match="0 bytes"):
+        await client.files.create(file=("a", b""), purpose="batch")
+    with pytest.raises(openai.BadRequestError, match="filename"):
+        await client.files.create(file=("a" * 300, b"{}"), purpose="batch")
+    with pytest.raises(openai.APIStatusError, match="multipart/form-data") as unsupported:
+        await client.post("/files", cast_to=object, body={"purpose": "batch"})
+    assert unsupported.value.status_code == 415
+    monkeypatch.setattr(bounds, "MAX_FILE_BYTES", 1000)
+    with pytest.raises(openai.BadRequestError, match="1001 bytes"):
+        await client.files.create(file=("a", b"a" * 1001), purpose="batch")
+    with pytest.raises(openai.APIStatusError, match="more than") as too_large:
+        await client.files.create(file=("a", b"a" * (1000 + bounds.MAX_FORM_BYTES)), purpose="batch")
+    assert too_large.value.status_code == 413
+    assert house.store._store.keys("file-data/") == []
+
+
+async def test_a_tenant_has_bounded_files_and_batches(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, other = house.client(), house.client("umbrella")
+    large = b"a" * (400 << 10)
+    await client.files.create(file=("a", large), purpose="batch")
+    with pytest.raises(openai.RateLimitError, match="--batch-store-bytes"):
+        await client.files.create(file=("b", large), purpose="batch")
+    await other.files.create(file=("b", large), purpose="batch")
+    monkeypatch.setattr(bounds, "MAX_FILES_OF_ONE", 1)
+    with pytest.raises(openai.RateLimitError, match="1 files"):
+        await client.files.create(file=("c", b"{}"), purpose="batch")
+    monkeypatch.setattr(bounds, "MAX_FILES_OF_ONE", 10)
+    monkeypatch.setattr(bounds, "MAX_OPEN_OF_ONE", 1)
+    first = await created(client, [chat_line(0)])
+    with pytest.raises(openai.RateLimitError, match="not ended"):
+        await created(client, [chat_line(1)])
+    await created(other, [chat_line(2)])
+    async with house.running():
+        await ended(client, first.id)
+    monkeypatch.setattr(bounds, "MAX_BATCHES_OF_ONE", 1)
+    house.now_s += 1
+    second = await created(client, [chat_line(3)])
+    assert [batch.id for batch in (await client.batches.list()).data] == [second.id]
+
+
+async def test_a_batch_is_refused_by_name(house: House) -> None:
+    client = house.client()
+    for options, match in (
+        ({"completion_window": "1h"}, "completion_window"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
+        ({"metadata": {"a": "b" * 600}}, "metadata"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=match):
+            await created(client, [chat_line(0)], **options)
+
+
+async def test_without_a_store_the_routes_name_the_option(house: House) -> None:
+    house.api = build_api(lambda: house.front, batch_routes())
+    client = house.client()
+    for call in (client.files.list(), client.batches.list(), client.files.create(file=b"{}", purpose="batch")):
+        with pytest.raises(openai.PermissionDeniedError, match="--batch-store"):
+            await call

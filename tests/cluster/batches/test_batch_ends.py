@@ -1,0 +1,210 @@
+"""A batch that is canceled, expires, fails or has a faulty input says so, and keeps the answers that it has."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from lorafleet.api.access.caller import Caller
+from lorafleet.api.access.gate import KnownKey
+from lorafleet.cluster.batches import batch_bounds as bounds
+from lorafleet.cluster.batches.batch_log import LogEntry
+from lorafleet.cluster.batches.batch_records import BatchStage, FileRecord
+from lorafleet.cluster.batches.batch_store import BatchName
+from lorafleet.cluster.batches.line_post import LinePost, LineReply
+from tests.cluster.batches.conftest import QUICK, House, chat_line, created, ended, ids, jsonl, read_lines, until
+
+
+async def test_a_canceled_batch_has_its_answers_and_says_what_was_not_done(house: House) -> None:
+    client, hold = house.client(), asyncio.Event()
+
+    async def post(line: LinePost) -> LineReply:
+        if b"number 2" in line.body:
+            await hold.wait()
+        return await house.answerer.answer(line)
+
+    batch = await created(client, [chat_line(i) for i in range(5)])
+    async with house.running(house.runner(post, most_lines=1)):
+        await until(lambda: house.store.stage(batch.id).num_completed == 2)
+        assert (await client.batches.cancel(batch.id)).status == "cancelling"
+        batch = await ended(client, batch.id)
+    assert batch.status == "cancelled"
+    assert None not in (batch.cancelling_at, batch.cancelled_at)
+    answers, errors = await read_lines(client, batch.output_file_id), await read_lines(client, batch.error_file_id)
+    assert ids(answers) == Counter(["id 0", "id 1"])
+    assert [line["error"]["code"] for line in errors] == ["batch_cancelled"] * 3
+    assert (await client.batches.cancel(batch.id)).status == "cancelled"
+
+
+async def test_a_batch_is_canceled_before_it_runs(house: House) -> None:
+    client = house.client()
+    batch = await created(client, [chat_line(0)])
+    await client.batches.cancel(batch.id)
+    async with house.running():
+        batch = await ended(client, batch.id)
+    assert (batch.status, batch.output_file_id) == ("cancelled", None)
+    assert not house.engine.requests
+
+
+async def test_a_batch_that_expires_has_the_answers_so_far(house: House) -> None:
+    client, hold = house.client(), asyncio.Event()
+
+    async def post(line: LinePost) -> LineReply:
+        if b"number 2" in line.body:
+            house.now_s += 24 * 3600
+            await hold.wait()
+        return await house.answerer.answer(line)
+
+    batch = await created(client, [chat_line(i) for i in range(4)])
+    async with house.running(house.runner(post, most_lines=1)):
+        batch = await ended(client, batch.id)
+    assert batch.status == "expired"
+    assert batch.expired_at is not None
+    answers, errors = await read_lines(client, batch.output_file_id), await read_lines(client, batch.error_file_id)
+    assert ids(answers) == Counter(["id 0", "id 1"])
+    assert [line["error"]["code"] for line in errors] == ["batch_expired"] * 2
+
+
+async def test_a_batch_whose_key_was_revoked_fails(house: House) -> None:
+    client = house.client()
+    batch = await created(client, [chat_line(0)])
+    known = house.keys.pop(hashlib.sha256(b"key of acme").hexdigest())
+    async with house.running():
+        await until(lambda: not house.store.open_names())
+    house.keys[hashlib.sha256(b"key of acme").hexdigest()] = known
+    batch = await client.batches.retrieve(batch.id)
+    assert batch.status == "failed"
+    assert batch.errors.data[0].code == "invalid_api_key"
+    assert not house.engine.requests
+
+
+async def test_a_batch_whose_key_has_lost_its_scope_fails(house: House) -> None:
+    batch = await created(house.client(), [chat_line(0)])
+    digest = hashlib.sha256(b"key of acme").hexdigest()
+    house.keys[digest] = KnownKey(Caller("acme", "acme-1", frozenset(("metrics",))))
+    async with house.running():
+        await until(lambda: not house.store.open_names())
+    assert house.store.stage(batch.id).errors[0].code == "invalid_api_key"
+    assert not house.engine.requests
+
+
+async def test_a_batch_that_ends_while_the_store_lists_it_ends_once(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, listed = house.client(), house.store.open_names
+    num_late = 0
+
+    async def late_answer(*arguments: Any) -> LineReply:
+        await until(lambda: num_late > 0)
+        return await house.answerer.answer(*arguments)
+
+    async with house.running(house.runner(late_answer)) as runner:
+
+        def late_names(owner: str = "") -> list[BatchName]:
+            nonlocal num_late
+            names = listed(owner)
+            if runner.num_running and not owner:
+                num_late += 1
+                while runner.num_running:
+                    time.sleep(0.01)
+            return names
+
+        monkeypatch.setattr(house.store, "open_names", late_names)
+        await ended(client, (await created(client, [chat_line(i) for i in range(3)])).id)
+        await until(lambda: not runner.num_running)
+        await runner.look()
+        await until(lambda: not runner.num_running)
+        assert runner.endings["completed"] == 1
+
+
+async def test_the_lease_is_renewed_while_what_has_expired_is_deleted(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, begun = threading.Event(), threading.Event()
+
+    def slow_care() -> None:
+        begun.set()
+        may_end.wait(60)
+
+    monkeypatch.setattr(house.store, "care", slow_care)
+    runner = house.runner()
+    try:
+        await asyncio.wait_for(runner.look(), 30)
+        await until(begun.is_set)
+        await asyncio.wait_for(runner.look(), 30)
+    finally:
+        may_end.set()
+
+
+async def test_a_batch_that_cannot_go_on_does_not_occupy_its_place(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = house.client()
+    broken = [await created(client, [chat_line(i)]) for i in range(bounds.MAX_RUNNING_OF_ONE)]
+    whole = await created(client, [chat_line(9)])
+    pieces = house.store.files.pieces
+
+    def pieces_or_error(record: FileRecord) -> Iterator[bytes]:
+        if record.file_id != whole.input_file_id and record.purpose == "batch":
+            raise OSError("no space is left")
+        return pieces(record)
+
+    monkeypatch.setattr(house.store.files, "pieces", pieces_or_error)
+    async with house.running(house.runner(timing=dataclasses.replace(QUICK, again_s=3600.0))):
+        assert (await ended(client, whole.id)).status == "completed"
+    assert {name.batch_id for name in house.store.open_names()} == {batch.id for batch in broken}
+
+
+async def test_a_batch_that_ends_while_it_is_cancelled_stays_as_it_ended(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = house.client()
+    batch = await created(client, [chat_line(0)])
+    [name] = house.store.open_names()
+    record, find_end = house.store.find(name.owner, name.batch_id), house.store.ended
+    assert record is not None
+    now_s = int(house.now_s)
+    stage = BatchStage(status="completed", ending="completed", ended_s=now_s)
+    house.store.log(batch.id).append(LogEntry(1, BatchStage(status="in_progress", writer="run"), b""))
+
+    def ended_just_after(batch_id: str) -> BatchStage | None:
+        found = find_end(batch_id)
+        house.store.end(record, stage)
+        return found
+
+    monkeypatch.setattr(house.store, "ended", ended_just_after)
+    with pytest.raises(openai.BadRequestError, match="completed"):
+        await client.batches.cancel(batch.id)
+    assert house.store._store.keys("batch-log/") == []
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "line"),
+    [
+        (b"{\n", "invalid_line", 1),
+        (jsonl([chat_line(0), chat_line(0)]), "invalid_input", None),
+        (jsonl([chat_line(0), chat_line(1, url="/v1/completions")]), "mismatched_endpoint", 2),
+        (jsonl([chat_line(0, method="GET")]), "invalid_line", 1),
+        (b"\n", "invalid_input", None),
+    ],
+)
+async def test_an_input_with_faults_fails_before_anything_is_sent(
+    house: House, content: bytes, code: str, line: int | None
+) -> None:
+    client = house.client()
+    file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+    batch = await client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    async with house.running():
+        batch = await ended(client, batch.id)
+    assert (batch.status, batch.failed_at is not None) == ("failed", True)
+    assert (batch.errors.data[0].code, batch.errors.data[0].line) == (code, line)
+    assert not house.engine.requests

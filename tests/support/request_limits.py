@@ -1,0 +1,239 @@
+"""Lists the limits of requests: bodies, queues, files and batches."""
+
+from __future__ import annotations
+
+from limit_rows import BUSY, FAILED, INTERNAL, RATE, REFUSED, Limit, chars, default, flag, seconds, size
+from lorafleet.api import languages
+from lorafleet.api.access import caller_admission as request_admission
+from lorafleet.api.access.fair_threads import LONG_WORK
+from lorafleet.api.request import prompts
+from lorafleet.api.routes import response_storing
+from lorafleet.api.stored import response_store
+from lorafleet.api.telemetry import recent, traffic_history
+from lorafleet.api.text import templates, tokenizing
+from lorafleet.cluster.batches import batch_bounds
+from lorafleet.cluster.config import AppArgs
+from lorafleet.cluster.directory.directory_timing import TIMING
+from lorafleet.cluster.proxy import haproxy_answers, haproxy_config, haproxy_sessions
+from lorafleet.cluster.serve import residency_metrics, serve_environment
+from lorafleet.offline.batch import batch_input
+from lorafleet.protocol import limits
+from lorafleet.protocol.kv_events_config import KVEventsConfig
+from lorafleet.workers.kv_events import event_publisher
+from lorafleet.workers.schedule import admission, fair_queue
+from lorafleet.workers.structured import grammar_process
+
+BODY = [
+    Limit("request line and headers together", size(haproxy_answers.MAX_HEADER_BYTES), "", "431"),
+    Limit("time to send the headers", seconds(haproxy_config.HEADERS_S), "", "408, connection closed"),
+    Limit("time until the body begins", seconds(haproxy_config.BODY_S), "", "408, connection closed"),
+    Limit("client that makes no progress", seconds(haproxy_config.CLIENT_S), "", "connection closed"),
+    Limit(
+        "part of a body that HAProxy buffers before a replica has checked the key; nothing if no key is sent",
+        size(serve_environment.ROUTED_BODY_BYTES),
+        "",
+        "the rest is read once the key is accepted",
+    ),
+    Limit(
+        "silence of a replica that was marked down, after which calls that cannot be repeated are ended",
+        seconds(haproxy_sessions.GIVE_UP_S),
+        "",
+        "503 `outcome_unknown`",
+    ),
+    Limit("time to send the whole body", seconds(limits.MAX_BODY_READ_S), "", "408 `body_timeout`"),
+    Limit("body", size(limits.MAX_BODY_BYTES), flag("max_body_bytes"), "413 `body_too_large`"),
+    Limit(
+        "bodies of all requests in flight on a replica",
+        f"{size(limits.MAX_BODIES_BYTES)}, half of it for one tenant",
+        f"{flag('max_body_bytes')}: at least two bodies of that size",
+        "one tenant's: 429 `queue_full`; of all: 503 `overloaded`; with Retry-After",
+    ),
+    Limit(
+        "stored responses of a replica",
+        f"{size(limits.RESPONSE_STORE_BYTES)}, {response_store.MAX_STORED_RESPONSES:,} responses, "
+        f"{seconds(response_store.MAX_STORED_S)}",
+        flag("response_store_bytes"),
+        "the oldest response of the tenant that has most is dropped",
+    ),
+    Limit("responses of one tenant in the background, on a replica", response_storing.MAX_BACKGROUND, "", BUSY),
+    Limit("connections of one address", haproxy_config.CONNECTIONS_PER_CLIENT, "", "connection closed"),
+    Limit("commas in a body, texts included", limits.MAX_BODY_COMMAS, "", "413 `body_too_large`"),
+    Limit(
+        "opening brackets and braces in a body, texts included", limits.MAX_BODY_BRACKETS, "", "413 `body_too_large`"
+    ),
+    Limit("colons in a body, texts included", limits.MAX_BODY_COLONS, "", "413 `body_too_large`"),
+    Limit("content type of a body", "application/json", "", "415 `unsupported_media_type`"),
+    Limit("fields of an object", limits.MAX_OBJECT_FIELDS, "", REFUSED),
+    Limit("numbers in JSON", limits.JSON_NUMBER, "", "400"),
+    Limit("`X-Request-Id`", f"{chars(limits.MAX_REQUEST_ID_CHARS)}, printable", "", REFUSED),
+    Limit("`X-Queue-Timeout-Seconds`", limits.QUEUE_TIMEOUT_S, "", REFUSED),
+    Limit("`Origin`, `Host` without keys", "the server's own", flag("allowed_origins"), "403 `forbidden`"),
+    Limit("name in the path", chars(limits.MAX_MODEL_CHARS), "", REFUSED),
+    Limit("part of a client's value that an error message repeats", chars(limits.MAX_SHOWN_CHARS), "", "cut"),
+]
+ACROSS = [
+    Limit("prompts x n", limits.MAX_SAMPLES, "", REFUSED),
+    Limit("tokens of all prompts, each n times", limits.MAX_PROMPT_TOKENS, "", REFUSED),
+    Limit("texts of all pairs of `/score` and `/rerank` with a head", chars(limits.MAX_PAIR_CHARS), "", REFUSED),
+    Limit("numbers that a classification head computes", limits.MAX_HEAD_VALUES, "", REFUSED),
+    Limit("ids of `allowed_token_ids` and `bad_words`, for each prompt x n", limits.MAX_LISTED_IDS, "", REFUSED),
+    Limit(
+        "prompt and answer",
+        "the model's context (an adapter may have its own), or the KV cache",
+        flag("max_model_len"),
+        "400 `context_length_exceeded`",
+    ),
+    Limit(
+        "text to be tokenized",
+        f"{prompts.MAX_CHARS_PER_TOKEN} characters a token of the context, at least {limits.MAX_TOKENIZE_CHARS:,}",
+        "",
+        "400 `context_length_exceeded`",
+    ),
+    Limit("parts and calls of all messages", limits.MAX_PARTS, "", REFUSED),
+    Limit("schema, regex, grammar, choices together", size(limits.MAX_SOURCE_BYTES), "", REFUSED),
+    Limit("grammars in Lark of all custom tools", size(limits.MAX_LARK_BYTES), "", REFUSED),
+    Limit(
+        "values in a schema, `chat_template_kwargs` or a field without effect",
+        f"{limits.MAX_JSON_VALUES:,}, {limits.MAX_JSON_DEPTH} levels",
+        "",
+        REFUSED,
+    ),
+    Limit("adapters in a mix", limits.MAX_MIXED, "", REFUSED),
+]
+QUEUES = [
+    Limit(
+        "requests that a replica accepts at a time",
+        default("max_ongoing_requests"),
+        flag("max_ongoing_requests"),
+        "further ones wait at the replica",
+    ),
+    Limit("requests that wait for their first step", default("max_queued_requests"), flag("max_queued_requests"), BUSY),
+    Limit("prompt tokens that wait", default("max_queued_tokens"), flag("max_queued_tokens"), BUSY),
+    Limit(
+        "time to wait for the first step",
+        default("queue_timeout"),
+        f"{flag('queue_timeout')}, or the header",
+        "429 `queue_timeout`",
+    ),
+    Limit(
+        "time of a stopped replica for its answers",
+        seconds(AppArgs.model_fields["drain_timeout"].default),
+        flag("drain_timeout"),
+        "answers are cut off",
+    ),
+    Limit("`Retry-After`", seconds(admission.MAX_RETRY_S), "", ""),
+    Limit("sequences in a step", default("max_num_seqs"), flag("max_num_seqs"), "further ones wait"),
+    Limit("tokens in a step", default("max_num_batched_tokens"), flag("max_num_batched_tokens"), "further ones wait"),
+    Limit("idle flows (a tenant's requests for one adapter) that are kept", fair_queue.MAX_IDLE_FLOWS, "", INTERNAL),
+    Limit(
+        "long bodies, conversations and answers read or written at a time", LONG_WORK.running, "", "further ones wait"
+    ),
+    Limit("long bodies, conversations and answers of one tenant that wait", LONG_WORK.waiting, "", BUSY),
+    Limit(
+        "requests of one tenant to each of `/tokenize`, `/detokenize`, `/v1/responses/input_tokens`, `/metrics` and "
+        "the console's state, at a time",
+        request_admission.MAX_AUXILIARY,
+        "",
+        BUSY,
+    ),
+    Limit("long texts of the base's tokenizer at a time", tokenizing.MAX_LONG_TEXTS, "", "further ones wait"),
+    Limit("texts of adapters' tokenizers at a time", tokenizing.MAX_ADAPTER_TEXTS, "", "further ones wait"),
+    Limit("texts of one tenant that wait", tokenizing.MAX_TEXTS_WAITING, "", BUSY),
+    Limit("templates of one tenant that wait", templates.MAX_TEMPLATES_WAITING, "", BUSY),
+    Limit("grammars of one tenant that wait", grammar_process.MAX_GRAMMARS_WAITING, "", BUSY),
+    Limit(
+        "tokenizers and templates of one tenant's adapters that wait to be read",
+        languages.MAX_LANGUAGES_WAITING,
+        "",
+        BUSY,
+    ),
+    Limit(
+        "wait for an answer about quotas",
+        seconds(TIMING.admit_s),
+        "",
+        "the replica admits its own share of the limits; 503 if it does not know how many replicas share them",
+    ),
+    Limit("wait for the directory", seconds(TIMING.patience_s), "", "503, with Retry-After"),
+    Limit(
+        "requests and tokens a minute, requests at a time",
+        "none",
+        "`limits` of a key or tenant",
+        "429 `rate_limit_exceeded`",
+    ),
+    Limit(
+        "batches of KV events that wait to be published",
+        KVEventsConfig().max_queue_size,
+        "`max_queue_size` of `--kv-events-config`",
+        "the batch is dropped, and its number is missing",
+    ),
+    Limit(
+        "batches of KV events that wait for one slow subscriber",
+        KVEventsConfig().hwm,
+        "`hwm` of `--kv-events-config`",
+        "the subscriber misses those beyond",
+    ),
+    Limit(
+        "batches of KV events that can be asked for again",
+        f"{KVEventsConfig().buffer_steps:,}, {size(event_publisher.MAX_REPLAY_BYTES)}",
+        "`buffer_steps` of `--kv-events-config`",
+        "older ones are gone",
+    ),
+    Limit(
+        "adapters in host memory that `--metrics-lora-info` names",
+        residency_metrics.MAX_SHOWN,
+        "",
+        "the others are only counted",
+    ),
+    Limit("failures that the console remembers", recent.MAX_FAILURES, "", INTERNAL),
+    Limit("adapters counted by name in a window", recent.MAX_NAMES, "", INTERNAL),
+    Limit(
+        f"tenants and adapters counted separately in {traffic_history.BUCKET_S} s of the console's charts",
+        f"{traffic_history.MAX_TENANTS}, {traffic_history.MAX_NAMES}",
+        "",
+        "others are in the totals alone; an adapter with more requests takes the place of a rarer one",
+    ),
+]
+BATCHES = [
+    Limit("uploaded file", size(batch_bounds.MAX_FILE_BYTES), "", "413 `body_too_large`, or 400"),
+    Limit(
+        "other fields of an upload", f"{batch_bounds.MAX_FIELDS}, {size(batch_bounds.MAX_FORM_BYTES)} each", "", "400"
+    ),
+    Limit("time to upload a file", seconds(batch_bounds.MAX_UPLOAD_S), "", "408 `body_timeout`"),
+    Limit("filename", chars(batch_bounds.MAX_FILENAME_CHARS), "", REFUSED),
+    Limit("uploads, and downloads, of one tenant at a time, on a replica", request_admission.MAX_UPLOADS, "", BUSY),
+    Limit(
+        "other requests of one tenant to each route of files and batches, at a time",
+        request_admission.MAX_AUXILIARY,
+        "",
+        BUSY,
+    ),
+    Limit(
+        "bytes of all files",
+        f"{size(limits.BATCH_STORE_BYTES)}, half of it for one tenant; outputs are counted, and written even beyond",
+        flag("batch_store_bytes"),
+        RATE,
+    ),
+    Limit("files of one tenant", batch_bounds.MAX_FILES_OF_ONE, "", RATE),
+    Limit("life of a file", f"{seconds(batch_bounds.DEFAULT_LIVES_S)}, or `expires_after`", "", "404 `file_not_found`"),
+    Limit("lines of a batch", batch_bounds.MAX_LINES, "", FAILED),
+    Limit("line", f"{batch_input.MAX_LINE_BYTES:,} bytes", "", FAILED),
+    Limit("faults that a batch lists", batch_bounds.MAX_ERRORS, "", "further ones are not shown"),
+    Limit("answer of a line", size(batch_bounds.MAX_ANSWER_BYTES), "", "the line's error is `answer_too_large`"),
+    Limit("answers of a batch", size(batch_bounds.MAX_OUTPUT_BYTES), "", FAILED),
+    Limit(
+        "lines of all batches in flight, in the cluster",
+        default("batch_concurrency"),
+        flag("batch_concurrency"),
+        "further ones wait",
+    ),
+    Limit(
+        "batches that run at a time, in the cluster",
+        f"{batch_bounds.MAX_RUNNING}, of which one tenant has {batch_bounds.MAX_RUNNING_OF_ONE}",
+        "",
+        "further ones wait",
+    ),
+    Limit("batches of one tenant that have not ended", batch_bounds.MAX_OPEN_OF_ONE, "", RATE),
+    Limit("batches of one tenant", batch_bounds.MAX_BATCHES_OF_ONE, "", "the oldest one that has ended is deleted"),
+    Limit("time for which a batch that has ended is shown", seconds(batch_bounds.BATCH_LIVES_S), "", "404"),
+    Limit("completion window", seconds(batch_bounds.WINDOW_S), "", "the batch ends as `expired`"),
+]
