@@ -157,7 +157,7 @@ class Engine:
             outputs += self._choose()
         if self.pipeline.has_step and (
             self.scheduler.may_preempt
-            or self.scheduler.awaits_snapshot
+            or self.scheduler.memory.awaits_snapshot(self.scheduler.running)
             or self._controls.must_settle
             or self._drafts_need_tokens()
         ):

@@ -103,7 +103,7 @@ def state_slots(plan: StepPlan, most_short: int) -> Rows:
     """Returns the state slot of each sequence and, behind these, the slot for the kept state of each token, if its
     sequence is 0 to most_short tokens shorter, [B + T, 1 + most_short] or [B, 1 + most_short].
 
-    SequenceMemory.verified says which slot of a ring takes the place of which.
+    StateSlots.verified says which slot of a ring takes the place of which.
     """
     sequences = [*range(len(plan.state_slots)), *np.arange(len(plan.slots)).repeat(plan.attention.query_lens).tolist()]
     rows: list[list[int]] = []

@@ -100,11 +100,6 @@ class Scheduler:
         may_restart = self._rope.depends_on_length and any(map(self.memory.must_restart, self.running))
         return self._must_yield or self.memory.might_run_out(self.running) or may_restart
 
-    @property
-    def awaits_snapshot(self) -> bool:
-        """Whether the next step may take a snapshot of a state that depends on the drafts in flight."""
-        return self.memory.awaits_snapshot(self.running)
-
     def add(self, sequence: Sequence) -> None:
         self.waiting.add(sequence)
 

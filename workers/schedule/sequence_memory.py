@@ -125,10 +125,8 @@ class SequenceMemory:
         if sequence.slot is not None and self._loras is not None:
             self._loras.slots.let_go(sequence.slot)
             sequence.slot = None
-        if sequence.state_slot is not None and self._states is not None:
-            self._states.give_back(sequence.state_slot)
-            self._states.give_back_drafts({*sequence.draft_slots, *sequence.state_ring} - {sequence.state_slot})
-            sequence.state_slot, sequence.draft_slots, sequence.state_ring = None, [], []
+        if self._states is not None:
+            self._states.release(sequence)
         if self.snapshots is not None:
             self.snapshots.end(sequence)
 
@@ -193,9 +191,7 @@ class SequenceMemory:
                 self._kv.grow(blocks, start + len(drafts))
             drafts = drafts[: len(blocks.table) * self._kv.block_size - start]
         if self._states is not None:
-            in_ring = sequence.state_ring[:-1][: len(drafts)]
-            sequence.draft_slots = in_ring + self._states.take_for_drafts(len(drafts) - len(in_ring))
-            drafts = drafts[: len(sequence.draft_slots)]
+            drafts = drafts[: self._states.draft(sequence, len(drafts))]
         num_tokens = chunk.num_tokens + len(drafts)
         return Chunk(chunk.sequence, num_tokens, chunk.resumes_from, chunk.snapshot, drafts)
 
@@ -221,8 +217,8 @@ class SequenceMemory:
         return snapshots is not None and any(own.num_unverified and snapshots.is_due(own) for own in running)
 
     def chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:
-        if sequence.draft_slots and sequence.state_slot is not None:
-            sequence.state_ring, sequence.draft_slots = [*sequence.draft_slots, sequence.state_slot], []
+        if self._states is not None:
+            self._states.go_behind(sequence)
         if self.snapshots is not None:
             return self.snapshots.chunk(sequence, num_tokens)
         if num_tokens > 1:
@@ -248,23 +244,9 @@ class SequenceMemory:
                 self.snapshots.launched(chunk)
 
     def verified(self, sequence: Sequence, num_accepted: int) -> None:
-        """Records how many drafts of a step were accepted. The sequence goes on with the state behind them.
-
-        A step behind was planned as if all were, with the slots of this one: its last state is in the last of them, and
-        the others are for the new states. For each draft that is wrong, the device took the slot before, and the last
-        one in place of the first. So no step overwrites the state from which it goes on.
-        """
-        states, ring = self._states, sequence.state_ring
-        if states is None or sequence.state_slot is None:
-            return
-        if not ring:
-            ring, sequence.draft_slots = [*sequence.draft_slots, sequence.state_slot], []
-        num_wrong = len(ring) - 1 - num_accepted
-        slot_by_planned = {slot: ring[place - num_wrong] for place, slot in enumerate(ring)}
-        sequence.state_slot = slot_by_planned[sequence.state_slot]
-        sequence.draft_slots = [slot_by_planned.get(slot, slot) for slot in sequence.draft_slots]
-        states.give_back_drafts(set(ring) - {sequence.state_slot, *sequence.draft_slots})
-        sequence.state_ring = []
+        """Records how many drafts of a step were accepted. The sequence goes on with the state behind them."""
+        if self._states is not None:
+            self._states.verified(sequence, num_accepted)
 
     def must_restart(self, sequence: Sequence) -> bool:
         """Returns whether a sequence is now so long that all of its keys must be rotated differently."""
