@@ -211,8 +211,7 @@ class SequenceMemory:
         )
 
     def awaits_snapshot(self, running: Many[Sequence]) -> bool:
-        """Returns whether the next step may have to take a snapshot behind drafts in flight, so that the number of the
-        right ones must be known."""
+        """Returns whether the next step may take a snapshot of a state that depends on the drafts in flight."""
         snapshots = self.snapshots
         return snapshots is not None and any(own.num_unverified and snapshots.is_due(own) for own in running)
 
