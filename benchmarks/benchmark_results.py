@@ -60,7 +60,7 @@ def write_results(path: Path | None, units: Mapping[str, str], cases: Sequence[C
     if path is None:
         return
     script = Path(sys.argv[0])
-    results = Results(script.stem, _command(script), time.strftime("%Y-%m-%d"), _hardware(), units, cases)
+    results = Results(script.stem, _command(script), time.strftime("%Y-%m-%d"), this_hardware(), units, cases)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
 
@@ -78,7 +78,7 @@ def _command(script: Path) -> str:
     return shlex.join(["python", f"benchmarks/{script.name}", *words])
 
 
-def _hardware() -> Hardware:
+def this_hardware() -> Hardware:
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -2,7 +2,12 @@
 
     python benchmarks/chaos.py                     # two replicas of the demo model on this machine's CPUs
     python benchmarks/chaos.py --only haproxy,router:kill --clients 20
+    python benchmarks/chaos.py --only application:replace,replicas:fewer,replicas:more
     python benchmarks/chaos.py --attach URL,PID --models says0,says1    # a server of benchmarks/fleet.py, with GPUs
+
+Further faults are those of operators. application:replace deploys the application again, so that Serve replaces one
+replica after another. After it, replicas:fewer drains a replica, and replicas:more starts one. disk:full fills the
+file system of the folder --disk for some seconds.
 
 Clients send requests in closed loops, half of them streaming. They compare every answer with the answer to the same
 prompt and model before the first fault. So on a GPU, where rounding depends on the batch, the models must be adapters
@@ -16,15 +21,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import errno
 import itertools
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,7 +52,15 @@ REQUEST_S = 60.0
 LEARNT_TIMES = 4  # Number of times that each request is repeated, beside all others, before the first fault.
 BACK_S = 10.0  # Within this time after a fault, other requests should be as fast as before.
 UNANSWERED_S = 5.0  # A request that has waited this long when the observation ends counts as a failure.
-WAYS = ("kill", "stop")
+WAYS = {"kill": "killed", "stop": f"stopped for {STOPPED_S:.0f} s"}
+# The faults that are not of a process: their ways, and how a report calls them.
+OTHER_WAYS = {
+    "application": {"replace": "replaced"},
+    "replicas": {"fewer": "one fewer", "more": "one more"},
+    "disk": {"full": f"full for {STOPPED_S:.0f} s"},
+}
+LEAST_FILLED_BYTES, MOST_FILLED_BYTES = 4096, 32 << 30
+CHANGE = Path(__file__).with_name("change_application.py")
 TARGETS = {  # Maps the name of a kind of process to a part of its title or command line.
     "haproxy": "/haproxy -db",
     "haproxy-manager": "ray::WatchedHAProxyManager",
@@ -164,19 +179,24 @@ def _judge(status: int, body: bytes, expected: str, *, stream: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    target: str
-    is_stop: bool
+    target: str  # A key of TARGETS or of OTHER_WAYS.
+    way: str
 
     @classmethod
     def parse(cls, text: str) -> list[Fault]:
-        """Returns the faults that `text` stands for: TARGET:kill, TARGET:stop, or TARGET for both."""
+        """Returns the faults that `text` stands for: TARGET:WAY, or TARGET for all its ways."""
         target, colon, way = text.partition(":")
-        if target not in TARGETS or (colon and way not in WAYS):
-            sys.exit(f"{text!r} is not a fault: give one of {', '.join(TARGETS)}, alone or with :kill or :stop")
-        return [cls(target, one == "stop") for one in WAYS if way in ("", one)]
+        ways = _ways(target)
+        if not ways or (colon and way not in ways):
+            others = [f"{other}:{one}" for other, its_ways in OTHER_WAYS.items() for one in its_ways]
+            sys.exit(
+                f"{text!r} is not a fault: give one of {', '.join(TARGETS)}, alone or with :kill or :stop, or one of "
+                f"{', '.join(others)}"
+            )
+        return [cls(target, one) for one in ways if way in ("", one)]
 
     def __str__(self) -> str:
-        return f"{self.target} {f'stopped for {STOPPED_S:.0f} s' if self.is_stop else 'killed'}"
+        return f"{self.target} {_ways(self.target)[self.way]}"
 
     async def victim(self, server: LocalServer) -> psutil.Process:
         for _ in range(50):  # A process that is changing its title at this moment has none.
@@ -185,17 +205,73 @@ class Fault:
             await asyncio.sleep(0.1)
         sys.exit(f"there is no process of the kind {self.target!r} ({TARGETS[self.target]!r})")
 
-    async def inflict(self, server: LocalServer) -> None:
-        victim = await self.victim(server)
-        if not self.is_stop:
-            victim.kill()
-            return
-        victim.suspend()
-        try:
-            await asyncio.sleep(STOPPED_S)
-        finally:
-            with contextlib.suppress(psutil.NoSuchProcess):  # A supervisor may have ended it.
-                victim.resume()
+    async def inflict(self, server: LocalServer, disk: Path | None) -> None:
+        """Does harm, and returns when it is over or, in the case of a killed process, done. `disk` is the folder whose
+        file system may be filled."""
+        if self.target == "application":
+            await _change(server, "replace")
+        elif self.target == "replicas":
+            count = len(processes(server.pid, TARGETS["replica-front"])) + (1 if self.way == "more" else -1)
+            await _change(server, "scale", str(count))
+        elif self.target == "disk":
+            assert disk is not None
+            with filled(disk):
+                await asyncio.sleep(STOPPED_S)
+        elif self.way == "kill":
+            (await self.victim(server)).kill()
+        else:
+            await _suspend(await self.victim(server))
+
+    def counts_after(self, counts: Mapping[str, int]) -> dict[str, int]:
+        """Returns how many processes of each kind there must be afterwards, from how many there were before."""
+        after, fronts = dict(counts), counts["replica-front"]
+        if self.target == "replicas":
+            after["replica-front"] += 1 if self.way == "more" else -1
+            after["engine-worker"] = counts["engine-worker"] // fronts * after["replica-front"]
+        return after
+
+
+def _ways(target: str) -> dict[str, str]:
+    return WAYS if target in TARGETS else OTHER_WAYS.get(target, {})
+
+
+async def _suspend(victim: psutil.Process) -> None:
+    victim.suspend()
+    try:
+        await asyncio.sleep(STOPPED_S)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):  # A supervisor may have ended it.
+            victim.resume()
+
+
+async def _change(server: LocalServer, *words: str) -> None:
+    """Changes the application by change_application.py. Raises SystemExit if it fails, since its output says why."""
+    process = await asyncio.create_subprocess_exec(sys.executable, CHANGE, str(server.pid), *words)
+    if status := await process.wait():
+        sys.exit(f"{CHANGE.name} {' '.join(words)} ended with status {status}")
+
+
+@contextlib.contextmanager
+def filled(folder: Path) -> Iterator[None]:
+    """Fills the folder's file system with a file, which is removed afterwards. Raises SystemExit if so much is free
+    that other programs of this machine may need it."""
+    free = shutil.disk_usage(folder).free
+    if free > MOST_FILLED_BYTES:
+        sys.exit(
+            f"{folder} has {free >> 30} GiB free, and disk:full fills at most {MOST_FILLED_BYTES >> 30}. Give --disk a "
+            "folder on a file system of its own, such as a tmpfs."
+        )
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        size, chunk = 0, free
+        while chunk >= LEAST_FILLED_BYTES:
+            try:
+                os.posix_fallocate(file.fileno(), size, chunk)
+                size += chunk
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                chunk //= 2
+        yield
 
 
 def processes(pid: int, name: str) -> list[psutil.Process]:
@@ -257,7 +333,12 @@ HEAD = """| fault | requests after it | failures | recovered after (s) | worst w
 
 
 async def harm(
-    server: LocalServer, faults: Sequence[Fault], models: Sequence[str], num_clients: int, watched_s: float
+    server: LocalServer,
+    faults: Sequence[Fault],
+    models: Sequence[str],
+    num_clients: int,
+    watched_s: float,
+    disk: Path | None,
 ) -> list[Report]:
     clients = Clients(server.url, models)
     await clients.learn()
@@ -267,7 +348,7 @@ async def harm(
         load = asyncio.create_task(clients.run(0, num_clients))
         await asyncio.sleep(CALM_S)
         fault_s = time.monotonic()
-        await fault.inflict(server)
+        await fault.inflict(server, disk)
         await asyncio.sleep(watched_s)
         load.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -275,6 +356,7 @@ async def harm(
         reports.append(Report.of(fault, fault_s, clients.outcomes))
         print(reports[-1].line(), flush=True)
         clients.outcomes.clear()
+        counts = fault.counts_after(counts)
         await _wait_until_whole(server, counts, clients)
     return reports
 
@@ -285,12 +367,17 @@ async def _wait_until_whole(server: LocalServer, counts: dict[str, int], clients
     async with clients._http() as http:
         while time.monotonic() < deadline_s:
             await asyncio.sleep(1.0)
-            if any(len(processes(server.pid, TARGETS[name])) < count for name, count in counts.items()):
+            if not all(_is_whole(name, len(processes(server.pid, TARGETS[name])), counts[name]) for name in counts):
                 continue
             answers = [await clients._ask(http, *job, stream=False) for job in clients.expected]
             if all(outcome.kind == "ok" for outcome in answers):
                 return
     sys.exit(f"the server had not recovered {WHOLE_S:.0f} s after the fault: {counts}")
+
+
+def _is_whole(name: str, count: int, wanted: int) -> bool:
+    """Returns whether there are enough processes of a kind, and no more of a replica's, whose drained ones end."""
+    return count == wanted if name in ("replica-front", "engine-worker") else count >= wanted
 
 
 def main() -> None:
@@ -300,15 +387,19 @@ def main() -> None:
     parser.add_argument(
         "--only",
         default=",".join(TARGETS),
-        help="kinds of processes to disturb, separated by commas; with :kill or :stop only in this way",
+        help="kinds of processes to disturb, separated by commas, with :kill or :stop only so; or other faults",
     )
+    parser.add_argument("--disk", type=Path, metavar="FOLDER", help="disk:full fills the file system of this folder")
     parser.add_argument("--models", default=",".join(MODELS), help="models to ask, separated by commas")
     parser.add_argument("--attach", metavar="URL,PID", help="use a server that `lorafleet serve` has already started")
     options = parser.parse_args()
     faults = [fault for text in options.only.split(",") for fault in Fault.parse(text)]
+    if options.disk is None and any(fault.target == "disk" for fault in faults):
+        parser.error("disk:full needs --disk FOLDER, a folder on a file system that may be filled")
+    models = options.models.split(",")
     with _server(options.attach) as server:
         print(HEAD, flush=True)
-        reports = asyncio.run(harm(server, faults, options.models.split(","), options.clients, options.watched_s))
+        reports = asyncio.run(harm(server, faults, models, options.clients, options.watched_s, options.disk))
     if any(report.failures["WRONG"] for report in reports):
         sys.exit("some answers were wrong")
 

@@ -17,6 +17,10 @@ A workload may have a rate of its own and be for the first rules alone: `Dynamo,
 and replica, and only the first two of `--rules` get it. No later workload is for more rules, so that all rules have
 had the same loads before.
 
+With `--resume`, rules whose rows are all in the file `--json` are left out, so a comparison fits into several calls of
+the same command, each with a `--limit-s`: see fleet_resume.py. Rules whose workloads do not fit into the time that is
+left are for the next call.
+
 With `--at-once 2`, two rules have servers at a time, which are warmed up together. Then each workload is sent to one of
 them after the other, and rules with fewer workloads come last. Both must fit on the GPUs, so `--server-args` should
 have `--kv-cache-tokens`.
@@ -34,10 +38,11 @@ import itertools
 import json
 import shlex
 import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -48,9 +53,10 @@ from typing import Any, get_args
 import numpy as np
 
 import placement_workloads
-from benchmark_results import Case, write_results
+from benchmark_results import Case, this_hardware, write_results
 from conversations import Conversations, count_endless_hits
 from conversations import draw as draw_conversations
+from fleet_resume import EarlierRun, read_earlier, row_key, split
 from fleet_simulation import predict
 from http_load import Call, Job, ReportLost, run_apart
 from latency import Outcome, Percentiles, summarize
@@ -59,7 +65,7 @@ from lorafleet.cluster.routing.rule_names import RoutingRule
 from placement_workloads import RANKS, WORKLOADS, Load
 from random_llama import write_alike_adapters, write_model, write_one_token_adapter
 from serving import CONFIG, DEMO
-from simulated_replica import RANK_BYTES
+from simulated_replica import RANK_BYTES, read_s
 
 RULES: tuple[RoutingRule, ...] = get_args(RoutingRule)
 SLORA, CONVERSATIONS, SATURATION, BASE = "S-LoRA, alpha .3", "conversations", "saturation", "saturation, base"
@@ -75,6 +81,7 @@ RAMP = 0.2  # The part of a closed loop's time in which tokens are not counted, 
 WARM_UP_SEED = 1000
 FIRST_STREAMS = 8  # Streams for each replica that request every adapter once, before the warm-up.
 FIRST_S = 120.0  # The time in which they must have done so.
+START_S = {"cpu": 0.0, "cuda": 40.0}  # The time that a server takes to start at least.
 MAX_ERRORS, ERROR_CHARS = 3, 160  # Printed of each workload.
 UNITS = {
     **dict.fromkeys(("ttft_p50", "ttft_p99", "gap_p50", "gap_p99", "ttft_worst_adapters"), "s"),
@@ -224,6 +231,13 @@ def warm_up(server: LocalServer, size: Size, replicas: int) -> None:
         run_apart(Job(server.url, draw_calls(SLORA, warm_up_size(size), replicas)))
 
 
+def first_pass(size: Size, replicas: int) -> tuple[int, float]:
+    """Returns the bytes that a server reads for each adapter's first request, and how long the simulation takes for
+    them if the replicas read equal parts."""
+    sizes = [rank * RANK_BYTES for rank in placement_workloads.ranks(Load("", 1.0, 1.0, size.adapters, size.seed))]
+    return sum(sizes), sum(read_s(one, is_new=True) for one in sizes) / replicas
+
+
 def measure(server: LocalServer, url: str, workload: str, size: Size, replicas: int) -> dict[str, float | None]:
     """Sends the workload of so many replicas to the URL."""
     calls = draw_calls(workload, size, replicas)
@@ -330,22 +344,30 @@ def print_row(settings: dict[str, Any], figures: dict[str, float | None]) -> Non
     print(f"{name:27}{settings['rule']:>13}{settings['replicas']:>3}{ms}{counts}{ratios}", flush=True)
 
 
+def comparison(ours: Mapping[str, float | None], figures: Mapping[str, float | None], rule: str) -> str | None:
+    """Returns affinity's p99 of the TTFT relative to that of another rule, or why they are not compared."""
+    p99, our_p99 = figures["ttft_p99"], ours["ttft_p99"]
+    if ours["failed"] or figures["failed"]:  # Those that waited longest are not in the p99.
+        return f"not compared, since {ours['failed']:g} requests of affinity and {figures['failed']:g} of {rule} failed"
+    return None if our_p99 is None or not p99 else f"TTFT p99 of affinity is {our_p99 / p99:.2f} x {rule}'s"
+
+
 def print_ratios(cases: Sequence[Case]) -> None:
     """Prints affinity's p99 of the TTFT beside each other rule's, and how throughput scales."""
     keys = ("workload", "rule", "replicas", "rate")
     by = {tuple(case.settings[key] for key in keys): case.figures for case in cases}
     for (workload, rule, replicas, rate), figures in by.items():
-        ours, p99 = by.get((workload, "affinity", replicas, rate)), figures["ttft_p99"]
-        if rule != "affinity" and ours is not None and ours["ttft_p99"] is not None and p99:
-            ratio = f"TTFT p99 of affinity is {ours['ttft_p99'] / p99:.2f} x {rule}'s"
-            print(f"{workload}, {replicas} replicas, {rate} requests/s and replica: {ratio}")
+        ours = by.get((workload, "affinity", replicas, rate))
+        if rule != "affinity" and ours is not None and (text := comparison(ours, figures, rule)):
+            print(f"{workload}, {replicas} replicas, {rate} requests/s and replica: {text}")
         one = by.get((workload, rule, 1, rate))
         if workload in LOOPS and replicas != 1 and one is not None and one["tokens_per_s"]:
             times = (figures["tokens_per_s"] or 0.0) / one["tokens_per_s"]
             print(f"{workload}, {rule}: {replicas} replicas generate {times:.2f} x the tokens of one")
 
 
-def arguments() -> argparse.Namespace:
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the words, or those of this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=SIZES, default="cpu")
     parser.add_argument("--replicas", type=int, nargs="+")
@@ -384,9 +406,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="the servers of N rules run at a time")
     parser.add_argument("--server-args", default="", help="additional options of `lorafleet serve`, as one string")
     parser.add_argument("--json", type=Path, help="file for the figures")
-    args = parser.parse_args()
+    parser.add_argument("--resume", action="store_true", help="leave out rules that have all rows in the file --json")
+    args = parser.parse_args(words)
     if args.at_once < 1:
         parser.error(f"--at-once is {args.at_once}; it must be at least 1")
+    if args.resume and args.json is None:
+        parser.error("--resume needs --json, the file with the rows of the calls before")
+    if args.resume and (args.load is not None or args.then or args.simulate):
+        parser.error(
+            "--resume knows neither --load nor --then nor --simulate: give a --rate, and use calls of their own"
+        )
     counts = [sum(map(stage.is_for, range(len(args.rules)))) for stage in args.workloads]
     if any(later > earlier for earlier, later in itertools.pairwise(counts)):
         parser.error(
@@ -409,6 +438,10 @@ class Run:
         self._commands: list[str] = args.then
         self._load: float | None = args.load
 
+    def resume(self, earlier: Sequence[Case]) -> None:
+        """Takes over the rows of rules that have all of theirs, and leaves these rules out."""
+        self.cases = split(earlier, self._args.rules, self._row_keys)
+
     def simulate(self) -> None:
         for replicas in self._size.replicas:
             for index, rule in enumerate(self._args.rules):
@@ -422,11 +455,18 @@ class Run:
                         self._add(stage.workload, rule, replicas, size.rate, figures)
 
     def measure(self, folder: Path) -> None:
-        rules = self._args.rules
+        complete = {case.settings["rule"] for case in self.cases}
+        rules = [rule for rule in self._args.rules if rule not in complete]
         for replicas in self._size.replicas:
             for begin in range(0, len(rules), self._args.at_once):
-                if self._is_over():
-                    print(f"left out: {', '.join(rules[begin:])}, {replicas} replicas")
+                left_s, least_s = self._end_s - time.monotonic(), 0.0
+                if self._args.resume:  # Rows of a part of the workloads would be measured in vain.
+                    least_s = self._least_s(rules[begin : begin + self._args.at_once], replicas)
+                if left_s < least_s:
+                    print(
+                        f"left out: {', '.join(rules[begin:])}, {replicas} replicas; the first need {least_s:.0f} s at "
+                        f"least, and {max(0.0, left_s):.0f} s are left"
+                    )
                     break
                 self._measure_servers(folder, rules[begin : begin + self._args.at_once], replicas)
 
@@ -443,13 +483,18 @@ class Run:
         def prepare(rule: str) -> bool:
             if rule not in servers:
                 start(rule)
+            began_s = time.monotonic()
             try:
                 warm_up(servers[rule], self._first_size, replicas)
             except ReportLost as error:
                 print(f"the warm-up of {rule} failed, {error}", flush=True)
                 return False
+            print(f"{rule}: warm after {time.monotonic() - began_s:.0f} s", flush=True)
             return True
 
+        if self._size.warm_up_s and self._args.device == "cuda":
+            num_bytes, pass_s = first_pass(self._first_size, replicas)
+            print(f"{', '.join(rules)}: first requests read {num_bytes / 1e9:.1f} GB each; predicted {pass_s:.0f} s")
         with ExitStack() as stack, ThreadPoolExecutor(len(rules)) as pool:
             start(rules[0])
             warm = [rule for rule, is_warm in zip(rules, pool.map(prepare, rules), strict=True) if is_warm]
@@ -481,6 +526,24 @@ class Run:
             rate = self._load * (figures["tokens_per_s"] or 0.0) / tokens / replicas
             self._size, self._load = replace(self._size, rate=round(rate, 1)), None
             print(f"rate: {self._size.rate} requests per second and replica")
+
+    def _row_keys(self, rule: str) -> set[str]:
+        """Returns the keys of the rows that the rule should have."""
+        keys = set[str]()
+        for stage in self._stages[: self._num_stages(rule)]:
+            size = self._first_size if stage.workload in LOOPS else self._size_of(stage)
+            for replicas in (1,) if stage.workload in ALONE else size.replicas:
+                keys.add(row_key(ALONE.get(stage.workload, stage.workload), replicas, size.rate))
+        return keys
+
+    def _least_s(self, rules: Sequence[str], replicas: int) -> float:
+        """Returns the seconds that these rules take at least."""
+        size = self._first_size
+        warm_s = START_S[self._args.device] + size.warm_up_s
+        if size.warm_up_s and self._args.device == "cuda":
+            warm_s += first_pass(size, replicas)[1]
+        stages = [stage for rule in rules for stage in self._stages[: self._num_stages(rule)]]
+        return warm_s + sum(size.duration_s * (LOOP_SHARE if one.workload in LOOPS else 1.0) for one in stages)
 
     def _num_stages(self, rule: str) -> int:
         """Returns the number of workloads that the rule gets, which are the first ones."""
@@ -518,6 +581,11 @@ def main() -> None:
         flush=True,
     )
     run = Run(args, size)
+    if args.resume:
+        try:
+            run.resume(read_earlier(args.json, args, arguments, this_hardware()))
+        except EarlierRun as error:
+            sys.exit(str(error))
     if args.simulate:
         run.simulate()
         print_ratios(run.cases)

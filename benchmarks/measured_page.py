@@ -43,10 +43,10 @@ Bar = tuple[str, str, str]  # Panel, group and series in the CSV file of a chart
 class Table:
     files: tuple[str, ...]  # The results that it shows. The table is written if all of them are there.
     render: Callable[[Files], str]
-    prefix: str = ""  # Further files whose names begin so are shown too.
+    prefixes: tuple[str, ...] = ()  # Further files whose names begin so are shown too.
 
     def shows(self, file: str) -> bool:
-        return file in self.files or bool(self.prefix and file.startswith(self.prefix))
+        return file in self.files or file.startswith(self.prefixes)
 
 
 def engine_table(files: Files) -> str:
@@ -158,13 +158,13 @@ def side_by_side_table(files: Files) -> str:
 
 
 def fleet_table(files: Files) -> str:
-    simulated, rows = files["simulated_fleet"], []
+    simulated, rows = [run for name, run in files.items() if name.startswith("simulated_fleet")], []
     for case in (case for name, run in files.items() if name.startswith("fleet") for case in run.cases):
         settings, figures = case.settings, case.figures
         same = {name: settings[name] for name in ("workload", "rule", "replicas", "rate")}
         row = [f"{setting:g}" if isinstance(setting, float) else str(setting) for setting in same.values()]
         row.append(ms_pair(figures["ttft_p50"], figures["ttft_p99"], ".0f"))
-        predicted_s = simulated.figure("ttft_p99", **same)
+        predicted_s = next((found for run in simulated if (found := run.figure("ttft_p99", **same))), None)
         row.append(number(predicted_s and 1e3 * predicted_s, ".0f"))
         worst_s = figures["ttft_worst_adapters"]
         row += [number(worst_s and 1e3 * worst_s, ".0f"), ms_pair(figures["gap_p50"], figures["gap_p99"], ".1f")]
@@ -187,8 +187,8 @@ TABLES = {
     "lora_kernels": Table(("lora_kernels", "lora_peers"), lora_table),
     "saturation": Table(("saturation", "saturation_fp8"), saturation_table),
     "long_context": Table(("long_context",), long_context_table),
-    "side_by_side": Table(("side_by_side",), side_by_side_table, prefix="side_by_side_"),
-    "fleet": Table(("fleet", "simulated_fleet"), fleet_table, prefix="fleet_"),
+    "side_by_side": Table(("side_by_side",), side_by_side_table, prefixes=("side_by_side_",)),
+    "fleet": Table(("fleet", "simulated_fleet"), fleet_table, prefixes=("fleet_", "simulated_fleet_")),
 }
 SIMULATED = "simulated_"  # How files begin that need no GPU.
 PEERS = {"vllm_e2e", "lora_peers"}  # Files of other programs, which no run writes.

@@ -39,7 +39,7 @@ from lorafleet.protocol.engine_config import (
 )
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.lora_config import LoRAConfig, LoRAOptions
-from lorafleet.protocol.options import values_of
+from lorafleet.protocol.options import options_of, values_of
 from lorafleet.protocol.sources import CACHE_BYTES, HTTPConfig, HubConfig, S3Config, SourcesConfig
 from lorafleet.protocol.tool_call_formats import ReasoningFormat, ToolCallFormat
 
@@ -48,6 +48,12 @@ ALIASES = {  # SGLang's name: our name
     "max_loras_per_batch": "max_loras",
     "tp": "tensor_parallel_size",
 }
+# Options that are of no use to a server without adapters.
+LORA_ONLY = (
+    *("lora_modules", "fill_cpu_loras", "allow_runtime_lora_updating", "push_hosts", "metrics_lora_info"),
+    *("lora_resolver_dir", "lora_resolver_s3", "lora_resolver_http", "lora_resolver_hub", "lora_resolvers"),
+    *("lora_cache_dir", "lora_cache_bytes", *options_of(LoRAOptions)),
+)
 KEY_VARIABLES = {"admin_key": "LORAFLEET_ADMIN_KEY", "api_keys": "LORAFLEET_API_KEYS"}
 
 
@@ -307,18 +313,28 @@ class AppArgs(
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if not all(self.served_model_name):
+            raise ValueError(
+                "served_model_name has an empty name, which no request can give; give names, or leave it out."
+            )
         _check_modules(self.lora_modules, self.base_names)
-        if self.lora_modules and not self.enable_lora:
-            raise ValueError("lora_modules requires enable_lora; enable it, or remove lora_modules.")
+        if not self.enable_lora:
+            self._check_no_loras()
         if self.fill_cpu_loras and self.routing != "affinity":
             raise ValueError(
                 f"routing={self.routing} places no adapters, so fill_cpu_loras has no effect; remove it, or use "
                 "routing=affinity."
             )
-        if self.metrics_lora_info and not self.enable_lora:
-            raise ValueError("metrics_lora_info has no effect without enable_lora; leave one of them out.")
         _check_resolvers(self.lora_resolvers, self._configured_resolvers)
         return self
+
+    def _check_no_loras(self) -> None:
+        fields = AppArgs.model_fields
+        unused = [name for name in LORA_ONLY if getattr(self, name) != fields[name].get_default()]
+        if unused:
+            raise ValueError(
+                f"{', '.join(unused)} has no effect without enable_lora; leave it out, or enable adapters."
+            )
 
     @property
     def base_names(self) -> list[str]:

@@ -25,10 +25,16 @@ class ReplicaOptions(BaseModel, frozen=True):
         description="With max_replicas: target share of each replica's sequences and KV tokens in use, 0 to 1.",
     )
     upscale_delay_s: float = Field(
-        30.0, ge=0, description="With max_replicas: seconds of sustained overload before a replica is added."
+        30.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="With max_replicas: seconds of sustained overload before a replica is added.",
     )
     downscale_delay_s: float = Field(
-        600.0, ge=0, description="With max_replicas: seconds of low load before a replica is removed."
+        600.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="With max_replicas: seconds of low load before a replica is removed.",
     )
     routing: RoutingRule = Field(
         "affinity",
@@ -36,7 +42,9 @@ class ReplicaOptions(BaseModel, frozen=True):
         "adapters placed by demand. For comparison, and without placement: sticky (Ray Serve's model multiplexing), "
         "power-of-two (Ray Serve's default), round-robin.",
     )
-    num_cpus: float = Field(0.1, gt=0, description="CPUs that Ray reserves for each worker. Fractions are allowed.")
+    num_cpus: float = Field(
+        0.1, gt=0, allow_inf_nan=False, description="CPUs that Ray reserves for each worker. Fractions are allowed."
+    )
     max_ongoing_requests: int = Field(
         1024, ge=1, description="Maximum number of requests that Ray Serve sends to one replica at a time."
     )
@@ -46,12 +54,14 @@ class ReplicaOptions(BaseModel, frozen=True):
     queue_timeout: float | None = Field(
         None,
         ge=0,
+        allow_inf_nan=False,
         description="Seconds that a request may wait to start before it is rejected with 429 and Retry-After. Its "
         "X-Queue-Timeout-Seconds header overrides this. Default: no limit.",
     )
     drain_timeout: float = Field(
         300.0,
         ge=1,
+        allow_inf_nan=False,
         description="Seconds that a replica that is stopped, since fewer are needed or its node is drained, has to end "
         "the answers that it has begun. Those that take longer are cut off.",
     )

@@ -8,13 +8,19 @@ from typing import Any
 
 from lorafleet.protocol.errors import ConfigError
 
+MAX_JSON_BYTES = 128 << 20  # The index of a checkpoint with 200,000 tensors has some 25 MB.
+
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            text = file.read(MAX_JSON_BYTES + 1)
+        if len(text) > MAX_JSON_BYTES:
+            raise ConfigError(f"{path} has more than {MAX_JSON_BYTES:,} bytes. Download the checkpoint again.", "model")
+        value = json.loads(text.decode("utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing; give a local Hugging Face checkpoint.", "model") from None
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"{path} cannot be read as JSON: {e}", "model") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a {type(value).__name__}, not an object.", "model")

@@ -14,7 +14,7 @@ from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.kv_events_config import KVEventsConfig
 from lorafleet.protocol.limits import LogprobsMode, Range
 from lorafleet.protocol.lora_config import LoRAConfig
-from lorafleet.protocol.options import Option, at_least, bounded_values
+from lorafleet.protocol.options import Option, at_least, bounded_values, check_gib
 from lorafleet.protocol.quantization_methods import Method
 from lorafleet.protocol.sources import SourcesConfig
 
@@ -344,6 +344,12 @@ class EngineConfig(EngineOptions):
                     "kv_events_config",
                 )
         self._check_tiers()
+        if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.block_size:
+            raise ConfigError(
+                f"kv_cache_tokens={self.kv_cache_tokens} is less than one KV block of block_size={self.block_size} "
+                "tokens. Raise the first or lower the second.",
+                "kv_cache_tokens",
+            )
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
                 f"max_num_seqs={self.max_num_seqs} exceeds max_num_batched_tokens={self.max_num_batched_tokens}: a "
@@ -353,8 +359,7 @@ class EngineConfig(EngineOptions):
 
     def _check_tiers(self) -> None:
         for name, value in (("kv_host_gib", self.kv_host_gib), ("kv_disk_gib", self.kv_disk_gib)):
-            if type(value) not in (int, float) or not 0 <= value < math.inf:
-                raise ConfigError(f"{name}={value!r} must be a number of GiB >= 0.", name)
+            check_gib(name, value)
         if self.kv_host_gib and not self.enable_prefix_caching:
             raise ConfigError(
                 f"kv_host_gib={self.kv_host_gib} has no use with enable_prefix_caching=False. Leave one of them out.",

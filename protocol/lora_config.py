@@ -5,13 +5,12 @@ The configuration is passed explicitly and never read from a global.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.limits import Range
-from lorafleet.protocol.options import Option, bounded_values
+from lorafleet.protocol.options import Option, bounded_values, check_gib
 
 if TYPE_CHECKING:
     import torch
@@ -141,15 +140,9 @@ class LoRAConfig(LoRAOptions):
             if value not in (None, False, 0):
                 raise ConfigError(f"lora.{name}={value!r} has no effect in this version: {remedy}", name)
         self._check_scaling_factors()
-        for name in ("extra_memory_gib", "lora_memory_gib"):
-            gib = getattr(self, name)
-            if name == "lora_memory_gib" and gib is None:
-                continue
-            if type(gib) not in (int, float) or not 0 <= gib < math.inf:
-                raise ConfigError(
-                    f"lora.{name} is {gib!r}; it must be a number of GiB >= 0. Set such a number.",
-                    name,
-                )
+        check_gib("lora.extra_memory_gib", self.extra_memory_gib)
+        if self.lora_memory_gib is not None:
+            check_gib("lora.lora_memory_gib", self.lora_memory_gib)
 
     @property
     def largest_scaling_factor(self) -> float:

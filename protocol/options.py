@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
+from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.limits import Range
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T")
+
+MEMORY_GIB = Range(0, 1 << 20)  # Sizes of memory that options may have. A larger one would overflow what allocates it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,19 @@ class Option:
 
 def at_least(low: int) -> Range:
     return Range(low, math.inf)
+
+
+def check_gib(name: str, value: Any) -> None:
+    """Raises ConfigError if the value of an option in GiB is not in MEMORY_GIB. `name` may have the prefix `lora.`"""
+    if type(value) not in (int, float) or value not in MEMORY_GIB:
+        raise ConfigError(
+            f"{name}={value!r} must be a number of GiB in {MEMORY_GIB}. Set such a number.", name.removeprefix("lora.")
+        )
+
+
+def enough_gib(num_bytes: int) -> str:
+    """Returns the fewest thousandths of a GiB that hold so many bytes, as a number that an option takes."""
+    return f"{-(-num_bytes * 1000 // 2**30) / 1000:.3f}"
 
 
 def options_of(kind: type) -> Mapping[str, Option]:

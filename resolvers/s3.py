@@ -114,7 +114,7 @@ class S3Source:
         except (boto.NoCredentialsError, boto.PartialCredentialsError, boto.ProfileNotFound) as error:
             self._clients.drop()
             raise AdapterUnavailable(
-                f"{what}: {error} Set credentials, or set anonymous for a public bucket."
+                f"{what}: {str(error).rstrip('.')}. Set credentials, or set anonymous for a public bucket."
             ) from None
         except boto.TokenRetrievalError as error:
             self._clients.drop()

@@ -122,8 +122,9 @@ def longest_sequence(config: EngineConfig, limit: int, tokens: int) -> int:
         )
     if tokens < config.block_size:
         raise ConfigError(
-            "no memory is left for the KV cache. Raise gpu_memory_utilization, or lower lora_memory_gib, max_loras, "
-            "max_lora_rank, max_num_batched_tokens or max_num_seqs.",
+            f"no memory is left for the KV cache: a block of it has block_size={config.block_size} tokens. Raise "
+            "gpu_memory_utilization, or lower lora_memory_gib, max_loras, max_lora_rank, max_num_batched_tokens, "
+            "max_num_seqs or block_size.",
             "kv_cache_tokens",
         )
     return min(config.max_model_len or tokens, limit, tokens)
@@ -285,12 +286,22 @@ def allocate_caches(
 ) -> list[KVCache]:
     """Returns the empty cache of each layer that has attention, with the scales that the checkpoint gives.
 
-    A layer that reads another layer's cache has the same object.
+    A layer that reads another layer's cache has the same object. Raises ConfigError if they do not fit.
 
     Args:
         memory: The memory of each tensor, uint8 and zero, with the sizes of block_bytes(). None allocates it.
     """
-    return _allocate(spec, num_blocks, _kv_scales(config, model, spec), memory)
+    scales = _kv_scales(config, model, spec)
+    no_room = torch.OutOfMemoryError if spec.device.type == "cuda" else RuntimeError  # torch has no class for a CPU
+    try:
+        return _allocate(spec, num_blocks, scales, memory)
+    except no_room as error:
+        tokens = num_blocks * config.block_size
+        raise ConfigError(
+            f"a KV cache of {tokens} tokens needs {tokens * bytes_per_token(spec) / 2**30:.2f} GiB, more than is free. "
+            "Lower kv_cache_tokens or gpu_memory_utilization.",
+            "kv_cache_tokens",
+        ) from error
 
 
 def _kv_scales(config: EngineConfig, model: ServedConfig, spec: AttentionSpec) -> list[tuple[float, float]]:

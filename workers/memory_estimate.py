@@ -20,6 +20,9 @@ from torch.utils._pytree import tree_leaves
 from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.kernels.lora.lora_batch import LoRABatch
 from lorafleet.kernels.lora.packed_lora import LoRATables
+from lorafleet.kernels.moe.expert_codes import WRITTEN_PAIRS, ExpertCodes, written_experts
+from lorafleet.kernels.quant.four_bit_cuda import WGMMA_CAPABILITY
+from lorafleet.kernels.quant.tiled_weight import is_tileable
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.lora_config import MAX_LORAS_BOUND, LoRAConfig
@@ -144,7 +147,8 @@ class MetaEngine:
             cuda_name = None if card is None else card.cuda_name
             lora = with_sharding(config.lora, cuda_name, config.tensor_parallel_size, config.max_num_seqs)
             adapter, adapters = _adapter_bytes(model, dtype, lora, device)
-        activations = _activation_bytes(config, model.shard.local, spec)
+        written = _written_bytes(model, largest_step(config, model.shard.local), dtype, card)
+        activations = _activation_bytes(config, model.shard.local, spec, written)
         others = unmeasured_bytes(config, model, dtype, activations)
         shapes = model.shard.local.states
         num_snapshots, num_drafts = snapshots_for(config, model_config), draft_states_for(config, model_config)
@@ -221,18 +225,37 @@ def _adapter_bytes(
     return largest, lora.lora_memory_bytes(largest) + table_bytes
 
 
-def _activation_bytes(config: EngineConfig, local: ModelConfig, spec: AttentionSpec) -> int:
+def _written_bytes(model: DecoderModel, num_tokens: int, dtype: torch.dtype, card: Card | None) -> int:
+    """Returns the bytes of experts' values that a step of so many tokens writes at a time (kernels/moe/moe_triton.py).
+
+    A card of an unknown capability counts as one that writes them.
+    """
+    if card is None or card.capability not in (None, WGMMA_CAPABILITY):
+        return 0
+    found = [0]
+    for _, mixture in model.mixtures():
+        if num_tokens * mixture.experts.per_token <= WRITTEN_PAIRS * mixture.experts.count:
+            continue
+        for matrix in (mixture.gate_up_EUD, mixture.down_EDI):
+            _, outputs, inputs = matrix.shape
+            if isinstance(matrix, ExpertCodes) and is_tileable(matrix.scheme, outputs, inputs, dtype):
+                found.append(written_experts(matrix.shape) * outputs * inputs * dtype.itemsize)
+    return max(found)
+
+
+def _activation_bytes(config: EngineConfig, local: ModelConfig, spec: AttentionSpec, written: int) -> int:
     """Returns the peak of the largest step beyond what is allocated before it.
 
-    The rank's part, `local`, runs as a model of its own, since the meta device has no collectives.
+    The rank's part, `local`, runs as a model of its own, since the meta device has no collectives. `written` is
+    _written_bytes().
     """
     local = _first_layers(local)
     model = unquantized_model(local, spec.dtype)
     for layer in model.decoder_layers():
         if isinstance(layer.mlp, SparseMLP):
-            layer.mlp = _ExpertShapes(layer.mlp)  # type: ignore[assignment]  # It is called in the same way.
+            layer.mlp = _ExpertShapes(layer.mlp, written)  # type: ignore[assignment]  # It is called in the same way.
         if layer.beside is not None:
-            layer.beside.mixture = _ExpertShapes(layer.beside.mixture)  # type: ignore[assignment]  # As above.
+            layer.beside.mixture = _ExpertShapes(layer.beside.mixture, written)  # type: ignore[assignment]  # As above.
     num_tokens = largest_step(config, local)
     num_blocks = -(-num_tokens // config.block_size)
     spec = attention_spec(local, config.block_size, spec.dtype, spec.kv_dtype, META, model.sinks())
@@ -270,19 +293,25 @@ class _AttentionShapes:
 
 
 class _ExpertShapes(nn.Module):
-    """A mixture whose results have shapes and no values, since a token's experts depend on values."""
+    """A mixture whose results have shapes and no values, since a token's experts depend on values.
 
-    def __init__(self, mixture: SparseMLP) -> None:
+    Each product of experts takes `written` bytes for their values beside its result.
+    """
+
+    def __init__(self, mixture: SparseMLP, written: int) -> None:
         super().__init__()
         self.mixture = mixture
+        self._written = written
 
     def forward(self, x_TD: Tensor, batch: LoRABatch | None, router_x_TD: Tensor | None = None) -> LinearOutput:  # noqa: ARG002  # as SparseMLP
         mixture = self.mixture
         num_pairs = len(x_TD) * mixture.experts.per_token
         up_NU = x_TD.new_empty(num_pairs, mixture.gate_up_EUD.shape[1])
+        x_TD.new_empty(self._written, dtype=torch.uint8)
         inner_NI = x_TD.new_empty(num_pairs, mixture.down_EDI.shape[2])
         del up_NU
         y_ND = x_TD.new_empty(num_pairs, mixture.down_shape[1])
+        x_TD.new_empty(self._written, dtype=torch.uint8)
         del inner_NI, y_ND
         if mixture.shared is not None:
             mixture.shared(x_TD, batch)

@@ -143,26 +143,6 @@ def build_rank(
         others: On rank 0, the other ranks.
     """
     config = with_implementation(config)
-    try:
-        return _build_rank(config, rank, addresses, progress, check, find_neighbors, others)
-    except NothingToShare as error:
-        if config.lora is None or config.lora.share_lora_memory:
-            raise
-        log.info("starting again with fixed shares of memory: %s", error.message)
-    gc.collect()  # The model of the first attempt, which the exception has held.
-    config = replace(config, lora=replace(config.lora, share_lora_memory=False))
-    return _build_rank(config, rank, addresses, progress, check, find_neighbors, others)
-
-
-def _build_rank(
-    config: EngineConfig,
-    rank: int,
-    addresses: RankAddresses | None,
-    progress: Progress | None,
-    check: Callable[[], None],
-    find_neighbors: FindNeighbors | None,
-    others: OtherRanks | None,
-) -> Rank:
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
     base = _build_model(config, rank, addresses, progress, check)
@@ -174,7 +154,13 @@ def _build_rank(
     if config.lora is not None:
         drafts = None if draft is None else draft.loader
         slots, loader = _build_adapters(config, config.lora, base, pool, find_neighbors, drafts)
-    steps, num_blocks, max_model_len = _build_steps(config, base, spec, slots, pool, draft)
+    sized = None if pool is None else _try_to_share(config, base, spec, slots, pool, draft)
+    if pool is not None and sized is None:
+        assert config.lora is not None and slots is not None
+        pool = None
+        gc.collect()  # What the exception has held: states, and the pool's memory.
+        slots.leave_pool(config.lora)
+    steps, num_blocks, max_model_len = sized or _build_steps(config, base, spec, slots, None, draft)
     drafter = draft_steps = head_steps = None
     if draft is not None:
         draft_steps = draft.steps(num_blocks, max_model_len, others)
@@ -267,6 +253,25 @@ def _build_adapters(
     return slots, AdapterLoader(described, lora, slots, dtype, base.device, store, check=check, drafts=drafts)
 
 
+def _try_to_share(
+    config: EngineConfig,
+    base: _LoadedModel,
+    spec: AttentionSpec,
+    slots: LoRAModelManager | None,
+    pool: PoolStart,
+    draft: DraftModel | None,
+) -> tuple[StepRunner, int, int] | None:
+    """Builds the steps as _build_steps() does. Returns None if there is nothing to share, and the user has not asked
+    for it."""
+    try:
+        return _build_steps(config, base, spec, slots, pool, draft)
+    except NothingToShare as error:
+        if config.lora is None or config.lora.share_lora_memory:
+            raise
+        log.info("adapters and KV blocks have fixed shares of memory: %s", error.message)
+        return None
+
+
 def _build_steps(
     config: EngineConfig,
     base: _LoadedModel,
@@ -276,7 +281,7 @@ def _build_steps(
     draft: DraftModel | None,
 ) -> tuple[StepRunner, int, int]:
     """Allocates the KV cache and captures the graphs. Returns the runner, the number of KV blocks and the longest
-    sequence served."""
+    sequence served. Raises NothingToShare if the pool has no KV blocks that adapters could borrow."""
     model, device = base.model, base.device
     check_tiers(config, model.config)
     states = allocate_states(config, model, base.dtype, device)

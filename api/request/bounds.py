@@ -6,8 +6,10 @@ Each bound is also added to the field's JSON schema, which /openapi.json shows.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
@@ -17,6 +19,8 @@ from lorafleet.protocol import limits
 from lorafleet.protocol.limits import Range, shown_number
 
 OVER_BOUND = "over_bound"  # The pydantic type of the errors that are raised here.
+# What a bound of a field's type applies to. In a union, a list is not measured by the bound of the text in its place.
+_MEASURED: dict[object, tuple[type[Sized], ...]] = {str: (str,), list: (list,), dict: (dict,)}
 _KEYWORDS = {"string": "maxLength", "array": "maxItems", "object": "maxProperties"}
 
 
@@ -32,14 +36,16 @@ class AtMost:
     bound: int
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(self._check, handler(source))
+        measured = _MEASURED.get(get_origin(source) or source, (str, list, dict))
+        check = functools.partial(self._check, measured)
+        return core_schema.no_info_before_validator_function(check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         made = handler(schema)
         return made | {_KEYWORDS[made["type"]]: self.bound}
 
-    def _check(self, value: object) -> object:
-        if isinstance(value, str | list | dict) and len(value) > self.bound:
+    def _check(self, measured: tuple[type[Sized], ...], value: object) -> object:
+        if isinstance(value, measured) and len(value) > self.bound:
             what = "characters" if isinstance(value, str) else "entries"
             raise over_bound(f"has {len(value)} {what}; at most {self.bound} are allowed")
         return value

@@ -165,6 +165,9 @@ def _wish(fault: ErrorDetails) -> str:
         return f"should have a `type` of {fault['ctx']['expected_tags']}"
     if fault["type"] == "union_tag_not_found":
         return "should have a `type`"
+    if fault["type"] in ("too_short", "string_too_short"):
+        what = "characters" if isinstance(fault["input"], str) else "entries"
+        return f"has {len(fault['input'])} {what}; it must have at least {fault['ctx']['min_length']}"
     return fault["msg"].replace("Input should", "should", 1)
 
 

@@ -1,4 +1,4 @@
-"""Turns the words of `bad_words` into the sequences of token IDs that an answer must not contain, as vLLM does."""
+"""Turns the words of `bad_words` into the sequences of token IDs that an answer must not contain."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def spellings(words: Sequence[str]) -> list[str]:
 def token_sequences(encoded: Sequence[list[int]]) -> list[list[int]]:
     """Returns the sequences to ban from the token IDs of each of the spellings().
 
-    The second spelling counts only if it has another first token and as many tokens as the first one. Otherwise it is
-    the first one behind a token for the space, which stays allowed.
-    Source: vLLM, SamplingParams.update_from_tokenizer.
+    The second spelling counts unless it is the first one behind a token for the space, which stays allowed.
+    Source: vLLM, SamplingParams.update_from_tokenizer, which bans the second spelling only if it has as many tokens as
+    the first. So vLLM allows " fox" where it is one token and "fox" is three.
     """
     sequences: list[list[int]] = []
     for bare, spaced in zip(encoded[::2], encoded[1::2], strict=True):
         if bare:
             sequences.append(bare)
-        if bare and len(spaced) == len(bare) and spaced[0] != bare[0]:
+        if bare and spaced[0] != bare[0] and spaced[1:] != bare:
             sequences.append(spaced)
     return sequences

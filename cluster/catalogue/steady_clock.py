@@ -14,6 +14,12 @@ DRIFT_S = 5.0  # Smaller differences are no jumps: they are followed at once, as
 logger = logging.getLogger("lorafleet.cluster")
 
 
+def uptime_s() -> float:
+    """Returns the seconds since the machine has started. Unlike those of time.monotonic(), they go on during a suspend,
+    after which the machine's clock is right and has not jumped."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class SteadyClock:
     """Seconds since 1970 that go on evenly while the machine's clock has jumped, until the jump has lasted.
 
@@ -21,13 +27,13 @@ class SteadyClock:
 
     Args:
         wall: The machine's clock, in seconds since 1970.
-        monotonic: A clock that never jumps, in seconds.
+        monotonic: A clock that never jumps, in seconds. It goes on while the machine is suspended.
     """
 
     def __init__(
         self,
         wall: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
+        monotonic: Callable[[], float] = uptime_s,
         settle_s: float = SETTLE_S,
     ) -> None:
         self._wall = wall

@@ -11,6 +11,7 @@ import typer
 
 from lorafleet.cluster.cli.cli_tools import JSONOption, ending_in_words
 from lorafleet.cluster.cli.transfer_progress import TransferWords, transfer_progress
+from lorafleet.protocol.engine_config import Device
 from lorafleet.protocol.quantization_methods import Method
 
 WORDS = TransferWords("Quantizing", "Quantized")
@@ -22,6 +23,9 @@ def quantize(
     out: Annotated[
         Path | None, typer.Option(help="New folder; default: beside the checkpoint, such as MODEL-nf4.")
     ] = None,
+    device: Annotated[
+        Device, typer.Option(help="Where to quantize. auto: a GPU if there is one. The result is the same.")
+    ] = "auto",
     as_json: JSONOption = False,
 ) -> None:
     """Writes a checkpoint of the values that a server with --quantization serves, so that starts read less.
@@ -33,7 +37,7 @@ def quantize(
 
         target = out or default_folder(model, quantization)
         with transfer_progress("json" if as_json else "text", WORDS) as progress:
-            done = quantize_checkpoint(model, quantization, target, progress=progress)
+            done = quantize_checkpoint(model, quantization, target, device=device, progress=progress)
     if as_json:
         typer.echo(json.dumps({"path": str(target)} | dataclasses.asdict(done), indent=2))
         return

@@ -69,12 +69,19 @@ def watch_haproxy() -> None:
 
 def answer_health_checks(is_well: Callable[[], bool]) -> None:
     """Makes HAProxy's health checks fail while this replica cannot answer requests. Call it in a replica's process.
-    These are not Serve's own health checks, after which Serve replaces a replica."""
+    These are not Serve's own health checks, after which Serve replaces a replica.
+
+    The checks of a replica that is being stopped do not fail, unlike Serve's, until it takes no more connections. When
+    the last of the former replicas stops, HAProxy may not know the new ones yet, and would have no replica.
+    """
     serves_check = replica.Replica._dataplane_health_check
 
     async def check(self: Any) -> tuple[bool, str]:
-        healthy, message = await serves_check(self)
-        return (healthy, message) if is_well() else (False, "UNHEALTHY")
+        if not is_well():
+            return False, "UNHEALTHY"
+        if self._shutting_down and self._healthy:
+            return True, constants.HEALTHY_MESSAGE
+        return await serves_check(self)
 
     replica.Replica._dataplane_health_check = check  # type: ignore[method-assign]  # There is no other way in.
 

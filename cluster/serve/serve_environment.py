@@ -111,8 +111,9 @@ def _direct_streaming(run_dir: str) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": run_dir,
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{run_dir}/state",
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
-        # A stopping replica stays open this long for an HAProxy that does not know yet. On one machine it soon does.
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+        # A stopping replica stays open this long for an HAProxy that does not know its successor yet. On one machine it
+        # soon does, unless the machine is very busy.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
     }
 
 

@@ -16,11 +16,18 @@ def check_paths(args: AppArgs) -> None:
     """Checks the arguments of a server on this machine. Raises ConfigError for mistakes that can be found before
     anything is started."""
     _require(Path(args.model) / "config.json", f"model {args.model!r} is not a local Hugging Face folder")
+    drafts = args.speculative_config
+    if drafts is not None and drafts.model is not None:
+        _require(
+            Path(drafts.model) / "config.json", f"speculative_config: model {drafts.model!r} is not a local folder"
+        )
     for module in args.lora_modules:
         if not is_uri(module.path):
             _require(Path(module.path) / "adapter_config.json", f"adapter {module.name!r} cannot be served")
     if args.lora_resolver_dir is not None:
         _require(Path(args.lora_resolver_dir), f"lora_resolver_dir {args.lora_resolver_dir!r} does not exist")
+    if args.kv_disk_dir is not None:
+        _require(Path(args.kv_disk_dir), f"kv_disk_dir {args.kv_disk_dir!r} does not exist")
     if args.api_keys is not None:
         KeyRing(args.api_keys)
     check_otel(args)

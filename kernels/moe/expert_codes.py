@@ -25,6 +25,9 @@ from lorafleet.kernels.quant.scaled_weight import ScaledWeight
 from lorafleet.kernels.quant.tiled_weight import TiledWeight, tiled_weight
 
 MAX_FUSED = 2  # gate and up share a weight
+# The values of codes of four bits are written for steps with more pairs of a token and an expert for each expert.
+WRITTEN_PAIRS = 256
+MOST_WRITTEN = 1 << 27  # of codes whose values are written at a time, unless one expert has more
 
 
 class ExpertCodes(nn.Module):
@@ -56,6 +59,12 @@ class ExpertCodes(nn.Module):
         """Returns the values of the experts from first to end, [end - first, O, D] in the served dtype."""
         _, outputs, inputs = self.shape
         return self.weight.dequantized(slice(first * outputs, end * outputs)).view(-1, outputs, inputs)
+
+
+def written_experts(shape: tuple[int, int, int]) -> int:
+    """Returns how many experts of a weight [E, O, D] have their values written at a time."""
+    num_experts, outputs, inputs = shape
+    return min(num_experts, max(1, MOST_WRITTEN // (outputs * inputs)))
 
 
 ExpertMatrix = Tensor | ExpertCodes  # The weights [E, O, D] of all experts, plain or quantized.

@@ -83,6 +83,11 @@ class CodesVariant:
         return WARPS if self.groups_a_block * (1 + self.has_zeros) <= 2 else WARPS // 2
 
     @property
+    def shared_bytes(self) -> int:
+        """Returns the bytes of a program's shared memory."""
+        return ROOM[self.bits] + (TABLE_BYTES if self.bits == 4 else 0)
+
+    @property
     def options(self) -> list[str]:
         return [
             "--std=c++17",
@@ -147,13 +152,12 @@ def _kernels(variant: CodesVariant, index: int) -> CodesKernels | None:
     device = torch.device("cuda", index)
     if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return None
-    shared_bytes = ROOM[variant.bits] + (TABLE_BYTES if variant.bits == 4 else 0)
     try:
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # makes the device's context current in this thread
             code = CudaCode(machine_code(source(), variant.options, device))
             by_name: dict[str, Launch] = {
-                name: code.kernel(name, variant.warps * 32, shared_bytes, early=variant.early) for name in NAMES
+                name: code.kernel(name, variant.warps * 32, variant.shared_bytes, early=variant.early) for name in NAMES
             }
             return CodesKernels(by_name, torch.cuda.get_device_properties(device).multi_processor_count)
     except CudaCodeError as error:

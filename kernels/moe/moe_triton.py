@@ -30,7 +30,7 @@ from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.kernels.moe.adapted_activation_triton import activate_adapted
 from lorafleet.kernels.moe.adapted_combine_triton import combine_adapted
 from lorafleet.kernels.moe.expert_activation import ExpertActivation, activate_experts
-from lorafleet.kernels.moe.expert_codes import ExpertCodes, ExpertMatrix, is_tiled
+from lorafleet.kernels.moe.expert_codes import WRITTEN_PAIRS, ExpertCodes, ExpertMatrix, is_tiled, written_experts
 from lorafleet.kernels.moe.expert_lora import ExpertOutput, StepExperts
 from lorafleet.kernels.moe.expert_lora_triton import expand_experts, shrink_experts
 from lorafleet.kernels.moe.moe_codes_cuda import tiled_experts_linear
@@ -93,10 +93,9 @@ _TILED_SHAPES: _Shapes = (
     (10, _Shape(16, None)),
     (40, _Shape(32, None, beside=False)),
     (80, _Shape(64, None, beside=False)),
-    (256, _Shape(128, None, beside=False)),
+    (WRITTEN_PAIRS, _Shape(128, None, beside=False)),
     (float("inf"), _Shape(128, _Gemm(256, 64, 8, 4), adapter_pairs=64, beside=False)),
 )
-MOST_VALUES = 1 << 27  # of codes that are written at a time, unless one expert has more
 FLOAT32_O = 64
 # Up to so many pairs, the weighted sum reads B of down for each pair, instead of additions that were written.
 MOST_FOLDED_PAIRS = 2048
@@ -222,8 +221,7 @@ class PairTiles:
         if not isinstance(w_EOD, ExpertCodes):
             self._multiply(x, w_EOD, out_NO, 0)
             return out_NO
-        num_experts, num_outputs, num_features = w_EOD.shape
-        count = max(1, MOST_VALUES // (num_outputs * num_features))
+        num_experts, count = w_EOD.shape[0], written_experts(w_EOD.shape)
         for first in range(0, num_experts, count):
             self._multiply(x, w_EOD.values(first, min(first + count, num_experts)), out_NO, first)
         return out_NO

@@ -95,6 +95,15 @@ class FourBitVariant:
         """Returns how many programs of a kernel have room on an SM together."""
         return self.resident if shape.name in ("few_8", "few_16") else 1
 
+    def program_size(self, shape: KernelShape) -> tuple[int, int]:
+        """Returns the threads of a program of a kernel for products, and its bytes of shared memory."""
+        if shape.needs_wgmma:
+            return shape.wgmma_warps * 32, TABLE_BYTES + WIDE_BYTES
+        warps = self.few_warps.get(shape.name)
+        if warps is None:
+            return MANY_WARPS * 32, TABLE_BYTES + MANY_BYTES
+        return warps * 32, TABLE_BYTES + (warps - 1) * (shape.tokens // 8) * WARP_SUMS_BYTES + FLAGS_BYTES
+
     @property
     def options(self) -> list[str]:
         return [
@@ -254,16 +263,11 @@ def _kernels(variant: FourBitVariant, index: int) -> FourBitKernels | None:
 
 
 def _product(code: CudaCode, variant: FourBitVariant, shape: KernelShape, has_wgmma: bool) -> Launch:
-    early = has_wgmma and not variant.of_experts
-    if shape.needs_wgmma:
-        return code.kernel(
-            shape.name, shape.wgmma_warps * 32, TABLE_BYTES + WIDE_BYTES, waits=variant.of_experts, early=early
-        )
-    warps = variant.few_warps.get(shape.name)
-    if warps is not None:
-        shared_bytes = TABLE_BYTES + (warps - 1) * (shape.tokens // 8) * WARP_SUMS_BYTES + FLAGS_BYTES
-        return code.kernel(shape.name, warps * 32, shared_bytes, early=early)
-    return code.kernel(shape.name, MANY_WARPS * 32, TABLE_BYTES + MANY_BYTES)
+    threads, shared_bytes = variant.program_size(shape)
+    waits = variant.of_experts and shape.needs_wgmma
+    may_be_early = shape.needs_wgmma or shape.name in variant.few_warps  # many() does not wait for the launch ahead
+    early = has_wgmma and may_be_early and not variant.of_experts
+    return code.kernel(shape.name, threads, shared_bytes, waits=waits, early=early)
 
 
 def four_bit_linear(x_TD: Tensor, weight: TiledWeight, bias_O: Tensor | None, kernels: FourBitKernels) -> Tensor:

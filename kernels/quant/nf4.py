@@ -100,16 +100,34 @@ def quantize(values_OD: Tensor) -> NF4Matrix:
     padded = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
     absmax_B = padded.abs().amax(dim=1)
     scaled = (padded * (1.0 / absmax_B.clamp(min=1e-38))[:, None]).clamp_(-1, 1)
-    code = torch.bucketize(scaled, (book[1:] + book[:-1]) / 2, out_int32=True).to(torch.uint8)
+    code = _nearest(scaled, (book[1:] + book[:-1]) / 2)
     shape = values_OD.shape[0], values_OD.shape[1]
     return NF4Matrix(code.flatten()[: len(flat)].view(shape), absmax_B, book, shape, values_OD.dtype)
 
 
+def _nearest(scaled: Tensor, middles: Tensor) -> Tensor:
+    """Returns the index of the value nearest to each number, uint8. `middles` lie between the values."""
+    if scaled.is_cuda:
+        return torch.bucketize(scaled, middles, out_int32=True).to(torch.uint8)
+    # On a CPU, a binary search for each number takes four times as long as comparisons with all middles. These are
+    # vectorized if their results are floats, 0 or 1.
+    index, is_above = torch.zeros_like(scaled), torch.empty_like(scaled)
+    for middle in middles.tolist():
+        index += torch.gt(scaled, middle, out=is_above)
+    return index.to(torch.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class NF4Scheme:
-    """NF4 or FP4, as a Scheme."""
+    """NF4, FP4 or another book, as a Scheme.
+
+    A weight has one book, and its numbers had one dtype before quantization, so schemes that differ in these have
+    nothing in common.
+    """
 
     name: str = "nf4"
+    book: tuple[float, ...] = NF4_BOOK
+    dtype: torch.dtype | None = None  # dtype of a stored matrix before quantization; None if values are quantized here
 
     def refusal(self, inputs: int) -> str | None:
         if inputs % 2 == 0:

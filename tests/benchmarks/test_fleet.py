@@ -1,17 +1,21 @@
 import dataclasses
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+import benchmark_results
 import fleet
-from benchmark_results import read_results
+from benchmark_results import Hardware, read_results
 from http_load import Call, Job, Report, ReportLost
 from latency import Outcome
+from measured_page import RECORDED
 
 
 class FakeServer:
@@ -330,6 +334,134 @@ def test_a_server_that_was_not_warmed_up_has_no_rows(
     run(monkeypatch, *words, "--rules", "affinity")
     assert "the warm-up of affinity failed, no report" in capsys.readouterr().out
     assert len(jobs) == 1
+
+
+def test_rows_with_failed_requests_are_not_compared(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lose_answers(job: Job) -> Report:
+        report = fleet_run_apart(job)
+        if job.base_url.endswith("sticky") and len(job.calls) != 24:
+            report.outcomes[-1].error = "not complete after 60 s"
+        return report
+
+    fleet_run_apart = fleet.run_apart
+    monkeypatch.setattr(fleet, "run_apart", lose_answers)
+    words = ("--workloads", "Dynamo, flash", "--duration-s", "6", "--rules", "affinity", "sticky", "round-robin")
+    run(monkeypatch, *words)
+    assert len(jobs) == 9
+    shown = capsys.readouterr().out
+    assert "not compared, since 0 requests of affinity and 1 of sticky failed" in shown
+    assert "TTFT p99 of affinity is 0.50 x round-robin's" in shown and "x sticky's" not in shown
+
+
+def resumed(path: Path, *words: str) -> tuple[str, ...]:
+    workloads = ("--workloads", "Dynamo, flash", "Dynamo, steady", "conversations:1")
+    return (*workloads, "--duration-s", "6", "--resume", "--json", str(path), *words)
+
+
+def test_a_run_continues_with_the_rules_that_lack_rows(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(server: FakeServer, *rest: Any) -> Any:
+        if server.url.endswith("round-robin") and "Dynamo, steady" in rest:
+            raise KeyboardInterrupt
+        return fleet_measure(server, *rest)
+
+    words = resumed(tmp_path / "fleet.json", "--rules", "affinity", "sticky", "round-robin")
+    fleet_measure = fleet.measure
+    monkeypatch.setattr(fleet, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(monkeypatch, *words)
+    assert len(read_results(tmp_path / "fleet.json").cases) == 3 + 2 + 1
+    monkeypatch.setattr(fleet, "measure", fleet_measure)
+    jobs.clear()
+    run(monkeypatch, *words, "--limit-s", "1000", "--at-once", "2")
+    assert {job.base_url.rpartition("/")[2] for job in jobs} == {"round-robin"} and len(jobs) == 4
+    shown = capsys.readouterr()
+    assert "round-robin has 1 of 2 rows, and is measured again" in shown.err
+    assert "Dynamo, steady, 2 replicas, 1.5 requests/s and replica: TTFT p99 of affinity is 0.50 x round" in shown.out
+    assert len(read_results(tmp_path / "fleet.json").cases) == 3 + 2 + 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--rate", "3"), "was measured with rate=None, and this run has 3.0"),
+        (("--server-args", "--max-num-seqs 9"), "was measured with server_args=, and this run has --max-num-seqs 9"),
+        (("--adapters", "9"), "was measured with adapters=None, and this run has 9"),
+    ],
+)
+def test_a_run_does_not_continue_what_was_measured_with_other_options(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: tuple[str, ...], message: str
+) -> None:
+    run(monkeypatch, *resumed(tmp_path / "fleet.json", "--rules", "affinity"))
+    jobs.clear()
+    with pytest.raises(SystemExit, match=message):
+        run(monkeypatch, *resumed(tmp_path / "fleet.json", "--rules", "affinity", *words))
+    assert not jobs
+
+
+def test_a_run_does_not_continue_on_another_gpu(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run(monkeypatch, *resumed(tmp_path / "fleet.json", "--rules", "affinity"))
+    here = benchmark_results.this_hardware()
+    monkeypatch.setattr(fleet, "this_hardware", lambda: Hardware(["another GPU"], 2, here.versions))
+    jobs.clear()
+    with pytest.raises(SystemExit, match="and this machine has \\['another GPU'\\]"):
+        run(monkeypatch, *resumed(tmp_path / "fleet.json", "--rules", "affinity"))
+    assert not jobs
+
+
+def test_rules_whose_workloads_do_not_fit_are_left_for_the_next_call(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = resumed(tmp_path / "fleet.json", "--rules", "affinity", "sticky", "--warm-up-s", "2")
+    run(monkeypatch, *words, "--limit-s", "18")
+    assert "left out: affinity, sticky, 2 replicas; the first need 20 s at least, and 18 s" in capsys.readouterr().out
+    run(monkeypatch, *words, "--limit-s", "30", "--at-once", "2")
+    assert "the first need 32 s at least" in capsys.readouterr().out and not jobs
+    run(monkeypatch, *words, "--limit-s", "30")
+    assert {job.base_url.rpartition("/")[2] for job in jobs} == {"affinity", "sticky"}
+
+
+@pytest.mark.parametrize("words", [(), ("--json", "f", "--load", ".7"), ("--json", "f", "--then", "ls")])
+def test_a_run_continues_only_with_a_file_and_a_known_rate(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "--resume", *words)
+    assert not jobs
+
+
+@pytest.mark.parametrize("path", sorted(RECORDED.glob("*fleet*.json")), ids=lambda path: path.stem)
+def test_the_commands_of_the_documentation_are_of_today(path: Path) -> None:
+    script, *words = shlex.split(read_results(path).command)[1:]
+    assert script == "benchmarks/fleet.py" and fleet.arguments(words).workloads
+
+
+def test_the_first_pass_over_the_adapters_is_predicted() -> None:
+    size = dataclasses.replace(fleet.SIZES["cuda"], adapters=256)
+    num_bytes, pass_s = fleet.first_pass(size, 2)
+    assert num_bytes == 256 * 30 * 5_250_000
+    assert pass_s == pytest.approx((256 * 0.031 + num_bytes / 1.4e9) / 2)
+
+
+def test_on_gpus_the_first_pass_is_announced_and_counts_in_what_does_not_fit(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write_nothing(_: str, folder: Path, load: fleet.Load) -> None:
+        for number in range(load.num_adapters):
+            (folder / "adapters" / f"a{number}").mkdir(parents=True)
+
+    monkeypatch.setattr(fleet, "write_files", write_nothing)
+    words = ("--device", "cuda", "--replicas", "2", "--adapters", "256", "--warm-up-s", "3", "--rules", "affinity")
+    words += ("--workloads", "Dynamo, flash", "--duration-s", "6", "--resume", "--json", str(tmp_path / "fleet.json"))
+    run(monkeypatch, *words, "--limit-s", "60")
+    assert "the first need 67 s at least" in capsys.readouterr().out and not jobs
+    run(monkeypatch, *words, "--limit-s", "80")
+    assert "affinity: first requests read 40.3 GB each; predicted 18 s" in capsys.readouterr().out and len(jobs) == 3
 
 
 def test_tokens_of_a_closed_loop_are_counted_between_its_ramp_and_its_end() -> None:

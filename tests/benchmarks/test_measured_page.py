@@ -106,7 +106,10 @@ def test_rows_of_a_fleet_stand_beside_what_was_predicted_of_them() -> None:
     predicted = dict.fromkeys(fleet.UNITS) | {"ttft_p99": 0.4}
     files = {
         "fleet": msgspec.structs.replace(ENGINE, cases=[Case(settings, figures)]),
-        "fleet_more": msgspec.structs.replace(ENGINE, cases=[Case(settings | {"rule": "round-robin"}, figures)]),
+        "fleet_more": msgspec.structs.replace(
+            ENGINE, cases=[Case(settings | other, figures) for other in ({"rule": "round-robin"}, {"replicas": 2})]
+        ),
+        "simulated_fleet_two": msgspec.structs.replace(ENGINE, cases=[Case(settings | {"replicas": 2}, figures)]),
         "simulated_fleet": msgspec.structs.replace(
             ENGINE, cases=[Case(settings | {"rate": 18.0}, figures), Case(settings, predicted)]
         ),
@@ -115,6 +118,7 @@ def test_rows_of_a_fleet_stand_beside_what_was_predicted_of_them() -> None:
     assert measured_page.fleet_table(files).splitlines()[2:] == [
         f"| Dynamo, flash | sticky | 4 | 17.5 | 250 / 250 | 400 | {shared}",
         f"| Dynamo, flash | round-robin | 4 | 17.5 | 250 / 250 | | {shared}",
+        f"| Dynamo, flash | sticky | 2 | 17.5 | 250 / 250 | 250 | {shared}",
     ]
 
 
@@ -128,6 +132,9 @@ def test_only_results_of_gpus_that_the_page_shows_are_adopted(tmp_path: Path) ->
     assert measured_page.recorded(target)["engine_e2e"] == ENGINE
     cpu = msgspec.structs.replace(ENGINE, hardware=Hardware([], 2, {}))
     (source / "sampling.json").write_bytes(msgspec.json.encode(cpu))
-    (source / "simulated_fleet.json").write_bytes(msgspec.json.encode(cpu))
+    for name in ("simulated_fleet", "simulated_fleet_two"):
+        (source / f"{name}.json").write_bytes(msgspec.json.encode(cpu))
     with pytest.raises(SystemExit, match=r"sampling\.json was measured without a GPU"):
         measured_page.adopt(source, target)
+    (source / "sampling.json").unlink()
+    assert measured_page.adopt(source, target)[2:] == ["simulated_fleet", "simulated_fleet_two"]

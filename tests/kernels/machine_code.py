@@ -82,12 +82,17 @@ def _width(name: str) -> int:
     return 2 if ".64" in name or ".WIDE" in name else 1
 
 
-def nvdisasm() -> Path | None:
-    """Returns the disassembler in Triton's package, or None if it has none."""
+def nvidia_program(name: str) -> Path | None:
+    """Returns one of NVIDIA's programs in Triton's package, or None if it has none of that name."""
     import triton
 
-    path = Path(triton.__file__).with_name("backends") / "nvidia" / "bin" / "nvdisasm"
+    path = Path(triton.__file__).with_name("backends") / "nvidia" / "bin" / name
     return path if path.exists() else None
+
+
+def nvdisasm() -> Path | None:
+    """Returns the disassembler in Triton's package, or None if it has none."""
+    return nvidia_program("nvdisasm")
 
 
 def disassembled(cubin: bytes) -> str:

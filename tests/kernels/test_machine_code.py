@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,62 @@ def test_no_state_space_reads_a_register_that_nothing_has_written(tmp_path: Path
         tmp_path,
     )
     assert compiled == [("_step_kernel", []), ("_chunk_kernel", []), ("_chunk_kernel", [])]
+
+
+@needs_triton
+def test_no_kernel_of_codes_or_of_a_delta_step_reads_a_register_that_nothing_has_written(tmp_path: Path) -> None:
+    if nvdisasm() is None:
+        pytest.skip("Triton's package has no nvdisasm")
+    compiled = reads_of_compiled(
+        """
+        from contextlib import suppress
+
+        import torch
+        from lorafleet.kernels.decoder.scratch import Scratch
+        from lorafleet.kernels.moe.expert_codes import ExpertCodes
+        from lorafleet.kernels.moe.moe_codes_triton import codes_linear
+        from lorafleet.kernels.moe.moe_tiles_triton import make_tiles
+        from lorafleet.kernels.quant.e4m3_linear_triton import e4m3_linear_triton
+        from lorafleet.kernels.quant.fp8 import FP8
+        from lorafleet.kernels.quant.int_triton import dequantize_int_triton, int_linear_triton
+        from lorafleet.kernels.quant.int_weight import IntScheme
+        from lorafleet.kernels.quant.nf4 import NF4Scheme
+        from lorafleet.kernels.quant.nf4_gemv_triton import nf4_gemv_triton
+        from lorafleet.kernels.quant.nf4_triton import dequantize_triton, nf4_linear_triton
+        from lorafleet.kernels.quant.scaled_linear_triton import scaled_linear_triton
+        from lorafleet.kernels.quant.scaled_weight import ScaledScheme
+        from lorafleet.kernels.recurrent.delta_step_triton import delta_step_triton
+        from tests.kernels.recurrent.test_delta_step import SIZES, check
+
+        bf16, cpu = torch.bfloat16, torch.device("cpu")
+        x_TD, out_OD = torch.zeros(20, 256, dtype=bf16), torch.zeros(128, 256, dtype=bf16)
+        scratch, int4 = Scratch(bf16, cpu), IntScheme(4, 128, True, 0, torch.float16)
+        nf4, ints = (scheme.empty(128, 256, bf16, cpu, scratch) for scheme in (NF4Scheme(), int4))
+        nf4.quantized_from = bf16
+        nf4_gemv_triton(x_TD[:1], nf4, None)
+        nf4_linear_triton(x_TD, nf4, None)
+        dequantize_triton(nf4, out_OD)
+        int_linear_triton(x_TD, ints, None)
+        dequantize_int_triton(ints, out_OD)
+        code_OD, scale_OG = out_OD.to(FP8), torch.zeros(128, 2)
+        scaled_linear_triton(x_TD, code_OD, scale_OG, None)
+        e4m3_linear_triton(x_TD, code_OD, scale_OG, None, scratch.arrived_M)
+        expert_TK = torch.zeros(20, 2, dtype=torch.int32)
+        tiles = make_tiles(expert_TK, 4, 16)
+        torch.cuda.get_device_capability = lambda _: (9, 0)  # as the kernels are compiled
+        for scheme in (NF4Scheme(), int4, ScaledScheme(block=128)):
+            experts = ExpertCodes(scheme, (4, 128, 256), bf16, cpu)
+            if scheme.name == "nf4":
+                experts.weight.quantized_from = bf16
+            codes_linear(x_TD, experts, tiles, 40)
+        with suppress(AssertionError):  # Nothing runs, so values are wrong.
+            check(delta_step_triton, "grouped", SIZES["one"], 3, False, bf16)
+        """,
+        tmp_path,
+    )
+    assert [(name, reads) for name, reads in compiled if reads] == []
+    count = Counter(name for name, _ in compiled)
+    assert count["_codes_linear_kernel"] == 3
+    of_linears = {f"_{kind}_linear_kernel" for kind in ("codes", "e4m3", "int", "nf4", "scaled")}
+    others = {"_nf4_gemv_kernel", "_dequantize_kernel", "_dequantize_int_kernel", "_delta_step_kernel"}
+    assert of_linears | others <= count.keys()

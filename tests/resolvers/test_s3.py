@@ -277,7 +277,7 @@ def test_wrong_credentials_are_named_and_new_ones_need_no_restart(
     with pytest.raises(AdapterUnavailable, match=r"refuses this cluster's credentials: AccessDenied \(HTTP 403\)"):
         store.fetch(uri)
     credentials.write_text("")
-    with pytest.raises(AdapterUnavailable, match="Unable to locate credentials"):
+    with pytest.raises(AdapterUnavailable, match=r"Unable to locate credentials\. Set credentials"):
         store.fetch(uri)
     write_credentials(credentials, KEY, SECRET)
     assert store.fetch(uri)

@@ -122,6 +122,21 @@ PLAIN_LINEAR = "model.layers.0.self_attn.o_proj"
 DEEPSEEK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
 MODELOPT = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}}
 NVFP4_SETTINGS = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.0.*o_proj"]}
+# The settings of a linear, or of all in a module.
+MODELOPT_MIXED = {
+    "quant_method": "modelopt",
+    "quant_algo": "MIXED_PRECISION",
+    "kv_cache_scheme": "FP8",
+    "quantized_layers": {
+        f"model.layers.{layer}.{module}": {"quant_algo": algorithm, "group_size": size}
+        for layer in range(2)
+        for module, algorithm, size in (
+            ("mlp", "NVFP4", 16),
+            ("self_attn", "FP8", None),
+            ("self_attn.q_proj", "fp8_per_channel_per_token", None),
+        )
+    },
+}
 
 # For each form: how it stores a linear, what config.json says, and linears that stay plain.
 FORMS: dict[str, tuple[Callable[[str, Tensor], Packed], dict[str, Any], str]] = {
@@ -166,6 +181,15 @@ FORMS: dict[str, tuple[Callable[[str, Tensor], Packed], dict[str, Any], str]] = 
         lambda _, w: with_inputs(nvfp4(w, "weight", "weight_scale_2", divides=False)),
         NVFP4_SETTINGS,
         PLAIN_LINEAR,
+    ),
+    "modelopt, mixed": (
+        lambda name, w: (
+            nvfp4(w, "weight", "weight_scale_2", divides=False)
+            if "mlp" in name
+            else scaled(w, (1, w.shape[1]) if "q_proj" in name else whole(w), FP8)
+        ),
+        MODELOPT_MIXED,
+        "",
     ),
     "bitsandbytes, 8 bits": (
         lambda _, w: int8_of_bitsandbytes(w),

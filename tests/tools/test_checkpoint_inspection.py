@@ -170,6 +170,23 @@ def test_what_would_fit_starts_and_one_more_does_not(base: Path) -> None:
         assert ("less than max_model_len=256" in (share.room.refusal or "")) != starts
 
 
+def test_values_of_experts_that_long_prompts_write_are_counted(tmp_path: Path) -> None:
+    """512 tokens with two of three experts each are 341 pairs for each expert, and 256 tokens 171."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 512, "num_experts": 3, "num_experts_per_tok": 2}
+    base = make_model(tmp_path / "base", "qwen3_moe", num_hidden_layers=1, dtype="bfloat16", **sizes)
+    written = 3 * 1024 * 256 * 2  # bytes of gate_up's values, beside its result instead of the result of the activation
+
+    def activations(tokens: int, capability: tuple[int, int], quantization: str | None) -> int:
+        card = Card("tiny", 4 << 30, capability)
+        config = EngineConfig(str(base), max_num_batched_tokens=tokens, quantization=quantization, lora=None)  # type: ignore[arg-type]  # One of the methods.
+        return MetaEngine.build(config, card).needs.activations
+
+    plain = activations(512, (9, 0), None)
+    assert activations(512, (9, 0), "nf4") == plain + written - 512 * 2 * 512 * 2
+    assert activations(512, (8, 9), "nf4") == activations(512, (9, 0), "fp8") == plain
+    assert activations(256, (9, 0), "nf4") == activations(256, (9, 0), None)
+
+
 def test_memory_for_adapters_that_is_given_in_gib_is_left_out_of_the_kv_cache(base: Path) -> None:
     card = Card("tiny", 1 << 30, (9, 0), other_bytes=64 << 20)
     rooms = []

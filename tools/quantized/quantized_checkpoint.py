@@ -1,7 +1,8 @@
 """Writes a checkpoint whose linears are quantized as `--quantization` does it at each start (`lorafleet quantize`).
 
 The loader's own table says which tensors hold linears, so the same ones are quantized, experts among them. Linears are
-quantized some rows at a time. Memory holds one linear and the tensors of one output file.
+quantized some rows at a time, on a GPU if there is one. The host's memory holds one linear and the tensors of one
+output file, and a GPU's memory one linear.
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ from math import prod
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from lorafleet.protocol.config_json import read_json
-from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.engine_config import Device, EngineConfig
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
 from lorafleet.protocol.quantization_methods import Method
 from lorafleet.tools.copied_tokenizer import MAX_BYTES, copy_file
 from lorafleet.tools.new_folder import check_new, new_folder
 from lorafleet.tools.quantized.shard_writer import ShardWriter
-from lorafleet.workers.auto_options import base_dtype
+from lorafleet.workers.auto_options import base_dtype, choose_device
 from lorafleet.workers.bases.checkpoint import read_model_config
 from lorafleet.workers.bases.formats.checkpoint_format import LINEAR
-from lorafleet.workers.bases.formats.written_linears import WRITTEN, Shape, WrittenLinear
+from lorafleet.workers.bases.formats.written_linears import WRITTEN, Shape
 from lorafleet.workers.bases.model_config import ModelConfig
 from lorafleet.workers.bases.quantization import METHODS, resolved
-from lorafleet.workers.bases.stored_tensors import FiniteTensor, Stored, StoredTensors, TensorInMemory
+from lorafleet.workers.bases.stored_tensors import FiniteTensor, MovedTensor, Stored, StoredTensors, TensorInMemory
 from lorafleet.workers.bases.tensor_parts import QuantizedPart, StackedRounding, TensorSource, quantized_rows
 from lorafleet.workers.bases.text_part import text_name
 from lorafleet.workers.bases.weights import check_shape, tensor_sources
@@ -92,18 +94,26 @@ def default_folder(model: Path, method: Method) -> Path:
 
 
 def quantize_checkpoint(
-    model: Path, method: Method, target: Path, *, shard_bytes: int = SHARD_BYTES, progress: OnRead | None = None
+    model: Path,
+    method: Method,
+    target: Path,
+    *,
+    device: Device = "auto",
+    shard_bytes: int = SHARD_BYTES,
+    progress: OnRead | None = None,
 ) -> QuantizedCopy:
     """Writes the checkpoint in the folder `model` with quantized linears to `target`. If it fails, nothing remains.
 
     Embedding, head, norms, biases, routers, the layer for several tokens (MTP) and parts for pictures are copied.
 
-    `progress` is called with the bytes that were read, and all of them.
+    `progress` is called with the bytes that were read, and all of them. `device` quantizes, and the bits do not depend
+    on it: all operations are exact or rounded as IEEE 754 says.
 
-    Raises ConfigError for a damaged checkpoint, an output that exists and a disk that is full, and UnsupportedModel for
-    what no format can hold.
+    Raises ConfigError for a damaged checkpoint, an output that exists, a disk or a GPU that is full and a GPU that is
+    not there, and UnsupportedModel for what no format can hold.
     """
     check_new(target)
+    chosen = choose_device(EngineConfig(str(model), device=device))
     config = _plain_config(model)
     dtype = base_dtype(EngineConfig(str(model)), config, model)
     config = replace(config, quantization=resolved(None, method))
@@ -115,13 +125,18 @@ def quantize_checkpoint(
         _check_space(target, plan, method, dtype, sum((model / name).stat().st_size for name in others))
         with new_folder(target) as draft:
             try:
-                writer = _write_tensors(draft, plan, tensors, method, dtype, shard_bytes, progress)
+                writer = _write_tensors(draft, plan, tensors, _Quantizer(method, dtype, chosen), shard_bytes, progress)
                 num_files = writer.close()
                 _write_config(model, draft, plan, tensors, method, dtype)
                 for name in others:
                     copy_file(model, draft, name)
             except OSError as error:
                 raise ConfigError(f"{target} cannot be written: {error.strerror}.") from error
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"{chosen} has no room for a linear of {model}: {error}. Use --device cpu, or a GPU that is free.",
+                    "device",
+                ) from error
     num_linears = sum(len(tensor.linears) for tensor in plan.values())
     read_bytes = sum(tensor.num_bytes for tensor in plan.values())
     return QuantizedCopy(str(dtype).removeprefix("torch."), num_linears, writer.num_bytes, read_bytes, num_files)
@@ -229,8 +244,7 @@ def _write_tensors(
     folder: Path,
     plan: dict[str, _Tensor],
     tensors: StoredTensors,
-    method: Method,
-    dtype: torch.dtype,
+    quantizer: _Quantizer,
     shard_bytes: int,
     progress: OnRead | None,
 ) -> ShardWriter:
@@ -239,21 +253,31 @@ def _write_tensors(
     for name, tensor in plan.items():
         if not tensor.linears:
             writer.add({name: tensors.tensor(name)})
-        stored = FiniteTensor(tensors.stored(name), name, tensors.path_of[name])
+        moved = MovedTensor(tensors.stored(name), quantizer.device)
+        stored = FiniteTensor(moved, name, tensors.path_of[name])
         for linear in tensor.linears:
-            written = _quantized(linear, linear.values(stored), method, dtype)
-            writer.add({f"{linear.module}.{leaf}": value for leaf, value in written.tensors().items()})
+            written = quantizer.quantized(linear, linear.values(stored))
+            writer.add({f"{linear.module}.{leaf}": value for leaf, value in written.items()})
         done += tensor.num_bytes
         if progress is not None:
             progress(done, total)
     return writer
 
 
-def _quantized(linear: _Linear, stored: Stored, method: Method, dtype: torch.dtype) -> WrittenLinear:
-    written = WRITTEN[method].empty(linear.shape, dtype, CPU)
-    for rows, matrix in quantized_rows(stored, METHODS[method], dtype):
-        written.fill(rows.start, matrix)
-    return written
+@dataclass(frozen=True, slots=True)
+class _Quantizer:
+    """Quantizes linears from `dtype` on a device."""
+
+    method: Method
+    dtype: torch.dtype
+    device: torch.device
+
+    def quantized(self, linear: _Linear, stored: Stored) -> dict[str, Tensor]:
+        """Returns the linear's tensors on the host, by their names below the linear. `stored` is on the device."""
+        written = WRITTEN[self.method].empty(linear.shape, self.dtype, self.device)
+        for rows, matrix in quantized_rows(stored, METHODS[self.method], self.dtype):
+            written.fill(rows.start, matrix)
+        return {leaf: tensor.to(CPU) for leaf, tensor in written.tensors().items()}
 
 
 def _write_config(

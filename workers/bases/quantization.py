@@ -22,8 +22,13 @@ from lorafleet.workers.bases.formats.checkpoint_format import REMEDY, Checkpoint
 from lorafleet.workers.bases.formats.compressed_tensors_format import CompressedTensorsFormat, quantizes_only_kv
 from lorafleet.workers.bases.formats.fp8_format import FP8Format
 from lorafleet.workers.bases.formats.gptq_format import GPTQFormat
-from lorafleet.workers.bases.formats.modelopt_format import ModelOptFormat, modelopt_settings
+from lorafleet.workers.bases.formats.modelopt_format import (
+    ModelOptFormat,
+    modelopt_settings,
+    quantizes_only_kv_cache,
+)
 from lorafleet.workers.bases.formats.mxfp4_format import MXFP4Format
+from lorafleet.workers.bases.formats.quantization_settings import check_settings
 from lorafleet.workers.bases.module_names import COMMON_NAMES, ModuleNames
 from lorafleet.workers.bases.stored_tensors import StoredTensors
 
@@ -89,9 +94,12 @@ def stored_quantization(
     Without a quantization_config, hf_quant_config.json is read, if it exists.
     """
     config = config or modelopt_settings(folder)
-    if not config or quantizes_only_kv(config):
+    if not config:
         return None
-    method = config.get("quant_method", "unnamed")
+    check_settings(config)
+    if quantizes_only_kv(config) or quantizes_only_kv_cache(config):
+        return None
+    method = config.get("quant_method") or "unnamed"
     if method not in FORMATS:
         raise UnsupportedModel(f"quantization_config: checkpoints quantized with {method} are not supported. {REMEDY}")
     with StoredTensors(folder) as tensors:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lorafleet.protocol.config_json import read_json
 from lorafleet.protocol.errors import ConfigError
 
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -91,10 +91,10 @@ def checkpoint_files(folder: Path) -> list[Path]:
             "Convert the checkpoint with save_pretrained(..., safe_serialization=True).",
             "model",
         )
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as e:
-        raise ConfigError(f"{index} cannot be read: {e!r}", "model") from None
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ConfigError(f"{index} has no weight_map of names of files. Download the checkpoint again.", "model")
+    names = sorted(set(weight_map.values()))
     missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
     if missing:
         raise ConfigError(f"{index} names files that are not in the folder: {', '.join(missing)}.", "model")
@@ -122,8 +122,16 @@ class StoredTensors:
         try:
             for path in checkpoint_files(folder):
                 file = self._files.enter_context(_opened(path))
-                self._file_of |= dict.fromkeys(file.keys(), file)
-                self.path_of |= dict.fromkeys(file.keys(), path)
+                names = file.keys()
+                twice = next((name for name in names if name in self._file_of), None)
+                if twice is not None:
+                    raise ConfigError(
+                        f"{path} and {self.path_of[twice].name} both have the tensor {twice!r}. Download or export the "
+                        "checkpoint again.",
+                        "model",
+                    )
+                self._file_of |= dict.fromkeys(names, file)
+                self.path_of |= dict.fromkeys(names, path)
         except BaseException:
             self._files.close()
             raise

@@ -12,6 +12,7 @@ import torch
 from lorafleet.protocol.cuda_driver import CudaDriver, CudaDriverError
 from lorafleet.protocol.errors import ConfigError, NothingToShare
 from lorafleet.protocol.lora_config import LoRAConfig
+from lorafleet.protocol.options import enough_gib
 from lorafleet.workers.pool.group_layout import GroupLayout
 from lorafleet.workers.pool.group_memory import Arena, GroupMemory
 from lorafleet.workers.pool.memory_pool import PoolSizes
@@ -61,7 +62,7 @@ class PoolStart:
         if is_exact and promised < largest + group_bytes:
             raise ConfigError(
                 f"lora.lora_memory_gib is {config.lora_memory_gib}; with lora.share_lora_memory it must be at least "
-                f"{(largest + group_bytes) / 2**30:.3f}, for one adapter of max_lora_rank and a group of KV blocks. "
+                f"{enough_gib(largest + group_bytes)}, for one adapter of max_lora_rank and a group of KV blocks. "
                 "Raise it, or leave one of them out.",
                 "lora_memory_gib",
             )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from lorafleet.protocol.errors import AdapterTooLarge
+from lorafleet.protocol.options import enough_gib
 from lorafleet.workers.slots.extra_block import ExtraBlock
 from lorafleet.workers.slots.pinned_memory import PIECE_BYTES
 
@@ -48,7 +49,7 @@ class ExtraMemory:
                 f"adapter {adapter!r} needs {num_bytes} bytes on each GPU besides its low-rank matrices (vectors, "
                 "replaced norms, vocabulary tables, LoRA on experts, a classification head); "
                 f"lora.extra_memory_gib allows {self.limit} for all adapters in slots. "
-                f"Raise lora.extra_memory_gib to at least {num_bytes / 2**30:.3f} and restart; if it is that high "
+                f"Raise lora.extra_memory_gib to at least {enough_gib(num_bytes)} and restart; if it is that high "
                 "already, lower gpu_memory_utilization, which leaves the GPU more memory."
             )
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from lorafleet.protocol.errors import AdapterTooLarge
+from lorafleet.protocol.options import enough_gib
 
 MAX_EXTENTS = 8  # Most ranges of one adapter, since each is at least one copy.
 
@@ -51,7 +52,7 @@ class LoRAMemory:
             raise AdapterTooLarge(
                 f"adapter {adapter!r} needs {num_bytes} bytes on each GPU for A and B; lora.lora_memory_gib allows "
                 f"{self.most_bytes} for all adapters in slots. Raise lora.lora_memory_gib to at least "
-                f"{num_bytes / 2**30:.3f} and restart, or leave it out."
+                f"{enough_gib(num_bytes)} and restart, or leave it out."
             )
 
     def find(self, cuts: Sequence[int], beside: Iterable[Extent] = ()) -> list[Extent] | None:

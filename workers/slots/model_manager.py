@@ -66,8 +66,7 @@ class LoRAModelManager:
         self._layers = SlotLayers.attach(model, self.sharding, self.tables, self.max_rank, dtype)
         self.heads = SlotHeads(model.lm_head)
         self._ropes = None if model.rotations is None else model.rotations.add_slots(config.gpu_loras)
-        # The other ranks put their parts, which are no larger, into the same ranges as rank 0.
-        largest = model.group.most(slot_bytes(self._layers.linears, config.max_lora_rank, dtype), device)
+        largest = self._largest_bytes(config)
         num_bytes = config.lora_memory_bytes(largest) if pool is None else pool.own_bytes(config, largest)
         demand = Demand(config.cpu_loras)
         memory = LoRAMemory(num_bytes)
@@ -79,8 +78,28 @@ class LoRAModelManager:
         self._copies: AdapterCopies | None = None
         if device.type == "cuda":
             shared = None if pool is None else pool.arena
-            self.arena = torch.empty(num_bytes, dtype=torch.uint8, device=device) if shared is None else shared.memory
-            self._copies = AdapterCopies(self.arena)
+            self._take(torch.empty(num_bytes, dtype=torch.uint8, device=device) if shared is None else shared.memory)
+
+    def leave_pool(self, config: LoRAConfig) -> None:
+        """Replaces the pool's memory by as much as slots have without a pool. No adapter may be here yet."""
+        memory = self.policy.memory
+        assert not memory.num_used
+        more = config.lora_memory_bytes(self._largest_bytes(config)) - memory.num_bytes
+        if more > 0:  # The pool rounds up.
+            memory.grow(memory.num_bytes, more)
+            memory.most_bytes = memory.num_bytes
+        if self.arena is not None:
+            self.arena = self._copies = None  # The pool's memory is released before there is other memory.
+            self._take(torch.empty(memory.num_bytes, dtype=torch.uint8, device=self.device))
+
+    def _largest_bytes(self, config: LoRAConfig) -> int:
+        """Returns the bytes of A and B of the largest adapter. The other ranks put their parts, which are no larger,
+        into the same ranges as rank 0."""
+        own = slot_bytes(self._layers.linears, config.max_lora_rank, self.dtype)
+        return self.sharding.group.most(own, self.device)
+
+    def _take(self, arena: Tensor) -> None:
+        self.arena, self._copies = arena, AdapterCopies(arena)
 
     @property
     def slots(self) -> list[Slot]:

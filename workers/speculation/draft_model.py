@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from lorafleet.protocol.config_json import read_json
 from lorafleet.protocol.engine_config import AttentionName, EngineConfig
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.lora_config import LoRAConfig
@@ -245,7 +246,16 @@ def draft_lora_config(lora: LoRAConfig) -> LoRAConfig:
 
 def read_draft_config(folder: Path) -> ModelConfig:
     """Raises ConfigError if the folder has no model that can draft."""
-    model = read_model_config(folder)
+    try:
+        model = read_model_config(folder)
+        is_head = "draft_vocab_size" in read_json(folder / "config.json")
+    except ConfigError as error:
+        raise type(error)(f"speculative_config: {error.message}", "speculative_config") from None
+    if is_head:
+        raise ConfigError(
+            f"speculative_config: {str(folder)!r} is an EAGLE-3 head, not a model. Give method='eagle3'.",
+            "speculative_config",
+        )
     reason = None
     if model.states:
         reason = "has recurrent layers, whose states cannot go back behind drafts that are wrong"

@@ -31,6 +31,8 @@ class EagleConfig:
 
 def read_eagle_config(folder: Path, target: ModelConfig) -> EagleConfig:
     """Raises ConfigError if the folder has no head of this target that can be served."""
+    if not (folder / "config.json").is_file():
+        raise _refusal(folder, "is not a local folder with a config.json")
     raw = read_json(folder / "config.json")
     if "draft_vocab_size" not in raw:
         raise _refusal(folder, "has no draft_vocab_size in its config.json, so it is not an EAGLE-3 head")

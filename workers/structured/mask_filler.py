@@ -151,4 +151,6 @@ def first_line(error: str) -> str:
         return f"{lines[0].split('regex parse error:')[0].rstrip(': ')}: {named[0]}".removeprefix(": ")[
             :MAX_ERROR_CHARS
         ]
+    if lines and lines[0] in ("NoExtension", "NoExtensionBias"):
+        return "no text can match it, as if each alternative of a rule contained the rule itself"
     return lines[0][:MAX_ERROR_CHARS] if lines else "the grammar cannot be used"

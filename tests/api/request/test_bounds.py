@@ -165,6 +165,22 @@ async def test_what_is_over_a_bound_is_refused_by_field_value_and_bound(
         assert part in error["message"], error["message"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": "a", "stop": ["a"] * 2000}, "`stop` has 2000 entries; at most 16 are allowed."),
+        ({"prompt": "a", "cache_salt": ""}, "`cache_salt` has 0 characters; it must have at least 1."),
+        ({"messages": []}, "`messages` has 0 entries; it must have at least 1."),
+    ],
+)
+async def test_a_size_out_of_bounds_is_told_in_words_of_the_fields_type(
+    http: httpx.AsyncClient, fields: dict[str, Any], message: str
+) -> None:
+    path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+    response = await http.post(path, json={"model": "llama", **fields})
+    assert (response.status_code, response.json()["error"]["message"]) == (400, message)
+
+
 @pytest.mark.parametrize("key", ["007", "+7", " 7", "7 ", "-1", "1_0", "٧", "", "7.0", "1" * 11])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
 async def test_an_id_of_logit_bias_has_one_spelling(http: httpx.AsyncClient, path: str, key: str) -> None:

@@ -1,4 +1,4 @@
-"""bad_words mean what they mean to vLLM."""
+"""bad_words mean what they mean to vLLM, and words that are fewer tokens behind a space are banned there too."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ def test_each_word_is_spelled_without_and_with_a_space():
     [
         ([[1, 2], [3, 2]], [[1, 2], [3, 2]]),  # The space makes another first token.
         ([[1, 2], [9, 1, 2]], [[1, 2]]),  # The space is a token of its own, which stays allowed.
+        ([[1, 2, 4], [3]], [[1, 2, 4], [3]]),  # The space and the word are one token.
         ([[1, 2], [1, 3]], [[1, 2]]),
         ([[], [9]], []),
     ],
 )
-def test_the_spelling_with_a_space_counts_if_it_is_as_long_and_begins_otherwise(encoded, sequences):
+def test_the_spelling_with_a_space_counts_unless_it_is_the_other_one_behind_a_space(encoded, sequences):
     assert token_sequences(encoded) == sequences
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import logging
+import time
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,15 @@ def test_a_clock_that_is_set_right_by_little_is_followed() -> None:
     for _ in range(20):
         machine.jump_s += 2.0
         assert machine.passes(1.0) == machine.up_s + machine.jump_s
+
+
+def test_a_suspend_of_the_machine_is_no_jump(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    suspended_s = 0.0
+    clocks = {time.CLOCK_BOOTTIME: lambda: 50.0 + suspended_s, time.CLOCK_MONOTONIC: lambda: 50.0}
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: clocks[clock]())
+    clock = SteadyClock(lambda: 1e9 + suspended_s)
+    suspended_s = DAY_S
+    assert clock() == 1e9 + DAY_S and not caplog.records
 
 
 @pytest.mark.parametrize("jump_s", [31 * DAY_S, -31 * DAY_S])

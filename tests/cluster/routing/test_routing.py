@@ -100,6 +100,15 @@ def test_an_adapter_that_nobody_holds_is_read_where_there_is_room_even_if_others
     assert made.rank("other")[0] != "b", "without room anywhere, the disk decides"
 
 
+@pytest.mark.parametrize(("reading_bytes", "chosen"), [(0, "b"), (400_000_000, "b"), (1_500_000_000, "a")])
+def test_an_empty_replica_gets_all_cold_reads_until_they_wait_too_long_there(reading_bytes: int, chosen: str) -> None:
+    made = chooser("ab", {"b": ReplicaLoad(free_slots=4, reading_bytes=reading_bytes, cpu_loras=3)})
+    made.set_load("a", ReplicaLoad(free_slots=4, cpu_loras=3))
+    for number in range(3):
+        made.set_tier("a", f"a{number}", "cpu")
+    assert made.rank("new")[0] == chosen
+
+
 def test_what_a_forgotten_replica_held_does_not_count_when_it_comes_back() -> None:
     made = chooser("ab", b=("sql", "cpu"))
     made.set_replicas("a")

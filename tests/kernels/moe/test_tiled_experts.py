@@ -111,7 +111,7 @@ def test_tiles_of_pairs_are_multiplied_by_their_experts(case: str, folder: Path)
 def test_interpreted_products_of_long_prompts_are_those_of_the_values() -> None:
     run_interpreted("""
         import torch
-        from lorafleet.kernels.moe import moe_triton
+        from lorafleet.kernels.moe import expert_codes, moe_triton
         from tests.kernels.moe.test_tiled_experts import experts_of, looped
 
         experts = experts_of("int4 with zeros, groups of 32")
@@ -122,7 +122,7 @@ def test_interpreted_products_of_long_prompts_are_those_of_the_values() -> None:
         x = torch.randn(len(expert_TK), inputs).half()
         pairs = moe_triton.PairTiles.of(expert_TK, count, True, None)
         want_NO = looped(x, expert_TK.flatten(), torch.stack([experts[expert].double() for expert in range(count)]))
-        for moe_triton.MOST_VALUES in (3 * outputs * inputs, 1, 1 << 27):
+        for expert_codes.MOST_WRITTEN in (3 * outputs * inputs, 1, 1 << 27):
             y_NO = pairs.linear(x, experts).y_NO
             assert (y_NO.double() - want_NO).norm() < 0.002 * want_NO.norm()
     """)

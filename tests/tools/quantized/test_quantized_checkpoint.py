@@ -23,7 +23,7 @@ from lorafleet.protocol.quantization_methods import Method
 from lorafleet.tools.quantized import quantized_checkpoint
 from lorafleet.tools.quantized.quantized_checkpoint import default_folder, quantize_checkpoint
 from lorafleet.workers.bases.checkpoint import read_model_config
-from lorafleet.workers.bases.formats.written_linears import WRITTEN
+from lorafleet.workers.bases.formats.written_linears import WRITTEN, WrittenLinear
 from lorafleet.workers.bases.quantization import METHODS, resolved
 from lorafleet.workers.bases.weights import held_tensors, load_weights
 from lorafleet.workers.models.decoder import DecoderModel
@@ -211,6 +211,35 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path, bases, m
         with pytest.raises(ConfigError, match="No space left on device"):
             quantize_checkpoint(bases["dense"], "nf4", tmp_path / "full")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["generic", "latent", "out"]
+
+
+def test_the_device_is_chosen_and_a_gpu_that_is_missing_or_full_is_refused(tmp_path, bases, monkeypatch) -> None:
+    used: list[torch.device] = []
+
+    def empty(_shape: object, _dtype: object, device: torch.device) -> WrittenLinear:
+        used.append(device)
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="device=cuda, but torch sees no GPU"):
+        quantize_checkpoint(bases["dense"], "nf4", tmp_path / "out", device="cuda")
+    monkeypatch.setitem(WRITTEN, "nf4", replace(WRITTEN["nf4"], empty=empty))
+    monkeypatch.setattr(quantized_checkpoint, "_check_space", lambda *_: None)
+    with pytest.raises(ConfigError, match=r"cpu has no room for a linear of .*: no room. Use --device cpu"):
+        quantize_checkpoint(bases["dense"], "nf4", tmp_path / "out")
+    assert used == [torch.device("cpu")]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("base", ["dense", "stacked"])
+def test_a_gpu_writes_the_bits_of_a_cpu(tmp_path, bases, base, method) -> None:
+    for device in ("cpu", "cuda"):
+        quantize_checkpoint(bases[base], method, tmp_path / device, device=device)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "cuda" / name).read_bytes() == (tmp_path / "cpu" / name).read_bytes()
 
 
 def fail_to_write(*_: object) -> None:

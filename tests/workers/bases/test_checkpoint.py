@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from lorafleet.offline.llm import LLM, SamplingParams
+from lorafleet.protocol.config_json import MAX_JSON_BYTES
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
 from lorafleet.workers.bases.checkpoint import read_model_config
@@ -55,9 +58,13 @@ def test_what_is_not_supported_is_refused_by_name(model, changes, named):
         (lambda m: (m / "config.json").unlink(), "config.json is missing"),
         (lambda m: (m / "config.json").write_text("{"), "cannot be read as JSON"),
         (lambda m: (m / "config.json").write_text("[]"), "holds a list"),
+        (lambda m: (m / "config.json").write_text("[" * 100_000), "cannot be read as JSON"),
+        (lambda m: os.truncate(m / "config.json", MAX_JSON_BYTES + 1), "has more than 134,217,728 bytes"),
         (lambda m: edit(m, hidden_size="64"), "hidden_size='64'"),
         (lambda m: (m / "model.safetensors").unlink(), "neither model.safetensors nor"),
         (lambda m: (m / "model.safetensors").write_bytes(b"\x10" * 100), "model.safetensors cannot be read"),
+        (lambda m: in_shards(m, ["a.safetensors", "b.safetensors"]), "both have the tensor"),
+        (lambda m: in_shards(m, [1]), "no weight_map of names of files"),
         (
             lambda m: (m / "generation_config.json").write_text('{"eos_token_id": 100000}'),
             "eos_token_id=100000 .* ids 0",
@@ -72,6 +79,14 @@ def test_a_damaged_checkpoint_names_its_cause(model, break_it, named):
     break_it(model)
     with pytest.raises(ConfigError, match=named):
         build_engine(EngineConfig(model=str(model)))
+
+
+def in_shards(model, files):
+    """Gives the checkpoint an index of these files, each of which has all of its tensors."""
+    for name in files:
+        shutil.copy(model / "model.safetensors", model / str(name))
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(enumerate(files))}))
+    (model / "model.safetensors").unlink()
 
 
 def test_a_missing_folder_is_named(tmp_path):
@@ -181,6 +196,19 @@ def test_context_over_the_models_limit_is_refused_with_both_numbers(model):
 def test_context_over_the_cache_is_refused_with_both_numbers(model):
     with pytest.raises(ConfigError, match="holds 64 tokens, less than max_model_len=128"):
         build_engine(EngineConfig(model=str(model), max_model_len=128, kv_cache_tokens=64))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_cache_tokens": 1}, "kv_cache_tokens=1 is less than one KV block of block_size=16"),
+        ({"block_size": 10**6}, "no memory is left for the KV cache: a block of it has block_size=1000000 tokens"),
+        ({"kv_cache_tokens": 10**15}, "a KV cache of 1000000000000016 tokens needs .*GiB, more than is free"),
+    ],
+)
+def test_a_cache_that_cannot_be_is_refused_with_its_size_and_what_to_change(model, options, message):
+    with pytest.raises(ConfigError, match=message):
+        build_engine(EngineConfig(model=str(model), **options))
 
 
 def test_context_shrinks_to_the_cache_where_none_is_asked_for(model):

@@ -20,6 +20,7 @@ from lorafleet.kernels.quant.scaled_weight import ScaledWeight
 from lorafleet.offline.llm import LLM, SamplingParams
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
 from lorafleet.workers.bases.checkpoint import read_model_config
+from lorafleet.workers.bases.formats.quantization_settings import NamePatterns
 from lorafleet.workers.bases.quantization import Quantization, resolved
 from lorafleet.workers.bases.stored_tensors import Stored, StoredTensors
 from lorafleet.workers.bases.weights import held_tensors, load_weights
@@ -63,6 +64,26 @@ def test_a_checkpoint_of_bitsandbytes_is_served_with_its_values(tmp_path, model,
     llm = served(quantized)
     assert all(w.packed_OH.dtype == torch.uint8 for w in weights(llm))
     assert_answers_as(llm, values, prompt)
+
+
+def test_projections_with_other_books_or_dtypes_do_not_share_a_weight(tmp_path, model) -> None:
+    """A weight has one book. So q, k and v with several ones are held unquantized, with their own values."""
+    pytest.importorskip("bitsandbytes")
+    folder, values = bitsandbytes_checkpoint(model, tmp_path / "quantized", nested=False)
+    tensors, wanted = load_file(folder / "model.safetensors"), load_file(values / "model.safetensors")
+    k, v = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "kv")
+    tensors[f"{k}.quant_map"] *= 0.5
+    wanted[k] *= 0.5
+    key = f"{v}.quant_state.bitsandbytes__nf4"
+    changed = json.loads(bytes(tensors[key].tolist())) | {"dtype": "bfloat16"}
+    tensors[key] = torch.tensor(list(json.dumps(changed).encode()), dtype=torch.uint8)
+    wanted[v] = wanted[v].bfloat16().float()
+    save_file(tensors, folder / "model.safetensors")
+    decoder = DecoderModel(read_model_config(folder), TPGroup(), torch.float32, torch.device("cpu"))
+    with torch.inference_mode():
+        load_weights(decoder, folder)
+    held = held_tensors(decoder)
+    assert all(torch.equal(held[name](), wanted[name]) for name in held if "layers.0.self_attn" in name)
 
 
 def test_a_rank_reads_only_its_rows_of_bitsandbytes_codes(tmp_path, model, monkeypatch) -> None:
@@ -190,6 +211,32 @@ class TestRefusals:
             read_model_config(folder)
         assert "quantization=nf4" in str(refusal.value)
 
+    @pytest.mark.parametrize(
+        ("config", "named"),
+        [
+            ("nf4", "Expected `object`, got `str`"),
+            ({"quant_method": "fp8", "ignored_layers": "lm_head"}, r"ignored_layers"),
+            ({"quant_method": "compressed-tensors", "ignore": "lm_head"}, r"\$\.ignore"),
+            ({"quant_method": "compressed-tensors", "config_groups": {"W4A16": ["Linear"]}}, "config_groups"),
+            ({"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": "Linear"}}}, "targets"),
+            ({"quant_method": "compressed-tensors", "kv_cache_scheme": [8]}, "kv_cache_scheme"),
+            ({"quant_method": "gptq", "dynamic": {"+:a": None}}, "dynamic"),
+            ({"quant_method": ["awq"]}, "quant_method"),
+            ({"quant_method": "modelopt", "quantization": {"exclude_modules": [1]}}, "exclude_modules"),
+        ],
+    )
+    def test_settings_of_another_type_are_refused_by_their_key(self, tmp_path, model, config, named) -> None:
+        with pytest.raises(ConfigError, match=named):
+            read_model_config(with_config(model, tmp_path / "model", quantization_config=config))
+
+    def test_a_pattern_may_not_run_for_ever(self) -> None:
+        patterns, slow = NamePatterns(budget_s=0.05), r"(?:a|.|..|...)*Z?(?<!oj)$"
+        assert patterns.match("ignore", slow, "aaa")
+        with pytest.raises(ConfigError, match=r"ignore has the pattern '\(\?:a.*backtracking"):
+            patterns.match("ignore", slow, f"{'a' * 64}oj")
+        with pytest.raises(ConfigError, match="backtracking"):
+            patterns.match("ignore", "b", "b")  # The budget is for all patterns.
+
     def test_a_checkpoint_is_not_quantized_twice(self) -> None:
         stored = Quantization(rounding=NF4Scheme())
         assert resolved(stored, None) is resolved(stored, "nf4") is stored
@@ -212,6 +259,10 @@ class TestRefusals:
             ("state", {}),
             ("blocksize", {"blocksize": 32}),
             ("no blocks", {"blocksize": 0}),
+            ("no number", {"nested_offset": float("nan")}),
+            ("negative sizes", {"shape": [-128, -64]}),
+            ("deep", {}),
+            ("vast state", {}),
             ("a vast block", {"blocksize": 2**60}),
             ("vast blocks of blocks", {"nested_blocksize": 2**55}),
             ("absmax", {}),
@@ -231,6 +282,10 @@ class TestRefusals:
         tensors[key] = torch.tensor(list(json.dumps(changed).encode()), dtype=torch.uint8)
         if damage == "state":
             tensors[key] = tensors[key][:-3]
+        elif damage == "deep":
+            tensors[key] = torch.tensor(list(b"[" * 60_000), dtype=torch.uint8)
+        elif damage == "vast state":
+            tensors[key] = torch.zeros(1 << 40, 0, dtype=torch.uint8)
         elif damage == "a vast block":
             tensors[f"{name}.absmax"] = tensors[f"{name}.absmax"][:1]
             tensors[f"{name}.nested_absmax"] = tensors[f"{name}.nested_absmax"][:1]

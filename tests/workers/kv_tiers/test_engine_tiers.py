@@ -277,6 +277,7 @@ def test_without_tiers_there_is_nothing_of_them(base) -> None:
     ("options", "message"),
     [
         ({"kv_host_gib": -1}, "kv_host_gib=-1 must be a number of GiB"),
+        ({"kv_host_gib": 1e300}, r"kv_host_gib=1e\+300 must be a number of GiB in \[0, 1048576\]"),
         ({"kv_host_gib": 1, "enable_prefix_caching": False}, "no use with enable_prefix_caching=False"),
         ({"kv_host_gib": 1, "kv_disk_gib": 1}, "kv_disk_gib has no use without kv_disk_dir"),
         ({"kv_host_gib": 1, "kv_disk_dir": "/tmp"}, "kv_disk_dir has no use without kv_disk_gib"),

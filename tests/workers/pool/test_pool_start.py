@@ -127,21 +127,47 @@ def test_flashinfer_speaks_against_sharing_only_if_it_would_serve(
     assert select.may_use_flashinfer(spec, name, has_fixed_order=has_fixed_order) is expected
 
 
-def test_an_engine_without_memory_to_share_starts_again_with_fixed_shares(
-    monkeypatch: pytest.MonkeyPatch, fleet
+class EmptyPool(pool_start.PoolStart):
+    """A pool whose KV cache has nothing to lend, without a GPU's memory. Its adapters have memory for one of them."""
+
+    def __init__(self, *_: object) -> None:
+        self.arena = self.groups = self.shares = self._bounds = None
+
+    def own_bytes(self, _: LoRAConfig, largest: int) -> int:
+        return largest
+
+    def divide(self, *_: int, rounds_up: bool) -> int:
+        raise NothingToShare(f"nothing can be lent, rounds_up={rounds_up}")
+
+
+def test_an_engine_without_memory_to_share_has_fixed_shares_and_reads_its_weights_once(
+    monkeypatch: pytest.MonkeyPatch, fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tried: list[bool | None] = []
+    caplog.set_level(logging.INFO)
+    loads: list[object] = []
 
-    def build(config: EngineConfig, *_: object) -> str:
-        assert config.lora is not None
-        tried.append(config.lora.share_lora_memory)
-        if config.lora.share_lora_memory is not False:
-            raise NothingToShare("nothing can be lent")
-        return "rank"
+    def load(*arguments: object) -> object:
+        loads.append(arguments)
+        return load_model(*arguments)
 
-    monkeypatch.setattr(startup, "_build_rank", build)
-    config = EngineConfig(str(fleet("llama3").base), device="cpu", lora=LoRAConfig())
-    assert startup.build_rank(config) == "rank" and tried == [None, False]
+    load_model = startup.load_model
+    monkeypatch.setattr(startup, "load_model", load)
+    config = EngineConfig(str(fleet("llama3").base), device="cpu", kv_cache_tokens=512, lora=LoRAConfig(max_loras=3))
+    fixed = startup.build_rank(config)
+    monkeypatch.setattr(startup, "start_pool", EmptyPool)
+    loads.clear()
+    rank = startup.build_rank(config)
+    assert len(loads) == 1 and rank.pool is None and "nothing can be lent" in caplog.text
+    for built in (fixed, rank):
+        assert built.slots is not None and built.loader is not None
+        built.loader.stop()
+    memory, right = rank.slots.policy.memory, fixed.slots.policy.memory
+    assert (memory.num_bytes, memory.most_bytes, memory.free_ranges) == (
+        right.num_bytes,
+        right.most_bytes,
+        right.free_ranges,
+    )
+    assert rank.num_blocks == fixed.num_blocks
     with pytest.raises(NothingToShare):
         startup.build_rank(replace(config, lora=LoRAConfig(share_lora_memory=True)))
 

@@ -70,6 +70,14 @@ def test_a_block_larger_than_the_memory_is_refused_with_bytes_bound_and_remedy()
         LoRAMemory(100).check(101, "big")
 
 
+@pytest.mark.parametrize("num_bytes", [101, 491_520, 2**30 // 1000 + 1])
+def test_the_remedy_for_a_block_that_is_too_large_is_enough(num_bytes: int) -> None:
+    with pytest.raises(AdapterTooLarge) as refusal:
+        LoRAMemory(100).check(num_bytes, "big")
+    gib = float(refusal.value.message.split("to at least ")[1].split()[0])
+    LoRAMemory(int(gib * 2**30)).check(num_bytes, "big")
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_two_blocks_share_a_byte_and_each_matrix_lies_in_one_range(seed: int) -> None:
     random, memory = Random(seed), LoRAMemory(1000)

@@ -197,6 +197,8 @@ def test_a_damaged_head_is_refused(base, tmp_path) -> None:
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ConfigError, match="needs a target of 7 layers or more; this one has 6"):
         made_engine(make_model(tmp_path / "six", "llama3", num_hidden_layers=6), folder)
+    with pytest.raises(ConfigError, match=r"speculative_config: the model '.*nowhere' is not a local folder"):
+        made_engine(base, tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="has no draft_vocab_size"):
         made_engine(base, base)
     with pytest.raises(ConfigError, match="not served with share_lora_memory"):

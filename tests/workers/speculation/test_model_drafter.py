@@ -18,6 +18,7 @@ from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from s3_server import BUCKET, KEY, SECRET, RadosGateway, write_credentials
 from stepped_engine import SteppedEngine
 from tests.workers.speculation.drafting import speculate
+from tests.workers.speculation.eagle_reference import make_head
 from tiny_models import make_model
 
 LENGTH = 30
@@ -325,5 +326,9 @@ def test_models_that_cannot_draft_are_refused(fleet, tmp_path) -> None:
     dynamic = make_model(tmp_path / "dynamic", "llama3", rope_parameters=scaling)
     with pytest.raises(ConfigError, match=r"draft model .* rotates all keys anew .* Give another one"):
         made_engine(base, dynamic)
+    with pytest.raises(ConfigError, match=r"is an EAGLE-3 head, not a model\. Give method='eagle3'"):
+        made_engine(base, make_head(tmp_path / "head"))
+    with pytest.raises(ConfigError, match=r"speculative_config: model '.*nowhere' is not a folder"):
+        made_engine(base, tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="not served with share_lora_memory"):
         made_engine(base, base, lora=LoRAConfig(share_lora_memory=True))

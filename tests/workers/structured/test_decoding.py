@@ -93,6 +93,14 @@ def test_what_would_not_be_enforced_is_refused_with_its_place(played: Played, pa
     assert refused.value.param == "response_format"
 
 
+@pytest.mark.parametrize(
+    "given", [schema({"$ref": "#"}), structured_spec.grammar("start: start", "g")], ids=["schema", "grammar"]
+)
+def test_what_no_text_can_match_is_refused_in_words(played: Played, given: structured_spec.StructuredOutputs):
+    with pytest.raises(InvalidRequest, match="cannot be enforced: no text can match it"):
+        played.begin(given)
+
+
 LIGHTLY = {"x-guidance": {"lenient": True}}
 
 

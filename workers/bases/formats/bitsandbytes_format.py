@@ -35,6 +35,8 @@ _STATE = r"weight\.quant_state\.bitsandbytes__(?:nf4|fp4)"
 INT8 = ScaledScheme("int8", torch.int8, rounds_x=False)
 LARGEST_CODE = 127
 MOST_BLOCK = 4096  # Largest blocksize of bitsandbytes.
+BOOK_SIZE = 16
+MOST_STATE_BYTES = 1 << 16  # of a linear's JSON, which has some 150
 BITS = ("load_in_4bit", "_load_in_4bit", "load_in_8bit", "_load_in_8bit")
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -59,7 +61,11 @@ class BitsandbytesFormat:
     def __init__(self, config: Mapping[str, Any], linears: StoredLinears) -> None:
         if not any(config.get(key) for key in BITS):
             raise UnsupportedModel(f"quantization_config: bitsandbytes has none of {', '.join(BITS)}. {REMEDY}")
-        self.schemes: dict[str, Scheme] = dict.fromkeys(linears.with_tensor(re.compile(_STATE)), NF4Scheme())
+        self.schemes: dict[str, Scheme] = {}
+        for module in linears.with_tensor(re.compile(_STATE)):
+            linear = linears.linear(module)
+            book = tuple(_book(linear).tolist())
+            self.schemes[module] = NF4Scheme(book=book, dtype=getattr(torch, _state(linear).dtype))
         self.schemes |= dict.fromkeys(linears.with_tensor(re.compile("SCB")), INT8)
 
     def matrix(self, linear: LinearTensors) -> QuantizedMatrix:
@@ -67,7 +73,7 @@ class BitsandbytesFormat:
 
 
 def _eight_bits(linear: LinearTensors) -> ScaledMatrix:
-    if "weight_format" in linear and linear.tensor("weight_format").any():
+    if "weight_format" in linear and linear.tensor("weight_format", 1).any():
         raise ConfigError(
             f"{linear.path('weight_format')} is not 0: the codes' order is that of an old GPU. Quantize it again.",
             "model",
@@ -75,12 +81,13 @@ def _eight_bits(linear: LinearTensors) -> ScaledMatrix:
     return scaled_matrix(linear, torch.int8, BY_ROW, "SCB", 1 / LARGEST_CODE)
 
 
-def _four_bits(linear: LinearTensors) -> NF4Matrix:
+def _state(linear: LinearTensors) -> _State:
     kind = "nf4" if "weight.quant_state.bitsandbytes__nf4" in linear else "fp4"
-    name, packed_state = linear.path("weight"), linear.tensor(f"weight.quant_state.bitsandbytes__{kind}")
+    name = linear.path("weight")
+    packed_state = linear.tensor(f"weight.quant_state.bitsandbytes__{kind}", MOST_STATE_BYTES)
     try:
         state = msgspec.convert(json.loads(bytes(packed_state.flatten().tolist())), _State)
-    except (ValueError, TypeError) as error:  # msgspec's errors are ValueErrors too
+    except (ValueError, TypeError, RecursionError) as error:  # msgspec's errors are ValueErrors too
         raise ConfigError(f"{name}: its bitsandbytes state cannot be read: {error}", "model") from None
     if not BLOCK <= state.blocksize <= MOST_BLOCK or state.blocksize % BLOCK:
         raise ConfigError(
@@ -88,20 +95,40 @@ def _four_bits(linear: LinearTensors) -> NF4Matrix:
             "supported. Quantize it again.",
             "model",
         )
-    outputs, inputs = state.shape
-    packed = linear.stored("weight")
-    if not packed.get_shape() or packed.get_shape()[1:] not in ([], [1]):  # Old versions stored a row.
-        packed = TensorInMemory(packed[...].flatten())
-    number_bytes = packed[(slice(0, 1),)].element_size()
-    num_bytes = prod(packed.get_shape()) * number_bytes
-    absmax_B, book = _absmax(linear, state), linear.tensor("weight.quant_map").float()
-    blocks = -(-outputs * inputs // state.blocksize)
-    if outputs * inputs != 2 * num_bytes or absmax_B.shape != (blocks,) or book.shape != (16,):
+    return state
+
+
+def _book(linear: LinearTensors) -> Tensor:
+    """Returns the values that codes stand for, float32 [16]."""
+    book = linear.tensor("weight.quant_map", BOOK_SIZE).float()
+    if book.shape != (BOOK_SIZE,) or not book.isfinite().all():
         raise ConfigError(
-            f"{name}: {num_bytes} bytes, {absmax_B.numel()} absmax values and a codebook of {book.numel()} "
-            f"entries do not match a weight of {outputs} x {inputs} values in blocks of {state.blocksize}.",
+            f"{linear.path('weight')}: its codebook has shape {list(book.shape)} or numbers that are not finite; it "
+            f"must have {BOOK_SIZE} numbers. Quantize it again.",
             "model",
         )
+    return book
+
+
+def _four_bits(linear: LinearTensors) -> NF4Matrix:
+    name, state, book = linear.path("weight"), _state(linear), _book(linear)
+    outputs, inputs = state.shape
+    packed = linear.stored("weight")
+    packed_shape = packed.get_shape()
+    number_bytes = packed[tuple(slice(0, 1) for _ in packed_shape) if packed_shape else ...].element_size()
+    num_bytes, blocks = prod(packed_shape) * number_bytes, -(-outputs * inputs // state.blocksize)
+    fits = outputs > 0 and inputs > 0 and outputs * inputs == 2 * num_bytes
+    absmax_B = _absmax(linear, state, blocks if fits else 0)
+    if not fits or absmax_B.shape != (blocks,):
+        raise ConfigError(
+            f"{name}: {num_bytes} bytes and {absmax_B.numel()} absmax values do not match a weight of {outputs} x "
+            f"{inputs} values in blocks of {state.blocksize}. Quantize it again.",
+            "model",
+        )
+    if not absmax_B.isfinite().all():
+        raise ConfigError(f"{name}: its absmax has NaN or infinite numbers. Quantize it again.", "model")
+    if packed_shape[1:] not in ([], [1]):  # Old versions stored a row.
+        packed = TensorInMemory(packed[...].flatten())
     codes = _Codes(packed, number_bytes, inputs)
     return NF4Matrix(codes, absmax_B, book, (outputs, inputs), getattr(torch, state.dtype), state.blocksize)
 
@@ -123,11 +150,13 @@ class _Codes:
         return torch.stack([packed_N >> 4, packed_N & 15], dim=1).view(-1, self.inputs)[:, columns]
 
 
-def _absmax(linear: LinearTensors, state: _State) -> Tensor:
-    absmax_B = linear.tensor("weight.absmax")
+def _absmax(linear: LinearTensors, state: _State, blocks: int) -> Tensor:
+    """Returns the magnitudes as the file has them, which are at most one for each of so many blocks."""
+    absmax_B = linear.tensor("weight.absmax", blocks)
     if "weight.nested_absmax" not in linear:
         return absmax_B.float()
-    book, outer = linear.tensor("weight.nested_quant_map").float(), linear.tensor("weight.nested_absmax").float()
+    book = linear.tensor("weight.nested_quant_map", 256).float()
+    outer = linear.tensor("weight.nested_absmax", blocks).float()
     size = state.nested_blocksize or 0
     if (
         absmax_B.dtype != torch.uint8

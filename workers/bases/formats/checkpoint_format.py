@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 from torch import Tensor
@@ -80,9 +81,17 @@ class LinearTensors:
             raise ConfigError(f"{self.path(leaf)} is missing, which this quantized linear needs.", "model")
         return self.open(self.path(leaf))
 
-    def tensor(self, leaf: str) -> Tensor:
-        """Reads the whole tensor. Raises ConfigError if it is missing."""
-        return self.stored(leaf)[...]
+    def tensor(self, leaf: str, most: int) -> Tensor:
+        """Reads a whole tensor of at most that many numbers. Raises ConfigError if it is missing or has more."""
+        stored = self.stored(leaf)
+        shape = stored.get_shape()
+        if max(prod(shape), *shape, 0) > most:  # An empty tensor may have a vast size as well.
+            raise ConfigError(
+                f"{self.path(leaf)} has shape {shape}, where this linear has at most {most:,} numbers. Download or "
+                "export the checkpoint again.",
+                "model",
+            )
+        return stored[...]
 
 
 class StoredLinears:

@@ -16,6 +16,7 @@ from lorafleet.protocol.errors import ConfigError, UnsupportedModel
 from lorafleet.workers.bases.formats.checkpoint_format import REMEDY, LinearTensors, StoredLinears
 from lorafleet.workers.bases.formats.compressed_floats import INPUT_BITS, StoredNumbers, stored_numbers
 from lorafleet.workers.bases.formats.pack_quantized import as_stored, int_scheme, pack_quantized
+from lorafleet.workers.bases.formats.quantization_settings import NamePatterns
 from lorafleet.workers.bases.text_part import spellings
 
 KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -28,8 +29,8 @@ class CompressedTensorsFormat:
     stacked: frozenset[str] = frozenset()
 
     def __init__(self, config: Mapping[str, Any], linears: StoredLinears) -> None:
-        kv_scheme = config.get("kv_cache_scheme") or KV_SCHEME
-        if not KV_SCHEME.items() <= kv_scheme.items():
+        kv_scheme = config.get("kv_cache_scheme")
+        if kv_scheme and not _is_static_fp8(kv_scheme):
             raise UnsupportedModel(f"quantization_config: kv_cache_scheme={kv_scheme} is not supported. {REMEDY}")
         for other in ("sparsity_config", "transform_config"):
             if config.get(other):
@@ -37,15 +38,16 @@ class CompressedTensorsFormat:
         stored_as = config.get("format")
         groups = [_Group(name, group, stored_as) for name, group in (config.get("config_groups") or {}).items()]
         ignored = config.get("ignore") or []
+        patterns = NamePatterns()
         self._numbers: dict[str, StoredNumbers] = {}
         for module, name in linears.file_names(linears.with_tensor(re.compile("weight_scale")), "weight_scale"):
-            if _best_match(name, ignored) is not None:
+            if _best_match(name, ignored, "ignore", patterns) is not None:
                 raise ConfigError(
                     f"{name} is stored quantized, but quantization_config's ignore says that it is not. Correct "
                     "config.json.",
                     "model",
                 )
-            numbers = _group_of(name, groups).numbers
+            numbers = _group_of(name, groups, patterns).numbers
             if isinstance(numbers.scheme, IntScheme):
                 numbers = _packed_ints(as_stored(numbers.scheme, linears.linear(module)))
             self._numbers[module] = numbers
@@ -83,9 +85,10 @@ def _packed_ints(scheme: IntScheme) -> StoredNumbers:
     return StoredNumbers(scheme, lambda linear: pack_quantized(linear, scheme))
 
 
-def _group_of(name: str, groups: Iterable[_Group]) -> _Group:
+def _group_of(name: str, groups: Iterable[_Group], patterns: NamePatterns) -> _Group:
     """Returns the linear's group. Targets that name it come before patterns, and patterns before classes."""
-    ranked = [(rank, group) for group in groups if (rank := _best_match(name, group.targets)) is not None]
+    found = ((_best_match(name, group.targets, "targets", patterns), group) for group in groups)
+    ranked = [(rank, group) for rank, group in found if rank is not None]
     if not ranked:
         raise ConfigError(
             f"{name} is stored quantized, but none of quantization_config's config_groups has it as a target. Correct "
@@ -95,16 +98,19 @@ def _group_of(name: str, groups: Iterable[_Group]) -> _Group:
     return min(ranked, key=lambda found: found[0])[1]
 
 
-def _best_match(name: str, targets: Iterable[str]) -> int | None:
-    """Returns how exactly a target means the linear (0 is most exact), or None if none does."""
-    ranks = [r for target in targets for spelled in spellings(name) if (r := _match(spelled, target)) is not None]
-    return min(ranks, default=None)
+def _best_match(name: str, targets: Iterable[str], field: str, patterns: NamePatterns) -> int | None:
+    """Returns how exactly a target means the linear (0 is most exact), or None if none does.
 
+    `field` is the key that has the targets.
+    """
+    names = spellings(name)
 
-def _match(name: str, target: str) -> int | None:
-    if target.startswith("re:"):
-        return 1 if re.match(target.removeprefix("re:"), name) else None
-    return 0 if target == name else 2 if target == "Linear" else None
+    def rank(target: str) -> int | None:
+        if target.startswith("re:"):
+            return 1 if any(patterns.match(field, target.removeprefix("re:"), spelled) for spelled in names) else None
+        return 0 if target in names else 2 if target == "Linear" else None
+
+    return min((found for target in targets if (found := rank(target)) is not None), default=None)
 
 
 def quantizes_only_kv(config: Mapping[str, Any]) -> bool:
@@ -113,4 +119,8 @@ def quantizes_only_kv(config: Mapping[str, Any]) -> bool:
         return False
     if any(config.get(other) for other in ("sparsity_config", "transform_config")):
         return False
-    return KV_SCHEME.items() <= (config.get("kv_cache_scheme") or {}).items()
+    return _is_static_fp8(config.get("kv_cache_scheme"))
+
+
+def _is_static_fp8(kv_scheme: object) -> bool:
+    return isinstance(kv_scheme, Mapping) and all(kv_scheme.get(key) == value for key, value in KV_SCHEME.items())

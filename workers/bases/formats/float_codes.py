@@ -7,7 +7,7 @@ Only the scales are read at once. Codes are read when a rank takes its part, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -64,18 +64,24 @@ def scaled_matrix(
     Scales are floats, or e8m0 as bytes. They are multiplied by `factor`.
     """
     shape = _matrix_shape(linear, "weight")
-    size = block[0] or shape[0], block[1] or shape[1]
+    size = min(block[0] or shape[0], shape[0]), min(block[1] or shape[1], shape[1])
     wanted = num_blocks(shape, size)
-    stored = linear.tensor(scale_leaf)
-    scale = exponent_values(linear.path(scale_leaf), stored) if stored.dtype == torch.uint8 else stored.float()
-    scale = _checked(linear.path(scale_leaf), scale)
-    if scale.numel() != prod(wanted) or _without_ones(scale.shape) != _without_ones(wanted):
+    scale_shape = linear.stored(scale_leaf).get_shape()
+    if prod(scale_shape) != prod(wanted) or _without_ones(scale_shape) != _without_ones(wanted):
         raise ConfigError(
-            f"{linear.path(scale_leaf)} has shape {list(scale.shape)}, but one scale for each {size[0]} x {size[1]} "
+            f"{linear.path(scale_leaf)} has shape {scale_shape}, but one scale for each {size[0]} x {size[1]} "
             f"numbers of a weight of {shape[0]} x {shape[1]} requires {list(wanted)}. Correct config.json, or export "
             "the checkpoint again.",
             "model",
         )
+    stored = linear.tensor(scale_leaf, prod(wanted))
+    if not stored.is_floating_point() and stored.dtype != torch.uint8:
+        raise ConfigError(
+            f"{linear.path(scale_leaf)} is stored as {stored.dtype}; scales are floats. Export the checkpoint again.",
+            "model",
+        )
+    scale = exponent_values(linear.path(scale_leaf), stored) if stored.dtype == torch.uint8 else stored.float()
+    scale = _checked(linear.path(scale_leaf), scale)
     codes = Codes(linear.path("weight"), linear.stored("weight"), code_dtype)
     return ScaledMatrix(codes, scale.view(wanted) * factor, shape, size)
 
@@ -101,7 +107,7 @@ def nvfp4_matrix(
 
     The second one divides the others in compressed-tensors, and multiplies them in ModelOpt.
     """
-    second = _checked(linear.path(second_leaf), linear.tensor(second_leaf).float())
+    second = _checked(linear.path(second_leaf), linear.tensor(second_leaf, 1).float())
     if second.numel() != 1 or not (second > 0).all():
         raise ConfigError(
             f"{linear.path(second_leaf)} must be one positive number. Export the checkpoint again.", "model"
@@ -109,8 +115,8 @@ def nvfp4_matrix(
     second = second.view(())
 
     def scales(stored: Tensor) -> Tensor:
-        first = _checked(linear.path(scale_leaf), stored.float())
-        return first / second if second_divides else first * second
+        first = stored.float()
+        return _checked(linear.path(scale_leaf), first / second if second_divides else first * second)
 
     stored = Codes(linear.path(scale_leaf), linear.stored(scale_leaf), FP8)
     return _e2m1_matrix(linear, packed_leaf, stored, scales, NV_GROUP)
@@ -138,9 +144,11 @@ def _e2m1_matrix(
 
 def _matrix_shape(linear: LinearTensors, leaf: str) -> tuple[int, int]:
     shape = linear.stored(leaf).get_shape()
-    if len(shape) != 2:
+    if len(shape) != 2 or 0 in shape:
         raise ConfigError(
-            f"{linear.path(leaf)} has shape {shape} instead of two dimensions. Export the checkpoint again.", "model"
+            f"{linear.path(leaf)} has shape {shape} instead of two dimensions of at least one. Export the checkpoint "
+            "again.",
+            "model",
         )
     return shape[0], shape[1]
 
@@ -162,5 +170,5 @@ def _checked(path: str, scale: Tensor) -> Tensor:
     return scale
 
 
-def _without_ones(shape: tuple[int, ...]) -> list[int]:
+def _without_ones(shape: Sequence[int]) -> list[int]:
     return [size for size in shape if size != 1]

@@ -14,13 +14,20 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import msgspec
-import torch
+from torch import Tensor
 
 from lorafleet.kernels.quant.base_weight import Scheme
 from lorafleet.kernels.quant.int_weight import Bits, IntScheme
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
 from lorafleet.workers.bases.formats.checkpoint_format import REMEDY, LinearTensors, StoredLinears
-from lorafleet.workers.bases.formats.packed_ints import PackedInts, dtype_of_matrix, group_of_columns
+from lorafleet.workers.bases.formats.packed_ints import (
+    PackedInts,
+    dtype_of_matrix,
+    group_of_columns,
+    num_ordered_groups,
+    stored_groups,
+)
+from lorafleet.workers.bases.formats.quantization_settings import NamePatterns
 from lorafleet.workers.bases.text_part import spellings
 
 ONES = {4: 0x11111111, 8: 0x01010101}  # one in each number of an int32
@@ -52,8 +59,9 @@ class GPTQFormat:
         self._is_v1 = stored_as == "gptq"
         self._numbers: dict[str, _Numbers] = {}
         self.schemes: dict[str, Scheme] = {}
+        patterns = NamePatterns()
         for module, name in linears.file_names(linears.with_tensor(re.compile("qweight")), "qweight"):
-            numbers = _numbers(name, config)
+            numbers = _numbers(name, config, patterns)
             self._numbers[module] = numbers
             self.schemes[module] = _scheme(linears.linear(module), numbers)
 
@@ -61,15 +69,11 @@ class GPTQFormat:
         return _packed(linear, self._numbers[linear.module], self._is_v1)
 
 
-def _numbers(name: str, config: Mapping[str, Any]) -> _Numbers:
+def _numbers(name: str, config: Mapping[str, Any], patterns: NamePatterns) -> _Numbers:
     own = dict(config)
     for pattern, changes in (config.get("dynamic") or {}).items():
         prefix, bare = (pattern[:2], pattern[2:]) if pattern[:2] in ("-:", "+:") else ("", pattern)
-        try:
-            matches = any(re.match(bare, spelled) for spelled in spellings(name))
-        except re.error as error:
-            raise ConfigError(f"quantization_config: dynamic has the pattern {pattern!r}: {error}.", "model") from None
-        if not matches:
+        if not any(patterns.match("dynamic", bare, spelled) for spelled in spellings(name)):
             continue
         if prefix == "-:":
             raise ConfigError(
@@ -100,11 +104,8 @@ def _scheme(linear: LinearTensors, numbers: _Numbers) -> IntScheme:
     scale = linear.stored("scales")
     dtype = dtype_of_matrix(linear.path("scales"), scale)
     bits, groups = cast(Bits, numbers.bits), scale.get_shape()[0]
-    ordered = 0
-    if "g_idx" in linear:
-        group_D = linear.tensor("g_idx").cpu().long()
-        is_run = torch.equal(group_D, torch.arange(len(group_D)) // (numbers.group or len(group_D)))
-        ordered = 0 if is_run else groups
+    own_groups = _own_groups(linear, _inputs(linear, bits))
+    ordered = num_ordered_groups(linear.path("qweight"), own_groups, groups, numbers.group)
     return IntScheme(bits, numbers.group, not numbers.sym, ordered, dtype)
 
 
@@ -115,7 +116,7 @@ def _packed(linear: LinearTensors, numbers: _Numbers, is_v1: bool) -> PackedInts
     if any(len(stored.get_shape()) != 2 for stored in (code, zero, scale)):
         raise ConfigError(f"{linear.path('qweight')}, its qzeros and its scales must be matrices.", "model")
     (rows, outputs), (groups, scaled) = code.get_shape(), scale.get_shape()
-    inputs = rows * per_int
+    inputs = _inputs(linear, bits)
     if scaled != outputs or zero.get_shape() != [groups, -(-outputs // per_int)]:
         raise ConfigError(
             f"{linear.path('qweight')} has shape {[rows, outputs]}, its scales {[groups, scaled]} and its qzeros "
@@ -123,8 +124,7 @@ def _packed(linear: LinearTensors, numbers: _Numbers, is_v1: bool) -> PackedInts
             "or the file is damaged.",
             "model",
         )
-    own_groups = linear.tensor("g_idx").cpu() if "g_idx" in linear else None
-    group_D = group_of_columns(linear.path("qweight"), own_groups, inputs, groups, numbers.group)
+    group_D = group_of_columns(linear.path("qweight"), _own_groups(linear, inputs), inputs, groups, numbers.group)
     return PackedInts(
         linear.path("qweight"),
         (outputs, inputs),
@@ -138,3 +138,14 @@ def _packed(linear: LinearTensors, numbers: _Numbers, is_v1: bool) -> PackedInts
         zero_offset=ONES[bits] if is_v1 else 0,
         is_checked_symmetric=numbers.sym,
     )
+
+
+def _inputs(linear: LinearTensors, bits: Bits) -> int:
+    """Returns the number of inputs that the codes stand for, or 0 if they are no matrix."""
+    shape = linear.stored("qweight").get_shape()
+    return shape[0] * (32 // bits) if len(shape) == 2 else 0
+
+
+def _own_groups(linear: LinearTensors, inputs: int) -> Tensor | None:
+    """Returns each input's group as the file has it, or None if groups are runs."""
+    return stored_groups(linear, "g_idx", inputs) if "g_idx" in linear else None

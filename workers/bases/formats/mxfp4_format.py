@@ -31,6 +31,7 @@ from lorafleet.workers.bases.stored_tensors import Stored
 STACKED = re.compile(r"model\.(.+\.experts)\.(gate_up|down)_proj_(blocks|scales)")
 LEAVES = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}  # in the order of alternating rows
 BLOCK_BYTES = MX_GROUP // 2
+MOST_EXPERTS = 1 << 14  # of a layer, each of which gets a name; gpt-oss has 128
 
 
 class MXFP4Format:
@@ -80,9 +81,11 @@ class MXFP4Format:
 
 def _experts(name: str, linears: StoredLinears) -> int:
     shape = linears.stored(name).get_shape()
-    if len(shape) != 4:
+    if len(shape) != 4 or shape[0] > MOST_EXPERTS:
         raise ConfigError(
-            f"{name} has shape {shape} instead of four dimensions. Download the checkpoint again.", "model"
+            f"{name} has shape {shape} instead of four dimensions, the first of which is at most {MOST_EXPERTS:,}. "
+            "Download the checkpoint again.",
+            "model",
         )
     return shape[0]
 

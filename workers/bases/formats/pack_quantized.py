@@ -11,13 +11,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lorafleet.kernels.quant.int_weight import IntScheme
+from lorafleet.kernels.quant.int_weight import Bits, IntScheme
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.workers.bases.formats.checkpoint_format import LinearTensors
-from lorafleet.workers.bases.formats.packed_ints import PackedInts, dtype_of_matrix, group_of_columns
+from lorafleet.workers.bases.formats.packed_ints import (
+    INTEGERS,
+    PackedInts,
+    dtype_of_matrix,
+    group_of_columns,
+    num_ordered_groups,
+    stored_groups,
+)
 
 
 def int_scheme(weights: Mapping[str, Any]) -> IntScheme | None:
@@ -35,10 +41,9 @@ def int_scheme(weights: Mapping[str, Any]) -> IntScheme | None:
 def as_stored(scheme: IntScheme, linear: LinearTensors) -> IntScheme:
     """Returns the linear's own scheme, with the dtype of its scales and the order of its groups."""
     scale = linear.stored("weight_scale")
-    dtype, group_D = dtype_of_matrix(linear.path("weight_scale"), scale), _groups(linear)
-    ordered = 0
-    if group_D is not None and not torch.equal(group_D, torch.arange(len(group_D)) // (scheme.group or len(group_D))):
-        ordered = scale.get_shape()[-1]
+    dtype = dtype_of_matrix(linear.path("weight_scale"), scale)
+    group_D, groups = _groups(linear, scheme.bits), scale.get_shape()[1]
+    ordered = num_ordered_groups(linear.path("weight_packed"), group_D, groups, scheme.group)
     return replace(scheme, ordered_groups=ordered, dtype=dtype)
 
 
@@ -46,9 +51,8 @@ def pack_quantized(linear: LinearTensors, scheme: IntScheme) -> PackedInts:
     """Returns the linear's weight, unread. Raises ConfigError if its tensors do not match."""
     code, scale = linear.stored("weight_packed"), linear.stored("weight_scale")
     zero = linear.stored("weight_zero_point") if scheme.has_zeros else None
-    name, shape, per_int = linear.path("weight_packed"), linear.tensor("weight_shape").tolist(), 32 // scheme.bits
-    groups = scale.get_shape()[-1]
-    outputs, inputs = shape if len(shape) == 2 else (0, 0)
+    name, (outputs, inputs), per_int = linear.path("weight_packed"), _shape(linear), 32 // scheme.bits
+    groups = scale.get_shape()[1]  # as_stored() has seen that it is a matrix
     if (
         code.get_shape() != [outputs, -(-inputs // per_int)]
         or scale.get_shape() != [outputs, groups]
@@ -56,8 +60,8 @@ def pack_quantized(linear: LinearTensors, scheme: IntScheme) -> PackedInts:
     ):
         raise ConfigError(
             f"{name} has shape {code.get_shape()}, its scales {scale.get_shape()}, its zeros "
-            f"{None if zero is None else zero.get_shape()} and weight_shape {shape}, which do not match each other "
-            f"with {scheme.bits} bits. quantization_config's num_bits is wrong, or the file is damaged.",
+            f"{None if zero is None else zero.get_shape()} and weight_shape {[outputs, inputs]}, which do not match "
+            f"each other with {scheme.bits} bits. quantization_config's num_bits is wrong, or the file is damaged.",
             "model",
         )
     if "weight" in linear:
@@ -66,13 +70,28 @@ def pack_quantized(linear: LinearTensors, scheme: IntScheme) -> PackedInts:
         raise ConfigError(
             f"{name} has zero points, but quantization_config says symmetric. Correct config.json.", "model"
         )
-    group_D = group_of_columns(name, _groups(linear), inputs, groups, scheme.group)
+    group_D = group_of_columns(name, _groups(linear, scheme.bits), inputs, groups, scheme.group)
     return PackedInts(name, (outputs, inputs), scheme.bits, code, 1, scale, zero, group_D, is_transposed=False)
 
 
-def _groups(linear: LinearTensors) -> Tensor | None:
+def _groups(linear: LinearTensors, bits: Bits) -> Tensor | None:
     """Returns each input's group as the file has it, or None if groups are runs."""
     if "weight_g_idx" not in linear:
         return None
-    group_D = linear.tensor("weight_g_idx").cpu().long()
+    packed = linear.stored("weight_packed").get_shape()
+    most = packed[1] * (32 // bits) if len(packed) == 2 else 0  # inputs for which there are codes
+    group_D = stored_groups(linear, "weight_g_idx", min(_shape(linear)[1], most))
     return None if bool((group_D == -1).all()) else group_D
+
+
+def _shape(linear: LinearTensors) -> tuple[int, int]:
+    """Returns O and D. Raises ConfigError if weight_shape does not have two integers."""
+    shape_2 = linear.tensor("weight_shape", 2)
+    if shape_2.shape != (2,) or shape_2.dtype not in INTEGERS:
+        raise ConfigError(
+            f"{linear.path('weight_shape')} is {shape_2.dtype} with shape {list(shape_2.shape)}; it must have two "
+            "integers. Export the checkpoint again.",
+            "model",
+        )
+    outputs, inputs = shape_2.tolist()
+    return outputs, inputs

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from lorafleet.kernels.quant.int_weight import Bits, IntMatrix
 from lorafleet.protocol.errors import ConfigError
+from lorafleet.workers.bases.formats.checkpoint_format import LinearTensors
 from lorafleet.workers.bases.stored_tensors import Stored
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+INTEGERS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,26 +132,54 @@ def dtype_of_matrix(name: str, stored: Stored) -> torch.dtype:
     return dtype
 
 
+def stored_groups(linear: LinearTensors, leaf: str, inputs: int) -> Tensor:
+    """Reads each column's group, int64 [D]. Raises ConfigError if the tensor has not one integer for each column."""
+    stored = linear.stored(leaf)
+    shape = stored.get_shape()
+    dtype = stored[(slice(0, 1),)].dtype if shape == [inputs] and inputs else None
+    if dtype not in INTEGERS:
+        raise ConfigError(
+            f"{linear.path(leaf)} is {dtype} with shape {shape}; it must have one integer for each of {inputs} inputs. "
+            "quantization_config's bits is wrong, or the file is damaged.",
+            "model",
+        )
+    return stored[...].cpu().long()
+
+
+def num_ordered_groups(linear_name: str, stored: Tensor | None, groups: int, size: int | None) -> int:
+    """Returns IntScheme.ordered_groups, 0 if groups are runs of `size` columns. The arguments and errors are those of
+    group_of_columns()."""
+    if stored is None or torch.equal(stored, _runs(len(stored), size)):
+        return 0
+    group_of_columns(linear_name, stored, len(stored), groups, size)  # Memory is allocated by this number of groups.
+    return groups
+
+
+def _runs(inputs: int, size: int | None) -> Tensor:
+    return torch.arange(inputs) // min(size or inputs, inputs)  # A size from config.json may have more than 64 bits.
+
+
 def group_of_columns(linear_name: str, stored: Tensor | None, inputs: int, groups: int, size: int | None) -> Tensor:
     """Returns each column's group, int64 [D]. Raises ConfigError if it is not one of the groups.
 
     Args:
-        stored: the file's own groups, or None if they are runs of `size` columns.
+        stored: stored_groups() of the file, or None if they are runs of `size` columns.
         size: columns of a group in config.json; None means whole rows.
     """
-    expected = -(-inputs // (size or inputs))
-    if groups != expected:
+    expected = -(-inputs // (size or max(inputs, 1)))
+    if groups != expected or not inputs:
         raise ConfigError(
             f"{linear_name} has {groups} groups of scales for {inputs} inputs; quantization_config's group_size="
             f"{size or -1} requires {expected}. Correct config.json, or export the checkpoint again.",
             "model",
         )
     if stored is None:
-        return torch.arange(inputs) // (size or inputs)
-    if stored.shape != (inputs,) or not 0 <= int(stored.min()) <= int(stored.max()) < groups:
+        return _runs(inputs, size)
+    first, last = int(stored.min()), int(stored.max())
+    if not 0 <= first <= last < groups:
         raise ConfigError(
-            f"{linear_name}: g_idx has shape {list(stored.shape)} and values from {int(stored.min())} to "
-            f"{int(stored.max())}; it must assign each of {inputs} inputs to one of {groups} groups.",
+            f"{linear_name}: g_idx has values from {first} to {last}; it must assign each of {inputs} inputs to one of "
+            f"{groups} groups. Quantize the model again.",
             "model",
         )
-    return stored.long()
+    return stored

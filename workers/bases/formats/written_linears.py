@@ -58,7 +58,7 @@ class NF4Written:
         rows, columns = (slice(0, size) for size in matrix.shape)
         code = matrix.code[rows, columns].flatten()
         first = first_row * self._inputs
-        self._packed[first // 2 : (first + len(code)) // 2, 0] = (code[::2] << 4) | code[1::2]
+        self._packed[first // 2 : (first + len(code)) // 2, 0] = torch.add(code[1::2], code[::2], alpha=16)
         self._absmax_B[first // BLOCK :][: len(matrix.absmax_B)] = matrix.absmax_B
 
     def tensors(self) -> dict[str, Tensor]:

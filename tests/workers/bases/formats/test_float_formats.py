@@ -106,6 +106,14 @@ def test_one_rank_answers_as_transformers_does_over_the_values(tmp_path, model, 
     assert_answers_as(served(folder), values, prompt)
 
 
+def test_modelopt_may_quantize_the_kv_cache_alone(tmp_path, model) -> None:
+    config = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    assert read_model_config(with_config(model, tmp_path / "fp8", quantization_config=config)).quantization is None
+    folder = with_config(model, tmp_path / "fp4", quantization_config=config | {"kv_cache_scheme": "NVFP4"})
+    with pytest.raises(UnsupportedModel, match="KV cache of NVFP4"):
+        read_model_config(folder)
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("config", "named"),
@@ -116,6 +124,7 @@ class TestRefusals:
             (NVFP4_SETTINGS | {"quant_algo": "NVFP4_AWQ"}, "NVFP4_AWQ"),
             (NVFP4_SETTINGS | {"group_size": 32}, "group_size=32"),
             (NVFP4_SETTINGS | {"kv_cache_scheme": {"num_bits": 4, "type": "float"}}, "KV cache"),
+            (NVFP4_SETTINGS | {"kv_cache_scheme": "NVFP4"}, "KV cache of NVFP4"),
             (compressed({"a": group(8, "float", "channel", symmetric=False)}, []), "symmetric"),
             (compressed({"a": group(8, "int", "channel", dynamic=True)}, []), "dynamic"),
             (compressed({"a": group(6, "float", "group", group_size=32)}, []), "'num_bits': 6"),
@@ -134,6 +143,25 @@ class TestRefusals:
         save_file(tensors | {f"{UP}.weight": plain[f"{UP}.weight"]}, folder / "model.safetensors")
         with pytest.raises(ConfigError, match=f"{UP}.weight is beside"):
             loaded(folder, 0, 1)
+
+    def test_a_linear_that_mixed_settings_do_not_name_or_cannot_have_is_refused(self, tmp_path, model) -> None:
+        folder, _ = float_checkpoint(model, tmp_path / "quantized", "modelopt, mixed")
+        config = json.loads((folder / "config.json").read_text())
+        layers = config["quantization_config"]["quantized_layers"]
+        own = layers.pop("model.layers.1.mlp")
+        for changed, named in (
+            ({}, r"up_proj is stored quantized, but quantization_config's quantized_layers does not name it"),
+            (
+                {"model.layers.1.mlp.up_proj": {"quant_algo": "W4A16_AWQ"}},
+                r"'W4A16_AWQ' for model.layers.1.mlp.up_proj",
+            ),
+            ({"model.layers.1.mlp.up_proj": own | {"group_size": 32}}, r"group_size=32 for model.layers.1.mlp.up_proj"),
+        ):
+            others = {f"model.layers.1.mlp.{name}_proj": own for name in ("gate", "down")}
+            config["quantization_config"]["quantized_layers"] = layers | others | changed
+            (folder / "config.json").write_text(json.dumps(config))
+            with pytest.raises(ConfigError, match=named):
+                read_model_config(folder)
 
     def test_an_fp4_kv_cache_of_hf_quant_config_is_refused(self, tmp_path, model) -> None:
         folder, _ = float_checkpoint(model, tmp_path / "quantized", "modelopt, FP8")
@@ -157,6 +185,10 @@ class TestRefusals:
             ("compressed-tensors, MXFP4", "weight_scale", lambda t: t.flatten(), "instead of two dimensions"),
             ("compressed-tensors, MXFP4", "weight_packed", lambda t: t[:, :-1], "one scale for each 32"),
             ("compressed-tensors, mixed", "weight_global_scale", lambda t: t * 0, "one positive number"),
+            ("compressed-tensors, mixed", "weight_global_scale", lambda t: t * 0 + 1e-44, "infinite"),
+            ("compressed-tensors, mixed", "weight_global_scale", lambda t: t.repeat(2), "at most 1 numbers"),
+            ("fp8, blocks", "weight", lambda t: t[:0], "at least one"),
+            ("fp8, blocks", "weight_scale_inv", lambda t: t.to(torch.complex64), "stored as torch.complex64"),
             ("compressed-tensors, mixed", "weight_packed", None, "is missing"),
             ("modelopt, NVFP4", "weight_scale", lambda t: t.float(), "stored as torch.float32"),
             ("modelopt, NVFP4", "weight_scale_2", None, "is missing"),

@@ -85,6 +85,12 @@ def test_ranks_have_their_parts_of_the_values(plain: Path, tmp_path: Path) -> No
         (lambda name, tensor: None if "down_proj_scales" in name else tensor, "down_proj_scales is missing"),
         (lambda name, tensor: None if "down_proj_blocks" in name else tensor, "lacks .* tensors"),
         (lambda name, tensor: tensor | 255 if "down_proj_scales" in name else tensor, "NaN"),
+        (
+            lambda name, tensor: (
+                torch.zeros(1 << 40, 2, 0, 16, dtype=torch.uint8) if "down_proj_bl" in name else tensor
+            ),
+            "at most 16,384",
+        ),
         (lambda name, tensor: tensor[..., :8].clone() if "down_proj_blocks" in name else tensor, "groups, 16"),
         (
             lambda name, tensor: tensor[:, :8].clone() if "down_proj" in name and "bias" not in name else tensor,
