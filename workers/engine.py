@@ -154,8 +154,13 @@ class Engine:
         self.runner.steps.late.run(is_idle=not self.has_work)
         began_s = time.perf_counter()
         outputs = StepOutputs(self._fail_all(self._adapters.poll()) + self._fail_all(self._pending.poll()))
+        if self.pipeline.has_drafts:  # The device must count what it accepts before others can follow.
+            outputs.others += self._choose()
         if self.pipeline.has_step and (
-            self.scheduler.may_preempt or self._controls.must_settle or self._drafts_need_tokens()
+            self.scheduler.may_preempt
+            or self.scheduler.memory.awaits_snapshot(self.scheduler.running)
+            or self._controls.must_settle
+            or self._drafts_need_tokens()
         ):
             outputs.others += self._choose()
             self._collect(outputs)
@@ -222,7 +227,9 @@ class Engine:
         if self._speculation is not None:
             num_drafts = sum(len(chunk.drafts) for chunk in step.chunks)
             is_ahead = num_drafts > 0 and any(UNKNOWN in chunk.drafts for chunk in step.chunks)
-            seconds = self._speculation.observe(step.shape, num_drafts, seconds, is_ahead=is_ahead)
+            seconds = self._speculation.observe(
+                step.shape, num_drafts, seconds, is_ahead=is_ahead, masked=step.masked_counts
+            )
         self.scheduler.budget.observe(step.shape, seconds)
 
     def _drafts_need_tokens(self) -> bool:

@@ -45,6 +45,7 @@ from lorafleet.workers.tp.rank_messages import (
     TakeMemory,
     WriteBlocks,
 )
+from lorafleet.workers.tp.shared_unread import share_unread
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ class FollowerLoop(threading.Thread):
         if isinstance(order, RunStep):
             if self._adapters is not None:
                 self._adapters.await_slots(order.generations)
-            self._steps.run(order.sent.plan(self._block_size))
+            self._run(order)
             if order.shares_tokens:
                 self._steps.share(len(order.sent.sampling))
             return
@@ -143,7 +144,7 @@ class FollowerLoop(threading.Thread):
             return
         if isinstance(order, RunDraftStep):
             assert self._draft_steps is not None, "these orders come only where a head drafts"
-            self._draft_steps.run(order.sent.plan(self._block_size), order.sources)
+            self._draft_steps.run_ordered(order)
             return
         if isinstance(order, MemoryOrder):
             self._move_memory(order)
@@ -161,6 +162,12 @@ class FollowerLoop(threading.Thread):
                 self._adapters.empty(order.slot)
             case ForgetShard():
                 self._adapters.forget(order.digest)
+
+    def _run(self, order: RunStep) -> None:
+        unread = None
+        if order.unread is not None:
+            unread, _ = share_unread(self._steps.model.group, order.unread, self._steps.device)
+        self._steps.run(order.sent.plan(self._block_size), unread=unread)
 
     def _move_memory(self, order: MemoryOrder) -> None:
         error = None

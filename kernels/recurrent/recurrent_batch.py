@@ -107,6 +107,16 @@ class RecurrentBatch:
         host = torch.tensor(values, dtype=torch.int32, pin_memory=self.numbers.is_cuda)
         self.numbers[: len(values)].copy_(host, non_blocking=True)
 
+    def correct(self, slot_N: Tensor, num_seqs: int) -> None:
+        """Queues other slots for the first sequences of a captured step after refill(). The host need not know them.
+
+        Args:
+            slot_N: The slots of so many sequences, int64, and then the kept ones of the first tokens, or none.
+        """
+        self.slot_B[:num_seqs].copy_(slot_N[:num_seqs])
+        if self.kept_T is not None:
+            self.kept_T[: len(slot_N) - num_seqs].copy_(slot_N[num_seqs:])
+
     def read(self, state_S: Tensor, sequences: slice | Tensor = slice(None)) -> Tensor:
         """Returns a copy of the states [B, ...] of these sequences, which are zero where a sequence begins."""
         found_B = state_S[self.slot_B[sequences].long()]

@@ -118,14 +118,14 @@ def test_a_sequence_whose_edits_fail_ends_alone_and_what_it_shares_of_its_prompt
     made = fleet("llama3")
     for overlap in (False, True):
         engine = build_engine(EngineConfig(str(made.base), kv_cache_tokens=1024, async_scheduling=overlap))
-        prepare = engine.runner._editor.prepare
+        upload = engine.runner._editor._upload
 
-        def trip(index: int, sequence: Sequence, prepare: Callable[[int, Sequence], object] = prepare) -> object:
+        def trip(sequence: Sequence, upload: Callable[[Sequence], object] = upload) -> object:
             if sequence.request_id == "trips":
                 raise IndexError("an index out of range")
-            return prepare(index, sequence)
+            return upload(sequence)
 
-        monkeypatch.setattr(engine.runner._editor, "prepare", trip)
+        monkeypatch.setattr(engine.runner._editor, "_upload", trip)
         for name, penalty in (("trips", 1.1), ("one", 1.0), ("two", 1.0)):
             params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, repetition_penalty=penalty)
             engine.add(EngineRequest(request_id=name, prompt_token_ids=prompt(60), params=params))

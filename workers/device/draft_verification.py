@@ -9,6 +9,7 @@ sampling is needed, and no answer depends on what was drafted.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from itertools import accumulate
@@ -40,11 +41,19 @@ class DraftVerification:
     accepted_S: Tensor  # Number of drafts that each sequence goes on with.
 
     @classmethod
-    def of(cls, number: int, sampling: Many[Chunk], token_B: Tensor, drawn_B: Tensor) -> DraftVerification:
+    def of(
+        cls,
+        number: int,
+        sampling: Many[Chunk],
+        token_B: Tensor,
+        drawn_B: Tensor,
+        num_masked: Mapping[Sequence, int] | None = None,
+    ) -> DraftVerification:
         """Compares the drafts of these chunks, which have the rows one after another.
 
         Args:
             token_B: The token that each row has computed: a sequence's own, or a draft.
+            num_masked: As in TokenMasks. No more drafts of these sequences are accepted.
         """
         counts = [len(chunk.drafts) for chunk in sampling]
         starts = list(accumulate((1 + count for count in counts), initial=0))
@@ -52,6 +61,9 @@ class DraftVerification:
             chunk.sequence: VerifiedRows(index, first, count)
             for index, (chunk, first, count) in enumerate(zip(sampling, starts, counts, strict=False))
         }
+        if num_masked:
+            pairs = zip(sampling, counts, strict=True)
+            counts = [min(count, num_masked.get(chunk.sequence, count)) for chunk, count in pairs]
         first_S, count_S = array_to_device(np.array([starts[:-1], counts]), token_B.device)
         return cls(number, rows, drawn_B, count_accepted(token_B, drawn_B, first_S, count_S, max(counts)))
 

@@ -1,28 +1,38 @@
 """Applies biases, minimal lengths, and lists of allowed and of banned tokens to logits before tokens are chosen, for
 all rows of a step at once, and keeps the counts of tokens from which penalties are computed with the choice.
 
-A sequence's ids and values are uploaded once, when it first samples. Its tokens are counted on the device
-(token_counts.py). So a row with edits costs the host a few numbers per step, and a step may be launched before the
-last one's tokens are known.
+A sequence's ids and values are uploaded once, when it first samples. What its edits depend on stays on the device, and
+goes on there with each token that is chosen: the counts of its tokens (token_counts.py), and how far it is in banned
+sequences (banned_sequences.py). So a row with edits costs the host a few numbers per step, and a step may be launched
+before the tokens and the length of the last one are known.
 """
 
-# B rows of logits · N of them with a list of allowed tokens · V vocabulary · S rows of counts
-# P rows whose choices are recorded · K single logits
+# B rows of logits · N of them with a list of allowed tokens · V vocabulary · S sequences that sample
+# P rows whose choices are counted · D rows behind drafts · K single logits
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lorafleet.kernels.sampling.draw_tokens import NO_COUNTS
 from lorafleet.protocol.sampling_params import SamplingParams
-from lorafleet.workers.device.banned_sequences import BannedSequences
-from lorafleet.workers.device.host_copy import to_device
+from lorafleet.workers.device.banned_sequences import (
+    AnswerRows,
+    BannedPlaces,
+    BannedProgress,
+    follow_drafts,
+    follow_drawn,
+    forbid,
+)
+from lorafleet.workers.device.host_copy import array_to_device, to_device
 from lorafleet.workers.device.token_counts import TokenCounts
-from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
+from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 
 NEVER = float("-inf")
 
@@ -37,11 +47,8 @@ class LogitEdits:
     stop_ids_K: Tensor | None
     allowed_ids_K: Tensor | None  # if set, all other tokens are forbidden
     banned_ids_K: Tensor | None  # tokens that are always forbidden
-    banned: BannedSequences | None = None  # set if some banned sequence has more than one token
-    last_token_1: Tensor | None = None  # a chosen token, int64, on the device; recorded for `banned` alone
-    num_recorded: int = 0  # number of answer tokens up to that one
+    banned: BannedProgress | None = None  # set if some banned sequence has more than one token
     counts_row: int = NO_COUNTS  # row of TokenCounts, while the sequence has penalties and holds it
-    num_counted: int = 0  # number of the sequence's tokens that the row has
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +57,29 @@ class EditedRow:
 
     index: int  # row of the logits
     edits: LogitEdits
-    num_generated: int  # number of answer tokens before the one that is chosen now, drafts included
-    banned_pairs: list[Tensor]  # int64 [2, K] each: a token, and the one that must not follow it
-    counts_row: int  # row of TokenCounts that has all tokens before the one that is chosen now, or NO_COUNTS
-    last_token_1: Tensor | None  # the last of these tokens, int64; set if there are banned_pairs
-    follows_draft: bool = False  # whether the last of these tokens is a draft
+    num_generated: int  # number of answer tokens before the one that is chosen now, with all drafts before it
+    sequence: int  # index of its sequence among those that sample
+    place: int = 0  # number of the step's drafts before it
+    # row of TokenCounts that has all tokens before the one that is chosen now, or NO_COUNTS
+    counts_row: int = NO_COUNTS
+    short_1: Tensor | None = None  # number of drafts of the step before that turn out to be wrong; set if any may be
+
+    @property
+    def first(self) -> int:
+        """The row behind the sequence's own last token."""
+        return self.index - self.place
+
+
+@dataclass(frozen=True, slots=True)
+class EditedStep:
+    """The edited rows of one step, those of a sequence in the order of its drafts."""
+
+    rows: list[EditedRow] = field(default_factory=list)
+    faults: list[tuple[Sequence, Exception]] = field(default_factory=list)  # Sequences that cannot go on, and why.
+
+    def without(self, first_rows: set[int]) -> list[EditedRow]:
+        """Returns the rows without those of the sequences that begin with these."""
+        return [row for row in self.rows if row.first not in first_rows] if first_rows else self.rows
 
 
 class LogitEditor:
@@ -68,37 +93,60 @@ class LogitEditor:
         """The token counts on the device, see kernels/sampling/penalties.py."""
         return self._counts.counts_SV
 
-    def prepare(self, index: int, sequence: Sequence) -> EditedRow | None:
-        """Returns the edits for the sequence's next sample in row `index`, with all of its tokens counted, or None if
-        it has none.
+    def prepare(
+        self, sampling: Many[Chunk], token_B: Tensor, short_by_sequence: Mapping[Sequence, Tensor] | None = None
+    ) -> EditedStep:
+        """Returns the edits for the rows of these chunks, which must be those of launched steps, one after another.
 
-        An exception concerns this sequence alone. The last step's tokens must have been counted.
+        A sequence that fails is computed without edits all the same, since others may share what the step computes of
+        its prompt. Its tokens are dropped.
+
+        Args:
+            token_B: The token that each of these rows computes, int64. The device alone need know it.
+            short_by_sequence: UnreadInputs.short_B of each sequence with a minimal length, [1].
         """
-        if not sequence.params.edits_logits:
-            return None
+        step, first = EditedStep(), 0
+        shorts = short_by_sequence or {}
+        for number, chunk in enumerate(sampling):
+            sequence = chunk.sequence
+            try:
+                if sequence.params.edits_logits:
+                    step.rows.extend(self._rows(chunk, first, number, shorts.get(sequence)))
+            except Exception as error:
+                step.faults.append((sequence, error))
+            first += chunk.num_sampled
+        if any(row.place for row in step.rows):
+            self._follow_drafts(step.rows, token_B)
+        return step
+
+    def _rows(self, chunk: Chunk, first: int, number: int, short_1: Tensor | None) -> list[EditedRow]:
+        """Returns the rows of one sequence, whose counts behind drafts are not filled yet."""
+        sequence = chunk.sequence
         edits = self._edits.get(sequence)
         if edits is None:
             edits = self._edits[sequence] = self._upload(sequence)
-        if sequence.params.penalizes:
-            self._hold_row(sequence, edits)
-        pairs = [] if edits.banned is None else edits.banned.pairs_after(sequence.tokens, sequence.num_prompt)
-        last_1 = self._last_token(sequence, edits) if pairs else None
-        return EditedRow(index, edits, sequence.num_generated, pairs, edits.counts_row, last_1)
+        if sequence.params.penalizes and not self._counts.holds(edits.counts_row, sequence):
+            edits.counts_row = self._counts.take(sequence)
+        num_generated = sequence.num_generated + sequence.num_unverified
+        rows = [EditedRow(first, edits, num_generated, number, 0, edits.counts_row, short_1)]
+        for place in range(1, chunk.num_sampled):
+            counts_row = NO_COUNTS if edits.counts_row == NO_COUNTS else self._counts.branch(edits.counts_row)
+            rows.append(EditedRow(first + place, edits, num_generated + place, number, place, counts_row, short_1))
+        return rows
 
-    def prepare_drafts(self, first: EditedRow, sequence: Sequence, drafts: Many[int]) -> list[EditedRow]:
-        """Returns the edits for the rows behind `first`, in which one more draft token precedes each choice."""
-        edits, rows = first.edits, [first]
-        for i, draft in enumerate(drafts):
-            counts_row = rows[-1].counts_row
-            if counts_row != NO_COUNTS:
-                counts_row = self._counts.branch(counts_row, draft)
-            pairs: list[Tensor] = []
-            if edits.banned is not None:
-                pairs = edits.banned.pairs_after([*sequence.tokens, *drafts[: i + 1]], sequence.num_prompt)
-            last_1 = to_device([draft], torch.int64, self._device) if pairs else None
-            place = first.index + i + 1, edits, first.num_generated + i + 1
-            rows.append(EditedRow(*place, pairs, counts_row, last_1, follows_draft=True))
-        return rows[1:]
+    def _follow_drafts(self, rows: Many[EditedRow], token_B: Tensor) -> None:
+        """Counts the drafts for the rows behind them, and finds how far they are in banned sequences."""
+        branches = [row for row in rows if row.place and row.counts_row != NO_COUNTS]
+        if branches:
+            copies = [[row.edits.counts_row for row in branches], [row.counts_row for row in branches]]
+            from_D, to_D = to_device(copies, torch.int64, self._device)
+            self._counts.copy(from_D, to_D)
+            added = [(row.counts_row, row.first + place) for row in branches for place in range(1, row.place + 1)]
+            row_P, index_P = array_to_device(np.array(added, np.int64).T.copy(), self._device)
+            self._counts.add(row_P, token_B[index_P])
+        answers = _answers(rows)
+        if answers:
+            follow_drafts(answers, token_B, max(row.place for row in rows))
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
@@ -114,16 +162,28 @@ class LogitEditor:
             logits_BV = logits_BV.float()
             values = [row.edits.bias_values_K for row in rows if row.edits.bias_values_K is not None]
             logits_BV[self._places(biased)] += torch.cat(values)
-        unstoppable = [
-            (row.index, row.edits.stop_ids_K)
-            for row in rows
-            if row.edits.stop_ids_K is not None and row.num_generated < row.edits.params.min_tokens
-        ]
-        if unstoppable:
-            logits_BV[self._places(unstoppable)] = NEVER
+        self._forbid_stops(logits_BV, rows)
         self._allow(logits_BV, rows)
         self._ban(logits_BV, rows)
         return logits_BV
+
+    def _forbid_stops(self, logits_BV: Tensor, rows: Many[EditedRow]) -> None:
+        """Forbids stop tokens to answers that are shorter than their minimal length, where their lengths are known, or
+        may be shorter if drafts turn out to be wrong."""
+        certain: list[tuple[int, Tensor]] = []
+        possible: list[tuple[int, Tensor, Tensor]] = []  # With whether the answer is too short, bool [1].
+        for row in rows:
+            stop_ids_K, num_missing = row.edits.stop_ids_K, row.edits.params.min_tokens - row.num_generated
+            if stop_ids_K is not None and num_missing > 0:
+                certain.append((row.index, stop_ids_K))
+            elif stop_ids_K is not None and row.short_1 is not None:
+                possible.append((row.index, stop_ids_K, row.short_1 > -num_missing))
+        if certain:
+            logits_BV[self._places(certain)] = NEVER
+        if possible:
+            places = self._places([(index, stop_ids_K) for index, stop_ids_K, _ in possible])
+            is_short_K = torch.cat([is_short_1.expand(len(ids_K)) for _, ids_K, is_short_1 in possible])
+            logits_BV[places] = logits_BV[places].masked_fill(is_short_K, NEVER)
 
     def _allow(self, logits_BV: Tensor, rows: Many[EditedRow]) -> None:
         allowed = [(row.index, row.edits.allowed_ids_K) for row in rows if row.edits.allowed_ids_K is not None]
@@ -138,71 +198,57 @@ class LogitEditor:
         banned = [(row.index, row.edits.banned_ids_K) for row in rows if row.edits.banned_ids_K is not None]
         if banned:
             logits_BV[self._places(banned)] = NEVER
-        paired = [(row, pairs_2K) for row in rows for pairs_2K in row.banned_pairs]
-        if paired:
-            lasts = [
-                row.last_token_1.expand(pairs_2K.shape[1]) for row, pairs_2K in paired if row.last_token_1 is not None
-            ]
-            index_K, token_K = self._places([(row.index, pairs_2K[1]) for row, pairs_2K in paired])
-            follows_K = torch.cat(lasts) == torch.cat([pairs_2K[0] for _, pairs_2K in paired])
-            # One place may be in several pairs, of which some do not apply. These add 0.
-            penalty_K = torch.zeros_like(follows_K, dtype=logits_BV.dtype).masked_fill_(follows_K, NEVER)
-            logits_BV.index_put_((index_K, token_K), penalty_K, accumulate=True)
+        longer = [(row.index, row.place, row.edits.banned) for row in rows if row.edits.banned is not None]
+        if longer:
+            forbid(logits_BV, longer)
 
-    def count(self, token_B: Tensor, rows: Many[EditedRow]) -> None:
-        """Counts the tokens that were chosen, and records those on which banned sequences depend.
+    def count(
+        self,
+        drawn_B: Tensor,
+        step: EditedStep,
+        accepted_S: Tensor | None = None,
+        late_rows: set[int] | None = None,
+    ) -> None:
+        """Takes in the tokens that were drawn, up to the one behind the last accepted draft.
 
-        A token that was chosen behind a draft may not count. If it does, prepare() counts it when the host knows it.
+        Args:
+            accepted_S: As in DraftVerification. None if the step has no drafts.
+            late_rows: First rows of the sequences that get no token.
         """
-        for row in rows:
-            if row.follows_draft and row.counts_row != NO_COUNTS:
+        for row in step.rows:
+            if row.place and row.counts_row != NO_COUNTS:
                 self._counts.release(row.counts_row)
-        rows = [row for row in rows if not row.follows_draft]
+        rows = step.without(late_rows or set())
         penalized = [row for row in rows if row.edits.params.penalizes]
         if penalized:
-            places = [[row.index for row in penalized], [row.counts_row for row in penalized]]
-            index_P, row_P = to_device(places, torch.int64, self._device)
-            self._counts.add(row_P, token_B[index_P])
-        for row in penalized:
-            row.edits.num_counted += 1
-        recorded = [row for row in rows if row.edits.banned is not None]
-        if recorded:
-            token_P = token_B[to_device([row.index for row in recorded], torch.int64, self._device)]
-            for place, row in enumerate(recorded):
-                row.edits.last_token_1 = token_P[place : place + 1]
-                row.edits.num_recorded = row.num_generated + 1
+            columns = [(row.index, row.edits.counts_row, row.sequence, row.place) for row in penalized]
+            index_P, row_P, sequence_P, place_P = array_to_device(np.array(columns, np.int64).T.copy(), self._device)
+            is_right_P = None if accepted_S is None else place_P <= accepted_S[sequence_P]
+            self._counts.add(row_P, drawn_B[index_P], is_right_P)
+        answers = _answers(rows)
+        if answers:
+            # Rows behind drafts were prepared for all answers, or for none.
+            follow_drawn(answers, drawn_B, accepted_S if any(row.place for row in rows) else None)
 
     def _upload(self, sequence: Sequence) -> LogitEdits:
         params = sequence.params
         bias = params.logit_bias
         stop_ids = sorted(sequence.stop_ids) if params.min_tokens else []
         allowed = params.allowed_token_ids
-        banned = BannedSequences(params.bad_words_token_ids or (), self._device)
+        banned = params.bad_words_token_ids or []
+        single = sorted({tokens[0] for tokens in banned if len(tokens) == 1})
+        places, answer = BannedPlaces.of(banned, self._device), sequence.tokens[sequence.num_prompt :]
+        if places is not None and UNKNOWN in answer:
+            raise RuntimeError("the tokens of the answer are not known yet")
         return LogitEdits(
             params,
             bias_ids_K=to_device(list(bias), torch.int64, self._device) if bias else None,
             bias_values_K=to_device(list(bias.values()), torch.float32, self._device) if bias else None,
             stop_ids_K=to_device(stop_ids, torch.int64, self._device) if stop_ids else None,
             allowed_ids_K=to_device(allowed, torch.int64, self._device) if allowed else None,
-            banned_ids_K=to_device(banned.single_ids, torch.int64, self._device) if banned.single_ids else None,
-            banned=banned if banned.has_pairs else None,
+            banned_ids_K=to_device(single, torch.int64, self._device) if single else None,
+            banned=None if places is None else BannedProgress.of(places, answer),
         )
-
-    def _hold_row(self, sequence: Sequence, edits: LogitEdits) -> None:
-        if not self._counts.holds(edits.counts_row, sequence):
-            edits.counts_row, edits.num_counted = self._counts.take(sequence), len(sequence.tokens)
-        if edits.num_counted < len(sequence.tokens):  # drafts were accepted
-            self._counts.add_known(edits.counts_row, sequence.tokens[edits.num_counted :])
-            edits.num_counted = len(sequence.tokens)
-        assert edits.num_counted == len(sequence.tokens), "each chosen token is counted"
-
-    def _last_token(self, sequence: Sequence, edits: LogitEdits) -> Tensor:
-        """Returns the sequence's last token on the device. The host knows it unless the last step chose it there."""
-        if edits.num_recorded == sequence.num_generated:
-            assert edits.last_token_1 is not None
-            return edits.last_token_1
-        assert sequence.tokens[-1] != UNKNOWN
-        return to_device([sequence.tokens[-1]], torch.int64, self._device)
 
     def _places(self, rows: Many[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
         """Returns rows and columns [K] of the logits that these rows' ids name."""
@@ -211,3 +257,12 @@ class LogitEditor:
         # the size is given, so that nothing waits for it
         index_K = index_N.repeat_interleave(length_N, output_size=sum(lengths))
         return index_K, torch.cat([ids_K for _, ids_K in rows])
+
+
+def _answers(rows: Many[EditedRow]) -> list[AnswerRows]:
+    """Returns the answers among these rows that have banned sequences of more than one token."""
+    return [
+        AnswerRows(row.edits.banned, row.index, row.sequence)
+        for row in rows
+        if row.edits.banned is not None and not row.place
+    ]

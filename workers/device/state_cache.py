@@ -2,7 +2,8 @@
 for each snapshot from which the prefix cache lets other sequences resume, and one for each draft token of a step.
 
 A step with drafts writes the state behind each of a sequence's tokens to a slot of its own. The sequence goes on with
-the one behind its last accepted draft, so nothing is copied or computed again when a draft is wrong.
+the one behind its last accepted draft, so nothing is copied or computed again when a draft is wrong. The device chooses
+it if the step behind is planned before the host knows it (StepPlan.state_rings).
 
 Rank 0's scheduler assigns the slots (workers/schedule/state_slots.py, state_snapshots.py). A slot is never cleared: a
 sequence's first step takes its state to be zero, whatever the slot holds, unless it begins with a snapshot's copy.

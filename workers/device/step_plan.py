@@ -43,6 +43,8 @@ class StepPlan:
     state_snapshots: list[tuple[int, int]] = field(default_factory=list)
     # Slot to which the state behind each token is written too, or NOT_KEPT. Empty if no sequence has drafts.
     kept_states: list[int] = field(default_factory=list)
+    # Sequence.state_ring of each sequence. Empty if no sequence has one.
+    state_rings: list[list[int]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

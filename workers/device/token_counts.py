@@ -1,10 +1,11 @@
 """Counts the tokens of running sequences that have penalties, on the device, with one row for each.
 
-A row is built once from the tokens that the host knows. Each chosen token is added as soon as the device has it, so
-that no step needs the history from the host. kernels/sampling/penalties.py says what a count holds.
+A row is built once from the tokens that the host knows. Each chosen token is added as soon as the device has it, and
+each draft as soon as it is found right, so that no step needs the history from the host. kernels/sampling/penalties.py
+says what a count holds.
 """
 
-# S rows · V tokens of the widest vocabulary · P rows of a step
+# S rows · V tokens of the widest vocabulary · P rows of a step · D rows behind drafts
 
 from __future__ import annotations
 
@@ -41,12 +42,13 @@ class TokenCounts:
         self._fill(row, sequence)
         return row
 
-    def branch(self, row: int, token: int) -> int:
-        """Returns a row with one token more than this one, for the same sequence."""
-        copy = self._take_free(self._holders[row])
-        self.counts_SV[copy] = self.counts_SV[row]
-        self.counts_SV[copy, token] += 1
-        return copy
+    def branch(self, row: int) -> int:
+        """Returns another row for the same sequence, which copy() fills."""
+        return self._take_free(self._holders[row])
+
+    def copy(self, from_D: Tensor, to_D: Tensor) -> None:
+        """Gives rows the counts of others, int64."""
+        self.counts_SV.index_copy_(0, to_D, self.counts_SV.index_select(0, from_D))
 
     def holds(self, row: int, sequence: Sequence) -> bool:
         return self._holders.get(row) is sequence
@@ -55,14 +57,12 @@ class TokenCounts:
         del self._holders[row]
         self._free.append(row)
 
-    def add(self, row_P: Tensor, token_P: Tensor) -> None:
-        """Counts one more token in each of these rows, which must be distinct."""
-        self.counts_SV[row_P, token_P] += 1
-
-    def add_known(self, row: int, tokens: list[int]) -> None:
-        """Counts more tokens in one row."""
-        token_P = to_device(tokens, torch.int64, self.counts_SV.device)
-        self.counts_SV[row].scatter_add_(0, token_P, torch.ones_like(token_P, dtype=torch.int32))
+    def add(self, row_P: Tensor, token_P: Tensor, counts_P: Tensor | None = None) -> None:
+        """Counts one more token in each of these rows, which may be the same. Those for which counts_P, bool, is False
+        are left out."""
+        one_P = torch.ones_like(token_P, dtype=torch.int32) if counts_P is None else counts_P.int()
+        place_P = row_P * self.counts_SV.shape[1] + token_P
+        self.counts_SV.view(-1).scatter_add_(0, place_P, one_P)
 
     def _take_free(self, holder: Sequence) -> int:
         if not self._free:
@@ -89,7 +89,8 @@ class TokenCounts:
         count_V = self.counts_SV[row].zero_()  # a wider vocabulary's counts must not stay behind
         if sequence.params.repetition_penalty != 1.0:
             count_V.index_fill_(0, to_device(sequence.tokens[:first], torch.int64, device), IN_PROMPT)
-        self.add_known(row, sequence.tokens[first:])
+        token_P = to_device(sequence.tokens[first:], torch.int64, device)
+        count_V.scatter_add_(0, token_P, torch.ones_like(token_P, dtype=torch.int32))
 
 
 def _enlarged(before: Tensor, num_rows: int, num_columns: int) -> Tensor:

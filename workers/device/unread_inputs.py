@@ -46,7 +46,16 @@ class UnreadInputs:
         fields_FT[2:4] -= short_T
         fields_FT[4] = kv_slots(plan, block_size, self.most_short)[np.arange(plan.num_tokens), short_T]
         lens = (np.array(batch.context_lens) - short_B).tolist()
-        return replace(plan, fields_FT=fields_FT, attention=AttentionBatch(batch.query_lens, lens, batch.block_tables))
+        attention = AttentionBatch(batch.query_lens, lens, batch.block_tables)
+        if not plan.state_rings:
+            return replace(plan, fields_FT=fields_FT, attention=attention)
+        slot_NK, num_seqs = state_slots(plan, self.most_short), len(plan.state_slots)
+        short_N = np.concatenate((short_B, short_T))[: len(slot_NK)]
+        slots = slot_NK[np.arange(len(slot_NK)), short_N].tolist()
+        states, kept = slots[:num_seqs], slots[num_seqs:]
+        return replace(
+            plan, fields_FT=fields_FT, attention=attention, state_slots=states, kept_states=kept, state_rings=[]
+        )
 
 
 class Corrections:
@@ -60,6 +69,16 @@ class Corrections:
         on_device = array_to_device(packed, device)
         self.sequence_T = on_device[:num_tokens]  # Each token's sequence.
         self.kv_slot_TK = on_device[num_tokens:].view(slots_TK.shape)  # As kv_slots() returns them.
+        # As state_slots() returns them; None if no state depends on the lengths.
+        self.state_slot_NK = array_to_device(state_slots(plan, most_short), device) if plan.state_rings else None
+
+    def known_state_slots(self, short_B: Tensor) -> Tensor | None:
+        """Returns the slot of each sequence's state and, behind these, that of each token's kept state, int64, or None
+        if these are the planned ones. short_B is as in UnreadInputs."""
+        if self.state_slot_NK is None:
+            return None
+        short_N = torch.cat((short_B, short_B[self.sequence_T]))[: len(self.state_slot_NK)]
+        return self.state_slot_NK.gather(1, short_N[:, None]).squeeze(1)
 
 
 def kv_slots(plan: StepPlan, block_size: int, most_short: int) -> Rows:
@@ -78,3 +97,18 @@ def kv_slots(plan: StepPlan, block_size: int, most_short: int) -> Rows:
     block_TK = np.maximum(position_TK // block_size, first_B.repeat(lens)[:, None])
     slots: Rows = blocks[start_B.repeat(lens)[:, None] + block_TK] * block_size + position_TK % block_size
     return slots
+
+
+def state_slots(plan: StepPlan, most_short: int) -> Rows:
+    """Returns the state slot of each sequence and, behind these, the slot for the kept state of each token, if its
+    sequence is 0 to most_short tokens shorter, [B + T, 1 + most_short] or [B, 1 + most_short].
+
+    StateSlots.verified says which slot of a ring takes the place of which.
+    """
+    sequences = [*range(len(plan.state_slots)), *np.arange(len(plan.slots)).repeat(plan.attention.query_lens).tolist()]
+    rows: list[list[int]] = []
+    for slot, sequence in zip((*plan.state_slots, *plan.kept_states), sequences, strict=False):
+        ring, shorts = plan.state_rings[sequence], range(1 + most_short)
+        place = ring.index(slot) if slot in ring else None
+        rows.append([slot if place is None else ring[(place - short) % len(ring)] for short in shorts])
+    return np.array(rows, np.int64)

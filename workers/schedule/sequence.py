@@ -99,6 +99,9 @@ class Sequence:
     state_slot: int | None = None  # Slot of its recurrent state while it runs, if the model has such layers.
     # Slots for the states behind its own tokens of a step with drafts and behind each draft but the last.
     draft_slots: list[int] = field(default_factory=list)
+    # Those and state_slot of the step in flight while a step behind it is planned or in flight too. It depends on the
+    # accepted drafts which of them has which of the later states, see StateSlots.verified().
+    state_ring: list[int] = field(default_factory=list)
     snapshots: SequenceSnapshots | None = None  # None while it waits, or if there are no snapshots.
     next_chunk: Chunk | None = None  # Its next token alone; the same object in each step while it runs.
     # Bounds of num_computed below which nothing is due but the next token: for the scheduler in a step, and for

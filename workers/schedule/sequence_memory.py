@@ -125,10 +125,8 @@ class SequenceMemory:
         if sequence.slot is not None and self._loras is not None:
             self._loras.slots.let_go(sequence.slot)
             sequence.slot = None
-        if sequence.state_slot is not None and self._states is not None:
-            self._states.give_back(sequence.state_slot)
-            self._states.give_back_drafts(sequence.draft_slots)
-            sequence.state_slot, sequence.draft_slots = None, []
+        if self._states is not None:
+            self._states.release(sequence)
         if self.snapshots is not None:
             self.snapshots.end(sequence)
 
@@ -193,8 +191,7 @@ class SequenceMemory:
                 self._kv.grow(blocks, start + len(drafts))
             drafts = drafts[: len(blocks.table) * self._kv.block_size - start]
         if self._states is not None:
-            chunk.sequence.draft_slots = self._states.take_for_drafts(len(drafts))
-            drafts = drafts[: len(chunk.sequence.draft_slots)]
+            drafts = drafts[: self._states.draft(sequence, len(drafts))]
         num_tokens = chunk.num_tokens + len(drafts)
         return Chunk(chunk.sequence, num_tokens, chunk.resumes_from, chunk.snapshot, drafts)
 
@@ -213,7 +210,14 @@ class SequenceMemory:
             if sequence.blocks is not None and sequence.num_remaining > 0
         )
 
+    def awaits_snapshot(self, running: Many[Sequence]) -> bool:
+        """Returns whether the next step may take a snapshot of a state that depends on the drafts in flight."""
+        snapshots = self.snapshots
+        return snapshots is not None and any(own.num_unverified and snapshots.is_due(own) for own in running)
+
     def chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:
+        if self._states is not None:
+            self._states.go_behind(sequence)
         if self.snapshots is not None:
             return self.snapshots.chunk(sequence, num_tokens)
         if num_tokens > 1:
@@ -240,11 +244,8 @@ class SequenceMemory:
 
     def verified(self, sequence: Sequence, num_accepted: int) -> None:
         """Records how many drafts of a step were accepted. The sequence goes on with the state behind them."""
-        if sequence.draft_slots and self._states is not None:
-            slots = [*sequence.draft_slots, sequence.state_slot]
-            sequence.state_slot = slots.pop(num_accepted)
-            self._states.give_back_drafts([slot for slot in slots if slot is not None])
-            sequence.draft_slots = []
+        if self._states is not None:
+            self._states.verified(sequence, num_accepted)
 
     def must_restart(self, sequence: Sequence) -> bool:
         """Returns whether a sequence is now so long that all of its keys must be rotated differently."""

@@ -74,7 +74,7 @@ class SnapshotPolicy:
         held = sequence.snapshots
         assert held is not None
         snapshot = None
-        if self._ends_at_snapshot(sequence, held, sequence.num_computed + num_tokens):
+        if not sequence.num_unverified and self._ends_at_snapshot(sequence, held, sequence.num_computed + num_tokens):
             if held.reserved is None:
                 held.reserved = self.pool.reserve()
             snapshot = held.reserved
@@ -88,6 +88,13 @@ class SnapshotPolicy:
         if end <= sequence.num_prompt or end % self._block_size or end - held.last < SPACING:
             return False
         return self._takes_in_answers
+
+    def is_due(self, sequence: Sequence) -> bool:
+        """Returns whether the sequence takes a snapshot behind its next token if all drafts in flight are right."""
+        held = sequence.snapshots
+        if held is None:
+            return False
+        return self._ends_at_snapshot(sequence, held, sequence.num_computed + sequence.num_unverified + 1)
 
     @property
     def _takes_in_answers(self) -> bool:

@@ -6,10 +6,16 @@ tokens more than old ones. A sequence begins with the estimate of its adapter's 
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
+
+from lorafleet.protocol.lru_cache import LRUCache
+from lorafleet.workers.schedule.sequence import Sequence
 
 MEMORY = 0.9  # Weight of what was known before, each time that a draft has been verified.
 CERTAINTY = 2.0  # Number of tokens as which the first estimate counts.
+MOST_ADAPTERS = 1024  # Adapters whose acceptance is remembered between their sequences.
+FIRST_ACCEPTANCE = 0.5  # Probability that a draft token is right, before any of an adapter was verified.
 
 
 @dataclass(slots=True)
@@ -47,3 +53,42 @@ class Acceptance:
             chance *= p
             count += 1
         return count
+
+
+class Acceptances:
+    """The estimates of one engine's sequences."""
+
+    def __init__(self) -> None:
+        self._by_sequence: dict[Sequence, Acceptance] = {}
+        self._by_adapter: LRUCache[str, Acceptance] = LRUCache(MOST_ADAPTERS)  # By digest; "" for the base.
+
+    def of(self, sequence: Sequence) -> Acceptance:
+        acceptance = self._by_sequence.get(sequence)
+        if acceptance is None:
+            acceptance = Acceptance.expecting(self._of_adapter(sequence.digest).probability)
+            self._by_sequence[sequence] = acceptance
+        return acceptance
+
+    def expected(self, counts: Iterable[tuple[Sequence, int]], right: Container[Sequence] = ()) -> float:
+        """Returns the number of these draft tokens that should be accepted.
+
+        Args:
+            right: Sequences whose drafts cannot be wrong.
+        """
+        return sum(count if own in right else self.of(own).expected(count) for own, count in counts)
+
+    def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """Takes in how many of a sequence's draft tokens were accepted."""
+        for acceptance in (self.of(sequence), self._of_adapter(sequence.digest)):
+            acceptance.add(num_drafted, num_accepted)
+
+    def release(self, sequence: Sequence) -> None:
+        """Forgets a sequence that has ended."""
+        self._by_sequence.pop(sequence, None)
+
+    def _of_adapter(self, digest: str) -> Acceptance:
+        acceptance = self._by_adapter.get(digest)
+        if acceptance is None:
+            acceptance = Acceptance.expecting(FIRST_ACCEPTANCE)
+            self._by_adapter.put(digest, acceptance)
+        return acceptance

@@ -6,7 +6,7 @@ if all of them were: with the lengths of sequences, their KV blocks, and the tok
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
 
 from lorafleet.workers.device.draft_verification import DraftVerification
@@ -21,7 +21,7 @@ class AheadDrafts:
     def __init__(self, drafter: DeviceDrafter, pace: AheadPace | None = None) -> None:
         self.pace = pace or AheadPace()
         self.made: DeviceDrafts | None = None  # Those of the next step.
-        self.usual_s = 0.0  # Seconds that the drafter took when it was last waited for.
+        self._usual_s = 0.0  # Seconds that the drafter took when it was last waited for.
         self._drafter = drafter
         self._wanted: list[Wanted] = []
         self._step: DraftVerification | None = None  # The step in flight behind which they are wanted.
@@ -32,7 +32,7 @@ class AheadDrafts:
 
         Args:
             most_tokens: Largest number of draft tokens of one sequence. It is not worth waiting for the end of an
-                answer that has no more tokens left.
+                answer that has no more tokens left, nor for a sequence that the drafter cannot catch up with now.
         """
         self._wanted, self._step = [], step
         for entry in wanted:
@@ -40,21 +40,30 @@ class AheadDrafts:
             behind = entry._replace(num_known=len(sequence.tokens) - 1)
             if sequence.tokens[-1] == UNKNOWN and self._drafter.is_current(behind, step):
                 self._wanted.append(behind)
-            elif sequence.num_remaining > most_tokens:
+            elif sequence.num_remaining > most_tokens and self._drafter.may_catch_up(sequence):
                 self._wanted = []
                 break
         return self._wanted
 
-    def draft(self, unfinished: Iterable[Sequence]) -> dict[Sequence, list[int]]:
+    def draft(self, unfinished: Iterable[Sequence], forced: Mapping[Sequence, list[int]]) -> dict[Sequence, list[int]]:
         """Queues the drafts that prepare() has returned. Returns as many unknown tokens for each of these sequences
-        that are in the next step."""
+        that are in the next step, and the forced ones of others. There are none if none were prepared."""
         kept = set(unfinished)
         wanted = [entry for entry in self._wanted if entry.sequence in kept]
         self.made = None
         if not wanted or self._step is None:
             return {}
         self.made = self._drafter.propose_behind(wanted, self._step)
-        return {sequence: [UNKNOWN] * count for sequence, count in self.made.counts.items()}
+        drafts = {sequence: tokens for sequence, tokens in forced.items() if sequence in kept}
+        return drafts | {sequence: [UNKNOWN] * count for sequence, count in self.made.counts.items()}
+
+    def drafting_s(self, waited_s: float, *, is_ahead: bool) -> float:
+        """Returns the seconds that the drafts of a step took. The host waited for so many of them, which are usual for
+        the steps behind."""
+        if is_ahead:
+            return self._usual_s
+        self._usual_s = waited_s or self._usual_s  # Forced drafts take no time.
+        return waited_s
 
     def forget(self) -> None:
         """Forgets what was prepared and drafted."""

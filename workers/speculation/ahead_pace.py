@@ -1,15 +1,19 @@
 """Learns whether steps with drafts are faster if drafts follow the step in flight, or if they wait for its tokens.
 
 Drafts behind a step in flight keep the GPU busy, but cost the host more. With small models, the GPU is done before the
-host. So either way is timed again and again, and the faster one is used.
+host. A sequence with a grammar also has fewer drafts there. So either way is timed again and again, and that with more
+tokens per second is used.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence as Many
 
 from lorafleet.workers.speculation.step_pace import PaceCurve
 
 TRIAL_STEPS = 6  # Steps with drafts that go the slower way, to time it. The first one is between the two ways.
 TRIAL_PERIOD = 256  # Steps with drafts from the end of one such trial to the next.
+WEIGHT = 1 / 32  # Weight of one step in the mean number of tokens of sequences with grammars.
 
 
 class AheadPace:
@@ -22,11 +26,21 @@ class AheadPace:
         self._trial_due = 0  # Number of the step from which on the slower way is tried.
         self._last: bool | None = None  # Whether the drafts of the last step followed one in flight.
         self._tokens = 1  # Tokens of the last step.
+        self._masked = {True: 1.0, False: 1.0}  # Mean number of tokens of a sequence with a grammar in either way.
+        self._gain = 1.0  # Tokens of the next step that follows one in flight, as a share of those of one that waits.
 
-    def observe(self, num_tokens: int, seconds: float, token_s: float, *, is_ahead: bool) -> None:
-        """Takes in a step with drafts. token_s is as in StepPace."""
+    def observe(
+        self, num_tokens: int, seconds: float, token_s: float, *, is_ahead: bool, masked: Many[int] = ()
+    ) -> None:
+        """Takes in a step with drafts. token_s is as in StepPace.
+
+        Args:
+            masked: Number of tokens that each sequence with a grammar got.
+        """
         self._num_steps += 1
         self._tokens = num_tokens
+        if masked:
+            self._masked[is_ahead] += WEIGHT * (sum(masked) / len(masked) - self._masked[is_ahead])
         if self._last == is_ahead:
             self._curves[is_ahead].observe(num_tokens, seconds, token_s, self._num_steps)
         self._last = is_ahead
@@ -36,8 +50,15 @@ class AheadPace:
             self._timed[is_ahead] = 0
             self._trial_due = self._num_steps + TRIAL_PERIOD
 
-    def is_ahead(self, token_s: float) -> bool:
-        """Returns whether the next drafts should follow the step in flight."""
+    def is_ahead(self, token_s: float, num_others: float = 1.0, num_masked: int = 0) -> bool:
+        """Returns whether the next drafts should follow the step in flight.
+
+        Args:
+            num_others: Number of tokens that sequences without a grammar should get.
+            num_masked: Number of sequences with a grammar.
+        """
+        ahead, waiting = (max(num_others + num_masked * self._masked[way], 1.0) for way in (True, False))
+        self._gain = ahead / waiting
         for way in (True, False):
             if not self._curves[way].is_known:
                 return way
@@ -48,4 +69,4 @@ class AheadPace:
         if not all(curve.is_known for curve in self._curves.values()):
             return True
         ahead_s, waiting_s = (self._curves[way].at(self._tokens, token_s, self._num_steps) for way in (True, False))
-        return ahead_s <= waiting_s
+        return ahead_s <= waiting_s * self._gain

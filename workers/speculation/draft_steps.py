@@ -14,6 +14,7 @@ from lorafleet.workers.speculation.feature_rows import FeatureRows
 from lorafleet.workers.step.step_runner import StepRunner
 from lorafleet.workers.tp.link import OtherRanks
 from lorafleet.workers.tp.rank_messages import RunDraftStep, SentPlan
+from lorafleet.workers.tp.shared_unread import SentUnread, share_unread
 
 
 class DraftSteps:
@@ -40,15 +41,37 @@ class DraftSteps:
 
         Args:
             sources: For a head, the row of the feature of each token, as in FeatureRows.begin.
-            unread: What the plan lacks. There must be no other ranks then, which could not find it.
+            unread: What the plan lacks.
         """
         assert plan.is_greedy, "drafts that are drawn would have to be sent to the other ranks"
         if self._others is not None:
-            assert unread is None and isinstance(sources, list)
-            self._others.send(RunDraftStep(SentPlan.of(plan, self._block_size), sources))
+            unread, sources = self._send(self._others, plan, sources, unread)
         if self.rows is None:
             self.runner.run(plan, unread=unread)
             return
         self.rows.begin(sources)
         self.runner.run(plan, unread=unread)
         self.rows.end(plan.sampling, self.runner.inputs.sampled_B)
+
+    @torch.inference_mode()
+    def run_ordered(self, order: RunDraftStep) -> None:
+        """Queues a step that rank 0 has ordered."""
+        plan = order.sent.plan(self._block_size)
+        if order.unread is None:
+            self.run(plan, order.sources)
+            return
+        unread, source_T = share_unread(self.runner.model.group, order.unread, self.runner.device)
+        self.run(plan, order.sources if source_T is None else source_T, unread)
+
+    def _send(
+        self, others: OtherRanks, plan: StepPlan, sources: list[int] | Tensor, unread: UnreadInputs | None
+    ) -> tuple[UnreadInputs | None, list[int] | Tensor]:
+        """Orders the other ranks to run the step, and gives them what only this device knows. Returns both as all
+        ranks have them."""
+        source_T, known = (sources, []) if isinstance(sources, Tensor) else (None, sources)
+        sent = None if unread is None else SentUnread.of(unread, source_T)
+        others.send(RunDraftStep(SentPlan.of(plan, self._block_size), known, sent))
+        if sent is None:
+            return None, sources
+        shared, shared_T = share_unread(self.runner.model.group, sent, self.runner.device, unread, source_T)
+        return shared, known if shared_T is None else shared_T

@@ -54,6 +54,11 @@ class DeviceDrafter(Drafter, Protocol):
         """Returns whether it can draft for a sequence behind the step in flight, which verifies drafts."""
         ...
 
+    def may_catch_up(self, sequence: Sequence) -> bool:
+        """Returns whether propose() may help a sequence for which is_current() is False. It does not if there is no
+        memory for it."""
+        ...
+
     def propose_behind(self, wanted: Many[Wanted], step: DraftVerification) -> DeviceDrafts:
         """Queues the drafts that follow the tokens with which the step in flight goes on, and waits for nothing.
 

@@ -23,6 +23,7 @@ class FollowedSequence:
             num_known: The target's tokens that the host knows.
             digest: That of the adapter, if the keys and values depend on it; otherwise "".
         """
+        self.target = target
         self.digest = digest
         self.first = int(is_of_head)  # The target's token that is the first one here.
         self.num_known = num_known - self.first  # First tokens that are the target's. The others are drafts.

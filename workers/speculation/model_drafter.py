@@ -66,7 +66,8 @@ class ModelDrafter:
         self._longest = longest
         self._most_rows = most_rows
         self._behind = BehindSteps(steps, kv.block_size, slots, min(base_vocab, self._readable))
-        self._followed: dict[Sequence, FollowedSequence] = {}  # The one that was drafted for last is the last one.
+        self._followed: dict[Sequence, FollowedSequence] = {}  # That of the last drafts comes last.
+        self._without_room: set[Sequence] = set()  # Sequences that found none since a sequence ended last.
 
     @property
     def is_of_head(self) -> bool:
@@ -101,6 +102,10 @@ class ModelDrafter:
         is_known = followed.num_known == entry.num_known - followed.first
         return followed.behind == step.number - 1 or (is_known and followed.num_missing <= 0)
 
+    def may_catch_up(self, sequence: Sequence) -> bool:
+        """Returns whether the sequence may find room for its known tokens now."""
+        return sequence not in self._without_room
+
     @torch.inference_mode()
     def propose_behind(self, wanted: Many[Wanted], step: DraftVerification) -> DeviceDrafts:
         """Queues steps of the draft model behind the step in flight: one for all of its rows, those of wrong drafts
@@ -124,6 +129,7 @@ class ModelDrafter:
         followed = self._followed.pop(sequence, None)
         if followed is not None:
             followed.close()
+        self._without_room.clear()  # There may be room now.
 
     def _follow(self, entry: Wanted) -> FollowedSequence:
         """Returns the draft model's sequence, with the tokens that are known now and the slot of its draft LoRA."""
@@ -180,15 +186,19 @@ class ModelDrafter:
     def _grow(self, followed: FollowedSequence, num_tokens: int, keep: set[FollowedSequence]) -> bool:
         """Takes free blocks and, if these are too few, those of sequences for which this call drafts nothing. Returns
         whether there were enough."""
-        assert followed.own.blocks is not None
-        if self.kv.grow(followed.own.blocks, num_tokens):
-            return True
-        for sequence, other in list(self._followed.items()):
-            if other not in keep:
-                self.release(sequence)
-                if self.kv.grow(followed.own.blocks, num_tokens):
-                    return True
-        return False
+        blocks, has_room = followed.own.blocks, False
+        assert blocks is not None
+        others = [other for other in self._followed.values() if other not in keep]
+        while not (has_room := self.kv.grow(blocks, num_tokens)) and others:
+            other = others.pop(0)
+            del self._followed[other.target]
+            other.close()
+            self._without_room.add(other.target)
+        if has_room:
+            self._without_room.discard(followed.target)
+        else:
+            self._without_room.add(followed.target)
+        return has_room
 
     def _features(self, chunks: list[Chunk], wanted: Many[Wanted], found: Many[FollowedSequence]) -> list[int]:
         """Returns the row of the feature of each token of the chunks, if a head drafts."""

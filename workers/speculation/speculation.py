@@ -11,6 +11,8 @@ drafts for the next one while the first is still in flight, and these steps over
 ones of a sequence, wait until the host has read the tokens.
 
 Where a grammar forces the next tokens, these are the drafts. They are always right, so they say nothing about others.
+Masks are computed for drafts that the host knows. So behind a step in flight, a sequence with a grammar has forced
+tokens as drafts, or none, while the others do not wait for it.
 """
 
 from __future__ import annotations
@@ -20,20 +22,17 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from contextlib import nullcontext
 
-from lorafleet.protocol.lru_cache import LRUCache
 from lorafleet.protocol.step_metrics import StepShape
 from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.schedule.step_budget import StepBudget
-from lorafleet.workers.speculation.acceptance import Acceptance
+from lorafleet.workers.speculation.acceptance import Acceptances
 from lorafleet.workers.speculation.ahead_drafts import AheadDrafts
 from lorafleet.workers.speculation.draft_turns import DraftTurns
 from lorafleet.workers.speculation.drafter import DeviceDrafts, Drafter, Wanted
 from lorafleet.workers.speculation.host_times import HostTimes
 from lorafleet.workers.speculation.step_pace import StepPace
 
-MOST_ADAPTERS = 1024  # Adapters whose acceptance is remembered between their sequences.
-FIRST_ACCEPTANCE = 0.5  # Probability that a draft token is right, before any of an adapter was verified.
 PROBE_TOKENS = 2  # Draft tokens of one sequence that are verified though that should not pay.
 PROBE_SEQUENCES = 8  # Sequences that have them in one step.
 
@@ -73,16 +72,17 @@ class Speculation:
         self._is_certain = is_certain
         self._times = HostTimes(clock)
         self._ahead = ahead
-        self._acceptances: dict[Sequence, Acceptance] = {}
-        self._of_adapters: LRUCache[str, Acceptance] = LRUCache(MOST_ADAPTERS)  # By digest; "" for the base.
+        self._acceptances = Acceptances()
         self._forced: dict[Sequence, list[int]] = {}  # Drafts that a grammar forces, of the last choose().
+        self._have_forced: set[Sequence] = set()  # Sequences whose drafts in flight are forced.
         self._turns = DraftTurns()
         # Seconds that a drafter which takes its time took in steps without drafts, since the last one with drafts.
         self._unpaid_s = 0.0
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
-        self._acceptances.pop(sequence, None)
+        self._acceptances.release(sequence)
+        self._have_forced.discard(sequence)
         if self.drafter is not None:
             self.drafter.release(sequence)
 
@@ -127,8 +127,10 @@ class Speculation:
 
     def launched(self, chunks: Many[Chunk]) -> None:
         """Takes in that a step of these chunks has just been launched."""
+        drafted = {chunk.sequence for chunk in chunks if chunk.drafts}
+        self._have_forced = (self._have_forced - drafted) | (drafted & self._forced.keys())
         idle_s = self._times.launched()
-        if idle_s is not None and any(chunk.drafts for chunk in chunks):
+        if idle_s is not None and drafted:
             self._pace.idled(len(chunks), idle_s)
 
     def choose(
@@ -142,7 +144,7 @@ class Speculation:
             is_behind: Whether a step is in flight, for which needs_tokens() was asked.
         """
         if is_behind:
-            return {} if self._ahead is None else self._ahead.draft(unfinished)
+            return {} if self._ahead is None else self._ahead.draft(unfinished, self._forced)
         if self._ahead is not None:
             self._ahead.forget()
         decodes = [sequence for sequence in unfinished if sequence.num_uncomputed == 1]
@@ -151,23 +153,33 @@ class Speculation:
 
     def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Takes in how many of a sequence's draft tokens were accepted."""
-        if sequence in self._forced:
-            return
-        for acceptance in (self._acceptance(sequence), self._of_adapter(sequence.digest)):
-            acceptance.add(num_drafted, num_accepted)
+        if sequence in self._have_forced:
+            self._have_forced.discard(sequence)
+        else:
+            self._acceptances.verified(sequence, num_drafted, num_accepted)
 
-    def observe(self, shape: StepShape, num_drafts: int, seconds: float, *, is_ahead: bool = False) -> float:
+    def observe(
+        self,
+        shape: StepShape,
+        num_drafts: int,
+        seconds: float,
+        *,
+        is_ahead: bool = False,
+        masked: Many[int] = (),
+    ) -> float:
         """Takes in the duration of a step with this many draft tokens. Returns the seconds that it took without the
         drafter's part.
 
         Args:
             is_ahead: Whether the drafts were made behind a step in flight.
+            masked: Number of tokens that each sequence with a grammar got.
         """
         drafting_s = self._times.step_ended()
         if num_drafts and self._ahead is not None:
-            self._ahead.usual_s = drafting_s = drafting_s or self._ahead.usual_s
+            drafting_s = self._ahead.drafting_s(drafting_s, is_ahead=is_ahead)
             if shape.kind == "decode":
-                self._ahead.pace.observe(shape.num_tokens, seconds, self._budget.token_s, is_ahead=is_ahead)
+                pace = self._ahead.pace
+                pace.observe(shape.num_tokens, seconds, self._budget.token_s, is_ahead=is_ahead, masked=masked)
         undrafted_s = max(0.0, seconds - drafting_s)
         if num_drafts:
             self._pace.waited(self._unpaid_s)
@@ -186,12 +198,14 @@ class Speculation:
     def _can_draft_behind(self, verification: DraftVerification, running: Many[Sequence], num_sequences: int) -> bool:
         """Returns whether the drafts of the next step can be made behind those in flight, and should pay. The arguments
         are those of needs_tokens()."""
-        if self._ahead is None or any(map(_needs_tokens_before, running)):
-            return False
-        if not self._ahead.pace.is_ahead(self._budget.token_s):
+        if self._ahead is None:
             return False
         decodes = [sequence for sequence in running if sequence.num_remaining > 0]
-        wanted = self._wanted(decodes, decodes, num_sequences, num_unknown=0)
+        wanted = self._wanted(decodes, decodes, num_sequences, num_unknown=0, is_behind=True)
+        num_masked = sum(sequence.grammar is not None for sequence in decodes)
+        num_others = len(decodes) - num_masked + self._acceptances.expected(map(_drafted, wanted))
+        if not self._ahead.pace.is_ahead(self._budget.token_s, num_others, num_masked):
+            return False
         behind = self._ahead.prepare(wanted, verification, self._most_tokens)
         return bool(behind) and self._pay(decodes, self._counts(behind))
 
@@ -208,7 +222,7 @@ class Speculation:
         if self._is_certain and not self._pay(decodes, self._counts(wanted)):
             self._forced = {}
             return {}
-        with self._times.drafting() if self._is_certain else nullcontext():
+        with self._times.drafting() if self._is_certain and wanted else nullcontext():
             proposed = zip(wanted, [] if self.drafter is None else self.drafter.propose(wanted), strict=True)
         drafts = {entry.sequence: found[num_unknown:] for entry, found in proposed if len(found) > num_unknown}
         drafts |= self._forced
@@ -219,9 +233,19 @@ class Speculation:
         return {}
 
     def _wanted(
-        self, drafting: Many[Sequence], decodes: Many[Sequence], num_sequences: int, num_unknown: int
+        self,
+        drafting: Many[Sequence],
+        decodes: Many[Sequence],
+        num_sequences: int,
+        num_unknown: int,
+        *,
+        is_behind: bool = False,
     ) -> list[Wanted]:
-        """Returns the sequences for which each draft token should be worth its time. The arguments are as above."""
+        """Returns the sequences for which each draft token should be worth its time. The arguments are as above.
+
+        Args:
+            is_behind: Whether the host will not know the drafts when masks are computed.
+        """
         self._forced = {}
         if self.drafter is None:
             drafting = [sequence for sequence in drafting if sequence.grammar is not None]
@@ -237,12 +261,14 @@ class Speculation:
             if most <= 0:
                 continue
             forced = _forced(sequence)[:most]
-            count = self._acceptance(sequence).worthwhile(most, price)
+            count = self._acceptances.of(sequence).worthwhile(most, price)
             if self._turns.is_probe and num_probed < PROBE_SEQUENCES:
                 count, num_probed = max(count, min(most, PROBE_TOKENS)), num_probed + 1
             if forced and price < 1.0:
                 self._forced[sequence] = forced
                 room -= len(forced)
+            elif is_behind and sequence.grammar is not None:
+                continue
             elif count > 0 and self.drafter is not None:
                 wanted.append(Wanted(sequence, len(sequence.tokens) - num_unknown, count + num_unknown))
                 room -= count
@@ -251,42 +277,25 @@ class Speculation:
     def _counts(self, wanted: Many[Wanted]) -> list[tuple[Sequence, int]]:
         """Returns the draft tokens of each sequence, if as many come as are wanted, and the forced ones."""
         forced = [(sequence, len(found)) for sequence, found in self._forced.items()]
-        return forced + [(entry.sequence, entry.most) for entry in wanted]
+        return forced + [_drafted(entry) for entry in wanted]
 
     def _pay(self, decodes: Many[Sequence], counts: Many[tuple[Sequence, int]]) -> bool:
         """Returns whether a step of these decodes with so many draft tokens should be faster, or is a probe."""
         if self._turns.is_probe or not counts:
             return bool(counts)
-        expected = sum(
-            count if sequence in self._forced else self._acceptance(sequence).expected(count)
-            for sequence, count in counts
-        )
+        expected = self._acceptances.expected(counts, right=self._forced)
         num_drafts = sum(count for _, count in counts)
         return self._pace.is_faster(len(decodes), num_drafts, expected, self._budget.token_s)
 
-    def _acceptance(self, sequence: Sequence) -> Acceptance:
-        acceptance = self._acceptances.get(sequence)
-        if acceptance is None:
-            acceptance = Acceptance.expecting(self._of_adapter(sequence.digest).probability)
-            self._acceptances[sequence] = acceptance
-        return acceptance
 
-    def _of_adapter(self, digest: str) -> Acceptance:
-        acceptance = self._of_adapters.get(digest)
-        if acceptance is None:
-            acceptance = Acceptance.expecting(FIRST_ACCEPTANCE)
-            self._of_adapters.put(digest, acceptance)
-        return acceptance
-
-
-def _needs_tokens_before(sequence: Sequence) -> bool:
-    """Returns whether the host computes something of a sequence's tokens before the next ones are chosen."""
-    return not sequence.is_plain and (sequence.params.edits_logits or sequence.grammar is not None)
+def _drafted(entry: Wanted) -> tuple[Sequence, int]:
+    return entry.sequence, entry.most
 
 
 def _forced(sequence: Sequence) -> list[int]:
-    """Returns the tokens that the sequence's grammar forces behind its last one, which may be in flight."""
-    if sequence.grammar is None:
+    """Returns the tokens that the sequence's grammar forces behind its last one, which may be in flight. There are none
+    while drafts are in flight, since it is not known how many are right."""
+    if sequence.grammar is None or sequence.num_unverified:
         return []
     num_unknown = int(sequence.tokens[-1] == UNKNOWN)
     return sequence.grammar.forced.after(sequence.tokens, len(sequence.tokens) - num_unknown)[num_unknown:]

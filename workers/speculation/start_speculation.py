@@ -41,6 +41,5 @@ def start_speculation(
         config.most_sampled,
         most_drafts=most_drafts,
         is_certain=drafter is not None,
-        # Other ranks do not have the drafts, and recurrent states go on from where the host says.
-        ahead=None if drafter is None or model.states or config.tensor_parallel_size > 1 else AheadDrafts(drafter),
+        ahead=None if drafter is None else AheadDrafts(drafter),
     )

@@ -184,6 +184,9 @@ class DecodeCapture:
             # A check of the protocol would take 0.1 ms.
             cast(ShortensSequences, decode.attention).shorten(unread.short_B)
             corrections = Corrections(plan, self._caches[0].k_NPGD.shape[1], unread.most_short, self._device)
+            slot_N = corrections.known_state_slots(unread.short_B)
+            if slot_N is not None and decode.states is not None:
+                decode.states.batch.correct(slot_N, len(plan.slots))
         self._inputs.correct(unread, corrections, decode.key.num_rows)
 
     def replay(self, decode: DecodeGraph, num_rows: int) -> tuple[Tensor, Tensor]:

@@ -87,6 +87,9 @@ def plan_step(
         if has_states
         else [],
         kept_states=_kept_states(chunks) if has_states else [],
+        state_rings=[chunk.sequence.state_ring for chunk in chunks]
+        if has_states and any(chunk.sequence.state_ring for chunk in chunks)
+        else [],
     )
 
 

@@ -29,7 +29,7 @@ from lorafleet.protocol.step_metrics import StepShape
 from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.device.draw_table import DrawRows
 from lorafleet.workers.device.host_copy import Download, Upload, array_to_device, to_device
-from lorafleet.workers.device.logit_edits import EditedRow, LogitEditor
+from lorafleet.workers.device.logit_edits import EditedRow, EditedStep, LogitEditor
 from lorafleet.workers.device.sampler import PendingLogprobs
 from lorafleet.workers.device.step_plan import POSITION, StepPlan
 from lorafleet.workers.device.unread_inputs import UnreadInputs
@@ -48,6 +48,7 @@ from lorafleet.workers.step.unread_plan import unread_inputs
 from lorafleet.workers.structured.decoding import TokenMasks
 from lorafleet.workers.tp.link import OtherRanks
 from lorafleet.workers.tp.rank_messages import RunStep, SentPlan, ShareTokens
+from lorafleet.workers.tp.shared_unread import SentUnread, share_unread
 
 NONE_ACCEPTED = torch.zeros(0, dtype=torch.int64)
 PromptLogprobs = list[tuple[int, PendingLogprobs]]  # logprobs of spans of prompts, each with its chunk's index
@@ -106,8 +107,8 @@ class LaunchedStep:
     params: list[SamplingParams]
     draws: DrawTable | None  # The draws of these rows; None if the step is greedy.
     draw_B: Tensor | None  # As draw_tokens takes it.
-    sampled_rows: list[int]  # StepPlan.sampling.
-    edited: list[EditedRow]  # Rows whose logits are changed.
+    token_B: Tensor  # The token that each of these rows computes, on the device.
+    edited: EditedStep  # Rows whose logits are changed.
     faults: list[tuple[Sequence, Exception]]  # Sequences that cannot go on after the step, and why.
     row_by_request: FirstRows
     prompt_logprobs: PromptLogprobs
@@ -160,7 +161,6 @@ class ChosenStep:
     token_B: Tensor  # On the host; valid once the download is done.
     logprobs: list[RowLogprobs]
     late: Many[Sequence]  # Sequences of the step that get no token from it.
-    num_masked: Mapping[Sequence, int]  # As in TokenMasks.
     verification: DraftVerification | None  # None if the step has no drafts.
     accepted_S: Tensor  # DraftVerification.accepted_S on the host, as token_B is.
 
@@ -191,8 +191,7 @@ class ChosenStep:
                 embedding = b"".join(part.numpy().tobytes() for part in launched.pooled.get(i, ()))
                 end = row + 1
                 if chunk.drafts and self.verification is not None:
-                    found_right = accepted[self.verification.rows[sequence].index]
-                    end += min(found_right, self.num_masked.get(sequence, found_right))
+                    end += accepted[self.verification.rows[sequence].index]
                 found = [logprobs[j] for j in range(row, end) if j in logprobs] if logprobs else []
                 results.append(Sampled(tokens[row:end], found, prompt, embedding, routed.get(i)))
         return tokens[: launched.num_plain], results
@@ -256,9 +255,7 @@ class ModelRunner:
         special = [chunk for chunk in chunks if not chunk.sequence.is_plain]
         shares_tokens = not plan.is_greedy and not _need_masks([chunk for chunk in special if chunk.samples])
         if self._others is not None:
-            self._others.check()
-            sent = SentPlan.of(plan, self._block_size)
-            self._others.send(RunStep(sent, self._generations(plan.slots), shares_tokens))
+            unread = self._order(self._others, plan, unread, shares_tokens=shares_tokens)
         is_timed = self._clock is not None and self._clock.begin()
         # If a peer is gone, the device waits for it in a collective forever.
         download = Download(self._device, None if self._others is None else self._others.check)
@@ -272,17 +269,17 @@ class ModelRunner:
         row_by_request = FirstRows(sampling, has_drafts=len(plan.sampling) > len(sampling))
         pooled: Pooled = {}
         faults: list[tuple[Sequence, Exception]] = []
-        edited: list[EditedRow] = []
+        edited, token_B = EditedStep(), self._computed_tokens(plan, len(sampling))
         if special:
             pooled, faults = pool_prompts(chunks, logits.hidden_TD, self._classifier, download)
-            edited, more_faults = self._prepare_edits(sampling, row_by_request.found())
-            faults += more_faults
+            edited = self._editor.prepare(sampling, token_B, _shorts_of(chunks, unread))
+            faults += edited.faults
         params: list[SamplingParams] = []
         draws = draw_B = None
         if logits.sampled_BV is not None:
             params = _params_of(sampling) if special else []
             position_B = plan.fields_FT[POSITION, plan.sampling] + 1
-            draws = self._draws.of_step(sampling, position_B, edited, logits.sampled_BV.shape[1])
+            draws = self._draws.of_step(sampling, position_B, edited.rows, logits.sampled_BV.shape[1])
             if unread is not None and unread.short_B is not None:
                 by_length_BK = self._draws.by_length(sampling, position_B, unread.most_short)
                 draw_B = _draws_of_lengths(by_length_BK, unread.short_B, chunks)
@@ -296,7 +293,7 @@ class ModelRunner:
             params=params,
             draws=draws,
             draw_B=draw_B,
-            sampled_rows=plan.sampling,
+            token_B=token_B,
             edited=edited,
             faults=faults,
             row_by_request=row_by_request,
@@ -306,6 +303,17 @@ class ModelRunner:
             pooled=pooled,
             download=download,
         )
+
+    def _order(
+        self, others: OtherRanks, plan: StepPlan, unread: UnreadInputs | None, *, shares_tokens: bool
+    ) -> UnreadInputs | None:
+        """Orders the other ranks to run the step. Returns what the plan lacks as all ranks have it."""
+        others.check()
+        sent, missing = SentPlan.of(plan, self._block_size), None if unread is None else SentUnread.of(unread)
+        others.send(RunStep(sent, self._generations(plan.slots), shares_tokens, missing))
+        if missing is None:
+            return None
+        return share_unread(self.steps.model.group, missing, self._device, unread)[0]
 
     def _run(
         self,
@@ -336,9 +344,9 @@ class ModelRunner:
         """
         num_rows = step.num_rows
         logprobs: list[RowLogprobs] = []
+        late_rows = {step.row_by_request[sequence.request_id] for sequence in late}
         if step.logits.sampled_BV is not None:
-            late_rows = {step.row_by_request[sequence.request_id] for sequence in late}
-            edited = [row for row in step.edited if row.index not in late_rows]
+            edited = step.edited.without(late_rows)
             logprob_rows = [
                 i for i, params in enumerate(step.params) if params.logprobs is not None and i not in late_rows
             ]
@@ -347,22 +355,29 @@ class ModelRunner:
                 self._others.send(ShareTokens(num_rows))
             self.steps.share(num_rows)
         token_B = step.download.add(self._inputs.sampled_B[:num_rows])
-        verification, accepted_S = self._verify(step), NONE_ACCEPTED
-        if verification is not None:
-            accepted_S = step.download.add(verification.accepted_S)
+        verification = self._verify(step, {} if masks is None else masks.num_masked)
+        accepted_S = None if verification is None else verification.accepted_S
+        if step.edited.rows:
+            self._editor.count(self._inputs.sampled_B[:num_rows], step.edited, accepted_S, late_rows)
+        accepted_S = NONE_ACCEPTED if accepted_S is None else step.download.add(accepted_S)
         step.download.close()
-        num_masked = {} if masks is None else masks.num_masked
-        return ChosenStep(step, token_B, logprobs, late, num_masked, verification, accepted_S)
+        return ChosenStep(step, token_B, logprobs, late, verification, accepted_S)
 
-    def _verify(self, step: LaunchedStep) -> DraftVerification | None:
+    def _computed_tokens(self, plan: StepPlan, num_sampling: int) -> Tensor:
+        """Returns the token that each row of plan.sampling computes in the step that has been queued, if these are more
+        rows than sequences. Otherwise there are no drafts, and the tokens are arbitrary."""
+        known_T = self._inputs.known_tokens(plan.num_tokens)
+        if len(plan.sampling) in (plan.num_tokens, num_sampling):
+            return known_T
+        return known_T[to_device(plan.sampling, torch.int64, self._device)]
+
+    def _verify(self, step: LaunchedStep, num_masked: Mapping[Sequence, int]) -> DraftVerification | None:
         """Queues the comparison of the step's drafts with the tokens that it has chosen, if it has drafts."""
         self._num_steps += 1
         if not step.has_drafts:
             return None
-        known_T = self._inputs.known_tokens(step.shape.num_tokens)
-        if step.num_rows < step.shape.num_tokens:
-            known_T = known_T[to_device(step.sampled_rows, torch.int64, self._device)]
-        return DraftVerification.of(self._num_steps, step.sampling, known_T, self._inputs.sampled_B[: step.num_rows])
+        drawn_B = self._inputs.sampled_B[: step.num_rows]
+        return DraftVerification.of(self._num_steps, step.sampling, step.token_B, drawn_B, num_masked)
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
@@ -371,24 +386,6 @@ class ModelRunner:
 
     def _classifier(self, slot: int) -> SlotClassifier | None:
         return None if self.loras is None else slot_classifier(self.loras.slots.slots[slot].extra)
-
-    def _prepare_edits(
-        self, sampling: Many[Chunk], row_by_request: Mapping[str, int]
-    ) -> tuple[list[EditedRow], list[tuple[Sequence, Exception]]]:
-        """Prepares the edits of each row. A row that fails is computed without edits all the same, since others may
-        share what the step computes of its prompt. Its token is dropped."""
-        edited: list[EditedRow] = []
-        faults: list[tuple[Sequence, Exception]] = []
-        for chunk in sampling:
-            try:
-                row = self._editor.prepare(row_by_request[chunk.sequence.request_id], chunk.sequence)
-                more = [] if row is None else self._editor.prepare_drafts(row, chunk.sequence, chunk.drafts)
-            except Exception as error:
-                faults.append((chunk.sequence, error))
-                continue
-            if row is not None:
-                edited += [row, *more]
-        return edited, faults
 
     @property
     def counts_bytes(self) -> int:
@@ -436,7 +433,6 @@ class ModelRunner:
         logits_BV = self._editor.apply(logits_BV, edited)
         drawn = draw_tokens(logits_BV, step.draws, self._editor.counts_SV, of_draw, step.draw_B)
         sampled_B.copy_(drawn.token_B)
-        self._editor.count(sampled_B, edited)
 
         def pending(indices: list[int], logprobs_PV: Tensor) -> RowLogprobs:
             chosen_P = sampled_B[to_device(indices, torch.int64, self._device)]
@@ -465,6 +461,14 @@ def _draws_of_lengths(draw_BK: DrawTable, short_S: Tensor, chunks: Many[Chunk]) 
     UnreadInputs, for each of the chunks."""
     sequence_B = array_to_device(np.arange(len(chunks)).repeat([chunk.num_sampled for chunk in chunks]), short_S.device)
     return array_to_device(draw_BK, short_S.device).gather(1, short_S[sequence_B][:, None]).squeeze(1)
+
+
+def _shorts_of(chunks: Many[Chunk], unread: UnreadInputs | None) -> dict[Sequence, Tensor]:
+    """Returns UnreadInputs.short_B of the sequences whose answers have a minimal length, [1] each."""
+    if unread is None or unread.short_B is None:
+        return {}
+    own = zip(chunks, unread.short_B.split(1), strict=True)
+    return {chunk.sequence: short_1 for chunk, short_1 in own if chunk.sequence.params.min_tokens}
 
 
 def _params_of(sampling: Many[Chunk]) -> list[SamplingParams]:

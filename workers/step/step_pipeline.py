@@ -51,6 +51,12 @@ class CollectedStep:
     shape: StepShape
     began_s: float  # Start of the step by time.perf_counter().
 
+    @property
+    def masked_counts(self) -> list[int]:
+        """The number of tokens that each sequence with a grammar got."""
+        others = zip(self.chunks[len(self.plain) :], self.sampled, strict=True)
+        return [len(own.tokens) for chunk, own in others if chunk.sequence.grammar is not None]
+
 
 @dataclass(slots=True)
 class _StepInFlight:
@@ -88,6 +94,11 @@ class StepPipeline:
     def has_step(self) -> bool:
         """Whether a step is in flight."""
         return self._in_flight is not None
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether the step in flight verifies drafts."""
+        return self._in_flight is not None and self._in_flight.launched.has_drafts
 
     @property
     def chunks(self) -> list[Chunk]:

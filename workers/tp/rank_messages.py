@@ -21,6 +21,7 @@ from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.workers.attention.attention_backend import AttentionBatch
 from lorafleet.workers.device.step_plan import FIELDS, StepPlan
 from lorafleet.workers.slots.lora_memory import Extent
+from lorafleet.workers.tp.shared_unread import SentUnread
 
 TierContent = Literal["blocks", "states"]  # KV blocks, and snapshots of recurrent states
 
@@ -42,6 +43,7 @@ class SentPlan(msgspec.Struct):
     resumed_states: list[tuple[int, int]]
     state_snapshots: list[tuple[int, int]]
     kept_states: list[int]
+    state_rings: list[list[int]]
 
     @classmethod
     def of(cls, plan: StepPlan, block_size: int) -> SentPlan:
@@ -64,6 +66,7 @@ class SentPlan(msgspec.Struct):
             plan.resumed_states,
             plan.state_snapshots,
             plan.kept_states,
+            plan.state_rings,
         )
 
     def plan(self, block_size: int) -> StepPlan:
@@ -86,6 +89,7 @@ class SentPlan(msgspec.Struct):
             resumed_states=self.resumed_states,
             state_snapshots=self.state_snapshots,
             kept_states=self.kept_states,
+            state_rings=self.state_rings,
         )
 
 
@@ -98,13 +102,15 @@ class RunStep(msgspec.Struct, tag=True):
     # Whether rank 0 sends the tokens that it draws right behind the step. Otherwise nothing is drawn, or it sends
     # ShareTokens first.
     shares_tokens: bool
+    unread: SentUnread | None = None  # Set if share_unread() comes before the step.
 
 
 class RunDraftStep(msgspec.Struct, tag=True):
     """An order to run a step of the head that drafts. All ranks have the tokens that it chooses."""
 
     sent: SentPlan
-    sources: list[int]  # As in DraftSteps.run.
+    sources: list[int]  # As in DraftSteps.run. Empty if share_unread() gives them.
+    unread: SentUnread | None = None  # As in RunStep.
 
 
 class ShareTokens(msgspec.Struct, tag=True):

@@ -75,6 +75,6 @@ def test_rows_of_sequences_that_have_ended_are_used_again() -> None:
 
 def test_edited_rows_name_the_counts_of_their_tokens() -> None:
     edits = LogitEdits(SamplingParams(), None, None, None, None, None)
-    edited = EditedRow(1, edits, 0, [], counts_row=7, last_token_1=None)
+    edited = EditedRow(1, edits, 0, sequence=1, counts_row=7)
     first, second = drawn(DrawRows().of_step([chunk(5, 1), chunk(5, 2)], np.array([5, 5]), [edited], 50))
     assert (first.counts_row, second.counts_row) == (NO_COUNTS, 7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence as Many
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 from lorafleet.kernels.sampling.draw_tokens import NO_COUNTS
 from lorafleet.kernels.sampling.penalties import penalize
 from lorafleet.protocol.sampling_params import SamplingParams
-from lorafleet.workers.device.logit_edits import EditedRow, LogitEditor
+from lorafleet.workers.device import banned_sequences
+from lorafleet.workers.device.logit_edits import EditedStep, LogitEditor
 from lorafleet.workers.schedule.kv_cache import SequenceBlocks
-from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
+from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 
 VOCAB = 50
 NEVER = float("-inf")
@@ -31,15 +33,22 @@ def logits(rows: int = 1, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
 
 
-def edited_rows(editor: LogitEditor, batch: list[Sequence]) -> list[EditedRow]:
-    prepared = [editor.prepare(i, one) for i, one in enumerate(batch)]
-    return [row for row in prepared if row is not None]
+def chunk(one: Sequence, drafts: Many[int] = ()) -> Chunk:
+    return Chunk(one, one.num_uncomputed + len(drafts), drafts=drafts)
 
 
-def apply(editor: LogitEditor, logits_BV: torch.Tensor, rows: list[EditedRow]) -> None:
+def prepare(editor: LogitEditor, batch: list[Sequence]) -> EditedStep:
+    """Prepares a step of these sequences. Raises what one of them raises."""
+    step = editor.prepare([chunk(one) for one in batch], torch.zeros(len(batch), dtype=torch.int64))
+    for _, error in step.faults:
+        raise error
+    return step
+
+
+def apply(editor: LogitEditor, logits_BV: torch.Tensor, step: EditedStep) -> None:
     """Applies the edits and then the penalties, as the choice of the tokens does."""
-    editor.apply(logits_BV, rows)
-    for row in rows:
+    editor.apply(logits_BV, step.rows)
+    for row in step.rows:
         params, counts_row = row.edits.params, row.edits.counts_row
         if counts_row != NO_COUNTS:
             fields = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
@@ -50,7 +59,7 @@ def edited(*batch: Sequence, vocab: int = VOCAB) -> torch.Tensor:
     """The logits of one step, of sequences that sample for the first time."""
     editor = LogitEditor(len(batch), VOCAB, CPU)
     found = logits(len(batch), vocab)
-    apply(editor, found, edited_rows(editor, list(batch)))
+    apply(editor, found, prepare(editor, list(batch)))
     return found
 
 
@@ -145,7 +154,7 @@ def test_many_rows_over_many_steps_have_the_numbers_of_the_whole_history():
         found = logits(len(batch), seed=step)
         expected = found.clone()
         chosen = [rng.randrange(rng.choice([4, VOCAB])) for _ in batch]  # banned sequences have tokens below 4
-        rows = edited_rows(editor, batch)
+        rows = prepare(editor, batch)
         for logits_V, one in zip(expected, batch, strict=True):
             assert one.tokens[-1] != UNKNOWN
             reference(logits_V, one)
@@ -154,7 +163,7 @@ def test_many_rows_over_many_steps_have_the_numbers_of_the_whole_history():
         editor.count(torch.tensor(chosen, dtype=torch.int64), rows)
         for one in batch:
             one.tokens.append(UNKNOWN)
-        assert edited_rows(editor, batch) is not None  # the next step, launched before this one's tokens are read
+        prepare(editor, batch)  # the next step, launched before this one's tokens are read
         for one, token in zip(batch, chosen, strict=True):
             one.tokens[-1] = token
         for one in list(running):
@@ -175,14 +184,14 @@ def test_memory_grows_with_the_rows_that_are_held_up_to_the_sequences_of_a_step(
     held = [sequence(repetition_penalty=1.1) for _ in range(20)]
     sizes = []
     for one in held:
-        editor.prepare(0, one)
+        prepare(editor, [one])
         sizes.append(len(editor.counts_SV))
     assert sizes == [8] * 8 + [16] * 8 + [20] * 4
     for one in held:
         editor.release(one)
     for _ in range(100):
         one = sequence(presence_penalty=0.5)
-        editor.prepare(0, one)
+        prepare(editor, [one])
         editor.release(one)
     assert len(editor.counts_SV) == 20
     assert not editor._edits
@@ -193,12 +202,12 @@ def test_a_wider_vocabulary_of_an_adapter_keeps_the_counts_of_the_others():
     narrow = sequence((1, 2, 3), 2, repetition_penalty=2.0)
     wide = sequence((1, VOCAB + 9), 2, repetition_penalty=2.0, vocab_size=VOCAB + 10)
     batch = [narrow]
-    editor.count(torch.tensor([7]), edited_rows(editor, batch))
+    editor.count(torch.tensor([7]), prepare(editor, batch))
     narrow.tokens.append(7)
     batch = [narrow, wide]
     found = logits(2, VOCAB + 10)
     expected = found.clone()
-    rows = edited_rows(editor, batch)
+    rows = prepare(editor, batch)
     for logits_V, one in zip(expected, batch, strict=True):
         reference(logits_V, one)
     apply(editor, found, rows)
@@ -208,19 +217,19 @@ def test_a_wider_vocabulary_of_an_adapter_keeps_the_counts_of_the_others():
     expected = logits()
     reference(expected[0], narrow)
     found = logits()  # a step of narrow rows alone has logits of the base's vocabulary
-    apply(editor, found, edited_rows(editor, [narrow]))
+    apply(editor, found, prepare(editor, [narrow]))
     assert torch.equal(found, expected)
 
 
 def test_a_row_of_counts_keeps_nothing_of_a_wider_vocabulary():
     editor = LogitEditor(2, VOCAB, CPU)
     wide = sequence(range(VOCAB, VOCAB + 30), 30, repetition_penalty=2.0, vocab_size=VOCAB + 30)
-    editor.prepare(0, wide)
+    prepare(editor, [wide])
     editor.release(wide)
     batch = [sequence((1,), 1, repetition_penalty=2.0), sequence(range(20), 20, repetition_penalty=2.0)]
     found = logits(2)
     expected = found.clone()
-    apply(editor, found, edited_rows(editor, batch))
+    apply(editor, found, prepare(editor, batch))
     for logits_V, one in zip(expected, batch, strict=True):
         reference(logits_V, one)
     assert torch.equal(found, expected)
@@ -232,13 +241,13 @@ def test_a_first_token_has_nothing_to_be_penalized_for():
 
 def test_a_sequence_whose_tokens_are_not_known_cannot_begin():
     with pytest.raises(RuntimeError, match="not known"):
-        LogitEditor(2, VOCAB, CPU).prepare(0, sequence((1, 2, UNKNOWN), 2, repetition_penalty=2.0))
+        prepare(LogitEditor(2, VOCAB, CPU), [sequence((1, 2, UNKNOWN), 2, repetition_penalty=2.0)])
 
 
 def test_biases_are_added_in_float32():
     editor = LogitEditor(1, VOCAB, CPU)
     coarse = torch.full((1, VOCAB), 100.0, dtype=torch.bfloat16)
-    found = editor.apply(coarse, edited_rows(editor, [sequence(logit_bias={3: 0.1})]))
+    found = editor.apply(coarse, prepare(editor, [sequence(logit_bias={3: 0.1})]).rows)
     assert found.dtype == torch.float32
     assert found[0, 3] == pytest.approx(100.1)
 
@@ -246,46 +255,109 @@ def test_biases_are_added_in_float32():
 def test_what_a_sequence_edits_is_uploaded_once(monkeypatch):
     editor = LogitEditor(2, VOCAB, CPU)
     one = sequence(logit_bias={3: 1.0}, min_tokens=9, stop_ids=[4], repetition_penalty=1.5)
-    editor.prepare(0, one)
+    prepare(editor, [one])
     monkeypatch.setattr(editor, "_upload", None)
     monkeypatch.setattr(editor._counts, "_fill", None)
     for _ in range(3):
-        rows = edited_rows(editor, [one])
+        rows = prepare(editor, [one])
         apply(editor, logits(), rows)
         editor.count(torch.tensor([5]), rows)
         one.tokens.append(UNKNOWN)
 
 
 def test_a_row_behind_drafts_is_edited_as_if_the_drafts_were_the_answer():
-    """Penalties, minimal lengths and banned sequences see them; the row of the sequence's own last token does not."""
-    fields = {"frequency_penalty": 1.0, "min_tokens": 3, "bad_words_token_ids": [[4, 5], [5, 6]]}
+    """Penalties, minimal lengths and banned sequences see them; the row of the sequence's own last token does not. The
+    host need not know the drafts."""
+    fields = {"frequency_penalty": 1.0, "min_tokens": 3, "bad_words_token_ids": [[4, 5], [3, 4, 6], [5, 6]]}
     drafts = [4, 5]
-    editor = LogitEditor(3, VOCAB, CPU)
-    one = sequence((1, 2, 3), 2, stop_ids=(7,), **fields)
-    first = editor.prepare(0, one)
-    rows = [first, *editor.prepare_drafts(first, one, drafts)]
-    logits_BV = editor.apply(torch.zeros(3, VOCAB), rows)
-    counts = [editor.counts_SV[row.counts_row].clone() for row in rows]
-    for i, row in enumerate(rows):
+    editor = LogitEditor(4, VOCAB, CPU)
+    one, other = sequence((1, 2, 3), 2, stop_ids=(7,), **fields), sequence((6, 4), 1, frequency_penalty=2.0)
+    step = editor.prepare([chunk(other), chunk(one, [UNKNOWN] * 2)], torch.tensor([4, 3, *drafts]))
+    assert not step.faults
+    logits_BV = editor.apply(torch.zeros(4, VOCAB), step.rows)
+    assert editor.counts_SV[step.rows[0].counts_row].nonzero().tolist() == [[4]]
+    for i, row in enumerate(step.rows[1:]):
         tokens = (1, 2, 3, *drafts[:i])
         alone = LogitEditor(1, VOCAB, CPU)
-        other = sequence(tokens, 2, stop_ids=(7,), **fields)
-        expected = alone.prepare(0, other)
-        assert torch.equal(logits_BV[i], alone.apply(torch.zeros(1, VOCAB), [expected])[0]), i
-        assert torch.equal(counts[i], alone.counts_SV[expected.counts_row]), i
+        expected = prepare(alone, [sequence(tokens, 2, stop_ids=(7,), **fields)])
+        assert torch.equal(logits_BV[1 + i], alone.apply(torch.zeros(1, VOCAB), expected.rows)[0]), i
+        assert torch.equal(editor.counts_SV[row.counts_row], alone.counts_SV[expected.rows[0].counts_row]), i
         assert row.num_generated == 1 + i
-    editor.count(torch.tensor([4, 5, 9]), rows)
-    one.tokens += [4, 5, 9]
-    again = editor.prepare(0, one)
-    assert editor.counts_SV[again.counts_row][[3, 4, 5, 9]].tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("num_accepted", range(3))
+def test_the_next_step_is_edited_behind_the_accepted_drafts_before_the_host_knows_them(num_accepted: int) -> None:
+    """Another answer has no drafts in the same step, and one has drafts and no banned sequences."""
+    banned = [[4], [3, 4], [4, 5, 6], [9, 9, 8], [5, 9, 1], [4, 9, 2], [9, 3]]
+    fields: dict[str, Any] = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "min_tokens": 4}
+    editor = LogitEditor(12, VOCAB, CPU)
+    one = sequence((1, 2, 3), 2, stop_ids=(7,), bad_words_token_ids=banned, **fields)
+    plain = sequence((1, 9), 1, bad_words_token_ids=banned)
+    other = sequence((1, 2), 1, frequency_penalty=1.0)
+    first = editor.prepare(
+        [chunk(one, [UNKNOWN] * 2), chunk(plain), chunk(other, [UNKNOWN])], torch.tensor([3, 4, 5, 9, 2, 6])
+    )
+    drawn = [[9, 4, 5], [4, 9, 5], [4, 5, 9]][num_accepted]
+    drawn_B = torch.tensor([*drawn, 9, 6, 7])
+    editor.count(drawn_B, first, torch.tensor([num_accepted, 0, 1]))
+    for sent, num_drafts in ((one, 2), (plain, 0), (other, 1)):
+        sent.num_computed, sent.num_unverified = len(sent.tokens), num_drafts
+        sent.tokens.append(UNKNOWN)
+    shorts = {one: torch.tensor([2 - num_accepted])}
+    second = editor.prepare(
+        [chunk(one, [UNKNOWN]), chunk(plain), chunk(other)], torch.tensor([drawn[num_accepted], 9, 9, 7]), shorts
+    )
+    assert not second.faults
+    found, known = logits(4), (1, 2, 3, *drawn[: num_accepted + 1])
+    answers = [
+        sequence(known, 2, stop_ids=(7,), bad_words_token_ids=banned, **fields),
+        sequence((*known, 9), 2, stop_ids=(7,), bad_words_token_ids=banned, **fields),
+        sequence((1, 9, 9), 1, bad_words_token_ids=banned),
+        sequence((1, 2, 6, 7), 1, frequency_penalty=1.0),
+    ]
+    expected = found.clone()
+    for logits_V, answer in zip(expected, answers, strict=True):
+        reference(logits_V, answer)
+    apply(editor, found, second)
+    assert torch.equal(found, expected)
+
+
+def test_a_sequence_that_gets_no_token_goes_on_from_where_it_was() -> None:
+    editor = LogitEditor(6, VOCAB, CPU)
+    batch = [sequence((1, 4), 1, frequency_penalty=1.0, bad_words_token_ids=[[4, 5], [4, 6, 7]]) for _ in range(2)]
+    tokens = torch.tensor([4, 6, 4, 6])
+    step = editor.prepare([chunk(one, [6]) for one in batch], tokens)
+    editor.count(torch.tensor([6, 8, 6, 8]), step, torch.tensor([1, 1]), late_rows={2})
+    batch[0].tokens += [6, 8]
+    found, expected = logits(2), logits(2)
+    for logits_V, one in zip(expected, batch, strict=True):
+        reference(logits_V, one)
+    apply(editor, found, prepare(editor, batch))
+    assert torch.equal(found, expected)
+
+
+def test_answers_with_many_places_of_banned_sequences_move_on_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(banned_sequences, "MOST_PLACES", 3)
+    editor = LogitEditor(8, VOCAB, CPU)
+    banned = [[[4, 5, 6]], [[4, 6], [5, 4, 3]], [[6, 4]]]
+    batch = [sequence((1, 4), 1, bad_words_token_ids=own) for own in banned]
+    for drawn in ([5, 5, 6], [6, 4, 4], [9, 3, 4]):
+        found, expected = torch.zeros(3, VOCAB), torch.zeros(3, VOCAB)
+        for logits_V, one in zip(expected, batch, strict=True):
+            reference(logits_V, one)
+        step = prepare(editor, batch)
+        apply(editor, found, step)
+        assert torch.equal(found, expected)
+        editor.count(torch.tensor(drawn), step)
+        for one, token in zip(batch, drawn, strict=True):
+            one.tokens.append(token)
 
 
 def test_the_rows_of_drafts_are_free_for_the_next_step():
     editor = LogitEditor(3, VOCAB, CPU)
     one = sequence((1, 2, 3), 2, presence_penalty=1.0)
     for _ in range(4):
-        first = editor.prepare(0, one)
-        rows = [first, *editor.prepare_drafts(first, one, [8, 8])]
-        editor.count(torch.tensor([9, 8, 8]), rows)
+        step = editor.prepare([chunk(one, [8, 8])], torch.tensor([one.tokens[-1], 8, 8]))
+        editor.count(torch.tensor([9, 8, 8]), step, torch.tensor([0]))
         one.tokens += [9]
     assert len(editor.counts_SV) == 3

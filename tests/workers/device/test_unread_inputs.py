@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from lorafleet.kernels.recurrent.recurrent_batch import RecurrentBatch
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.attention.attention_backend import AttentionSpec, DraftRows, KVCache, LayerAttention
 from lorafleet.workers.attention.triton_decodes import CapturedDecodes, DecodeLayers
@@ -63,6 +64,36 @@ def test_inputs_are_those_of_the_known_lengths(short: tuple[int, ...]) -> None:
     assert np.array_equal(on_host.fields_FT[1:], np.stack((np.arange(ROWS, ROWS + 8), *known.fields_FT[2:])))
     assert on_host.fields_FT[0].tolist() == tokens.tolist()
     assert on_host.attention == known.attention
+
+
+@pytest.mark.parametrize("short", range(4))
+def test_states_go_on_in_the_slots_of_the_known_lengths(short: int) -> None:
+    """The second sequence has three drafts in flight and two in this step; the third two, and four in this step."""
+    chunks = [
+        chunk("plain", 6, [3, 9, 4], 0, 1),
+        chunk("fewer", 2, [7, 1, 8, 2, 5], 3, 2),
+        chunk("more", 17, [20, 21, 22, 23, 24, 25, 26], 2, 4),
+    ]
+    slots = [(0, [30], []), (12, [10, 11], [10, 11, 14, 12]), (22, [20, 21, 40, 41], [20, 21, 22])]
+    for made, (own, drafts, ring) in zip(chunks, slots, strict=True):
+        made.sequence.state_slot, made.sequence.draft_slots, made.sequence.state_ring = own, drafts, ring
+    plan = plan_step(chunks, dict.fromkeys(("plain", "fewer", "more"), 0), ROWS, BLOCK, [])
+    lens = [0, short, min(short, 2)]
+    unread = UnreadInputs(torch.arange(10), torch.arange(10), torch.tensor(lens), most_short=3)
+    known = unread.with_known(plan, ROWS, BLOCK)
+    second = [(12, [10, 11]), (14, [12, 10]), (11, [14, 12]), (10, [11, 14])][short]
+    third = [(22, [20, 21]), (21, [22, 20]), (20, [21, 22]), (20, [21, 22])][short]
+    assert known.state_slots == [0, second[0], third[0]]
+    assert known.kept_states == [30, -1, *second[1], -1, *third[1], 40, 41, -1]
+    assert not known.state_rings
+    batch = RecurrentBatch.of_drafts(12, 4, 50, CPU)
+    batch.refill(plan.attention.query_lens, plan.state_slots, plan.begins, 50, plan.kept_states)
+    assert unread.short_B is not None
+    slot_N = Corrections(plan, BLOCK, 3, CPU).known_state_slots(unread.short_B)
+    assert slot_N is not None
+    batch.correct(slot_N, len(chunks))
+    assert batch.slot_B.tolist()[:4] == [*known.state_slots, 50]
+    assert batch.kept_T is not None and batch.kept_T.tolist() == [*known.kept_states, -1, -1]
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -32,7 +32,7 @@ class DraftsPay(StepPace):
 class AlwaysAhead(AheadPace):
     """Takes drafts behind a step in flight for faster than any other."""
 
-    def is_ahead(self, token_s: float) -> bool:  # noqa: ARG002  it is the same for all
+    def is_ahead(self, token_s: float, num_others: float = 1.0, num_masked: int = 0) -> bool:  # noqa: ARG002  always
         return True
 
 
@@ -58,14 +58,16 @@ class Guesses:
         return [5 if self._rng.random() < self._mistakes else token for token in right]
 
 
-def record(drafter: ModelDrafter, drafted: list[Drafted]) -> None:
-    """Appends to `drafted` what is drafted from now on, behind known tokens and behind steps in flight."""
+def record(drafter: ModelDrafter, drafted: list[Drafted], behind: list[str] | None = None) -> None:
+    """Appends to `drafted` what is drafted from now on, behind known tokens and behind steps in flight, and to `behind`
+    the requests of the latter."""
     propose, propose_behind = drafter.propose, drafter.propose_behind
 
     def recorded(wanted: Many[Wanted]) -> list[list[int]]:
         found = propose(wanted)
         for entry, draft in zip(wanted, found, strict=True):
-            drafted.append((entry.sequence.request_id, entry.sequence.tokens[: entry.num_known], draft))
+            if draft:
+                drafted.append((entry.sequence.request_id, entry.sequence.tokens[: entry.num_known], draft))
         return found
 
     def recorded_behind(wanted: Many[Wanted], step: DraftVerification) -> DeviceDrafts:
@@ -74,6 +76,8 @@ def record(drafter: ModelDrafter, drafted: list[Drafted]) -> None:
         for entry in wanted:
             if entry.sequence in made.counts:
                 rows, draft = step.rows[entry.sequence], made.token_WK[made.row_by_sequence[entry.sequence]].tolist()
+                if behind is not None:
+                    behind.append(entry.sequence.request_id)
                 known = entry.sequence.tokens[: entry.num_known]
                 known += drawn[rows.first : rows.first + accepted[rows.index] + 1]
                 drafted.append((entry.sequence.request_id, known, draft[: made.counts[entry.sequence]]))
@@ -88,7 +92,6 @@ def speculate(engine: Engine, drafter: Drafter | None, most_tokens: int = 4) -> 
     before the first request."""
     rows = len(engine.runner.steps.inputs.sampled_B)
     model = drafter if isinstance(drafter, ModelDrafter) else None
-    is_ahead = model is not None and engine.runner.steps.states is None and engine.hello.tensor_parallel_size == 1
     made = Speculation(
         drafter,
         engine.scheduler.budget,
@@ -96,7 +99,7 @@ def speculate(engine: Engine, drafter: Drafter | None, most_tokens: int = 4) -> 
         rows,
         DraftsPay(),
         is_certain=model is not None,
-        ahead=AheadDrafts(model, AlwaysAhead()) if model is not None and is_ahead else None,
+        ahead=None if model is None else AheadDrafts(model, AlwaysAhead()),
     )
     engine.scheduler.speculation = made
     return made

@@ -30,3 +30,14 @@ def test_the_way_changes_with_the_times() -> None:
     assert ways(pace, 2 * TRIAL_PERIOD, 5e-3, 6e-3)[-1]
     assert not ways(pace, 2 * TRIAL_PERIOD, 5e-3, 3e-3)[-1]
     assert ways(pace, 2 * TRIAL_PERIOD, 2e-3, 3e-3)[-1]
+
+
+@pytest.mark.parametrize(("num_others", "expected"), [(40, True), (2, False)])
+def test_what_sequences_with_grammars_lose_counts_against_the_faster_way(num_others: float, expected: bool) -> None:
+    """Behind a step in flight, each of two has one token a step, and three otherwise."""
+    pace, found = AheadPace(), list[bool]()
+    for _ in range(2 * TRIAL_PERIOD):
+        found.append(pace.is_ahead(1e-6, num_others, num_masked=2))
+        masked = [1, 1] if found[-1] else [4, 2]
+        pace.observe(10, 5e-3 if found[-1] else 6e-3, 1e-6, is_ahead=found[-1], masked=masked)
+    assert found[TRIAL_PERIOD:].count(expected) > TRIAL_PERIOD - 3 * TRIAL_STEPS

@@ -12,10 +12,10 @@ from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.protocol.step_metrics import StepShape
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.schedule.step_budget import StepBudget, StepLimits
+from lorafleet.workers.speculation.acceptance import FIRST_ACCEPTANCE
 from lorafleet.workers.speculation.draft_turns import DRAFTED_STEPS, MOVED_STEPS, PLAIN_STEPS, PROBE_STEPS
 from lorafleet.workers.speculation.drafter import Wanted
 from lorafleet.workers.speculation.speculation import (
-    FIRST_ACCEPTANCE,
     PROBE_SEQUENCES,
     PROBE_TOKENS,
     Speculation,
@@ -152,9 +152,11 @@ def test_forced_tokens_are_drafts_and_say_nothing_about_other_drafts() -> None:
     bound, free = decode("bound"), decode("free")
     bound.grammar = Forcing(8, 9)  # type: ignore[assignment]  # as much of a grammar as is needed
     assert made.choose([bound, free], 2) == {bound: [8, 9], free: [TOKEN] * 4}
+    made.launched([Chunk(bound, 3, drafts=[8, 9]), Chunk(free, 5, drafts=[TOKEN] * 4)])
+    assert made.choose([], 2) == {}, "the next step is scheduled before this one's tokens are known"
     for one in (bound, free):
         made.verified(one, 2, 2)
-    assert made._acceptance(free).probability > made._acceptance(bound).probability == FIRST_ACCEPTANCE
+    assert made._acceptances.of(free).probability > made._acceptances.of(bound).probability == FIRST_ACCEPTANCE
     bound.grammar = Forcing(*range(20))  # type: ignore[assignment]  # as above
     assert made.choose([bound, free], 2)[bound] == [0, 1, 2, 3], "no more than may be drafted"
     bound.grammar = Forcing()  # type: ignore[assignment]  # as above
@@ -169,7 +171,7 @@ def test_without_a_drafter_only_forced_tokens_are_drafted() -> None:
     assert made.choose([free, bound], 2) == {bound: [8, 9]}
     bound.grammar = Forcing()  # type: ignore[assignment]  # as above
     assert made.choose([free, bound], 2) == {}
-    assert free not in made._acceptances, "a sequence that nobody drafts for costs nothing"
+    assert free not in made._acceptances._by_sequence, "a sequence that nobody drafts for costs nothing"
     made.release(free)
 
 

@@ -15,9 +15,10 @@ from lorafleet.api.text.tokenizer_files import TokenizerFiles
 from lorafleet.protocol import structured_spec
 from lorafleet.protocol.engine_config import SpeculativeConfig
 from lorafleet.workers.speculation.drafter import Wanted
+from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from lorafleet.workers.structured.grammar_process import GrammarLimits, GrammarProcess
 from stepped_engine import SteppedEngine
-from tests.workers.speculation.drafting import Guesses, speculate
+from tests.workers.speculation.drafting import Guesses, record, speculate
 from tiny_models import make_model
 
 SCHEMA = {
@@ -50,7 +51,9 @@ class Grammars:
         self._tokenizer = Tokenizer.from_folder(base)
         self._files = TokenizerFiles()
         self._prompt = prompt
-        self.stepped = SteppedEngine(base, speculative_config=SpeculativeConfig("ngram"), **options)
+        self.stepped = SteppedEngine(base, **({"speculative_config": SpeculativeConfig("ngram")} | options))
+        speculation = self.stepped.engine.scheduler.speculation
+        self.drafter = None if speculation is None else speculation.drafter  # That of the options.
         self.stepped.engine._structured._limits = GrammarLimits(step_wait_s=120)  # so that no mask is late
         self.plain = self.answers(None)
 
@@ -93,6 +96,24 @@ def grammars(fleet: Any, prompt: Callable[[int], list[int]]) -> Iterator[Grammar
 def test_tokens_are_those_without_drafts(grammars: Grammars, overlap: bool) -> None:
     for drafter in (Guesses(grammars.plain), FORCED):
         assert grammars.answers(drafter, overlap=overlap) == grammars.plain
+
+
+def test_others_have_drafts_behind_steps_in_flight_beside_answers_that_have_grammars(fleet, prompt) -> None:
+    base, behind, beside = fleet("llama3").base, list[str](), list[bool]()
+    made = Grammars(base, prompt, speculative_config=SpeculativeConfig("draft_model", model=str(base)))
+    assert isinstance(made.drafter, ModelDrafter)
+    record(made.drafter, [], behind)
+    propose, running = made.drafter.propose_behind, made.stepped.engine.scheduler.running
+
+    def recorded(*args: Any) -> Any:
+        beside.append(any(sequence.grammar is not None for sequence in running))
+        return propose(*args)
+
+    made.drafter.propose_behind = recorded  # type: ignore[method-assign]
+    assert made.answers(made.drafter, overlap=True) == made.plain
+    assert {name.split()[0] for name in behind} == {"free"}
+    assert sum(beside) > 4
+    made.close()
 
 
 class Counted:

@@ -19,7 +19,7 @@ from lorafleet.workers.schedule.sequence import UNKNOWN
 from lorafleet.workers.speculation.drafter import Wanted
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from ranks import start_llm
-from tests.workers.speculation.drafting import speculate
+from tests.workers.speculation.drafting import record, speculate
 from tests.workers.speculation.eagle_reference import EagleReference, make_head
 from tests.workers.speculation.mtp_reference import Drafted, MTPReference, make_mtp_checkpoint
 from tiny_models import make_adapter, make_model
@@ -39,22 +39,14 @@ def answers(llm: LLM, prompt: Callable[[int], list[int]], path: Path, params: li
     return [list(answer.token_ids) for output in outputs for answer in output.outputs]
 
 
-def recorded(llm: LLM) -> list[Drafted]:
-    """Has the engine verify each draft of its head. Returns the list to which what is drafted is added."""
-    drafter, found = llm._engine.scheduler.speculation.drafter, list[Drafted]()
+def recorded(llm: LLM) -> tuple[list[Drafted], list[str]]:
+    """Has the engine verify each draft of its model or head. Returns the lists to which record() adds what is
+    drafted."""
+    drafter, found, behind = llm._engine.scheduler.speculation.drafter, list[Drafted](), list[str]()
     assert isinstance(drafter, ModelDrafter)
-    propose = drafter.propose
-
-    def propose_and_record(wanted: Any) -> list[list[int]]:
-        drafts = propose(wanted)
-        for entry, draft in zip(wanted, drafts, strict=True):
-            if draft:
-                found.append((entry.sequence.request_id, entry.sequence.tokens[: entry.num_known], draft))
-        return drafts
-
-    drafter.propose = propose_and_record  # type: ignore[method-assign]
+    record(drafter, found, behind)
     speculate(llm._engine, drafter)
-    return found
+    return found, behind
 
 
 def check_equal(
@@ -64,10 +56,9 @@ def check_equal(
     prompt: Callable[[int], list[int]],
     params: list[SamplingParams],
     before_masks: list[int] | None = None,
-    **options: Any,
 ) -> list[Drafted]:
     """Returns what is drafted on two ranks, whose answers must be those of one rank without drafts, before a sleep and
-    behind it.
+    behind it. Most of it must be drafted behind steps in flight.
 
     Args:
         before_masks: Gets the numbers of drafts that draft_before_masks() has. None leaves it out.
@@ -75,8 +66,8 @@ def check_equal(
     alone = start_llm(str(base), 1, enable_lora=True)
     expected = answers(alone, prompt, path, params)
     alone.close()
-    shared = start_llm(str(base), 2, enable_lora=True, speculative_config=config, **options)
-    drafted = recorded(shared)
+    shared = start_llm(str(base), 2, enable_lora=True, speculative_config=config, async_scheduling=True)
+    drafted, behind = recorded(shared)
     counts = [] if before_masks is None else draft_before_masks(shared)
     assert answers(shared, prompt, path, params) == expected
     num_drafted = len(drafted)
@@ -84,6 +75,7 @@ def check_equal(
     shared.wake_up()
     assert answers(shared, prompt, path, params[:2]) == expected[:2]
     assert len(drafted) > num_drafted
+    assert len(behind) > (len(drafted) - len(counts)) // 2
     shared.close()
     if before_masks is not None:
         before_masks += counts
@@ -103,6 +95,13 @@ def test_a_layer_for_several_tokens_is_divided(tmp_path, prompt, family) -> None
     of_adapter = [entry for entry in drafted if entry[0] == "2-0"][::4]
     assert of_adapter
     assert not reference.wrong(PeftModel.from_pretrained(target, path), of_adapter)
+
+
+def test_a_draft_model_on_the_first_gpu_drafts_behind_steps_of_all(tmp_path, prompt) -> None:
+    """The draft model has the base's weights. So drafts are right unless penalties change the tokens."""
+    base = make_model(tmp_path / "base", "llama3", seed=3)
+    path = make_adapter(tmp_path / "adapter", base)
+    check_equal(base, path, {"method": "draft_model", "model": str(base)}, prompt, PARAMS)
 
 
 def draft_before_masks(llm: LLM) -> list[int]:
@@ -129,7 +128,7 @@ def test_an_eagle_head_is_divided_and_drafts_while_an_answer_waits_for_its_masks
     masked = SamplingParams(max_tokens=30, temperature=1.0, seed=5, structured_outputs=grammar)
     config = {"method": "eagle3", "model": str(head)}
     counts: list[int] = []
-    drafted = check_equal(base, path, config, prompt, [*PARAMS, masked], counts, async_scheduling=True)
+    drafted = check_equal(base, path, config, prompt, [*PARAMS, masked], counts)
     assert sum(counts) > 4
     target, reference = AutoModelForCausalLM.from_pretrained(base), EagleReference(head)
     of_base = [entry for entry in drafted if entry[0] in ("0-0", "1-0")][::4]

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from lorafleet.offline.llm import LLM, SamplingParams
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
-from tests.workers.speculation.drafting import speculate
+from tests.workers.speculation.drafting import record, speculate
 from tests.workers.speculation.eagle_reference import EagleReference, make_head
 from tests.workers.speculation.mtp_reference import Drafted, MTPReference, make_mtp_checkpoint
 from tiny_models import make_model
@@ -34,19 +34,11 @@ def generated(base: Path, size: int, config: dict[str, Any] | None) -> tuple[lis
         max_num_batched_tokens=256, tensor_parallel_size=size, enable_lora=False, speculative_config=config,
     )  # fmt: skip
     drafted: list[Drafted] = []
+    behind: list[str] = []  # The requests of those drafts that were made behind a step in flight.
     if config is not None:
         drafter = llm._engine.scheduler.speculation.drafter
         assert isinstance(drafter, ModelDrafter)
-        propose = drafter.propose
-
-        def recorded(wanted: Any) -> list[list[int]]:
-            drafts = propose(wanted)
-            for entry, draft in zip(wanted, drafts, strict=True):
-                if draft:
-                    drafted.append((entry.sequence.request_id, entry.sequence.tokens[: entry.num_known], draft))
-            return drafts
-
-        drafter.propose = recorded  # type: ignore[method-assign]
+        record(drafter, drafted, behind)
         speculate(llm._engine, drafter)
     params = [
         SamplingParams(max_tokens=24, temperature=0.8 if i % 3 == 2 else 0, seed=i, ignore_eos=True)
@@ -54,6 +46,7 @@ def generated(base: Path, size: int, config: dict[str, Any] | None) -> tuple[lis
     ]
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params)
     llm.close()
+    assert config is None or len(behind) > len(drafted) // 2
     return [list(output.outputs[0].token_ids) for output in outputs], drafted
 
 
