@@ -16,10 +16,10 @@ from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import EngineDead, LorafleetError, to_wire
 from lorafleet.protocol.transport.addresses import RankAddresses
 from lorafleet.resolvers.neighbor_fetch import FindNeighbors
+from lorafleet.workers.rank_startup import build_rank
 from lorafleet.workers.slots.loader import AdapterLoader
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.packed_adapter import PackedAdapter
-from lorafleet.workers.startup import build_rank
 from lorafleet.workers.tp.link import RankSocket
 from lorafleet.workers.tp.rank_messages import (
     AwaitBlocks,

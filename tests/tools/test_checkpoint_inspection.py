@@ -21,8 +21,8 @@ from lorafleet.tools.checkpoint_contents import read_contents
 from lorafleet.tools.checkpoint_inspection import CARDS, inspect_checkpoint
 from lorafleet.workers import kv_cache_sizing, memory_estimate
 from lorafleet.workers.memory_estimate import Card, MetaEngine
+from lorafleet.workers.rank_startup import build_rank
 from lorafleet.workers.speculation.draft_model import STEP_BYTES
-from lorafleet.workers.startup import build_rank
 from tests.workers.speculation.eagle_reference import make_head
 from tests.workers.speculation.mtp_reference import make_mtp_checkpoint
 from tiny_models import make_model

@@ -21,7 +21,8 @@ from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.messages import EngineRequest
 from lorafleet.tools.checkpoint_inspection import inspect_checkpoint
 from lorafleet.workers.bases.checkpoint import read_model_config
-from lorafleet.workers.startup import build_engine, build_rank
+from lorafleet.workers.rank_startup import build_rank
+from lorafleet.workers.startup import build_engine
 from ranks import start_llm
 from tests.workers.conftest import peft_warnings_ignored
 from tiny_models import Reference, tokenizer

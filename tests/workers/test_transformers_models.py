@@ -19,7 +19,7 @@ from lorafleet.protocol.errors import AdapterUnsupported, ConfigError, Unsupport
 from lorafleet.workers.models.generic.architecture import find_architecture
 from lorafleet.workers.models.generic.attention_probe import window_of
 from lorafleet.workers.models.generic.generic_loading import read_generic_config
-from lorafleet.workers.startup import build_rank
+from lorafleet.workers.rank_startup import build_rank
 from tiny_models import COMMON, Answer, Reference, make_adapter, make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(save_embedding_layers|tied):UserWarning")  # PEFT's own

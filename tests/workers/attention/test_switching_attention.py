@@ -8,7 +8,7 @@ import torch
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.messages import EngineRequest
 from lorafleet.protocol.sampling_params import SamplingParams
-from lorafleet.workers import startup
+from lorafleet.workers import step_startup
 from lorafleet.workers.attention import switching_attention
 from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache, LayerAttention
 from lorafleet.workers.attention.module_build import Built, ModuleSource
@@ -129,9 +129,9 @@ def test_an_engine_answers_alike_before_during_and_after_the_switch(fleet, promp
 
     expected, never = answers()
     assert never == []
-    monkeypatch.setattr(startup, "_late_modules", lambda *_: [ModuleSource("module", "folder", "file", "lock")])
-    monkeypatch.setattr(startup, "ModuleBuild", lambda _modules: build)
-    monkeypatch.setattr(startup, "make_attention", make)
+    monkeypatch.setattr(step_startup, "_late_modules", lambda *_: [ModuleSource("module", "folder", "file", "lock")])
+    monkeypatch.setattr(step_startup, "ModuleBuild", lambda _modules: build)
+    monkeypatch.setattr(step_startup, "make_attention", make)
     tokens, switched = answers()
     assert tokens == expected
     assert len(tokens) == 12
@@ -141,11 +141,11 @@ def test_an_engine_answers_alike_before_during_and_after_the_switch(fleet, promp
 
 def test_an_attention_by_name_or_of_several_ranks_waits_for_its_compiler(monkeypatch) -> None:
     module = ModuleSource("module", "folder", "file", "lock")
-    monkeypatch.setattr(startup, "missing_modules", lambda _spec: [module])
-    monkeypatch.setattr(startup, "refusal", lambda _name, _spec: None)
+    monkeypatch.setattr(step_startup, "missing_modules", lambda _spec: [module])
+    monkeypatch.setattr(step_startup, "refusal", lambda _name, _spec: None)
     auto = EngineConfig("model")
-    assert startup._late_modules(auto, SPEC, 1) == [module]
-    assert startup._late_modules(auto, SPEC, 2) == []
-    assert startup._late_modules(EngineConfig("model", attention_backend="flashinfer"), SPEC, 1) == []
-    monkeypatch.setattr(startup, "refusal", lambda _name, _spec: "it is not installed")
-    assert startup._late_modules(auto, SPEC, 1) == []
+    assert step_startup._late_modules(auto, SPEC, 1) == [module]
+    assert step_startup._late_modules(auto, SPEC, 2) == []
+    assert step_startup._late_modules(EngineConfig("model", attention_backend="flashinfer"), SPEC, 1) == []
+    monkeypatch.setattr(step_startup, "refusal", lambda _name, _spec: "it is not installed")
+    assert step_startup._late_modules(auto, SPEC, 1) == []

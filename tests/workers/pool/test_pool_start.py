@@ -11,7 +11,7 @@ import torch
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import ConfigError, NothingToShare
 from lorafleet.protocol.lora_config import LoRAConfig
-from lorafleet.workers import startup
+from lorafleet.workers import base_startup, rank_startup
 from lorafleet.workers.attention import select
 from lorafleet.workers.attention.attention_backend import AttentionSpec, LayerAttention
 from lorafleet.workers.pool import pool_start
@@ -150,13 +150,13 @@ def test_an_engine_without_memory_to_share_has_fixed_shares_and_reads_its_weight
         loads.append(arguments)
         return load_model(*arguments)
 
-    load_model = startup.load_model
-    monkeypatch.setattr(startup, "load_model", load)
+    load_model = base_startup.load_model
+    monkeypatch.setattr(base_startup, "load_model", load)
     config = EngineConfig(str(fleet("llama3").base), device="cpu", kv_cache_tokens=512, lora=LoRAConfig(max_loras=3))
-    fixed = startup.build_rank(config)
-    monkeypatch.setattr(startup, "start_pool", EmptyPool)
+    fixed = rank_startup.build_rank(config)
+    monkeypatch.setattr(rank_startup, "start_pool", EmptyPool)
     loads.clear()
-    rank = startup.build_rank(config)
+    rank = rank_startup.build_rank(config)
     assert len(loads) == 1 and rank.pool is None and "nothing can be lent" in caplog.text
     for built in (fixed, rank):
         assert built.slots is not None and built.loader is not None
@@ -169,7 +169,7 @@ def test_an_engine_without_memory_to_share_has_fixed_shares_and_reads_its_weight
     )
     assert rank.num_blocks == fixed.num_blocks
     with pytest.raises(NothingToShare):
-        startup.build_rank(replace(config, lora=LoRAConfig(share_lora_memory=True)))
+        rank_startup.build_rank(replace(config, lora=LoRAConfig(share_lora_memory=True)))
 
 
 def test_an_engine_on_a_cpu_does_not_start_with_shared_memory(fleet) -> None:

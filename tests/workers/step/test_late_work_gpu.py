@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
-from lorafleet.workers import startup
+from lorafleet.workers import step_startup
 from lorafleet.workers.attention.flashinfer_modules import missing_modules
 from lorafleet.workers.attention.module_build import Built, ModuleSource
 from lorafleet.workers.step import decode_graphs
@@ -57,12 +57,12 @@ def test_answers_are_right_while_graphs_are_captured_and_the_attention_is_switch
     base = make_model(tmp_path / "base", "llama3", dtype="bfloat16", **SHAPE)
     paths = {name: make_adapter(tmp_path / name, base, seed=i, std=0.02, r=8 << i) for i, name in enumerate("ab")}
     monkeypatch.setattr(decode_graphs, "CAPTURE_PERIOD_S", 0.0)  # a capture between any two steps
-    monkeypatch.setattr(startup, "FIRST_SIZES", ())
+    monkeypatch.setattr(step_startup, "FIRST_SIZES", ())
     build = CountedBuild()
     sources = [ModuleSource("m", "folder", "file", "lock")] if switches else []
-    monkeypatch.setattr(startup, "_late_modules", lambda *_: sources)
+    monkeypatch.setattr(step_startup, "_late_modules", lambda *_: sources)
     if switches:
-        monkeypatch.setattr(startup, "ModuleBuild", lambda _modules: build)
+        monkeypatch.setattr(step_startup, "ModuleBuild", lambda _modules: build)
     llm = LLM(str(base), enable_lora=True, max_loras=2, max_num_seqs=24, kv_cache_tokens=32768)
     late, graphs = llm._engine.runner.steps.late, llm._engine.runner.steps.decode_graphs
     assert graphs is not None
