@@ -77,7 +77,7 @@ def test_states_go_on_in_the_slots_of_the_known_lengths(short: int) -> None:
     slots = [(0, [30], []), (12, [10, 11], [10, 11, 14, 12]), (22, [20, 21, 40, 41], [20, 21, 22])]
     for made, (own, drafts, ring) in zip(chunks, slots, strict=True):
         made.sequence.state_slot, made.sequence.draft_slots, made.sequence.state_ring = own, drafts, ring
-    plan = plan_step(chunks, dict.fromkeys(("plain", "fewer", "more"), 0), ROWS, BLOCK, [])
+    plan = plan_step(chunks, TokensBefore(dict.fromkeys(("plain", "fewer", "more"), 0)), ROWS, BLOCK, [])
     lens = [0, short, min(short, 2)]
     unread = UnreadInputs(torch.arange(10), torch.arange(10), torch.tensor(lens), most_short=3)
     known = unread.with_known(plan, ROWS, BLOCK)

@@ -98,7 +98,7 @@ def test_the_draft_model_of_rank_0_drafts_for_all_ranks(fleet, prompt, tmp_path)
         found.append(tokens(llm.generate(jobs, params, lora_request=[lora, lora, None])))
         llm.close()
     assert found[0] == found[1]
-    accepted = [acceptance.probability for _, acceptance in speculation._of_adapters.items()]
+    accepted = [acceptance.probability for _, acceptance in speculation._acceptances._by_adapter.items()]
     assert len(accepted) == 2 and min(accepted) > 0.9
 
 
