@@ -128,6 +128,7 @@ def join(first: TokenOutput, later: TokenOutput) -> TokenOutput:
     if first.prompt_logprobs is None:
         first.prompt_logprobs = later.prompt_logprobs
     first.embedding = first.embedding or later.embedding
+    first.routed_experts += later.routed_experts
     first.num_cached_tokens = first.num_cached_tokens or later.num_cached_tokens
     first.finish_reason, first.stop_token_id = later.finish_reason, later.stop_token_id
     first.fallback_reason = first.fallback_reason or later.fallback_reason

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -31,8 +32,8 @@ class BannedPlaces:
 
     token_P: Tensor  # The token with which the place is reached, int32.
     is_first_P: Tensor  # Whether a sequence begins here, bool.
-    ends: list[int]  # The place of each sequence's last but one token.
-    lasts: list[int]  # Each sequence's last token.
+    end_K: Tensor  # The place of each sequence's last but one token, int64.
+    last_K: Tensor  # Each sequence's last token, int64.
 
     @classmethod
     def of(cls, sequences: Many[Many[int]], device: torch.device) -> BannedPlaces | None:
@@ -46,7 +47,8 @@ class BannedPlaces:
         fields_2P[0] = [token for tokens in longer for token in tokens[:-1]]
         fields_2P[1, end_K - length_K + 1] = 1
         token_P, is_first_P = array_to_device(fields_2P, device)
-        return cls(token_P, is_first_P.bool(), end_K.tolist(), [tokens[-1] for tokens in longer])
+        ends_2K = array_to_device(np.array([end_K, [tokens[-1] for tokens in longer]]), device)
+        return cls(token_P, is_first_P.bool(), *ends_2K)
 
     def __len__(self) -> int:
         return len(self.token_P)
@@ -130,15 +132,13 @@ def forbid(logits_BV: Tensor, rows: Many[tuple[int, int, BannedProgress]]) -> No
         rows: The index of each row, the number of drafts before it, and the answer.
     """
     reached_N = torch.cat([progress.reached_RP[place] for _, place, progress in rows])
-    columns: list[list[int]] = [[], [], []]  # Of each pair: its row, its last token, and its place in reached_N.
-    start = 0
-    for index, _, progress in rows:
-        places = progress.places
-        columns[0] += [index] * len(places.ends)
-        columns[1] += places.lasts
-        columns[2] += [start + end for end in places.ends]
-        start += len(places)
-    row_N, last_N, place_N = array_to_device(np.array(columns), logits_BV.device)
+    places = [progress.places for _, _, progress in rows]
+    counts = [len(own.end_K) for own in places]
+    starts = [0, *accumulate(map(len, places))][: len(rows)]
+    fields_3R = array_to_device(np.array([[index for index, _, _ in rows], starts, counts]), logits_BV.device)
+    row_N, start_N = fields_3R[:2].repeat_interleave(fields_3R[2], dim=1, output_size=sum(counts))
+    place_N = start_N + torch.cat([own.end_K for own in places])
+    last_N = torch.cat([own.last_K for own in places])
     is_forbidden_N = reached_N[place_N]
     # One token may end several sequences, of which some are not reached. These add 0.
     penalty_N = torch.zeros_like(is_forbidden_N, dtype=logits_BV.dtype).masked_fill_(is_forbidden_N, float("-inf"))
@@ -164,7 +164,8 @@ def _joined(group: Many[AnswerRows]) -> BannedPlaces:
     parts = [answer.progress.places for answer in group]
     if len(parts) == 1:
         return parts[0]
-    return BannedPlaces(torch.cat([p.token_P for p in parts]), torch.cat([p.is_first_P for p in parts]), [], [])
+    none = parts[0].end_K[:0]
+    return BannedPlaces(torch.cat([p.token_P for p in parts]), torch.cat([p.is_first_P for p in parts]), none, none)
 
 
 def _for_places(group: Many[AnswerRows], values: list[int], device: torch.device) -> Tensor:

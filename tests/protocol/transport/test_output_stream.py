@@ -72,6 +72,13 @@ async def test_a_single_token_wakes_a_consumer_that_waits() -> None:
     assert (await taken).token_ids == [5]
 
 
+async def test_experts_of_outputs_that_wait_follow_each_other() -> None:
+    stream = OutputStream()
+    for token, experts in ((1, b"\1\2"), (2, b"\3"), (3, b"\4")):
+        stream.put(TokenOutput(request_id="r", token_ids=[token], routed_experts=experts))
+    assert (await stream.get()).routed_experts == b"\1\2\3\4"
+
+
 async def test_drafts_of_outputs_that_wait_are_added_up() -> None:
     stream = OutputStream()
     stream.put(TokenOutput(request_id="r", token_ids=[1]))

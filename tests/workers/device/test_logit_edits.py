@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence as Many
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from lorafleet.kernels.sampling.draw_tokens import NO_COUNTS
 from lorafleet.kernels.sampling.penalties import penalize
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.device import banned_sequences
+from lorafleet.workers.device.host_copy import array_to_device
 from lorafleet.workers.device.logit_edits import EditedStep, LogitEditor
 from lorafleet.workers.schedule.kv_cache import SequenceBlocks
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
@@ -263,6 +265,26 @@ def test_what_a_sequence_edits_is_uploaded_once(monkeypatch):
         apply(editor, logits(), rows)
         editor.count(torch.tensor([5]), rows)
         one.tokens.append(UNKNOWN)
+
+
+def test_a_step_uploads_no_more_for_many_banned_sequences_than_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def record(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
+        sizes.append(array.size)
+        return array_to_device(array, device)
+
+    def uploaded(banned: list[list[int]]) -> list[int]:
+        editor, batch = LogitEditor(2, VOCAB, CPU), [sequence(bad_words_token_ids=banned) for _ in range(2)]
+        prepare(editor, batch)
+        with monkeypatch.context() as patch:
+            patch.setattr(banned_sequences, "array_to_device", record)
+            step = prepare(editor, batch)
+            apply(editor, logits(2), step)
+            editor.count(torch.tensor([5, 6]), step)
+        return [sizes.pop(0) for _ in range(len(sizes))]
+
+    assert uploaded([[1, 2]]) == uploaded([[i, j, 7] for i in range(VOCAB) for j in range(9)])
 
 
 def test_a_row_behind_drafts_is_edited_as_if_the_drafts_were_the_answer():
