@@ -100,6 +100,7 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_BAD_WORDS = 512
 MAX_BAD_WORD_CHARS = 128
+MAX_BAD_WORDS_TOKENS = 16_384  # All spellings of a request's words. Each takes some bytes of the GPU for each answer.
 MAX_LISTED_IDS = 1 << 21  # Allowed and banned token ids of one request, counted once for each prompt x n.
 MAX_LOGPROBS = 20
 # Which probabilities logprobs are of: the model's own, or those with which the token was drawn. vLLM's names.

@@ -145,12 +145,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, n=1, seed=seed)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises InvalidRequest if a token id in these parameters does not exist."""
+        """Raises InvalidRequest if a token id in these parameters does not exist, or bad_words have too many tokens."""
         check_token_ids("logit_bias", self.logit_bias or (), vocab_size)
         check_token_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
         check_token_ids("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
-        for tokens in self.bad_words_token_ids or ():
+        banned = self.bad_words_token_ids or ()
+        for tokens in banned:
             check_token_ids("bad_words", tokens, vocab_size)
+        num_banned = sum(map(len, banned))
+        if num_banned > limits.MAX_BAD_WORDS_TOKENS:
+            raise InvalidRequest(
+                f"the words of bad_words have {num_banned} tokens in all of their spellings; at most "
+                f"{limits.MAX_BAD_WORDS_TOKENS} are allowed. Ban fewer or shorter words.",
+                "bad_words",
+            )
 
     def check_choice(self, stop_ids: Iterable[int], vocab_size: int) -> None:
         """Raises InvalidRequest if the lists of tokens could leave none to choose. `stop_ids` end the answer, and have

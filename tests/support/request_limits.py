@@ -76,6 +76,7 @@ ACROSS = [
     Limit("tokens of all prompts, each n times", limits.MAX_PROMPT_TOKENS, "", REFUSED),
     Limit("texts of all pairs of `/score` and `/rerank` with a head", chars(limits.MAX_PAIR_CHARS), "", REFUSED),
     Limit("numbers that a classification head computes", limits.MAX_HEAD_VALUES, "", REFUSED),
+    Limit("tokens of the words of `bad_words`, in all spellings", limits.MAX_BAD_WORDS_TOKENS, "", REFUSED),
     Limit("ids of `allowed_token_ids` and `bad_words`, for each prompt x n", limits.MAX_LISTED_IDS, "", REFUSED),
     Limit(
         "prompt and answer",

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from lorafleet.api.text.bad_words import spellings, token_sequences
+from lorafleet.protocol.limits import MAX_BAD_WORDS_TOKENS
 
 
 def test_each_word_is_spelled_without_and_with_a_space():
@@ -39,6 +40,15 @@ async def test_the_engine_gets_the_words_in_the_models_tokens(http: httpx.AsyncC
     encoded = [engine.tokenizer.encode(text, add_special_tokens=False) for text in ("story", " story")]
     assert request.params.bad_words_token_ids == token_sequences(encoded)
     assert request.params.allowed_token_ids == [7, 8]
+
+
+async def test_words_of_too_many_tokens_are_refused(http: httpx.AsyncClient):
+    """Each of them takes memory of the GPU for each answer."""
+    words = [f"{i:03}" + "🎉" * 60 for i in range(512)]
+    response = await http.post("/v1/completions", json={"model": "llama", "prompt": "a", "bad_words": words})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "bad_words")
+    assert f"at most {MAX_BAD_WORDS_TOKENS}" in error["message"]
 
 
 @pytest.mark.parametrize(
