@@ -305,6 +305,16 @@ class TestRefusals:
         with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj"):
             served(folder)
 
+    def test_codes_that_do_not_match_their_state_are_named_and_not_their_magnitudes(self, tmp_path, model) -> None:
+        pytest.importorskip("bitsandbytes")
+        folder, _ = bitsandbytes_checkpoint(model, tmp_path / "quantized")
+        name = "model.layers.1.mlp.up_proj.weight"
+        tensors = load_file(folder / "model.safetensors")
+        tensors[name] = tensors[name][:-1].clone()
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(ConfigError, match=f"{name}: {len(tensors[name])} bytes do not match a weight of"):
+            served(folder)
+
 
 def weights(llm: LLM) -> list[torch.nn.Module]:
     return [linear.weight for _, linear in llm._engine.runner.steps.model.packed_linears()]
