@@ -52,7 +52,7 @@ ALIASES = {  # SGLang's name: our name
 LORA_ONLY = (
     *("lora_modules", "fill_cpu_loras", "allow_runtime_lora_updating", "push_hosts", "metrics_lora_info"),
     *("lora_resolver_dir", "lora_resolver_s3", "lora_resolver_http", "lora_resolver_hub", "lora_resolvers"),
-    *("lora_cache_dir", "lora_cache_bytes", *options_of(LoRAOptions)),
+    *("lora_cache_dir", "lora_cache_bytes", "lora_neighbors", "on_lora_load_failure", *options_of(LoRAOptions)),
 )
 KEY_VARIABLES = {"admin_key": "LORAFLEET_ADMIN_KEY", "api_keys": "LORAFLEET_API_KEYS"}
 

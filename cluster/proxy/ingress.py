@@ -27,6 +27,11 @@ def direct_streaming() -> bool:
     return bool(constants.RAY_SERVE_ENABLE_HA_PROXY)
 
 
+def open_s() -> float:
+    """Returns the seconds in which a replica that is being stopped still takes new connections from HAProxy."""
+    return float(constants.RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S) if direct_streaming() else 0.0
+
+
 def proxy_affinity() -> bool:
     """Returns whether this process, and so probably the proxies, were started with our middleware for them."""
     return bool(constants.RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH == PROXY_MIDDLEWARES)

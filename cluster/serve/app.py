@@ -92,7 +92,7 @@ def replicas(args: AppArgs, config: EngineConfig) -> serve.Deployment:
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.5,
-        graceful_shutdown_timeout_s=args.drain_timeout,
+        graceful_shutdown_timeout_s=ingress.open_s() + args.drain_timeout,  # Serve counts from the order to stop.
         logging_config=QUIET,
     )(serve.ingress()(EngineReplica))
 

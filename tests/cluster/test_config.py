@@ -126,6 +126,8 @@ def test_modules_are_read_in_every_spelling() -> None:
         ({"model": "m", "lora_modules": ["a=x"], "enable_lora": False}, "enable_lora"),
         ({"model": "m", "max_lora_rank": 8, "enable_lora": False}, "max_lora_rank has no effect without enable_lora"),
         ({"model": "m", "lora_resolver_dir": "/a", "enable_lora": False}, "lora_resolver_dir has no effect"),
+        ({"model": "m", "on_lora_load_failure": "base", "enable_lora": False}, "on_lora_load_failure has no effect"),
+        ({"model": "m", "lora_neighbors": False, "enable_lora": False}, "lora_neighbors has no effect"),
         ({"model": "m", "max_loras": 2, "max_loras_per_batch": 3}, "same setting"),
         (
             {"model": "m", "lora_resolver_s3": {"uri": "s3://b/{lora_name}", "endpoint": "x"}},

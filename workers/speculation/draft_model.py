@@ -246,12 +246,12 @@ def draft_lora_config(lora: LoRAConfig) -> LoRAConfig:
 
 def read_draft_config(folder: Path) -> ModelConfig:
     """Raises ConfigError if the folder has no model that can draft."""
-    try:
-        model = read_model_config(folder)
-        is_head = "draft_vocab_size" in read_json(folder / "config.json")
+    try:  # Heads are found first, since most of them name an architecture of their own.
+        is_head = folder.is_dir() and "draft_vocab_size" in read_json(folder / "config.json")
+        model = None if is_head else read_model_config(folder)
     except ConfigError as error:
         raise type(error)(f"speculative_config: {error.message}", "speculative_config") from None
-    if is_head:
+    if model is None:
         raise ConfigError(
             f"speculative_config: {str(folder)!r} is an EAGLE-3 head, not a model. Give method='eagle3'.",
             "speculative_config",

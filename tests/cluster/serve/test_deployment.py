@@ -19,3 +19,18 @@ def test_a_stopped_replica_has_time_for_long_answers(
     args = parse_args({"model": str(tiny_model), "device": "cpu"} | given)
     deployment = replicas(args, args.engine_config())
     assert deployment._deployment_config.graceful_shutdown_timeout_s == drain_s
+
+
+@pytest.mark.filterwarnings("ignore")  # As above.
+def test_answers_begun_while_a_stopped_replica_still_takes_connections_have_the_time_too(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.serve._private import constants
+
+    from lorafleet.cluster.serve.app import replicas
+
+    monkeypatch.setattr(constants, "RAY_SERVE_ENABLE_HA_PROXY", True)
+    monkeypatch.setattr(constants, "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", 5.0)
+    args = parse_args({"model": str(tiny_model), "device": "cpu", "drain_timeout": 2})
+    deployment = replicas(args, args.engine_config())
+    assert deployment._deployment_config.graceful_shutdown_timeout_s == 5.0 + 2.0

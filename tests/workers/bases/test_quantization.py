@@ -237,6 +237,37 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="backtracking"):
             patterns.match("ignore", "b", "b")  # The budget is for all patterns.
 
+    @pytest.mark.parametrize(
+        "pattern",
+        [
+            "(?:a{600}){600}",
+            "(?:a{600,}){1200,1300}",
+            f"{'(?:a|' * 17}b{')+' * 17}",
+            f"{'(?:a|' * 17}b{')++' * 17}",
+            "(?x)(?:a{ 600 }) {600}",
+        ],
+    )
+    def test_a_pattern_may_not_take_all_memory(self, pattern: str) -> None:
+        """Compiled, these have up to 720,000 nodes, and with one count or group more they would have thousands of
+        times as many."""
+        patterns = NamePatterns()
+        assert patterns.match(
+            "ignore", r"model\.layers\.\d{1,2}\.(?:mlp|self_attn)\.(?:\w+_)+proj", "model.layers.3.mlp.a_proj"
+        )
+        with pytest.raises(ConfigError, match=r"ignore has the pattern .* too much memory"):
+            patterns.match("ignore", pattern, "a")
+
+    def test_the_memory_is_for_all_patterns(self) -> None:
+        patterns = NamePatterns()
+        for number in range(209):
+            patterns.match("ignore", f"{number:03}a{{1000}}", "a")
+        with pytest.raises(ConfigError, match="too much memory"):
+            patterns.match("ignore", "209a{1000}", "a")
+
+    def test_a_count_with_too_many_digits_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="no regular expression"):
+            NamePatterns().match("ignore", f"a{{{'1' * 5000}}}", "a")
+
     def test_a_checkpoint_is_not_quantized_twice(self) -> None:
         stored = Quantization(rounding=NF4Scheme())
         assert resolved(stored, None) is resolved(stored, "nf4") is stored
@@ -303,6 +334,16 @@ class TestRefusals:
             del tensors[f"{name}.quant_map"]
         save_file(tensors, folder / "model.safetensors")
         with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj"):
+            served(folder)
+
+    def test_codes_that_do_not_match_their_state_are_named_and_not_their_magnitudes(self, tmp_path, model) -> None:
+        pytest.importorskip("bitsandbytes")
+        folder, _ = bitsandbytes_checkpoint(model, tmp_path / "quantized")
+        name = "model.layers.1.mlp.up_proj.weight"
+        tensors = load_file(folder / "model.safetensors")
+        tensors[name] = tensors[name][:-1].clone()
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(ConfigError, match=f"{name}: {len(tensors[name])} bytes do not match a weight of"):
             served(folder)
 
 

@@ -328,6 +328,8 @@ def test_models_that_cannot_draft_are_refused(fleet, tmp_path) -> None:
         made_engine(base, dynamic)
     with pytest.raises(ConfigError, match=r"is an EAGLE-3 head, not a model\. Give method='eagle3'"):
         made_engine(base, make_head(tmp_path / "head"))
+    with pytest.raises(ConfigError, match=r"is an EAGLE-3 head, not a model\. Give method='eagle3'"):
+        made_engine(base, make_head(tmp_path / "named", architectures=["LlamaForCausalLMEagle3"]))
     with pytest.raises(ConfigError, match=r"speculative_config: model '.*nowhere' is not a folder"):
         made_engine(base, tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="not served with share_lora_memory"):

@@ -118,11 +118,12 @@ def _four_bits(linear: LinearTensors) -> NF4Matrix:
     number_bytes = packed[tuple(slice(0, 1) for _ in packed_shape) if packed_shape else ...].element_size()
     num_bytes, blocks = prod(packed_shape) * number_bytes, -(-outputs * inputs // state.blocksize)
     fits = outputs > 0 and inputs > 0 and outputs * inputs == 2 * num_bytes
-    absmax_B = _absmax(linear, state, blocks if fits else 0)
-    if not fits or absmax_B.shape != (blocks,):
+    absmax_B = _absmax(linear, state, blocks) if fits else None
+    if absmax_B is None or absmax_B.shape != (blocks,):
+        found = f"{num_bytes} bytes" if absmax_B is None else f"{absmax_B.numel()} absmax values"
         raise ConfigError(
-            f"{name}: {num_bytes} bytes and {absmax_B.numel()} absmax values do not match a weight of {outputs} x "
-            f"{inputs} values in blocks of {state.blocksize}. Quantize it again.",
+            f"{name}: {found} do not match a weight of {outputs} x {inputs} values in blocks of {state.blocksize}. "
+            "Quantize it again.",
             "model",
         )
     if not absmax_B.isfinite().all():

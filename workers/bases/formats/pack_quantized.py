@@ -29,7 +29,7 @@ from lorafleet.workers.bases.formats.packed_ints import (
 def int_scheme(weights: Mapping[str, Any]) -> IntScheme | None:
     """Returns the scheme of a config group's weights, or None if it is not served."""
     bits, group, strategy = weights.get("num_bits"), weights.get("group_size"), weights.get("strategy")
-    if bits not in (4, 8) or weights.get("type", "int") != "int" or weights.get("dynamic"):
+    if bits not in (4, 8) or isinstance(bits, float) or weights.get("type", "int") != "int" or weights.get("dynamic"):
         return None
     if strategy == "channel" and group in (None, -1):
         return IntScheme(bits, None, not weights.get("symmetric", True))

@@ -1,7 +1,8 @@
 """Checks the quantization_config of a checkpoint before a format reads it, and matches its patterns with names.
 
 Lists, objects and texts have their types then, so that formats check values alone. A pattern from a file can be made to
-run for years in `re`. Here all patterns of a checkpoint share a time budget.
+run for years in `re`. Here all patterns of a checkpoint share a time budget, and one of memory: `regex` copies what is
+repeated, so a short pattern can take more memory than there is.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from lorafleet.protocol.errors import ConfigError
 
 MAX_PATTERN_CHARS = 16_384
 MATCH_S = 20.0  # processor time for all patterns and names of a checkpoint; those of 45,000 experts take about 1 s
+MOST_NODES = 1 << 22  # of all compiled patterns of a checkpoint, with some 270 bytes each
+GROWING = re.compile(r"\)\+|\{(\d*)(?:,\d*)?\}")  # `regex` copies a group for `+`, and anything for a count
+VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")  # a flag with which these may have spaces and comments inside
 
 
 class _Group(msgspec.Struct):
@@ -59,15 +63,24 @@ class NamePatterns:
 
     def __init__(self, budget_s: float = MATCH_S) -> None:
         self._left_s = budget_s
+        self._left_nodes = MOST_NODES
         self._compiled: dict[str, regex.Pattern[str]] = {}
 
     def match(self, field: str, pattern: str, name: str) -> bool:
         """Returns whether the pattern matches the beginning of the name, as re.match() does.
 
         `field` is the key of quantization_config that has the pattern. Raises ConfigError for a pattern that is no
-        regular expression or too long, and if the patterns take too long.
+        regular expression or too long, and if the patterns take too long or too much memory.
         """
         if pattern not in self._compiled:
+            _check_syntax(field, pattern)
+            self._left_nodes -= _most_nodes(pattern)
+            if self._left_nodes < 0:
+                raise ConfigError(
+                    f"quantization_config: {field} has the pattern {pattern[:200]!r}. The patterns take too much "
+                    "memory, since they have large or nested repetitions or the flag x. List the names instead.",
+                    "model",
+                )
             self._compiled[pattern] = _compiled(field, pattern)
         start = time.thread_time()
         try:
@@ -84,7 +97,17 @@ class NamePatterns:
         )
 
 
-def _compiled(field: str, pattern: str) -> regex.Pattern[str]:
+def _most_nodes(pattern: str) -> int:
+    """Returns a bound on the nodes of the compiled pattern, as if all that is repeated lay within each other."""
+    if VERBOSE.search(pattern) is not None:
+        return MOST_NODES + 1
+    nodes = 2 * len(pattern)
+    for least in GROWING.findall(pattern):
+        nodes *= 1 + int(least or 1)
+    return nodes
+
+
+def _check_syntax(field: str, pattern: str) -> None:
     if len(pattern) > MAX_PATTERN_CHARS:
         raise ConfigError(
             f"quantization_config: {field} has a pattern of {len(pattern):,} characters; at most {MAX_PATTERN_CHARS:,} "
@@ -93,9 +116,19 @@ def _compiled(field: str, pattern: str) -> regex.Pattern[str]:
         )
     try:
         re.compile(pattern)  # as the libraries do; `regex` accepts more
+    except (re.error, RecursionError, OverflowError, ValueError) as error:  # ValueError: a count of 4,301 digits
+        raise _no_expression(field, pattern, error) from None
+
+
+def _compiled(field: str, pattern: str) -> regex.Pattern[str]:
+    try:
         return regex.compile(pattern, cache_pattern=False)
-    except (re.error, regex.error, RecursionError, OverflowError) as error:
-        raise ConfigError(
-            f"quantization_config: {field} has the pattern {pattern[:200]!r}, which is no regular expression: {error}.",
-            "model",
-        ) from None
+    except (regex.error, RecursionError) as error:
+        raise _no_expression(field, pattern, error) from None
+
+
+def _no_expression(field: str, pattern: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"quantization_config: {field} has the pattern {pattern[:200]!r}, which is no regular expression: {error}.",
+        "model",
+    )

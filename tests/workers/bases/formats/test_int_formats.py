@@ -29,6 +29,7 @@ from tiny_models import Reference, make_adapter, make_model
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
 ADAPTERS = {"plain": {"r": 4}, "dora": {"r": 4, "use_dora": True}}
 ORDERED = {"symmetric": False, "ordered": True}
+FLOAT_BITS = {"targets": ["Linear"], "weights": {"num_bits": 4.0, "strategy": "group", "group_size": 32}}
 # Linears of 64 and 128 inputs, so two ranks have half a group of 64 each.
 CASES: dict[str, Case] = {
     "gptq-v1-symmetric": gptq(symmetric=True),
@@ -258,6 +259,7 @@ class TestRefusals:
             (compressed(), {"transform_config": {"a": 1}}, "transform_config"),
             (compressed(symmetric=True), {"config_groups": compressed(bits=8).config["config_groups"]}, "zero_point"),
             (compressed(bits=8), {"config_groups": compressed().config["config_groups"]}, "num_bits"),
+            (compressed(symmetric=True), {"config_groups": {"a": FLOAT_BITS}}, "'num_bits': 4.0"),
         ],
         ids=named,
     )
