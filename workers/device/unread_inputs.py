@@ -9,6 +9,7 @@ runs. A step that no captured graph with drafts runs waits for the results, and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.workers.attention.attention_backend import AttentionBatch
-from lorafleet.workers.device.host_copy import array_to_device
+from lorafleet.workers.device.host_copy import Download, array_to_device
 from lorafleet.workers.device.step_plan import Rows, StepPlan
 
 
@@ -30,18 +31,25 @@ class UnreadInputs:
     short_B: Tensor | None = None
     most_short: int = 0  # Largest number of these.
 
-    def with_known(self, plan: StepPlan, first_known: int, block_size: int) -> StepPlan:
+    def with_known(
+        self, plan: StepPlan, first_known: int, block_size: int, check: Callable[[], None] = lambda: None
+    ) -> StepPlan:
         """Returns the plan with what it lacked. Waits for the device.
 
         Args:
             first_known: As in StepInputs.
+            check: Called while waiting; raises if the device waits for a rank that is gone.
         """
         fields_FT, batch = plan.fields_FT.copy(), plan.attention
-        row_N = self.row_N.cpu().numpy()
-        fields_FT[0, row_N], fields_FT[1, row_N] = self.token_N.cpu().numpy(), first_known + row_N
-        if self.short_B is None:
+        download = Download(self.row_N.device, check)
+        arriving = [download.add(part) for part in (self.row_N, self.token_N, self.short_B) if part is not None]
+        download.close()
+        download.wait()
+        row_N, token_N, *short = (part.numpy() for part in arriving)
+        fields_FT[0, row_N], fields_FT[1, row_N] = token_N, first_known + row_N
+        if not short:
             return replace(plan, fields_FT=fields_FT)
-        short_B = self.short_B.cpu().numpy()
+        short_B = short[0]
         short_T = short_B.repeat(batch.query_lens)
         fields_FT[2:4] -= short_T
         fields_FT[4] = kv_slots(plan, block_size, self.most_short)[np.arange(plan.num_tokens), short_T]

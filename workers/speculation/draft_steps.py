@@ -50,7 +50,10 @@ class DraftSteps:
             self.runner.run(plan, unread=unread)
             return
         self.rows.begin(sources)
-        self.runner.run(plan, unread=unread)
+        if self._others is None:
+            self.runner.run(plan, unread=unread)
+        else:
+            self.runner.run(plan, unread=unread, check=self._others.check)
         self.rows.end(plan.sampling, self.runner.inputs.sampled_B)
 
     @torch.inference_mode()

@@ -333,7 +333,9 @@ class ModelRunner:
             pending = PendingLogprobs(row_log_softmax(logits_TV), chosen_T, num_top, download)
             prompt_logprobs.append((span.chunk, pending))
 
-        return self.steps.run(plan, score, unread)
+        if self._others is None:
+            return self.steps.run(plan, score, unread)
+        return self.steps.run(plan, score, unread, self._others.check)
 
     @torch.inference_mode()
     def choose(self, step: LaunchedStep, masks: TokenMasks | None = None, late: Many[Sequence] = ()) -> ChosenStep:

@@ -98,6 +98,7 @@ class StepRunner:
         plan: StepPlan,
         score: Callable[[int, Tensor], None] = lambda _span, _logits_TV: None,
         unread: UnreadInputs | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> StepLogits:
         """Queues the step, with the copies of states before and after it. Waits for nothing if a captured graph runs
         it, or if the plan lacks nothing.
@@ -107,9 +108,10 @@ class StepRunner:
 
         Args:
             unread: What the plan lacks, if it lacks something.
+            check: As in UnreadInputs.with_known.
         """
         if unread is not None and not self._fill_unread(plan, unread):
-            plan = unread.with_known(plan, self.inputs.first_known, self._block_size)
+            plan = unread.with_known(plan, self.inputs.first_known, self._block_size, check)
         if self.states is not None:
             self.states.copy(plan.resumed_states)
         logits = self._run(plan, score)

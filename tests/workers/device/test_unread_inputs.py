@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from lorafleet.kernels.recurrent.recurrent_batch import RecurrentBatch
+from lorafleet.protocol.errors import EngineDead
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.attention.attention_backend import AttentionSpec, DraftRows, KVCache, LayerAttention
 from lorafleet.workers.attention.triton_decodes import CapturedDecodes, DecodeLayers
+from lorafleet.workers.device import unread_inputs
+from lorafleet.workers.device.host_copy import Download
 from lorafleet.workers.device.step_inputs import StepInputs
 from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.device.unread_inputs import Corrections, UnreadInputs
@@ -64,6 +67,25 @@ def test_inputs_are_those_of_the_known_lengths(short: tuple[int, ...]) -> None:
     assert np.array_equal(on_host.fields_FT[1:], np.stack((np.arange(ROWS, ROWS + 8), *known.fields_FT[2:])))
     assert on_host.fields_FT[0].tolist() == tokens.tolist()
     assert on_host.attention == known.attention
+
+
+class WaitingDownload(Download):
+    """Waits as it does on a GPU whose step never ends."""
+
+    def wait(self) -> None:
+        assert self._check is not None
+        self._check()
+
+
+def test_a_wait_for_what_is_lacking_ends_if_a_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check() -> None:
+        raise EngineDead("rank 1 is gone")
+
+    monkeypatch.setattr(unread_inputs, "Download", WaitingDownload)
+    plan = plan_step([chunk("plain", 6, [3, 9, 4], 0, 1)], TokensBefore({"plain": 0}), ROWS, BLOCK, [])
+    unread = UnreadInputs(torch.arange(1), torch.arange(1))
+    with pytest.raises(EngineDead):
+        unread.with_known(plan, ROWS, BLOCK, check)
 
 
 @pytest.mark.parametrize("short", range(4))
