@@ -36,7 +36,7 @@ from engine_driver import copy_bandwidth, decode_step_ms, load
 from lorafleet.protocol.engine_config import AttentionName, Device, EngineConfig
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.lora_request import LoRARequest
-from lorafleet.workers import startup
+from lorafleet.workers import startup, step_startup
 from lorafleet.workers.attention_spec import layer_attention
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.models.engine_model import EngineModel
@@ -327,7 +327,8 @@ def make_engine(folder: Path, config: dict[str, Any], batches: list[int], backen
     """Returns an engine whose graphs are for these batches only, which saves most of the time of a start."""
     (folder / "config.json").write_text(json.dumps(COMMON | config))
     with (
-        mock.patch.object(startup, "graph_sizes", return_value=batches),
+        mock.patch.object(step_startup, "graph_sizes", return_value=batches),
+        mock.patch.object(step_startup, "graph_token_counts", return_value=[PROMPT]),
         mock.patch.object(startup, "graph_token_counts", return_value=[PROMPT]),
         mock.patch.object(StepRunner, "warm_up"),
     ):

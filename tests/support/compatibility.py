@@ -192,8 +192,9 @@ at the beginning of an answer:
 ## Lists of tokens, beam search, embeddings as prompts, batches
 
 - `allowed_token_ids` and `bad_words` mean what they mean to vLLM. A bad word is banned as the tokens of its text, with
-  and without a space before it. The last of these tokens has no chance where the answer has the others before it; the
-  prompt does not count. Other tokenizations of the same text are not found.
+  and without a space before it. vLLM bans the form with a space only if both have as many tokens, so that it allows
+  ` fox` where this is one token and `fox` is three; lorafleet bans it. The last of a word's tokens has no chance where
+  the answer has the others before it; the prompt does not count. Other tokenizations of the same text are not found.
 - A request is refused if these lists, with `min_tokens`, could leave no token to choose. For the same reason they are
   refused beside a format (`response_format`, `structured_outputs`) or a forced call.
 - Beam search (`use_beam_search`, `length_penalty`, `early_stopping`) is refused, since the engine does not fork answers
