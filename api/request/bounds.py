@@ -19,7 +19,8 @@ from lorafleet.protocol import limits
 from lorafleet.protocol.limits import Range, shown_number
 
 OVER_BOUND = "over_bound"  # The pydantic type of the errors that are raised here.
-# What a bound of a field's type applies to. In a union, a list is not measured by the bound of the text in its place.
+# The Python types that a bound measures, by the type that it annotates. So in a union of a text and a list, the bound
+# of the text does not measure a list.
 _MEASURED: dict[object, tuple[type[Sized], ...]] = {str: (str,), list: (list,), dict: (dict,)}
 _KEYWORDS = {"string": "maxLength", "array": "maxItems", "object": "maxProperties"}
 

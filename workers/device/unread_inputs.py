@@ -32,13 +32,13 @@ class UnreadInputs:
     most_short: int = 0  # Largest number of these.
 
     def with_known(
-        self, plan: StepPlan, first_known: int, block_size: int, check: Callable[[], None] = lambda: None
+        self, plan: StepPlan, first_known: int, block_size: int, check: Callable[[], None] | None = None
     ) -> StepPlan:
         """Returns the plan with what it lacked. Waits for the device.
 
         Args:
             first_known: As in StepInputs.
-            check: Called while waiting; raises if the device waits for a rank that is gone.
+            check: As in Download. It raises if the device waits for a rank that is gone.
         """
         fields_FT, batch = plan.fields_FT.copy(), plan.attention
         download = Download(self.row_N.device, check)

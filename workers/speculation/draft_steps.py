@@ -46,15 +46,11 @@ class DraftSteps:
         assert plan.is_greedy, "drafts that are drawn would have to be sent to the other ranks"
         if self._others is not None:
             unread, sources = self._send(self._others, plan, sources, unread)
-        if self.rows is None:
-            self.runner.run(plan, unread=unread)
-            return
-        self.rows.begin(sources)
-        if self._others is None:
-            self.runner.run(plan, unread=unread)
-        else:
-            self.runner.run(plan, unread=unread, check=self._others.check)
-        self.rows.end(plan.sampling, self.runner.inputs.sampled_B)
+        if self.rows is not None:
+            self.rows.begin(sources)
+        self.runner.run(plan, unread=unread, check=None if self._others is None else self._others.check)
+        if self.rows is not None:
+            self.rows.end(plan.sampling, self.runner.inputs.sampled_B)
 
     @torch.inference_mode()
     def run_ordered(self, order: RunDraftStep) -> None:

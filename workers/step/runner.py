@@ -215,6 +215,8 @@ class ModelRunner:
         self.steps = steps
         self.memory = memory
         self._others = others
+        # If a peer is gone, the device waits for it in a collective forever.
+        self._check = None if others is None else others.check
         self.loras = loras
         self._block_size = block_size
         self._last_decodes: DecodeColumns | None = None  # Those of the last plan; None if drafts were in flight.
@@ -257,8 +259,7 @@ class ModelRunner:
         if self._others is not None:
             unread = self._order(self._others, plan, unread, shares_tokens=shares_tokens)
         is_timed = self._clock is not None and self._clock.begin()
-        # If a peer is gone, the device waits for it in a collective forever.
-        download = Download(self._device, None if self._others is None else self._others.check)
+        download = Download(self._device, self._check)
         prompt_logprobs: PromptLogprobs = []
         logits = self._run(chunks, plan, unread, download, prompt_logprobs)
         routed_TLK = None
@@ -333,9 +334,7 @@ class ModelRunner:
             pending = PendingLogprobs(row_log_softmax(logits_TV), chosen_T, num_top, download)
             prompt_logprobs.append((span.chunk, pending))
 
-        if self._others is None:
-            return self.steps.run(plan, score, unread)
-        return self.steps.run(plan, score, unread, self._others.check)
+        return self.steps.run(plan, score, unread, self._check)
 
     @torch.inference_mode()
     def choose(self, step: LaunchedStep, masks: TokenMasks | None = None, late: Many[Sequence] = ()) -> ChosenStep:

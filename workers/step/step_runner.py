@@ -98,7 +98,7 @@ class StepRunner:
         plan: StepPlan,
         score: Callable[[int, Tensor], None] = lambda _span, _logits_TV: None,
         unread: UnreadInputs | None = None,
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], None] | None = None,
     ) -> StepLogits:
         """Queues the step, with the copies of states before and after it. Waits for nothing if a captured graph runs
         it, or if the plan lacks nothing.

@@ -1,5 +1,5 @@
-"""What the console shows in a real browser: traffic, hostile texts as texts, names and colors that all can read, a page
-that fits a phone, and an address for every view.
+"""Opens the console's views in a real browser. They show traffic, and hostile texts as plain text. All of their names
+and colors can be read, the page fits a phone, and each view has an address of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def hostile_history(history: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def hostile(page: Any) -> None:
-    """What the server answers has in every text what would do harm if it were taken for HTML."""
+    """Puts HTML that would do harm into each text of the server's answers."""
 
     def answer(route: Any) -> None:
         response = route.fetch(url=re.sub(r"(?<=[?&])replica=[^&]*&?", "", route.request.url))

@@ -55,7 +55,7 @@ async def test_a_replica_that_hears_nothing_asks_before_it_answers(catalogue: Ca
 
 class Restartable(AdapterDirectory):
     async def restart(self, *, load: bool = True) -> None:
-        """What a new process would do."""
+        """Forgets everything but the catalogue's files, as a new process of the directory does."""
         self.__init__(Catalogue(self.catalogue.store), timing=self.timing)  # type: ignore[misc]  # on purpose
         if load:
             await self.load()

@@ -1,4 +1,4 @@
-"""What a replica answers to HAProxy's health checks."""
+"""A replica's answers to HAProxy's health checks, while it runs and after it has been told to stop."""
 
 from __future__ import annotations
 
