@@ -20,7 +20,6 @@ from lorafleet.protocol.engine_config import EngineOptions
 from lorafleet.protocol.errors import AdapterMissing, ConfigError, InvalidRequest
 from lorafleet.protocol.lora_config import LoRAConfig, LoRAOptions
 from lorafleet.workers.device.step_plan import StepPlan
-from lorafleet.workers.device.unread_inputs import UnreadInputs
 from lorafleet.workers.slots.lora_model import LoRAModel
 from lorafleet.workers.step import planner
 from lorafleet.workers.step.step_runner import StepLogits
@@ -104,8 +103,8 @@ def test_logprobs_of_a_long_prompt_are_computed_in_spans_of_bounded_size(llm, pr
     rows: list[int] = []
     run = llm._engine.runner.steps.run
 
-    def watched(plan: StepPlan, score: Callable[[int, torch.Tensor], None], unread: UnreadInputs | None) -> StepLogits:
-        return run(plan, lambda span, logits_TV: (rows.append(len(logits_TV)), score(span, logits_TV))[1], unread)
+    def watched(plan: StepPlan, score: Callable[[int, torch.Tensor], None], *others: Any) -> StepLogits:
+        return run(plan, lambda span, logits_TV: (rows.append(len(logits_TV)), score(span, logits_TV))[1], *others)
 
     monkeypatch.setattr(llm._engine.runner.steps, "run", watched)
     [in_spans] = llm.generate(ids, params)

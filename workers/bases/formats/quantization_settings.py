@@ -86,8 +86,8 @@ class NamePatterns:
         try:
             if self._left_s > 0:
                 return self._compiled[pattern].match(name, timeout=self._left_s) is not None
-        except TimeoutError:
-            pass
+        except TimeoutError:  # by another clock than this thread's
+            self._left_s = 0
         finally:
             self._left_s -= time.thread_time() - start
         raise ConfigError(
