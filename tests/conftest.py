@@ -70,12 +70,17 @@ EXPERT_ADAPTER_KINDS: dict[str, dict[str, object]] = {
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the tests that need a GPU, in several processes without one.
+    """Skips the tests that need more GPUs than there are, and leaves them out in several processes without a GPU.
 
     There are thousands of them, and each takes milliseconds in two processes to be skipped.
     """
-    if hasattr(config, "workerinput") and not torch.cuda.is_available():
+    num_gpus = torch.cuda.device_count()
+    if hasattr(config, "workerinput") and not num_gpus:
         items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
+    for item in items:
+        needed = max((mark.args[0] if mark.args else 1 for mark in item.iter_markers("gpu")), default=0)
+        if needed > num_gpus:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU{'s' * (needed > 1)}"))
 
 
 def pytest_collection_finish() -> None:

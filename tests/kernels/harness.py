@@ -17,7 +17,6 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 

@@ -106,7 +106,6 @@ COMPUTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("kind", COMPUTED)
 def test_what_is_computed_on_the_gpu_is_what_the_cpu_gives(tmp_path: Path, kind: str) -> None:
     folder = make_model(tmp_path / "base", "llama3")

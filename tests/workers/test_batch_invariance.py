@@ -15,7 +15,6 @@ from lorafleet.workers.bases.checkpoint import read_model_config
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.models.fixed_order import check_fixed_order, fix_order
 from lorafleet.workers.tp.group import TPGroup
-from tests.kernels.harness import needs_gpu
 from tiny_models import make_adapter
 
 WATCHED = SamplingParams(
@@ -144,7 +143,7 @@ def test_a_base_without_fixed_bits_on_a_gpu_is_refused(fleet: Any) -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("kind", [None, "all", "large"])
     @pytest.mark.parametrize("enforce_eager", [False, True])

@@ -6,12 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from family_cases import CASES, make_case, make_case_adapter
 from lorafleet.offline.llm import LLM, LoRARequest, RequestOutput, SamplingParams
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 # Sinks; chunks; head sizes and caches by layer; streams; latent attention without and with a latent query; states.
 FAMILIES = (

@@ -12,7 +12,7 @@ import torch
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
 from tiny_models import Reference, make_adapter, make_model, rounded_to_fp8
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 SHAPE = {
     "hidden_size": 4096,

@@ -20,7 +20,7 @@ from family_cases import FamilyCase, make_case
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
 from tiny_models import Reference, make_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 SHAPE = {
     "hidden_size": 1024,

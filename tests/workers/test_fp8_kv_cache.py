@@ -102,7 +102,6 @@ def test_answers_are_those_of_transformers_over_a_rounded_cache(model, fleet, pr
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.filterwarnings("ignore")  # FlashInfer and its compiler warn as they please
 @pytest.mark.parametrize(("backend", "eager"), [("flashinfer", False), ("flashinfer", True), ("triton", True)])
 def test_on_a_gpu_the_error_is_that_of_transformers_in_bf16(tmp_path, prompt, backend, eager):

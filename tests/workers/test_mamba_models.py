@@ -51,7 +51,6 @@ def test_states_survive_chunks_preemptions_and_aborts(tmp_path: Path, prompt, na
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize(
     "name", ["nemotron_h", "nemotron_h_latent", "granite4_hybrid", "falcon_h1", "lfm2", "olmo_hybrid"]
 )

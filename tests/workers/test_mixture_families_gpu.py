@@ -6,13 +6,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from family_cases import CASES, make_case, make_case_adapter
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
 from tiny_models import Reference
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 MIXTURES = "gpt_oss", "glm4_moe", "llama4", "qwen2_moe", "granite_moe", "ernie_moe", "hunyuan_moe", "minimax_m2"

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from lorafleet.offline.llm import LLM, LoRARequest, RequestOutput, SamplingParams
 from tiny_models import make_layered_adapter, make_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 ADAPTERS = {"a": {}, "b": {"rank_pattern": {"w2": 1, "down_proj": 1}}, "c": {"r": 17}}
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=0)
 

@@ -74,7 +74,6 @@ def test_states_survive_chunks_of_any_size_and_sequences_that_are_preempted(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_a_gpu_answers_as_transformers_does_with_graphs_and_without(
     made, reference, prompt, enforce_eager: bool

@@ -191,7 +191,7 @@ def test_ia3_on_inputs_is_refused_where_nothing_is_known_of_what_computes_them(m
         )
 
 
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+ON_GPU = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "torch"), pytest.param("cuda", "triton", marks=ON_GPU)])

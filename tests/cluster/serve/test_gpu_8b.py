@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.xdist_group("own_server"),
     pytest.mark.gpu,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 
 SHAPE = LlamaConfig(

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 import httpx
 import psutil
 import pytest
-import torch
 from openai import DefaultHttpxClient, OpenAI
 
 from living import is_alive
@@ -47,13 +46,7 @@ def made(fleet):
     scope="module",
     params=[
         "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
-            ],
-        ),
+        pytest.param("cuda", marks=pytest.mark.gpu(2)),
     ],
 )
 def server(request, made, tmp_path_factory) -> Iterator[TwoRanks]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lorafleet.kernels.decoder.block_copies import BlockCopies, blocks_to_rows_torch, rows_to_blocks_torch
-from tests.kernels.harness import needs_gpu, run_interpreted
+from tests.kernels.harness import run_interpreted
 
 # Keys and values of layers with several heads, of one latent layer, in FP8, and one of more than a program's words.
 SHAPES = [
@@ -78,7 +78,7 @@ def test_the_kernel_copies_as_its_twins(shapes: str) -> None:
 
 
 class TestOnAGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("count", [1, 4])
     def test_the_kernel_copies_as_its_twins(self, count: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.attention_cases import HEADS, PAGE, PagedCase, in_fp8, make_case, naive_attention
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.harness import poison_free_memory, run_interpreted
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 SHORT = [(1, 5), (1, 130), (1, 48), (1, 1)]
@@ -173,7 +173,7 @@ def test_interpreted_kernels_write_zeros_for_a_sequence_without_tokens() -> None
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("window", [None, 128, 600])

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lorafleet.kernels.decoder.gated_mul import Activation, activated, gated_mul
 from lorafleet.kernels.lora.linear_output import LinearOutput
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.harness import poison_free_memory, run_interpreted
 from tests.kernels.vector_cases import OwnAffine, own_affine
 
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu2")
@@ -117,7 +117,7 @@ def test_interpreted_kernel() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("num_tokens", [1, 7, 256, 2049])

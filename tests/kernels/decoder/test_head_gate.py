@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lorafleet.kernels.decoder.head_gate import head_gate
 from lorafleet.kernels.lora.linear_output import LinearOutput, SplitSums
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.harness import poison_free_memory, run_interpreted
 from tests.kernels.vector_cases import own_affine
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -59,7 +59,7 @@ def test_interpreted_kernel() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     def test_equals_the_formula(self, dtype: torch.dtype) -> None:

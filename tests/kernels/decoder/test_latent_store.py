@@ -10,7 +10,7 @@ from torch import Tensor
 from lorafleet.kernels.decoder.latent_store import store_latent
 from lorafleet.kernels.decoder.rms_norm import NormWeight
 from lorafleet.kernels.quant.fp8 import FP8
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.harness import poison_free_memory, run_interpreted
 from tests.kernels.vector_cases import OwnVectors, own_vectors
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -116,7 +116,7 @@ def test_interpreted_kernel() -> None:
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     def test_equals_the_formula(self, sizes: str, is_interleaved: bool, dtype: torch.dtype) -> None:
         for num_tokens in (1, 19, 1000):

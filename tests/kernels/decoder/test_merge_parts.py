@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.decoder.merge_parts import merge_parts
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.harness import poison_free_memory, run_interpreted
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -64,7 +64,7 @@ def test_interpreted_kernel() -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("parts", [1, 4, 8])
     def test_equals_one_softmax(self, parts: int, dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lorafleet.kernels.decoder.rms_norm import NormWeight, add_rms_norm
 from lorafleet.kernels.lora.linear_output import LinearOutput
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.harness import poison_free_memory, run_interpreted
 
 EPS = 1e-5
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
@@ -82,7 +82,7 @@ def test_interpreted_kernel() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize(("num_tokens", "size"), [(1, 77), (256, 4096)])

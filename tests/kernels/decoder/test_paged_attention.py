@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.attention_cases import BATCHES, HEADS, PAGE, WINDOW, PagedCase, in_fp8, make_case, naive_attention
-from tests.kernels.harness import needs_gpu, needs_triton, poison_free_memory, run_interpreted
+from tests.kernels.harness import needs_triton, poison_free_memory, run_interpreted
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
@@ -52,7 +52,7 @@ def test_interpreted_kernel_equals_naive_attention() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("window", [None, WINDOW, 600])

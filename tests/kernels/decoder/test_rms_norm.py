@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lorafleet.kernels.decoder.rms_norm import NormWeight, add_rms_norm, rms_norm
 from lorafleet.kernels.lora.linear_output import LinearOutput
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.harness import poison_free_memory, run_interpreted
 from tests.kernels.vector_cases import own_affine, own_vectors
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -136,7 +136,7 @@ def test_interpreted_kernel() -> None:
 @pytest.mark.parametrize("num_tokens", [1, 7, 256, 2049])
 @pytest.mark.parametrize("size", [1, 77, 128, 896, 4096, 5120, 18432])
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     def test_norm(self, size: int, num_tokens: int, dtype: torch.dtype) -> None:
         x, _, weight = make_inputs((num_tokens, size), dtype, "cuda")

@@ -11,7 +11,7 @@ from lorafleet.kernels.decoder.rms_norm import NormWeight
 from lorafleet.kernels.decoder.rope_store import RowHeads, num_stored_heads, rotate_and_store
 from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.kernels.quant.fp8 import FP8
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.harness import poison_free_memory, run_interpreted
 from tests.kernels.vector_cases import OwnAffine, OwnVectors, own_affine, own_vectors
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -260,7 +260,7 @@ def test_interpreted_kernel() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("norm", [False, True])

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lorafleet.kernels.decoder.rope_store import rotate
 from lorafleet.kernels.decoder.rotate_queries import rotate_queries
-from tests.kernels.harness import needs_gpu, run_interpreted
+from tests.kernels.harness import run_interpreted
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -47,7 +47,7 @@ def test_interpreted_kernel() -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     def test_equals_the_formula(self, dtype: torch.dtype) -> None:
         for sizes in ((1, 128, 32), (64, 20, 32), (1000, 16, 3)):

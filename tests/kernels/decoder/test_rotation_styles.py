@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lorafleet.kernels.decoder.rope_store import rotate, rotate_and_store
 from tests.kernels.decoder.test_rope_store import HEADS, make_case
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.harness import poison_free_memory, run_interpreted
 
 STYLES = [(norms_rotated, is_interleaved) for norms_rotated in (False, True) for is_interleaved in (False, True)]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
@@ -72,7 +72,7 @@ def test_interpreted_kernel() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize(("heads", "head_dim"), [("llama_8b", 128), ("gqa", 80)])

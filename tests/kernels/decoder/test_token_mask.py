@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lorafleet.kernels.decoder.token_mask import mask_tokens
-from tests.kernels.harness import needs_gpu, run_interpreted
+from tests.kernels.harness import run_interpreted
 
 # Rows, vocabulary, words of the mask: exact, ragged, narrower than the vocabulary and wider.
 SHAPES = ((1, 64, 2), (5, 77, 3), (3, 200, 4), (4, 50, 9))
@@ -58,7 +58,7 @@ def test_interpreted_kernel() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("shape", [*SHAPES, (64, 128_256, 4008)], ids=str)
     def test_compiled_kernel(self, shape: tuple[int, int, int]) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from lorafleet.kernels.extras.affine import apply_affine
 from lorafleet.kernels.extras.extra_tables import ExtraTables
 from lorafleet.kernels.lora.linear_output import LinearOutput
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.harness import poison_free_memory, run_interpreted
 from tests.kernels.vector_cases import own_affine
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -82,7 +82,7 @@ def test_a_slot_without_extras_is_cleared_of_the_ones_before() -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 1), (7, 4096), (300, 14336), (2049, 77)])
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     def test_equals_the_formula(self, num_tokens: int, size: int, dtype: torch.dtype) -> None:
         poison_free_memory()

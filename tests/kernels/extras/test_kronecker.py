@@ -15,7 +15,7 @@ from lorafleet.kernels.extras.kronecker import RECORD_FIELDS, KroneckerPart, app
 from lorafleet.kernels.extras.linear_extras import LinearExtras
 from lorafleet.kernels.lora.lora_batch import BASE_SLOT, LoRABatch
 from lorafleet.kernels.lora.packed_lora import LinearPlace, LoRATables, PackedLoRA
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.harness import poison_free_memory, run_interpreted
 from tests.kernels.lora_cases import slots_of_tokens
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}
@@ -177,7 +177,7 @@ def test_interpreted_kernel() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("num_tokens", [1, 64, 300])

@@ -12,7 +12,7 @@ from lorafleet.kernels.lora.packed_lora import LoRATables
 from lorafleet.workers.slots.extra_block import ExtraBlock
 from lorafleet.workers.slots.vocab_extras import record_address, slot_embedding, vocab_tensors
 from lorafleet.workers.slots.vocab_weights import VocabWeights
-from tests.kernels.harness import needs_gpu, run_interpreted
+from tests.kernels.harness import run_interpreted
 
 VOCAB, SIZE = 50, 40  # of the base; the size is no power of two
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -122,7 +122,7 @@ def test_two_empty_parts_leave_the_base_alone():
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("num_tokens", [1, 97, 2048])

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from lorafleet.kernels.linear.fixed_linear import FixedWeight, fixed_linear
-from tests.kernels.harness import needs_gpu, run_interpreted
+from tests.kernels.harness import run_interpreted
 
 
 def test_interpreted_kernel() -> None:
@@ -40,7 +40,7 @@ def test_a_weight_adds_what_it_multiplies() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
     @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (28672, 4096), (130, 77)])

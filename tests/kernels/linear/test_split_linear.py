@@ -14,7 +14,7 @@ from lorafleet.kernels.extras.affine import apply_affine
 from lorafleet.kernels.linear.linear_tuning import LinearShape
 from lorafleet.kernels.linear.split_linear import gated_linear, split_linear
 from lorafleet.kernels.lora.linear_output import LinearOutput, SplitSums
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.harness import poison_free_memory, run_interpreted
 
 ROUNDING = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 # Tiles that divide the small linears of the interpreter's tests.
@@ -170,7 +170,7 @@ def test_readers_without_sums_refuse_them() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("num_rows", [1, 7, 16, 17, 32, 64])
     @pytest.mark.parametrize("name", EIGHT_B)

@@ -13,7 +13,7 @@ from lorafleet.kernels.lora.absorbed_lora import HeadRows, add_to_queries, add_t
 from lorafleet.kernels.lora.lora_batch import BASE_SLOT
 from lorafleet.kernels.lora.packed_lora import PackedLoRA
 from lorafleet.kernels.quant.fp8 import FP8
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.harness import poison_free_memory, run_interpreted
 from tests.kernels.lora_cases import build, make_packed, slots_of_tokens
 
 HEADS, LATENT = 3, 40
@@ -124,7 +124,7 @@ def test_interpreted_kernels() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("num_tokens", [1, 37, 600])
     @pytest.mark.parametrize("mix", ["one", "all_different", "some_base"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from lorafleet.kernels.lora.lora_batch import LoRABatch
 from lorafleet.kernels.lora.packed_lora import PackedLoRA
 from lorafleet.kernels.quant.fp8 import FP8
-from tests.kernels.harness import needs_gpu, run_interpreted
+from tests.kernels.harness import run_interpreted
 from tests.kernels.lora_cases import make_inputs, make_packed, slots_of_tokens
 
 RANKS = ((3, 17), None, (16, 16), (2, 1), (70, 0))
@@ -56,7 +56,7 @@ def test_interpreted_kernels() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("lora_dtype", [torch.bfloat16, FP8], ids=str)
     @pytest.mark.parametrize("num_tokens", [40, 900])

@@ -9,11 +9,10 @@ import torch
 
 from lorafleet.kernels.lora.lora_layout import LoRALayout
 from lorafleet.kernels.ranks.peer_areas import PeerAreas
-from tests.kernels.harness import needs_gpu
 from tests.kernels.lora_ranks import FakeRank
 from tests.kernels.one_gpu_ranks import Ranks
 
-pytestmark = needs_gpu
+pytestmark = pytest.mark.gpu
 SHAPES = [(8, 1, 12), (8, 64, 12), (2, 1, 16), (2, 64, 16), (1, 300, 7), (3, 1000, 48), (8, 64, 48)]
 
 

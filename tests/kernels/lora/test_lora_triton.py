@@ -11,7 +11,7 @@ from lorafleet.kernels.lora.lora_batch import BASE_SLOT, LoRABatch, static_tile_
 from lorafleet.kernels.lora.packed_lora import PackedLoRA
 from lorafleet.kernels.quant.base_weight import PlainWeight
 from lorafleet.kernels.quant.fp8 import FP8
-from tests.kernels.harness import needs_gpu, needs_triton, poison_free_memory, run_interpreted
+from tests.kernels.harness import needs_triton, poison_free_memory, run_interpreted
 from tests.kernels.lora_cases import (
     MIXES,
     RANKS_OF_SLOTS,
@@ -112,7 +112,7 @@ def test_step_whose_adapters_skip_the_linear_launches_nothing() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("in_fp8", [False, True])

@@ -31,7 +31,7 @@ from lorafleet.kernels.lora.sm_split import (
 from lorafleet.kernels.nvrtc import matrix_map
 from lorafleet.kernels.quant.base_weight import PlainWeight
 from lorafleet.kernels.quant.four_bit_cuda import FourBitKernels, KernelShape
-from tests.kernels.harness import needs_gpu, poison_free_memory
+from tests.kernels.harness import poison_free_memory
 from tests.kernels.lora_cases import RANKS_OF_SLOTS, make_inputs, make_packed, reference, slots_of_tokens
 
 GEMM_FIRST, LORA_FIRST = SMSplit(88, "gemm"), SMSplit(100, "lora")
@@ -153,7 +153,7 @@ def test_without_cublas_gemms_run_unlimited_and_the_log_says_so(caplog: pytest.L
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("split", [UNSPLIT, GEMM_FIRST, LORA_FIRST, SMSplit(None, "gemm")], ids=str)
     @pytest.mark.parametrize("with_bias", [False, True])

@@ -12,7 +12,7 @@ from lorafleet.kernels.moe.expert_activation import ClampedSwiGLU, ExpertActivat
 from lorafleet.kernels.moe.expert_lora import ExpertWeights, StepExperts
 from lorafleet.kernels.moe.moe import ExpertMatrices, Routing, experts_mlp
 from lorafleet.kernels.moe.moe_torch import SharedOutput
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.harness import poison_free_memory, run_interpreted
 from tests.kernels.moe.test_moe import with_record
 
 EXPERTS, PER_TOKEN, HIDDEN, INNER = 6, 3, 24, 16
@@ -188,7 +188,7 @@ def test_interpreted_launches_of_a_step() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
     @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)

@@ -13,7 +13,7 @@ from lorafleet.kernels.quant.e2m1_scheme import MXFP4, NVFP4
 from lorafleet.kernels.quant.int_weight import IntMatrix, IntScheme
 from lorafleet.kernels.quant.nf4 import NF4Scheme
 from lorafleet.kernels.quant.scaled_weight import ScaledScheme
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.harness import poison_free_memory, run_interpreted
 from tests.kernels.moe.test_moe import TOLERANCE, check, make_adapters, make_case
 
 # For the first linear, 64 inputs are several groups. For the second, 24 are groups too small for tensor cores.
@@ -157,7 +157,7 @@ def test_interpreted_e4m3_codes_are_multiplied_as_they_are() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
     @pytest.mark.parametrize("sizes", LARGE.values(), ids=LARGE)

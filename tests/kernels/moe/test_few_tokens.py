@@ -19,7 +19,7 @@ from lorafleet.kernels.moe.few_tokens import (
     few_token_mixture,
 )
 from lorafleet.kernels.moe.routing_rule import ExpertGroups, RoutingRule
-from tests.kernels.harness import needs_gpu, needs_triton, poison_free_memory, run_interpreted
+from tests.kernels.harness import needs_triton, poison_free_memory, run_interpreted
 from tests.kernels.machine_code import nvdisasm, reads_of_compiled
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -202,7 +202,7 @@ def test_a_mixture_without_a_shared_expert_compiles(tmp_path: Path) -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("kind", KINDS)

@@ -40,7 +40,7 @@ from lorafleet.kernels.quant.base_weight import Scheme
 from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.kernels.quant.scaled_weight import ScaledScheme, ScaledWeight
 from lorafleet.kernels.quant.tiled_weight import TiledWeight
-from tests.kernels.harness import needs_gpu, poison_free_memory
+from tests.kernels.harness import poison_free_memory
 from tests.kernels.moe.test_few_tokens import activated
 from tests.kernels.quant.emulation import MOST_WARPS, compiled_emulation
 from tests.kernels.quant.four_bit_cases import BF16, CASES, F16, random_matrix_of
@@ -189,7 +189,7 @@ def test_a_mixture_of_another_kind_of_codes_is_not_served() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("activation", ["silu", ClampedSwiGLU()], ids=["silu", "clamped"])
     @pytest.mark.parametrize("shared_inner", [0, 128])

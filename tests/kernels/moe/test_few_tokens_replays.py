@@ -10,10 +10,10 @@ pytest.importorskip("triton")
 
 from lorafleet.kernels.decoder.decoder_stack import captured
 from lorafleet.kernels.moe.few_tokens import FewTokenMixture, few_token_mixture
-from tests.kernels.harness import needs_gpu, poison_free_memory
+from tests.kernels.harness import poison_free_memory
 from tests.kernels.moe.test_few_tokens_codes import CODES, make_mixture
 
-pytestmark = needs_gpu
+pytestmark = pytest.mark.gpu
 
 HIDDEN, LAYERS, INPUTS, REPLAYS = 512, 3, 5, 500
 

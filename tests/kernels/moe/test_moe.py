@@ -10,7 +10,7 @@ from torch import Tensor
 from lorafleet.kernels.moe.expert_lora import ExpertWeights, StepExperts
 from lorafleet.kernels.moe.moe import ExpertMatrices, Routing, experts_mlp, route
 from lorafleet.kernels.moe.routing_rule import RoutingRule
-from tests.kernels.harness import needs_gpu, needs_triton, poison_free_memory, run_interpreted
+from tests.kernels.harness import needs_triton, poison_free_memory, run_interpreted
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 # tokens, experts, experts a token, hidden size, intermediate size
@@ -208,7 +208,7 @@ def test_interpreted_kernels() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("sizes", LARGE.values(), ids=LARGE)

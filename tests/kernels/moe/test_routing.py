@@ -13,7 +13,7 @@ from lorafleet.kernels.moe.expert_activation import ClampedSwiGLU, ExpertActivat
 from lorafleet.kernels.moe.moe import ExpertMatrices, Routing, experts_mlp, route
 from lorafleet.kernels.moe.moe_torch import SharedOutput, combine_torch
 from lorafleet.kernels.moe.routing_rule import ExpertGroups, RoutingRule
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.harness import poison_free_memory, run_interpreted
 
 ACTIVATIONS: tuple[ExpertActivation, ...] = ("silu", "gelu_tanh", "relu2", ClampedSwiGLU(), ClampedSwiGLU(1.5, 0.5))
 TOKENS, EXPERTS = 9, 12
@@ -190,7 +190,7 @@ def mixture_case(device: str, scales_input: bool) -> tuple[Tensor, Routing, Expe
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("scales_input", [False, True])
     def test_the_whole_mixture(self, scales_input: bool) -> None:

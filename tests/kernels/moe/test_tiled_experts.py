@@ -18,7 +18,7 @@ from lorafleet.kernels.moe.moe_tiles_triton import ExpertTiles, make_tiles
 from lorafleet.kernels.quant.base_weight import Scheme
 from lorafleet.kernels.quant.nf4 import NF4Scheme
 from lorafleet.kernels.quant.tiled_weight import TiledWeight
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.harness import poison_free_memory, run_interpreted
 from tests.kernels.quant.four_bit_cases import CASES, filled, random_matrix_of
 from tests.kernels.quant.test_four_bit_source import EMULATED, compiled, emulated_kernels
 
@@ -144,7 +144,7 @@ def looped(x: Tensor, expert_N: Tensor, values_EOD: Tensor) -> Tensor:
 
 
 class TestOnTheGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("case", CASES)
     def test_products_are_those_of_the_values(self, case: str) -> None:

@@ -10,7 +10,7 @@ from lorafleet.kernels.decoder.scratch import Scratch
 from lorafleet.kernels.quant.e2m1 import E2M1Matrix, e2m1_book, powers_of_two, quantize_e2m1
 from lorafleet.kernels.quant.e2m1_scheme import MXFP4, NVFP4, E2M1Scheme
 from lorafleet.kernels.quant.nf4 import NF4Weight
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.harness import poison_free_memory, run_interpreted
 
 BOOK = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -91,7 +91,7 @@ def test_the_kernels_in_the_interpreter() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("num_tokens", [1, 7, 33, 200])
     @pytest.mark.parametrize("scheme", [MXFP4, NVFP4], ids=lambda scheme: scheme.name)

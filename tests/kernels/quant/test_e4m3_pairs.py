@@ -15,7 +15,7 @@ from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.kernels.quant.e4m3_pairs import joined, pair_block, split_pairs
 from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.kernels.quant.scaled_weight import ScaledScheme
-from tests.kernels.harness import needs_gpu, needs_triton, poison_free_memory, run_interpreted
+from tests.kernels.harness import needs_triton, poison_free_memory, run_interpreted
 
 BLOCK = 32
 
@@ -165,7 +165,7 @@ def test_a_product_begins_early_and_requests_nothing_beyond_w(
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("inputs", [600, 4096, 14336])
     def test_the_split_is_that_of_the_twin(self, inputs: int) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lorafleet.kernels.decoder.scratch import Scratch
 from lorafleet.kernels.quant.int_weight import FUSED_TOKENS, Bits, IntMatrix, IntScheme, IntWeight, round_to_nearest
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.harness import poison_free_memory, run_interpreted
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -149,7 +149,7 @@ def test_the_kernels_in_the_interpreter() -> None:
 @pytest.mark.parametrize("kind", [{}, {"symmetric": True}, {"ordered": True}], ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     def test_products_are_those_of_the_values(self, bits: Bits, kind: dict[str, bool], num_tokens: int) -> None:
         device = torch.device("cuda")

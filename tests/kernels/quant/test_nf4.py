@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lorafleet.kernels.decoder.scratch import Scratch
 from lorafleet.kernels.quant.nf4 import BLOCK, FUSED_TOKENS, NF4_BOOK, NF4Matrix, NF4Weight, quantize
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.harness import poison_free_memory, run_interpreted
 
 CPU = torch.device("cpu")
 # Rows that are whole blocks, several to a block, and with blocks that end amid rows.
@@ -121,7 +121,7 @@ def test_the_kernels_in_the_interpreter() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("num_tokens", [1, 2, 7, 16, 33, 128, FUSED_TOKENS + 1])

@@ -11,7 +11,7 @@ from lorafleet.kernels.quant.e4m3_pairs import joined, split_pairs
 from lorafleet.kernels.quant.fp8 import FP8, FP8_MAX
 from lorafleet.kernels.quant.scaled_matrix import ScaledMatrix, num_blocks, quantize_rows
 from lorafleet.kernels.quant.scaled_weight import FUSED_TOKENS, ScaledScheme, ScaledWeight
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.harness import poison_free_memory, run_interpreted
 
 # How scales are stored: one for all numbers, one for each row, one for 128 x 128 numbers.
 BLOCKS = {"tensor": (1 << 20, 1 << 20), "row": (1, 1 << 20), "block": (128, 128)}
@@ -116,7 +116,7 @@ def test_the_kernels_in_the_interpreter() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("num_tokens", [1, 7, 16, 17, 33, 64, 100, FUSED_TOKENS + 1, 300])
     @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (272, 192), (50, 36)], ids=str)

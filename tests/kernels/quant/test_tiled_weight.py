@@ -15,7 +15,7 @@ from lorafleet.kernels.quant.int_weight import IntScheme
 from lorafleet.kernels.quant.nf4 import NF4Scheme
 from lorafleet.kernels.quant.tiled_weight import TiledWeight, is_tileable, tiled_weight
 from lorafleet.workers.models.linear_weights import LinearWeights
-from tests.kernels.harness import needs_gpu, poison_free_memory
+from tests.kernels.harness import poison_free_memory
 from tests.kernels.quant.four_bit_cases import BF16, CASES, CPU, F16, filled, random_matrix_of
 
 
@@ -118,7 +118,7 @@ def test_a_cpu_is_served_by_the_schemes_own_weight() -> None:
 
 
 class TestOnTheGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("case", CASES)
     def test_products_are_those_of_the_values(self, case: str) -> None:

@@ -12,11 +12,10 @@ from lorafleet.kernels.decoder.rms_norm import NormWeight
 from lorafleet.kernels.lora.linear_output import LinearOutput
 from lorafleet.kernels.ranks.peer_areas import PROGRAMS, PeerAreas
 from lorafleet.kernels.ranks.rank_sum import rank_sum_add_rms_norm, two_step_sum_add_rms_norm
-from tests.kernels.harness import needs_gpu
 from tests.kernels.one_gpu_ranks import Ranks
 from tests.kernels.vector_cases import own_affine, own_vectors
 
-pytestmark = needs_gpu
+pytestmark = pytest.mark.gpu
 EPS = 1e-5
 ROWS = (1, 300, 2, 64, 65, PROGRAMS + 488, 7, PROGRAMS, 1)  # other programs and other halves, one after another
 

@@ -21,7 +21,7 @@ from lorafleet.kernels.recurrent.delta_step import (
 )
 from lorafleet.kernels.recurrent.gated_norm import gated_norm_torch
 from lorafleet.kernels.recurrent.recurrent_batch import RecurrentBatch
-from tests.kernels.harness import needs_gpu, run_interpreted
+from tests.kernels.harness import run_interpreted
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 STEPS, HIDDEN = 3, 24
@@ -135,7 +135,7 @@ def test_interpreted_kernel() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("layout", ["split", "grouped"])

@@ -14,7 +14,7 @@ from lorafleet.kernels.recurrent.causal_conv import causal_conv, causal_conv_tor
 from lorafleet.kernels.recurrent.delta_rule import HeadGates, delta_rule_torch, gated_delta_rule
 from lorafleet.kernels.recurrent.recurrent_batch import NOT_KEPT, RecurrentBatch
 from lorafleet.kernels.recurrent.state_space import HeadSteps, state_space, state_space_torch
-from tests.kernels.harness import needs_gpu, run_interpreted
+from tests.kernels.harness import run_interpreted
 
 # Tokens of each sequence, its slot and whether it is new. Behind the tokens of the first, third and fifth but the last,
 # states are kept; the fourth is a prompt that is computed by chunks.
@@ -140,7 +140,7 @@ def test_interpreted_kernels_keep_what_their_twins_keep() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     def test_kept_states_are_those_of_steps_that_end_there(self) -> None:
         check_against_steps("cuda")

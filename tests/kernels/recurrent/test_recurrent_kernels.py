@@ -13,7 +13,7 @@ from lorafleet.kernels.recurrent.delta_rule import HeadGates, delta_rule_torch, 
 from lorafleet.kernels.recurrent.gated_norm import gated_norm, gated_norm_torch
 from lorafleet.kernels.recurrent.recurrent_batch import FEW_TOKENS as FEW_PER_SEQUENCE
 from lorafleet.kernels.recurrent.recurrent_batch import NOT_KEPT, RecurrentBatch
-from tests.kernels.harness import needs_gpu, run_interpreted
+from tests.kernels.harness import run_interpreted
 
 # Steps of three sequences: the tokens of each, with a slot that stays the sequence's own.
 STEPS = [{0: 1, 2: 70, 1: 5}, {0: 1, 1: 1, 2: 1}, {1: 1, 2: 131, 0: 3}, {2: 2, 0: 1}]
@@ -204,7 +204,7 @@ def test_interpreted_kernels_give_what_their_twins_give() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("beta_scale", [1.0, 2.0])
     def test_keys_may_be_alike(self, beta_scale: float) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lorafleet.kernels.recurrent.slot_copies import SlotCopies, copy_slots_torch
-from tests.kernels.harness import needs_gpu, run_interpreted
+from tests.kernels.harness import run_interpreted
 
 SHAPES = [((96, 3), torch.float16), ((4, 8, 16), torch.float32), ((6, 3), torch.float16), ((5000,), torch.float32)]
 EMPTY = ((0, 0, 0), torch.float32)  # the memory of a layer that has a convolution alone
@@ -46,7 +46,7 @@ def test_the_kernel_copies_as_its_twin(shapes: str) -> None:
 
 
 class TestOnAGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("count", [2, 4])
     def test_the_kernel_copies_as_its_twin(self, count: int) -> None:

@@ -12,7 +12,7 @@ from lorafleet.kernels.recurrent.causal_conv import causal_conv, causal_conv_tor
 from lorafleet.kernels.recurrent.gated_norm import gated_norm, gated_norm_torch
 from lorafleet.kernels.recurrent.recurrent_batch import RecurrentBatch
 from lorafleet.kernels.recurrent.state_space import HeadSteps, state_space, state_space_torch
-from tests.kernels.harness import needs_gpu, run_interpreted
+from tests.kernels.harness import run_interpreted
 
 # Steps of three sequences: the tokens of each, with a slot that stays the sequence's own.
 STEPS = [{0: 1, 2: 70, 1: 5}, {0: 1, 1: 1, 2: 1}, {1: 1, 2: 200, 0: 3}, {2: 2, 0: 1}]
@@ -181,7 +181,7 @@ def test_interpreted_kernels_give_what_their_twins_give() -> None:
     ],
 )
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     def test_kernels_give_what_their_twins_give(self, dtype: torch.dtype, sizes: dict[str, int]) -> None:
         check_triton(dtype, "cuda", **sizes)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lorafleet.kernels.sampling.draw_tokens import DrawFields, draw_tokens
 from lorafleet.kernels.sampling.penalties import IN_PROMPT, penalize
-from tests.kernels.harness import needs_gpu, run_interpreted
+from tests.kernels.harness import run_interpreted
 
 NEVER = float("-inf")
 
@@ -197,7 +197,7 @@ def test_interpreted_kernel() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
     @pytest.mark.parametrize("spread", [0.05, 1.3, 6.0])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lorafleet.kernels.sampling.row_log_softmax import row_log_softmax
-from tests.kernels.harness import needs_gpu, run_interpreted
+from tests.kernels.harness import run_interpreted
 
 
 def test_interpreted_kernel() -> None:
@@ -29,7 +29,7 @@ def test_interpreted_kernel() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
     def test_compiled_kernel(self, dtype: torch.dtype) -> None:

@@ -232,7 +232,6 @@ def test_the_device_is_chosen_and_a_gpu_that_is_missing_or_full_is_refused(tmp_p
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("base", ["dense", "stacked"])
 def test_a_gpu_writes_the_bits_of_a_cpu(tmp_path, bases, base, method) -> None:

@@ -67,7 +67,6 @@ def test_vectors_stay_float32_whatever_a_and_b_are(made, prompt, tmp_path, monke
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("max_loras", [8, 3])
 @pytest.mark.parametrize("eager", [False, True])
 def test_all_forms_in_one_batch_on_a_gpu(made, prompt, tmp_path, monkeypatch, max_loras, eager):
@@ -88,7 +87,6 @@ HEADS_OF_128 = {
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("family", ["llama_bias", "qwen3"])
 def test_captured_decode_steps_of_any_mix_agree_with_the_changed_model(tmp_path, monkeypatch, prompt, family):
     pytest.importorskip("flashinfer")

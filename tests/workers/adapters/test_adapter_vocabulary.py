@@ -77,7 +77,6 @@ def test_all_kinds_in_one_batch_answer_as_the_changed_model_does(made, tmp_path,
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("max_loras", [9, 3])
 @pytest.mark.parametrize("eager", [False, True])
 def test_all_kinds_in_one_batch_on_a_gpu(made, tmp_path, monkeypatch, max_loras, eager):
@@ -87,7 +86,6 @@ def test_all_kinds_in_one_batch_on_a_gpu(made, tmp_path, monkeypatch, max_loras,
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("family", ["llama2", "qwen2"])
 def test_captured_decode_steps_of_any_mix_agree_with_the_changed_model(tmp_path, monkeypatch, family):
     pytest.importorskip("flashinfer")

@@ -18,7 +18,6 @@ from lorafleet.workers.attention.flashinfer_backend import FlashInferAttention
 from lorafleet.workers.attention.torch_backend import TorchAttention, _split
 from lorafleet.workers.attention.xqa_attention import xqa_refusal
 from tests.kernels.attention_cases import BATCHES, HEADS, PAGE, WINDOW, in_fp8, make_case, naive_attention
-from tests.kernels.harness import needs_gpu
 from tests.workers.attention.xqa_kernels import compile_xqa
 
 needs_flashinfer = pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="needs flashinfer")
@@ -144,7 +143,7 @@ def test_like_sequences_share_a_group_and_a_long_one_does_not_pad_the_others() -
 @pytest.mark.parametrize("heads", ["gqa", "mha", "mqa"])
 @pytest.mark.parametrize("name", BATCHES)
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     def test_triton(self, name: str, heads: str, windows: str) -> None:
         from lorafleet.workers.attention.triton_backend import TritonAttention
@@ -176,7 +175,7 @@ LONG_CHUNKS = {
 @pytest.mark.parametrize("heads", [(32, 8), (8, 1)], ids=str)
 @pytest.mark.parametrize("name", LONG_CHUNKS)
 class TestLongChunksOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     def test_flashinfer(self, name: str, heads: tuple[int, int]) -> None:
         spec = make_spec(heads, (None, None), 128, torch.bfloat16, "cuda")
@@ -185,7 +184,7 @@ class TestLongChunksOnGPU:
 
 @pytest.mark.parametrize("name", BATCHES)
 class TestFP8OnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     def test_triton(self, name: str) -> None:
         from lorafleet.workers.attention.triton_backend import TritonAttention
@@ -209,7 +208,7 @@ class TestFP8OnGPU:
 
 @pytest.mark.parametrize("name", BATCHES)
 class TestCappedScoresOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     def test_triton(self, name: str) -> None:
         from lorafleet.workers.attention.triton_backend import TritonAttention
@@ -227,7 +226,7 @@ class TestCappedScoresOnGPU:
 @needs_flashinfer
 @pytest.mark.filterwarnings("ignore")  # FlashInfer and its compiler warn as they please
 class TestFlashInferPlans:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("softcap", [None, 3.0])
     @pytest.mark.parametrize("windows", LAYER_WINDOWS)
@@ -260,7 +259,7 @@ class TestFlashInferPlans:
 @needs_flashinfer
 @pytest.mark.filterwarnings("ignore")  # FlashInfer and its compiler warn as they please
 class TestPlansDoNotWaitForTheDevice:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("name", ["decodes", "mixed"])
     def test_flashinfer(self, name: str) -> None:

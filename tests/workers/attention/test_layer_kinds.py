@@ -18,7 +18,7 @@ from lorafleet.workers.attention.attention_backend import (
 )
 from lorafleet.workers.attention.torch_backend import TorchAttention
 from tests.kernels.attention_cases import BATCHES, PAGE, PagedCase, in_fp8, make_case, naive_attention
-from tests.kernels.harness import needs_gpu, poison_free_memory, run_interpreted
+from tests.kernels.harness import poison_free_memory, run_interpreted
 
 PLAIN = LayerAttention(num_heads=4, num_kv_heads=2, head_dim=24, scale=0.3)
 CHUNK = 24  # ends inside a block
@@ -145,7 +145,7 @@ def test_a_layer_reads_the_cache_of_an_earlier_layer_of_its_shape(
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", BATCHES)
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     def test_triton(self, name: str, dtype: torch.dtype, fp8: bool) -> None:
         from lorafleet.workers.attention.triton_backend import TritonAttention

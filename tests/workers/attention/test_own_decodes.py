@@ -23,7 +23,6 @@ from lorafleet.workers.attention.select import make_attention
 from lorafleet.workers.attention.torch_backend import TorchAttention
 from lorafleet.workers.attention.triton_decodes import TritonDecodes
 from tests.kernels.attention_cases import PAGE, make_case, naive_attention
-from tests.kernels.harness import needs_gpu
 
 LAYER = LayerAttention(num_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5)
 SPEC = AttentionSpec((LAYER,), PAGE, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
@@ -109,7 +108,7 @@ def test_a_backend_requested_by_name_computes_everything(monkeypatch: pytest.Mon
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     def test_graph_of_many_sequences_answers_for_each_new_batch(self) -> None:
         spec = replace(SPEC, device=torch.device("cuda"))

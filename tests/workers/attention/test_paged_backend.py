@@ -13,7 +13,7 @@ from torch import Tensor
 from lorafleet.workers.attention.attention_backend import AttentionBatch, AttentionSpec, KVCache, LayerAttention
 from lorafleet.workers.attention.paged_backend import PagedAttention
 from tests.kernels.attention_cases import PAGE, PagedCase, make_case, naive_attention
-from tests.kernels.harness import needs_gpu, run_interpreted
+from tests.kernels.harness import run_interpreted
 
 LENGTH, OTHER = 39, 20
 KINDS: list[dict[str, Any]] = [{}, {"window": 19, "has_sinks": True}, {"chunk": 16, "softcap": 3.0}]
@@ -65,7 +65,7 @@ def test_interpreted_kernel() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("head_dim", [64, 128])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -20,7 +20,6 @@ from lorafleet.workers.attention.attention_backend import (
 from lorafleet.workers.attention.triton_backend import TritonAttention
 from lorafleet.workers.attention.triton_decodes import DecodeLayers, TritonDecodes
 from tests.kernels.attention_cases import PAGE, PagedCase, make_case, naive_attention
-from tests.kernels.harness import needs_gpu
 from tests.workers.attention.test_layer_kinds import sinks_of
 
 FULL = LayerAttention(num_heads=8, num_kv_heads=2, head_dim=64, scale=0.125)
@@ -104,7 +103,7 @@ def test_plans_of_drafts_say_which_rows_each_sequence_has() -> None:
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     def test_graph_answers_for_each_new_batch(self, dtype: torch.dtype) -> None:

@@ -18,7 +18,7 @@ from lorafleet.workers.attention.flashinfer_backend import FlashInferAttention
 from lorafleet.workers.attention.kv_pages import BlockTables, KVPages
 from lorafleet.workers.attention.torch_backend import TorchAttention
 from lorafleet.workers.attention.xqa_attention import SEMAPHORE_BYTES, XQAAttention, xqa_refusal
-from tests.kernels.harness import needs_gpu, poison_free_memory
+from tests.kernels.harness import poison_free_memory
 from tests.workers.attention.xqa_kernels import XQA_VARIANTS, compile_xqa
 
 PAGE = 16
@@ -165,7 +165,7 @@ def ragged(num_seqs: int, seed: int) -> list[int]:
 class TestOnGPU:
     """The first test compiles for about two minutes."""
 
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("num_seqs", [1, 3, 8, 64, 256])
     @pytest.mark.parametrize(("head_dim", "group", "has_window"), XQA_VARIANTS, ids=str)

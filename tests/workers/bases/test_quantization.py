@@ -370,7 +370,6 @@ def exact_fp8_linear(weight: ScaledWeight, x_TD: torch.Tensor, bias_O: torch.Ten
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("method", ["nf4", "fp8"])
 def test_a_gpu_answers_as_over_the_plain_values(tmp_path, prompt, monkeypatch, method) -> None:
     """In bf16, by captured graphs and prompts of all lengths. fp8 rounds the activations of longer steps too: how far

@@ -8,7 +8,6 @@ from lorafleet.workers.device.host_copy import Upload
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_an_array_may_be_overwritten_once_its_upload_is_asked_for() -> None:
     """Behind work that takes the device longer than the host takes to ask for all of them."""
     upload, array = Upload(torch.device("cuda")), np.zeros((8, 4096), np.int32)

@@ -27,7 +27,6 @@ from lorafleet.workers.engine import Engine
 from lorafleet.workers.kv_tiers.disk_blocks import DiskBlocks
 from lorafleet.workers.startup import build_engine
 from ranks import start_llm
-from tests.kernels.harness import needs_gpu
 from tests.workers.test_kinds_over_families import lora as lora_config
 from tests.workers.test_kinds_over_families import save
 from tiny_models import ALL_TARGETS, make_model
@@ -297,7 +296,7 @@ def test_tiers_that_cannot_be_had_are_refused(base, tmp_path: Path) -> None:
 
 
 class TestOnAGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.filterwarnings("ignore")  # FlashInfer and its compiler warn as they please
     @pytest.mark.parametrize("tier", ["host", "disk"])

@@ -20,7 +20,6 @@ from lorafleet.workers.kv_tiers.disk_blocks import DamagedBlockError, DiskBlocks
 from lorafleet.workers.kv_tiers.host_blocks import PAGE_BYTES, HostBlocks, slot_bytes
 from lorafleet.workers.kv_tiers.rank_tiers import RankTiers
 from lorafleet.workers.tp.rank_messages import BlocksMoved
-from tests.kernels.harness import needs_gpu
 
 CPU = torch.device("cpu")
 
@@ -206,7 +205,7 @@ def test_a_job_reports_the_blocks_that_failed_and_the_first_full_disk_ends_it(tm
 
 
 class TestOnAGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
     def test_blocks_come_back_bit_by_bit(self, tmp_path: Path, dtype: torch.dtype) -> None:

@@ -25,7 +25,6 @@ from lorafleet.workers.kv_tiers.kv_tiers import KVTiers
 from lorafleet.workers.kv_tiers.state_tiers import StateTiers
 from lorafleet.workers.startup import build_engine
 from ranks import start_llm
-from tests.kernels.harness import needs_gpu
 from tests.workers.kv_tiers.test_engine_tiers import GIB, GREEDY, answer, bits, prompts, settle, stats
 from tiny_models import Reference
 
@@ -294,7 +293,7 @@ def test_tiers_without_room_or_without_snapshots_are_refused(base) -> None:
 
 
 class TestOnAGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.filterwarnings("ignore")  # FlashInfer and its compiler warn as they please
     @pytest.mark.parametrize("base", ["qwen3_5", "nemotron_h"], indirect=True)

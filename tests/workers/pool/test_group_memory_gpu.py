@@ -11,7 +11,7 @@ from lorafleet.protocol.cuda_driver import CudaDriver
 from lorafleet.workers.pool.group_layout import PAGE_BYTES, GroupLayout
 from lorafleet.workers.pool.group_memory import Arena, GroupMemory
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda", 0)
 BLOCK_BYTES = 16 * 8 * 128 * 2

@@ -16,7 +16,7 @@ from lorafleet.protocol.engine_control import SleepEngine, WakeEngine
 from lorafleet.workers.pool import pool_cost
 from tiny_models import make_adapter, make_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 SHAPE = {
     "hidden_size": 1024,

@@ -12,7 +12,7 @@ from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
 from lorafleet.protocol.engine_control import SleepLevel
 from tiny_models import make_adapter, make_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 SHAPE = {
     "hidden_size": 2048,

@@ -18,7 +18,7 @@ from lorafleet.workers.slots.pinned_memory import PIECE_BYTES, PinnedMemory
 from lorafleet.workers.slots.slot_policy import Slot
 from lorafleet.workers.tp.group import TPGroup
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 ADAPTER_BYTES = 2 * PIECE_BYTES + 12288
 MATRIX_BYTES = 256 * 1024

@@ -72,7 +72,6 @@ def assert_unlocked(memory: torch.Tensor) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_each_piece_is_copied_without_the_host_waiting_and_closing_unlocks_it() -> None:
     memory = PinnedMemory()
     given = memory.take(2 * PIECE_BYTES + 5 * MB)
@@ -92,7 +91,6 @@ def test_each_piece_is_copied_without_the_host_waiting_and_closing_unlocks_it() 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_memory_that_cannot_be_locked_is_an_error_and_none_of_it_stays_locked(monkeypatch) -> None:
     memory = PinnedMemory()
     given = memory.take(4 * MB)

@@ -115,7 +115,6 @@ def test_edited_logits_do_not_wait_and_see_the_tokens_that_the_host_does_not_kno
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu_edited_logits_do_not_wait(fleet, prompt, near) -> None:
     options = {"device": "cuda", "dtype": "float32", "attention_backend": "triton", "lora": None}
     check_edits(fleet("llama3").base, prompt, near, **options)

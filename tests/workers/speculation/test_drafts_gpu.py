@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
 from tests.workers.speculation.drafting import Guesses, speculate
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 DEMO = Path(__file__).parents[3] / "demo"
 TEXT = "Paris is the capital of France. Rome is the capital of Italy. "

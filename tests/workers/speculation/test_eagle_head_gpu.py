@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from lorafleet.protocol.engine_config import SpeculativeConfig
@@ -15,7 +14,7 @@ from tests.workers.speculation.drafting import record, speculate
 from tests.workers.speculation.eagle_reference import EagleReference, make_head
 from tiny_models import make_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 LENGTH = 32
 

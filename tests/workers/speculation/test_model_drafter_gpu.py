@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from tests.workers.speculation.drafting import speculate
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 DEMO = Path(__file__).parents[3] / "demo"
 NAMES = ["json", "pirate", "shout"]

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from lorafleet.protocol.engine_config import SpeculativeConfig
@@ -14,7 +13,7 @@ from stepped_engine import SteppedEngine
 from tests.workers.speculation.drafting import record, speculate
 from tests.workers.speculation.mtp_reference import MTPReference, make_mtp_checkpoint
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 LENGTH = 32
 CASES = [

@@ -219,7 +219,6 @@ def test_with_batch_invariance_logprobs_have_the_same_bits_with_drafts_and_witho
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_on_a_gpu_states_go_on_behind_drafts_that_the_host_has_not_read(
     tmp_path: Path, prompt: Prompt, draft_model: Path, family: str
@@ -230,7 +229,6 @@ def test_on_a_gpu_states_go_on_behind_drafts_that_the_host_has_not_read(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_on_a_gpu_answers_in_float32_are_those_without_drafts(tmp_path: Path, prompt: Prompt, family: str) -> None:
     options = {"device": "cuda", "dtype": "float32", "attention_backend": "triton"}

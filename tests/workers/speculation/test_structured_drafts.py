@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.api.text.tokenizer_files import TokenizerFiles
@@ -200,7 +199,6 @@ def test_drafts_whose_step_has_no_mask_in_time_say_nothing_about_others(grammars
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu_tokens_in_float32_are_those_without_drafts(tmp_path, prompt) -> None:
     options = {"device": "cuda", "dtype": "float32", "attention_backend": "triton", "lora": None}
     grammars = Grammars(make_model(tmp_path / "base", "llama3"), prompt, **options)

@@ -15,7 +15,7 @@ from lorafleet.workers.step import decode_graphs
 from tests.workers.attention.test_backends import make_spec
 from tiny_models import Reference, make_adapter, make_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 SHAPE = {
     "hidden_size": 1024,

@@ -21,7 +21,6 @@ from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.models.mlp import MLP
 from lorafleet.workers.step.own_linears import own_linears
 from lorafleet.workers.tp.group import TPGroup
-from tests.kernels.harness import needs_gpu
 from tiny_models import make_model
 
 CPU = torch.device("cpu")
@@ -126,7 +125,7 @@ def test_a_wide_shape_is_for_the_gated_kernel_alone(
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("num_rows", [1, 16, 40, 100])
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lorafleet.workers.step.reserved_memory import reserve_logits
-from tests.kernels.harness import needs_gpu
 
 ROWS, HIDDEN, VOCABULARY = 64, 8, 1_000_000
 
@@ -43,7 +42,7 @@ def test_a_lack_of_memory_is_logged_and_ends_nothing(caplog: pytest.LogCaptureFi
 
 
 class TestOnGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     def test_the_driver_is_not_asked_for_memory_when_steps_have_more_rows_than_before(self) -> None:
         model: Any = Head("cuda")

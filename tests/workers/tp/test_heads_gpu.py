@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from lorafleet.offline.llm import LLM, SamplingParams
@@ -19,10 +18,7 @@ from tests.workers.speculation.eagle_reference import EagleReference, make_head
 from tests.workers.speculation.mtp_reference import Drafted, MTPReference, make_mtp_checkpoint
 from tiny_models import make_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
-]
+pytestmark = pytest.mark.gpu(2)
 PROMPTS = [[5 + (7 * i + j * j) % 300 for j in range(3 + 9 * i)] for i in range(6)]
 
 

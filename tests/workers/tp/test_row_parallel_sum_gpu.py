@@ -12,10 +12,7 @@ from lorafleet.workers.tp.group import TPGroup
 from lorafleet.workers.tp.row_parallel_sum import RankSum
 from ranks import on_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
-]
+pytestmark = pytest.mark.gpu(2)
 EPS = 1e-5
 ROWS = (1, 300, 2, 64, 65, 1000, 7)  # other programs and halves, one after another
 
