@@ -41,104 +41,44 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, get_args
-
-import numpy as np
+from typing import get_args
 
 import placement_workloads
 from benchmark_results import Case, this_hardware, write_results
-from conversations import Conversations, count_endless_hits
-from conversations import draw as draw_conversations
+from fleet_figures import BLOCK_SIZE, LOOP_SHARE, UNITS, measure, predict_row, warm_up
+from fleet_load import (
+    ALONE,
+    CONVERSATIONS,
+    KNOWN,
+    LOOPS,
+    SATURATION,
+    SIZES,
+    SLORA,
+    Size,
+    Stage,
+    draw_calls,
+    first_pass,
+    load_of,
+    warm_up_size,
+)
 from fleet_resume import EarlierRun, read_earlier, row_key, split
-from fleet_simulation import predict
-from http_load import Call, Job, ReportLost, run_apart
-from latency import Outcome, Percentiles, summarize
+from fleet_tables import print_header, print_ratios, print_row
+from http_load import ReportLost
 from local_server import LocalServer, running
 from lorafleet.cluster.routing.rule_names import RoutingRule
 from placement_workloads import RANKS, WORKLOADS, Load
 from random_llama import write_alike_adapters, write_model, write_one_token_adapter
 from serving import CONFIG, DEMO
-from simulated_replica import RANK_BYTES, read_s
 
 RULES: tuple[RoutingRule, ...] = get_args(RoutingRule)
-SLORA, CONVERSATIONS, SATURATION, BASE = "S-LoRA, alpha .3", "conversations", "saturation", "saturation, base"
-ALONE = {f"{workload}, one replica": workload for workload in (SATURATION, BASE)}
-LOOPS = (SATURATION, BASE, *ALONE)
-KNOWN = (*WORKLOADS, CONVERSATIONS, *LOOPS)
-MAX_RATE = 10_000
-BLOCK_SIZE = 16
 NUM_ONE_TOKEN_ADAPTERS = 8
-MORE_CALLS = 4  # A closed loop gets so many times the calls of a workload, so that it never runs out of them.
-LOOP_SHARE = 0.6  # The time of a closed loop, relative to that of the other workloads.
-RAMP = 0.2  # The part of a closed loop's time in which tokens are not counted, since its batches still grow.
-WARM_UP_SEED = 1000
-FIRST_STREAMS = 8  # Streams for each replica that request every adapter once, before the warm-up.
-FIRST_S = 120.0  # The time in which they must have done so.
 START_S = {"cpu": 0.0, "cuda": 40.0}  # The time that a server takes to start at least.
-MAX_ERRORS, ERROR_CHARS = 3, 160  # Printed of each workload.
-UNITS = {
-    **dict.fromkeys(("ttft_p50", "ttft_p99", "gap_p50", "gap_p99", "ttft_worst_adapters"), "s"),
-    **dict.fromkeys(("tokens_per_s", "front_cores", "haproxy_cores", "busiest"), ""),
-    **dict.fromkeys(("failed", "reads", "slots", "hit_tokens", "endless_hit_tokens"), ""),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """Sizes of a run; the defaults of both devices differ."""
-
-    replicas: tuple[int, ...]
-    adapters: int
-    max_loras: int
-    max_cpu_loras: int
-    lora_memory_gib: float | None  # Memory for adapters on a GPU; None is the server's default.
-    rate: float  # Requests per second and replica, as the mean over a workload. Those with peaks exceed it.
-    duration_s: float
-    warm_up_s: float  # Time of the calls that are not counted.
-    longest: int  # Prompts and answers are cut to this many tokens.
-    token_ids: tuple[int, int]
-    streams: int  # Number of streams of the closed loop for each replica.
-    turn_tokens: int  # Mean tokens of a question, and of an answer, in conversations.
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """A workload, and how much of it there is."""
-
-    workload: str
-    rate: float | None = None  # Requests per second and replica; None is that of the run.
-    num_rules: int | None = None  # The number of rules that get it, the first ones; None is all.
-
-    @classmethod
-    def parse(cls, text: str) -> Stage:
-        """Reads WORKLOAD[@RATE][:NUMBER OF RULES]. Raises ValueError."""
-        rest, _, count = text.partition(":")
-        workload, _, rate = rest.partition("@")
-        if workload not in KNOWN:
-            raise ValueError(f"{workload!r} is no workload")
-        stage = cls(workload, float(rate) if rate else None, int(count) if count else None)
-        if (stage.rate is not None and not 0 < stage.rate <= MAX_RATE) or stage.num_rules == 0:
-            raise ValueError(f"a rate must be above 0 and at most {MAX_RATE}, and a number of rules at least 1")
-        return stage
-
-    def is_for(self, index: int) -> bool:
-        """Returns whether the rule with this index gets it."""
-        return self.num_rules is None or index < self.num_rules
-
-
-SIZES = {
-    "cpu": Size((2,), 24, 4, 8, None, 1.5, 20.0, 4.0, 48, (10, 250), 4, 24, 0),
-    # The memory holds 34 adapters of mean rank, so there are four adapters for each place on four GPUs.
-    "cuda": Size((1, 2, 4), 512, 32, 128, 5.0, 18.0, 120.0, 20.0, 512, (10, 128_000), 128, 256, 0),
-}
 
 
 @contextmanager
@@ -174,196 +114,6 @@ def write_files(device: str, folder: Path, load: Load) -> None:
             path.rename(folder / "adapters" / f"a{number}")
     for number in range(NUM_ONE_TOKEN_ADAPTERS):
         write_one_token_adapter(folder / "adapters" / f"says{number}", config, number)
-
-
-def load_of(workload: str, size: Size, replicas: int) -> Load:
-    """Returns the parameters of one of WORKLOADS."""
-    return Load(workload, size.rate * replicas, size.duration_s, size.adapters, size.seed)
-
-
-def warm_up_size(size: Size) -> Size:
-    return replace(size, duration_s=size.warm_up_s, seed=size.seed + WARM_UP_SEED)
-
-
-def draw_calls(workload: str, size: Size, replicas: int) -> list[Call]:
-    names = [f"a{number}" for number in range(size.adapters)]
-    rate = size.rate * replicas
-    if workload == CONVERSATIONS:
-        turns = 6
-        return draw_conversations(
-            Conversations(
-                rate / turns,
-                size.duration_s,
-                names,
-                turns,
-                2 * size.turn_tokens,
-                size.turn_tokens,
-                size.duration_s / 20,
-                size.token_ids,
-                size.seed,
-            )
-        )
-    if workload in LOOPS:
-        load = load_of(SLORA, replace(size, rate=MORE_CALLS * size.rate), replicas)
-    else:
-        load = load_of(workload, size, replicas)
-    arrivals = placement_workloads.draw(load)
-    random = np.random.default_rng([size.seed, 13])
-    return [
-        Call(
-            arrival.at_s,
-            "base" if arrival.adapter is None or ALONE.get(workload, workload) == BASE else names[arrival.adapter],
-            random.integers(*size.token_ids, min(arrival.num_input, size.longest)).tolist(),
-            min(arrival.num_output, size.longest),
-        )
-        for arrival in arrivals
-    ]
-
-
-def warm_up(server: LocalServer, size: Size, replicas: int) -> None:
-    """Requests each adapter once, and then sends calls that are like S-LoRA's, but drawn by another seed."""
-    if size.warm_up_s:
-        first = [Call(0.0, f"a{number}", [size.token_ids[0]], 1) for number in range(size.adapters)]
-        outcomes = run_apart(Job(server.url, first, FIRST_STREAMS * replicas, FIRST_S)).outcomes
-        num_warm = sum(outcome.error is None for outcome in outcomes)
-        if num_warm < len(first):  # Its caches would not be as warm as those of other rules.
-            raise ReportLost(f"{num_warm} of {len(first)} adapters answered within {FIRST_S:.0f} s")
-        run_apart(Job(server.url, draw_calls(SLORA, warm_up_size(size), replicas)))
-
-
-def first_pass(size: Size, replicas: int) -> tuple[int, float]:
-    """Returns the bytes that a server reads for each adapter's first request, and how long the simulation takes for
-    them if the replicas read equal parts."""
-    sizes = [rank * RANK_BYTES for rank in placement_workloads.ranks(Load("", 1.0, 1.0, size.adapters, size.seed))]
-    return sum(sizes), sum(read_s(one, is_new=True) for one in sizes) / replicas
-
-
-def measure(server: LocalServer, url: str, workload: str, size: Size, replicas: int) -> dict[str, float | None]:
-    """Sends the workload of so many replicas to the URL."""
-    calls = draw_calls(workload, size, replicas)
-    is_closed, loop_s = workload in LOOPS, LOOP_SHARE * size.duration_s
-    # One client process reads the streams of one replica, so that it is not what saturates.
-    jobs = (
-        [Job(url, calls[i::replicas], size.streams, loop_s) for i in range(replicas)]
-        if is_closed
-        else [Job(url, calls)]
-    )
-    before, generated_before, cpu_before = server.engine_counters(), server.generated_tokens(), server.cpu_s()
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        reports = list(pool.map(run_apart, jobs))
-    after, generated, cpu_after = server.engine_counters(), server.generated_tokens(), server.cpu_s()
-    generated.subtract(generated_before)
-
-    def counted(name: str) -> float:
-        return after.get(name, 0.0) - before.get(name, 0.0)
-
-    def cores(role: str) -> float:
-        return (cpu_after[role] - cpu_before[role]) / max(report.wall_s for report in reports)
-
-    outcomes = [outcome for report in reports for outcome in report.outcomes]
-    summary = summarize(outcomes, [])
-    first, gaps = summary.first_token_s, summary.inter_token_s
-    for error in summary.errors[:MAX_ERRORS]:
-        print(f"  failed: {error[:ERROR_CHARS]}")
-    return {
-        "ttft_p50": first and first.p50,
-        "ttft_p99": first and first.p99,
-        "gap_p50": gaps and gaps.p50,
-        "gap_p99": gaps and gaps.p99,
-        # A closed loop sends the calls in their order, but which stream's outcome is whose is not recorded.
-        "ttft_worst_adapters": None if is_closed else worst_adapters_s(calls, outcomes),
-        "tokens_per_s": steady_tokens_per_s(outcomes, loop_s) if is_closed else summary.tokens_per_s,
-        "failed": summary.failed,
-        "reads": counted("lora_loads_total"),
-        "slots": counted("lora_activations_total"),
-        "hit_tokens": counted("prefix_cache_hits_total"),
-        "endless_hit_tokens": count_endless_hits(calls, BLOCK_SIZE) if workload == CONVERSATIONS else None,
-        "front_cores": cores("EngineReplica"),
-        "haproxy_cores": cores("haproxy"),
-        "busiest": max(generated.values()) * len(generated) / total if (total := generated.total()) else None,
-    }
-
-
-def steady_tokens_per_s(outcomes: Sequence[Outcome], end_s: float) -> float:
-    """Returns the tokens per second of a closed loop between its ramp and its end, when no calls begin anymore."""
-    begin_s = RAMP * end_s
-    done = [outcome for outcome in outcomes if outcome.error is None and outcome.chunks_s]
-    shares = [sum(begin_s <= at_s < end_s for at_s in outcome.chunks_s) / len(outcome.chunks_s) for outcome in done]
-    tokens = sum(outcome.num_tokens * share for outcome, share in zip(done, shares, strict=True))
-    return tokens / (end_s - begin_s)
-
-
-def worst_adapters_s(calls: Sequence[Call], outcomes: Sequence[Outcome]) -> float | None:
-    """Returns the 90th percentile, over adapters, of the median TTFT of each adapter's requests."""
-    by_adapter: defaultdict[str, list[float]] = defaultdict(list)
-    for call, outcome in zip(calls, outcomes, strict=True):
-        if outcome.error is None:
-            by_adapter[call.model].append(outcome.first_token_s)
-    medians = [float(np.median(times)) for times in by_adapter.values()]
-    found = Percentiles.of(medians)
-    return found and found.p90
-
-
-def lora_bytes(size: Size) -> int:
-    """Returns the bytes of the memory for adapters of a GPU."""
-    if size.lora_memory_gib is None:
-        return size.max_loras * max(RANKS) * RANK_BYTES
-    return int(size.lora_memory_gib * 2**30)
-
-
-def predict_row(
-    server_loads: Sequence[Load], rule: RoutingRule, replicas: int, size: Size, *, is_warm: bool
-) -> dict[str, float | None]:
-    """Returns the figures that the simulation has of the last load, after the others on the same server. If it
-    `is_warm`, the first of the others is the warm-up."""
-    result = predict(server_loads, rule, replicas, lora_bytes(size), size.max_cpu_loras, is_warm=is_warm)
-    known = {
-        "ttft_p50": result.p50_s,
-        "ttft_p99": result.p99_s,
-        "busiest": result.max_over_mean,
-        "reads": float(result.num_reads),
-        "slots": float(result.num_fills),
-    }
-    return dict.fromkeys(UNITS) | known
-
-
-def print_row(settings: dict[str, Any], figures: dict[str, float | None]) -> None:
-    ms = "".join(
-        f"{'-':>9}" if (value := figures[name]) is None else f"{1e3 * value:9.1f}"
-        for name in ("ttft_p50", "ttft_p99", "ttft_worst_adapters", "gap_p50", "gap_p99")
-    )
-    counts = "".join(
-        f"{'-' if (value := figures[name]) is None else f'{value:.0f}':>8}"
-        for name in ("tokens_per_s", "failed", "reads", "slots", "hit_tokens", "endless_hit_tokens")
-    )
-    ratios = "".join(
-        f"{'-' if (value := figures[name]) is None else f'{value:.2f}':>6}"
-        for name in ("front_cores", "haproxy_cores", "busiest")
-    )
-    name = f"{settings['workload']} @{settings['rate']:g}"
-    print(f"{name:27}{settings['rule']:>13}{settings['replicas']:>3}{ms}{counts}{ratios}", flush=True)
-
-
-def comparison(ours: Mapping[str, float | None], figures: Mapping[str, float | None], rule: str) -> str | None:
-    """Returns affinity's p99 of the TTFT relative to that of another rule, or why they are not compared."""
-    p99, our_p99 = figures["ttft_p99"], ours["ttft_p99"]
-    if ours["failed"] or figures["failed"]:  # Those that waited longest are not in the p99.
-        return f"not compared, since {ours['failed']:g} requests of affinity and {figures['failed']:g} of {rule} failed"
-    return None if our_p99 is None or not p99 else f"TTFT p99 of affinity is {our_p99 / p99:.2f} x {rule}'s"
-
-
-def print_ratios(cases: Sequence[Case]) -> None:
-    """Prints affinity's p99 of the TTFT beside each other rule's, and how throughput scales."""
-    keys = ("workload", "rule", "replicas", "rate")
-    by = {tuple(case.settings[key] for key in keys): case.figures for case in cases}
-    for (workload, rule, replicas, rate), figures in by.items():
-        ours = by.get((workload, "affinity", replicas, rate))
-        if rule != "affinity" and ours is not None and (text := comparison(ours, figures, rule)):
-            print(f"{workload}, {replicas} replicas, {rate} requests/s and replica: {text}")
-        one = by.get((workload, rule, 1, rate))
-        if workload in LOOPS and replicas != 1 and one is not None and one["tokens_per_s"]:
-            times = (figures["tokens_per_s"] or 0.0) / one["tokens_per_s"]
-            print(f"{workload}, {rule}: {replicas} replicas generate {times:.2f} x the tokens of one")
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -575,11 +325,7 @@ def main() -> None:
     args = arguments()
     given = {name: value for name in Size.__slots__ if (value := getattr(args, name, None)) is not None}
     size = replace(SIZES[args.device], **given)
-    print(
-        f"{'':27}{'':>13}{'':>3}{'TTFT p50':>9}{'p99':>9}{'worst':>9}{'gap p50':>9}{'p99':>9}{'tok/s':>8}{'failed':>8}"
-        f"{'reads':>8}{'slots':>8}{'hits':>8}{'of':>8}{'front':>6}{'proxy':>6}{'busy':>6}   (ms, cores)",
-        flush=True,
-    )
+    print_header()
     run = Run(args, size)
     if args.resume:
         try:

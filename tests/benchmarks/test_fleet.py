@@ -12,6 +12,8 @@ from msgspec.structs import replace
 
 import benchmark_results
 import fleet
+import fleet_figures
+import fleet_load
 from benchmark_results import Hardware, read_results
 from http_load import Call, Job, Report, ReportLost
 from latency import Outcome
@@ -46,7 +48,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     urls: dict[str, str] = {}
 
     @contextmanager
-    def served(_: object, size: fleet.Size, folder: Path, rule: str, __: int) -> Iterator[FakeServer]:
+    def served(_: object, size: fleet_load.Size, folder: Path, rule: str, __: int) -> Iterator[FakeServer]:
         assert len(list((folder / "adapters").glob("a*"))) == size.adapters
         server = FakeServer()
         server.url = urls.setdefault(rule, f"http://127.0.0.1:1/{rule}")
@@ -59,7 +61,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
         return Report(outcomes, 1.0, 10.0)
 
     monkeypatch.setattr(fleet, "served", served)
-    monkeypatch.setattr(fleet, "run_apart", run_apart)
+    monkeypatch.setattr(fleet_figures, "run_apart", run_apart)
     return asked
 
 
@@ -120,7 +122,7 @@ def test_one_of_several_replicas_can_get_a_closed_loop_at_its_own_port(
 def test_the_rate_can_be_a_share_of_what_the_first_closed_loop_reached(
     jobs: list[Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(fleet, "steady_tokens_per_s", lambda *_: 1000.0)
+    monkeypatch.setattr(fleet_figures, "steady_tokens_per_s", lambda *_: 1000.0)
     words = ("--workloads", "saturation", "Dynamo, steady", "--replicas", "1", "--rules", "affinity", "sticky")
     run(monkeypatch, *words, "--load", "0.7", "--warm-up-s", "0", "--json", str(tmp_path / "fleet.json"))
     rates = [case.settings["rate"] for case in read_results(tmp_path / "fleet.json").cases]
@@ -210,7 +212,7 @@ def test_servers_that_run_at_once_get_what_others_get_and_the_rest_follows_on_th
 ) -> None:
     words = ("--rules", "affinity", "sticky", "round-robin", "--duration-s", "5", "--load", "0.7")
     words += ("--workloads", "saturation", "Dynamo, steady", "conversations:1")
-    monkeypatch.setattr(fleet, "steady_tokens_per_s", lambda *_: 100.0)
+    monkeypatch.setattr(fleet_figures, "steady_tokens_per_s", lambda *_: 100.0)
     run(monkeypatch, *words, "--at-once", "2")
     ours, sticky, turns = (of_rule(jobs, rule) for rule in ("affinity", "sticky", "round-robin"))
     assert sorted(ours[:5]) == sorted(sticky) == sorted(turns) and len(sticky) == 5
@@ -250,9 +252,9 @@ def test_the_simulation_predicts_first_requests_only_with_a_warm_up(
 
 
 def test_the_memory_for_adapters_has_a_default() -> None:
-    size = fleet.SIZES["cuda"]
-    assert fleet.lora_bytes(size) == 5 << 30
-    assert fleet.lora_bytes(dataclasses.replace(size, lora_memory_gib=None)) == 32 * 64 * 84_000_000 // 16
+    size = fleet_load.SIZES["cuda"]
+    assert fleet_load.lora_bytes(size) == 5 << 30
+    assert fleet_load.lora_bytes(dataclasses.replace(size, lora_memory_gib=None)) == 32 * 64 * 84_000_000 // 16
 
 
 def test_no_workload_begins_after_the_limit(
@@ -285,8 +287,8 @@ def test_a_report_that_is_lost_costs_its_row_alone(
             raise ReportLost("no report")
         return report
 
-    fleet_run_apart = fleet.run_apart
-    monkeypatch.setattr(fleet, "run_apart", lose_some)
+    fleet_run_apart = fleet_figures.run_apart
+    monkeypatch.setattr(fleet_figures, "run_apart", lose_some)
     words = ("--workloads", "Dynamo, flash", "Dynamo, steady", "--duration-s", "6")
     run(monkeypatch, *words, "--rules", "affinity", "sticky", "round-robin")
     shown = capsys.readouterr().out
@@ -312,8 +314,8 @@ def test_a_server_whose_adapters_did_not_all_answer_in_time_has_no_rows(
             del report.outcomes[20:]
         return report
 
-    fleet_run_apart = fleet.run_apart
-    monkeypatch.setattr(fleet, "run_apart", leave_some_out)
+    fleet_run_apart = fleet_figures.run_apart
+    monkeypatch.setattr(fleet_figures, "run_apart", leave_some_out)
     run(monkeypatch, "--workloads", "Dynamo, flash", "--duration-s", "6", "--rules", "affinity")
     assert "the warm-up of affinity failed, 20 of 24 adapters answered within 120 s" in capsys.readouterr().out
     assert len(jobs) == 1
@@ -328,8 +330,8 @@ def test_a_server_that_was_not_warmed_up_has_no_rows(
             raise ReportLost("no report")
         return report
 
-    fleet_run_apart = fleet.run_apart
-    monkeypatch.setattr(fleet, "run_apart", lose_the_first)
+    fleet_run_apart = fleet_figures.run_apart
+    monkeypatch.setattr(fleet_figures, "run_apart", lose_the_first)
     words = ("--workloads", "Dynamo, flash", "conversations:1", "--duration-s", "6")
     run(monkeypatch, *words, "--rules", "affinity")
     assert "the warm-up of affinity failed, no report" in capsys.readouterr().out
@@ -345,8 +347,8 @@ def test_rows_with_failed_requests_are_not_compared(
             report.outcomes[-1].error = "not complete after 60 s"
         return report
 
-    fleet_run_apart = fleet.run_apart
-    monkeypatch.setattr(fleet, "run_apart", lose_answers)
+    fleet_run_apart = fleet_figures.run_apart
+    monkeypatch.setattr(fleet_figures, "run_apart", lose_answers)
     words = ("--workloads", "Dynamo, flash", "--duration-s", "6", "--rules", "affinity", "sticky", "round-robin")
     run(monkeypatch, *words)
     assert len(jobs) == 9
@@ -369,7 +371,7 @@ def test_a_run_continues_with_the_rules_that_lack_rows(
         return fleet_measure(server, *rest)
 
     words = resumed(tmp_path / "fleet.json", "--rules", "affinity", "sticky", "round-robin")
-    fleet_measure = fleet.measure
+    fleet_measure = fleet_figures.measure
     monkeypatch.setattr(fleet, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(monkeypatch, *words)
@@ -442,8 +444,8 @@ def test_the_commands_of_the_documentation_are_of_today(path: Path) -> None:
 
 
 def test_the_first_pass_over_the_adapters_is_predicted() -> None:
-    size = dataclasses.replace(fleet.SIZES["cuda"], adapters=256)
-    num_bytes, pass_s = fleet.first_pass(size, 2)
+    size = dataclasses.replace(fleet_load.SIZES["cuda"], adapters=256)
+    num_bytes, pass_s = fleet_load.first_pass(size, 2)
     assert num_bytes == 256 * 30 * 5_250_000
     assert pass_s == pytest.approx((256 * 0.031 + num_bytes / 1.4e9) / 2)
 
@@ -467,15 +469,15 @@ def test_on_gpus_the_first_pass_is_announced_and_counts_in_what_does_not_fit(
 def test_tokens_of_a_closed_loop_are_counted_between_its_ramp_and_its_end() -> None:
     times = [1.0, 3.0, 5.0, 7.0, 11.0]  # An answer of 10 tokens; the loop's ramp ends at 2 s, the loop at 10 s.
     outcomes = [Outcome(0.0, 0.0, times, 10), Outcome(0.0, 0.0, times, 10, "cut"), Outcome(0.0, 0.0, [], 0)]
-    assert fleet.steady_tokens_per_s(outcomes, 10.0) == pytest.approx(10 * 3 / 5 / 8)
+    assert fleet_figures.steady_tokens_per_s(outcomes, 10.0) == pytest.approx(10 * 3 / 5 / 8)
 
 
 def test_the_worst_adapters_are_those_that_wait_longest() -> None:
     calls = [Call(0.0, f"a{i % 10}", [1], 1) for i in range(30)]
     outcomes = [Outcome(0.0, 0.0, [10.0 if call.model == "a3" else 1.0], 1) for call in calls]
-    worst = fleet.worst_adapters_s(calls, outcomes)
+    worst = fleet_figures.worst_adapters_s(calls, outcomes)
     assert worst is not None and 1.0 < worst < 10.0
-    assert fleet.worst_adapters_s([], []) is None
+    assert fleet_figures.worst_adapters_s([], []) is None
 
 
 def test_adapters_have_slora_s_ranks(tmp_path: Path) -> None:

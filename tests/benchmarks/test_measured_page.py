@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import fleet
+import fleet_figures
 import measured_page
 from benchmark_results import Case, Hardware, Results
 
@@ -102,8 +102,8 @@ def test_results_of_every_new_table_are_rendered() -> None:
 
 def test_rows_of_a_fleet_stand_beside_what_was_predicted_of_them() -> None:
     settings = {"workload": "Dynamo, flash", "rule": "sticky", "replicas": 4, "rate": 17.5}
-    figures = dict.fromkeys(fleet.UNITS, 0.25) | {"hit_tokens": 45.0, "endless_hit_tokens": 50.0, "failed": 0}
-    predicted = dict.fromkeys(fleet.UNITS) | {"ttft_p99": 0.4}
+    figures = dict.fromkeys(fleet_figures.UNITS, 0.25) | {"hit_tokens": 45.0, "endless_hit_tokens": 50.0, "failed": 0}
+    predicted = dict.fromkeys(fleet_figures.UNITS) | {"ttft_p99": 0.4}
     files = {
         "fleet": msgspec.structs.replace(ENGINE, cases=[Case(settings, figures)]),
         "fleet_more": msgspec.structs.replace(
