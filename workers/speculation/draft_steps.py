@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lorafleet.workers.device.host_copy import Download
 from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.device.unread_inputs import UnreadInputs
 from lorafleet.workers.speculation.feature_rows import FeatureRows
@@ -34,6 +35,7 @@ class DraftSteps:
         self.rows = rows
         self._block_size = block_size
         self._others = others
+        self._check = None if others is None else others.check
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, sources: list[int] | Tensor, unread: UnreadInputs | None = None) -> None:
@@ -48,9 +50,17 @@ class DraftSteps:
             unread, sources = self._send(self._others, plan, sources, unread)
         if self.rows is not None:
             self.rows.begin(sources)
-        self.runner.run(plan, unread=unread, check=None if self._others is None else self._others.check)
+        self.runner.run(plan, unread=unread, check=self._check)
         if self.rows is not None:
             self.rows.end(plan.sampling, self.runner.inputs.sampled_B)
+
+    def read(self, tokens_B: Tensor) -> list[int]:
+        """Returns tokens that were drawn. Waits for the device. Raises EngineDead if another rank ends meanwhile."""
+        download = Download(self.runner.device, self._check)
+        on_host_B = download.add(tokens_B)
+        download.close()
+        download.wait()
+        return on_host_B.tolist()
 
     @torch.inference_mode()
     def run_ordered(self, order: RunDraftStep) -> None:

@@ -238,7 +238,16 @@ class ModelDrafter:
             drawn.append((places, _rows_of(inputs.sampled_B, last_rows)))
             chunks = [Chunk(sequence, 1) for sequence in sampling if counts[sequence] > len(drawn)]
             sources = [rows[chunk.sequence.request_id] for chunk in chunks]
-        _fill_in(drawn)
+        self._fill_in(drawn)
+
+    def _fill_in(self, drawn: Many[tuple[list[Place], Tensor]]) -> None:
+        """Writes the tokens that the steps have drawn to their places. Waits for the device."""
+        places = [place for of_step, _ in drawn for place in of_step]
+        if not places:
+            return
+        tokens = self._draft_steps.read(torch.cat([tokens_B for _, tokens_B in drawn]))
+        for (sequence, index), token in zip(places, tokens, strict=True):
+            sequence.tokens[index] = token
 
     def _plan(self, chunks: list[Chunk], rows: Mapping[str, int]) -> tuple[StepPlan, list[int]]:
         """Returns the plan of a step, and the row of each chunk's last token among those that sample.
@@ -277,13 +286,3 @@ def _rows_of(sampled_B: Tensor, rows: list[int]) -> Tensor:
     if rows == list(range(len(rows))):
         return sampled_B[: len(rows)].clone()
     return sampled_B[to_device(rows, torch.int64, sampled_B.device)]
-
-
-def _fill_in(drawn: Many[tuple[list[Place], Tensor]]) -> None:
-    """Writes the tokens that the steps have drawn to their places. Waits for the device."""
-    places = [place for of_step, _ in drawn for place in of_step]
-    if not places:
-        return
-    tokens = torch.cat([tokens_B for _, tokens_B in drawn]).tolist()
-    for (sequence, index), token in zip(places, tokens, strict=True):
-        sequence.tokens[index] = token

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from endless_download import EndlessDownload
 from lorafleet.kernels.recurrent.recurrent_batch import RecurrentBatch
 from lorafleet.protocol.errors import EngineDead
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.attention.attention_backend import AttentionSpec, DraftRows, KVCache, LayerAttention
 from lorafleet.workers.attention.triton_decodes import CapturedDecodes, DecodeLayers
 from lorafleet.workers.device import unread_inputs
-from lorafleet.workers.device.host_copy import Download
 from lorafleet.workers.device.step_inputs import StepInputs
 from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.device.unread_inputs import Corrections, UnreadInputs
@@ -69,19 +69,11 @@ def test_inputs_are_those_of_the_known_lengths(short: tuple[int, ...]) -> None:
     assert on_host.attention == known.attention
 
 
-class WaitingDownload(Download):
-    """Waits as it does on a GPU whose step never ends."""
-
-    def wait(self) -> None:
-        assert self._check is not None
-        self._check()
-
-
 def test_a_wait_for_what_is_lacking_ends_if_a_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     def check() -> None:
         raise EngineDead("rank 1 is gone")
 
-    monkeypatch.setattr(unread_inputs, "Download", WaitingDownload)
+    monkeypatch.setattr(unread_inputs, "Download", EndlessDownload)
     plan = plan_step([chunk("plain", 6, [3, 9, 4], 0, 1)], TokensBefore({"plain": 0}), ROWS, BLOCK, [])
     unread = UnreadInputs(torch.arange(1), torch.arange(1))
     with pytest.raises(EngineDead):
