@@ -219,7 +219,7 @@ def test_a_trainer_that_leaves_ends_the_group(http: httpx.Client, admin: AdminCl
     left._member.destroy()
     fields: dict[str, object] = {"tensors": [{"name": "a", "dtype": "float32", "shape": [2]}]}
     body = pack_shared(fields, config)
-    answer = http.put("/v1/adapters/left/tensors", params={"group": "left"}, content=body)
+    answer = http.put("/v1/adapters/left/tensors", params={"group": "left", "timeout_s": "2"}, content=body)
     assert answer.status_code == 408, answer.text
 
 
