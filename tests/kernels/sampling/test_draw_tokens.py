@@ -186,10 +186,11 @@ def test_interpreted_kernel() -> None:
             assert (wide[:, -3:] == 99).all()
             every = range(len(tokens))
             kept_bounds.SPAN_ROWS = 5
-            check_logprobs(case, tokens, every, bounds.logprobs(every))
+            logprobs_PV = bounds.logprobs(every)
+            check_logprobs(case, tokens, every, logprobs_PV)
             twin = draw_tokens(case.logits_BV.clone(), np.array(case.rows), case.counts_SV, every)
             assert tokens == twin.token_B.tolist()
-            torch.testing.assert_close(bounds.logprobs(every), twin.logprobs_PV, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(logprobs_PV, twin.logprobs_PV, atol=1e-5, rtol=1e-5)
         logits, rows = odd_rows(50)
         table, counts = torch.tensor(rows, dtype=torch.float64), torch.zeros((0, 50), dtype=torch.int32)
         check_odd(draw_tokens_triton.draw_tokens_triton(logits, table, counts, penalizes=False)[0].tolist())
