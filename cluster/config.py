@@ -35,6 +35,7 @@ from lorafleet.cluster.wording import in_words, nearest
 from lorafleet.protocol.engine_config import (
     EngineConfig,
     EngineOptions,
+    SpeculativeConfig,
     TensorParallelSize,
 )
 from lorafleet.protocol.errors import ConfigError
@@ -309,7 +310,7 @@ class AppArgs(
     @field_validator("speculative_config", mode="before")
     @classmethod
     def _parsed(cls, value: Any) -> Any:
-        return parse_json(value) if isinstance(value, str) else value
+        return SpeculativeConfig.of(parse_json(value) if isinstance(value, str) else value)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

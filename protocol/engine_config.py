@@ -150,17 +150,21 @@ class SpeculativeConfig:
             )
 
     @classmethod
-    def of(cls, given: SpeculativeConfig | Mapping[str, object] | None) -> SpeculativeConfig | None:
-        """Returns the configuration that a program gives as an object or as a dict. Raises ConfigError."""
+    def of(cls, given: object) -> SpeculativeConfig | None:
+        """Returns the configuration that is given as an object, as a mapping, or as None. Raises ConfigError."""
         if given is None or isinstance(given, SpeculativeConfig):
             return given
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f'speculative_config: {str(given)[:100]!r} is no JSON object. Give one as {{"method": "ngram"}}.'
+            )
         known = [field.name for field in fields(cls)]
         for name in given:
             if name not in known:
                 raise ConfigError(f"speculative_config: {name!r} is not known. Known: {', '.join(known)}.")
         if "method" not in given:
             raise ConfigError("speculative_config: method is missing. Give method='ngram'.")
-        return cls(**given)  # type: ignore[arg-type]  # The constructor checks each value.
+        return cls(**given)  # The constructor checks each value.
 
 
 @dataclass(frozen=True)

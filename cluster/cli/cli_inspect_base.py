@@ -84,14 +84,11 @@ class BaseOptions:
 
 
 def _speculative_config(text: str) -> SpeculativeConfig | None:
-    """Raises InvalidRequest if the text is no JSON object, and ConfigError as SpeculativeConfig does."""
+    """Raises InvalidRequest if the text is no JSON, and ConfigError as SpeculativeConfig does."""
     try:
-        given = parse_json(text)
+        return SpeculativeConfig.of(parse_json(text))
     except ValueError as error:
         raise InvalidRequest(f"--speculative-config must be a JSON object: {error}") from None
-    if not isinstance(given, dict):
-        raise InvalidRequest(f"--speculative-config must be a JSON object, not {text[:100]}.")
-    return SpeculativeConfig.of(given)
 
 
 def is_base(path: str) -> bool:

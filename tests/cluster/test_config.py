@@ -45,20 +45,9 @@ def test_speculative_decoding_is_configured_by_vllms_json_or_by_fields(as_text: 
     assert args.engine_config().speculative_config == SpeculativeConfig("mtp")
 
 
-@pytest.mark.parametrize(
-    ("given", "complaint"),
-    [
-        ("ngram", "not valid JSON"),
-        ({"method": "ngram", "draft_model": "d"}, "speculative_config.draft_model"),
-        ({"method": "medusa"}, "speculative_config.method"),
-        ({"method": "eagle3"}, "model=None must be the folder of a draft model or head"),
-        ({"method": "ngram", "num_speculative_tokens": 9}, r"num_speculative_tokens=9 must be an integer in \[1, 8\]"),
-    ],
-    ids=str,
-)
-def test_a_mistake_in_the_configuration_of_drafts_is_named(given: object, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        parse_args({"model": "m", "speculative_config": given})
+def test_a_configuration_of_drafts_that_is_no_json_is_named() -> None:
+    with pytest.raises(ConfigError, match="speculative_config: 'ngram' is not valid JSON"):
+        parse_args({"model": "m", "speculative_config": "ngram"})
 
 
 def test_keys_come_from_the_environment_unless_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lorafleet.cluster.config import parse_args
 from lorafleet.protocol.engine_config import EngineConfig, SpeculativeConfig
 from lorafleet.protocol.errors import ConfigError
 
@@ -36,12 +37,27 @@ def test_it_is_vllms_dict_or_an_object_or_nothing() -> None:
         ({"method": "ngram", "num_speculative_tokens": 2.0}, "num_speculative_tokens=2.0 must be an integer"),
         ({"method": "ngram", "prompt_lookup_max": 17}, r"prompt_lookup_max=17 must be an integer in \[1, 16\]"),
         ({"method": "ngram", "prompt_lookup_min": 5}, "prompt_lookup_min=5 exceeds prompt_lookup_max=4"),
+        ({"method": ["ngram"]}, r"method=\['ngram'\] is not served"),
+        ({"method": "ngram", "num_speculative_tokens": "4"}, "num_speculative_tokens='4' must be an integer"),
+        ({7: "ngram"}, "7 is not known"),
+        (["ngram"], r"\['ngram'\].* is no JSON object"),
     ],
     ids=str,
 )
-def test_a_mistake_in_it_is_named(given: dict[str, object], complaint: str) -> None:
+def test_a_mistake_in_it_is_named_in_the_same_words_to_programs_and_at_a_servers_start(
+    given: object, complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=complaint):
         SpeculativeConfig.of(given)
+    with pytest.raises(ConfigError, match=complaint):
+        parse_args({"model": "m", "speculative_config": given})
+
+
+def test_a_server_reads_it_from_json_as_well() -> None:
+    text = '{"method": "ngram", "num_speculative_tokens": 5}'
+    assert parse_args({"model": "m", "speculative_config": text}).speculative_config == SpeculativeConfig("ngram", 5)
+    with pytest.raises(ConfigError, match="method='medusa' is not served"):
+        parse_args({"model": "m", "speculative_config": '{"method": "medusa"}'})
 
 
 @pytest.mark.parametrize(

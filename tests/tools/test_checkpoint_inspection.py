@@ -132,7 +132,7 @@ def test_the_command_takes_the_options_of_drafts_and_names_mistakes(tmp_path: Pa
     assert re.search(r"for a token, 51\d\.\d\d MiB for its steps and graphs", shown)
     for text, message in (
         ("eagle3", "--speculative-config must be a JSON object: 'eagle3' is not valid JSON"),
-        ("[1]", r"--speculative-config must be a JSON object, not \[1\]"),
+        ("[1]", r"'\[1\]' is no JSON object"),
         ('{"method": "medusa"}', "method='medusa' is not served"),
     ):
         with pytest.raises(LorafleetError, match=message):
