@@ -23,7 +23,7 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 class AWQFormat:
     tensors = re.compile("qweight|qzeros|scales")
-    stacked: frozenset[str] = frozenset()
+    beside: frozenset[str] = frozenset()
 
     def __init__(self, config: Mapping[str, Any], linears: StoredLinears) -> None:
         version = str(config.get("version") or config.get("format") or "gemm").lower()
