@@ -122,6 +122,8 @@ def by_gptqmodel(base: Path, out: Path) -> None:
         "GPTQ_DYNAMIC": {"dynamic": {r"-:.*up_proj.*": {}, r"+:.*down_proj.*": {"bits": 8, "group_size": 64}}},
         "AWQ": awq,
         "AWQ_ASYM": awq | {"sym": False},
+        "AWQ_8": awq | {"bits": 8, "sym": False},
+        "AWQ_DYNAMIC": awq | {"dynamic": {r"-:.*up_proj.*": {}, r"+:.*down_proj.*": {"bits": 8}}},
     }
     wide = out / "wide"
     make_base(wide, 2 * OUTPUTS)

@@ -3,8 +3,7 @@
 - qweight [D * bits / 32, O] is packed along the inputs, qzeros [G, O * bits / 32] along the outputs. scales is [G, O].
 - g_idx [D] is each input's group. With desc_act, these are in any order.
 - checkpoint_format gptq stores zeros minus one, subtracted from each int32 as a whole. gptq_v2 stores the zeros.
-- `dynamic` has patterns of module paths. The first that matches a linear decides: "-:" means that it is plain, "+:" or
-  no prefix changes its bits, group_size and sym.
+- `dynamic` may change bits, group_size and sym of a linear.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from lorafleet.kernels.quant.base_weight import Scheme
 from lorafleet.kernels.quant.int_weight import Bits, IntScheme
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
 from lorafleet.workers.bases.formats.checkpoint_format import REMEDY, LinearTensors, StoredLinears
+from lorafleet.workers.bases.formats.dynamic_settings import changed_settings
 from lorafleet.workers.bases.formats.packed_ints import (
     PackedInts,
     dtype_of_matrix,
@@ -28,7 +28,6 @@ from lorafleet.workers.bases.formats.packed_ints import (
     stored_groups,
 )
 from lorafleet.workers.bases.formats.quantization_settings import NamePatterns
-from lorafleet.workers.bases.text_part import spellings
 
 ONES = {4: 0x11111111, 8: 0x01010101}  # one in each number of an int32
 
@@ -70,19 +69,7 @@ class GPTQFormat:
 
 
 def _numbers(name: str, config: Mapping[str, Any], patterns: NamePatterns) -> _Numbers:
-    own = dict(config)
-    for pattern, changes in (config.get("dynamic") or {}).items():
-        prefix, bare = (pattern[:2], pattern[2:]) if pattern[:2] in ("-:", "+:") else ("", pattern)
-        if not any(patterns.match("dynamic", bare, spelled) for spelled in spellings(name)):
-            continue
-        if prefix == "-:":
-            raise ConfigError(
-                f"{name} is stored quantized, but quantization_config's dynamic says by {pattern!r} that it is not. "
-                "Correct config.json.",
-                "model",
-            )
-        own |= changes
-        break
+    own = {**config, **changed_settings(name, config, patterns)}
     try:
         numbers = msgspec.convert(own, _Numbers)
     except msgspec.ValidationError as error:

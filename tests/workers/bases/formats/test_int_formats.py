@@ -15,7 +15,7 @@ from int_checkpoints import Case, awq, compressed, gptq, save, set_config, writt
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
 from lorafleet.workers.bases.checkpoint import read_model_config
-from lorafleet.workers.bases.formats.awq_format import ORDER
+from lorafleet.workers.bases.formats.awq_format import ORDERS
 from lorafleet.workers.bases.formats.packed_ints import unpacked
 from lorafleet.workers.bases.quantization import resolved
 from lorafleet.workers.bases.stored_tensors import StoredTensors
@@ -30,6 +30,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0
 ADAPTERS = {"plain": {"r": 4}, "dora": {"r": 4, "use_dora": True}}
 ORDERED = {"symmetric": False, "ordered": True}
 FLOAT_BITS = {"targets": ["Linear"], "weights": {"num_bits": 4.0, "strategy": "group", "group_size": 32}}
+DYNAMIC = {r"-:.*layers\.1\..*down": {}, r"+:.*q_proj": {"bits": 8}, r".*up": {"group_size": 16}}
+DYNAMICALLY: dict[str, Any] = {
+    "plain": r"layers\.1\..*down",
+    "other": {r"q_proj": {"bits": 8}, r"up": {"group": 16}},
+}
 # Linears of 64 and 128 inputs, so two ranks have half a group of 64 each.
 CASES: dict[str, Case] = {
     "gptq-v1-symmetric": gptq(symmetric=True),
@@ -38,13 +43,11 @@ CASES: dict[str, Case] = {
     "gptq-8": gptq(bits=8, group=16),
     "gptq-desc-act": gptq(**ORDERED),
     "gptq-8-v2-desc-act": gptq(is_v1=False, bits=8, group=64, **ORDERED),
-    "gptq-dynamic": gptq(
-        config={"dynamic": {r"-:.*layers\.1\..*down": {}, r"+:.*q_proj": {"bits": 8}, r".*up": {"group_size": 16}}},
-        plain=r"layers\.1\..*down",
-        other={r"q_proj": {"bits": 8}, r"up": {"group": 16}},
-    ),
+    "gptq-dynamic": gptq(config={"dynamic": DYNAMIC}, **DYNAMICALLY),
     "awq": awq(),
     "awq-rows": awq(group=-1, plain="layers.1."),
+    "awq-8": awq(bits=8),
+    "awq-dynamic": awq(config={"dynamic": DYNAMIC}, **DYNAMICALLY),
     "compressed": compressed(group=64, symmetric=True),
     "compressed-asymmetric": compressed(plain="o_proj"),
     "compressed-8-channel": compressed(bits=8, group=-1),
@@ -96,8 +99,9 @@ def test_every_rank_holds_the_files_values(tmp_path, model, case) -> None:
             assert torch.equal(linear.weight.dequantized(), torch.cat(wanted)), names
 
 
-def test_linears_of_several_schemes_share_a_weight_that_holds_both(tmp_path, model) -> None:
-    engine = whole(written(model, tmp_path / "quantized", CASES["gptq-dynamic"])[0])
+@pytest.mark.parametrize("name", ["gptq-dynamic", "awq-dynamic"])
+def test_linears_of_several_schemes_share_a_weight_that_holds_both(tmp_path, model, name) -> None:
+    engine = whole(written(model, tmp_path / "quantized", CASES[name])[0])
     (qkv, o, gate_up, _), (_, _, _, plain) = engine.packed_linears()[:4], engine.packed_linears()[4:]
     bits = [(linear.weight.bits, linear.weight.group) for _, linear in (qkv, o, gate_up)]
     assert bits == [(8, 32), (4, 32), (4, 16)]
@@ -118,15 +122,16 @@ def assert_answers_as(llm: LLM, values: Path, prompt) -> None:
         assert [p.logprob for p in answer.logprobs] == pytest.approx(expected.logprobs, abs=1e-3)
 
 
-@pytest.mark.parametrize("name", ["gptq-dynamic", "awq", "compressed-actorder"])
+@pytest.mark.parametrize("name", ["gptq-dynamic", "awq", "awq-dynamic", "compressed-actorder"])
 def test_answers_are_those_of_the_values(tmp_path, model, prompt, name) -> None:
     folder, values = written(model, tmp_path / "quantized", CASES[name])
     llm = LLM(str(folder), enable_lora=True, kv_cache_tokens=1024)
     assert_answers_as(llm, values, prompt)
 
 
-def test_two_ranks_answer_as_one(tmp_path, model, prompt) -> None:
-    folder, values = written(model, tmp_path / "quantized", CASES["gptq-desc-act"])
+@pytest.mark.parametrize("name", ["gptq-desc-act", "awq-dynamic"])
+def test_two_ranks_answer_as_one(tmp_path, model, prompt, name) -> None:
+    folder, values = written(model, tmp_path / "quantized", CASES[name])
     llm = start_llm(str(folder), 2, enable_lora=True)
     try:
         assert_answers_as(llm, values, prompt)
@@ -216,7 +221,7 @@ ROW_BY_GPTQ_8 = [1130099467, -1622708457, 155318577, -2125885095, 123680655, -16
     ("packed", "bits", "axis", "order", "rows"),
     [
         (BY_COMPRESSED_TENSORS, 4, 1, None, 16),
-        (BY_AWQ, 4, 1, ORDER, 16),
+        (BY_AWQ, 4, 1, ORDERS[4], 16),
         ([ROW_BY_GPTQ] * 2, 4, 0, None, 16),
         ([ROW_BY_GPTQ_8], 8, 0, None, 4),
     ],
@@ -247,7 +252,17 @@ class TestRefusals:
             (gptq(), {"dynamic": {"+:(": {}}}, "dynamic"),
             (gptq(), {"dynamic": [1]}, "dynamic"),
             (awq(), {"version": "gemv"}, "gemv"),
-            (awq(), {"bits": 8}, "bits=8"),
+            (awq(), {"bits": 3}, "bits=3"),
+            (awq(), {"bits": 8}, "8 bits. quantization_config's bits is wrong"),
+            (awq(), {"zero_point": False}, "every zero 8"),
+            (awq(), {"pack_dtype": "int16"}, "pack_dtype=int16"),
+            (awq(), {"dynamic": {r"-:.*down": {}}}, "dynamic says by '-:.*down'"),
+            (awq(), {"dynamic": {"+:(": {}}}, "no regular expression"),
+            (awq(), {"dynamic": {".*down": {"bits": "4"}}}, "bits='4' and zero_point=True for model.layers.0.mlp.down"),
+            (awq(), {"dynamic": {".*down": {"bits": 6}}}, "bits=6 and zero_point=True for model.layers.0.mlp.down"),
+            (awq(), {"dynamic": {".*down": {"group_size": 4}}}, "group_size=4 for model.layers.0.mlp.down"),
+            (awq(), {"dynamic": {".*down": {"group_size": 64}}}, "down_proj.qweight has 4 groups"),
+            (awq(), {"dynamic": {".*down": {"format": "gemv"}}}, "version=gemv"),
             (awq(), {"modules_to_not_convert": ["down_proj"]}, "modules_to_not_convert"),
             (awq(), {"group_size": 64}, "group_size=64"),
             (compressed(), {"format": "marlin-24"}, "marlin-24"),
