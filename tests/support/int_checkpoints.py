@@ -143,6 +143,27 @@ def awq(config: dict[str, Any] | None = None, **options: Any) -> Case:
     return case
 
 
+def auto_round(packing: str = "auto_round:auto_gptq", extra: dict[str, Any] | None = None, **options: Any) -> Case:
+    def entries(codes: Codes) -> dict[str, Tensor]:
+        if packing == "auto_round:auto_awq":
+            return awq_entries(codes)
+        own = gptq_entries(codes, packing == "auto_round:auto_gptq")
+        del own["g_idx"]
+        return own
+
+    case = Case(entries, {}, **options)
+    case.config = {
+        "quant_method": "auto-round",
+        "packing_format": packing,
+        "bits": case.bits,
+        "group_size": case.group,
+        "sym": case.symmetric,
+        "data_type": "int",
+        "block_name_to_quantize": "model.layers",
+    } | ({} if extra is None else {"extra_config": extra})
+    return case
+
+
 def compressed(**options: Any) -> Case:
     case = Case(lambda codes: compressed_entries(codes, case.symmetric, case.ordered), {}, **options)
 

@@ -46,6 +46,9 @@ CASES = {
     "gptq": gptq(),
     "gptq-desc-act": gptq(symmetric=False, ordered=True),
     "awq": awq(),
+    "awq-dynamic": awq(
+        config={"dynamic": {r".*experts\.1\.": {"bits": 8}}}, other={r"experts\.1\.": {"bits": 8}}, plain="o_proj"
+    ),
     "compressed-asymmetric": compressed(),
     "compressed-mixed": compressed(other={"gate_proj": {"bits": 8, "group": -1}}),
     "plain experts": gptq(plain="experts"),

@@ -19,10 +19,9 @@ from typing import Any
 from lorafleet.kernels.quant.base_weight import Scheme
 from lorafleet.kernels.quant.int_weight import Bits, IntScheme
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
+from lorafleet.workers.bases.formats.changed_settings import ChangedSettings
 from lorafleet.workers.bases.formats.checkpoint_format import REMEDY, LinearTensors, StoredLinears
-from lorafleet.workers.bases.formats.dynamic_settings import changed_settings
 from lorafleet.workers.bases.formats.packed_ints import PackedInts, dtype_of_matrix, group_of_columns
-from lorafleet.workers.bases.formats.quantization_settings import NamePatterns
 from lorafleet.workers.bases.text_part import spellings
 
 ORDERS: dict[Bits, tuple[int, ...] | None] = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: None}
@@ -44,7 +43,7 @@ class AWQFormat:
     def __init__(self, config: Mapping[str, Any], linears: StoredLinears) -> None:
         self._numbers: dict[str, _Numbers] = {}
         self.schemes: dict[str, Scheme] = {}
-        patterns = NamePatterns()
+        changed = ChangedSettings(config)
         for module, name in linears.file_names(linears.with_tensor(re.compile("qweight")), "qweight"):
             for skipped in config.get("modules_to_not_convert") or []:
                 if any(skipped in spelled for spelled in spellings(name)):
@@ -53,7 +52,7 @@ class AWQFormat:
                         f"{skipped!r}. Correct config.json.",
                         "model",
                     )
-            own = _numbers(name, config, changed_settings(name, config, patterns))
+            own = _numbers(name, config, changed.of(name))
             linear = linears.linear(module)
             dtype = dtype_of_matrix(linear.path("scales"), linear.stored("scales"))
             self._numbers[module] = own

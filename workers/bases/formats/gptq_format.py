@@ -18,8 +18,8 @@ from torch import Tensor
 from lorafleet.kernels.quant.base_weight import Scheme
 from lorafleet.kernels.quant.int_weight import Bits, IntScheme
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
+from lorafleet.workers.bases.formats.changed_settings import ChangedSettings
 from lorafleet.workers.bases.formats.checkpoint_format import REMEDY, LinearTensors, StoredLinears
-from lorafleet.workers.bases.formats.dynamic_settings import changed_settings
 from lorafleet.workers.bases.formats.packed_ints import (
     PackedInts,
     dtype_of_matrix,
@@ -27,7 +27,6 @@ from lorafleet.workers.bases.formats.packed_ints import (
     num_ordered_groups,
     stored_groups,
 )
-from lorafleet.workers.bases.formats.quantization_settings import NamePatterns
 
 ONES = {4: 0x11111111, 8: 0x01010101}  # one in each number of an int32
 
@@ -58,9 +57,9 @@ class GPTQFormat:
         self._is_v1 = stored_as == "gptq"
         self._numbers: dict[str, _Numbers] = {}
         self.schemes: dict[str, Scheme] = {}
-        patterns = NamePatterns()
+        changed = ChangedSettings(config)
         for module, name in linears.file_names(linears.with_tensor(re.compile("qweight")), "qweight"):
-            numbers = _numbers(name, config, patterns)
+            numbers = _numbers(name, {**config, **changed.of(name)})
             self._numbers[module] = numbers
             self.schemes[module] = _scheme(linears.linear(module), numbers)
 
@@ -68,8 +67,8 @@ class GPTQFormat:
         return _packed(linear, self._numbers[linear.module], self._is_v1)
 
 
-def _numbers(name: str, config: Mapping[str, Any], patterns: NamePatterns) -> _Numbers:
-    own = {**config, **changed_settings(name, config, patterns)}
+def _numbers(name: str, own: Mapping[str, Any]) -> _Numbers:
+    """Returns the numbers of a linear with these settings."""
     try:
         numbers = msgspec.convert(own, _Numbers)
     except msgspec.ValidationError as error:

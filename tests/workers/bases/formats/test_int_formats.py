@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from int_checkpoints import Case, awq, compressed, gptq, save, set_config, written
+from int_checkpoints import Case, auto_round, awq, compressed, gptq, save, set_config, written
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
 from lorafleet.workers.bases.checkpoint import read_model_config
@@ -35,6 +35,13 @@ DYNAMICALLY: dict[str, Any] = {
     "plain": r"layers\.1\..*down",
     "other": {r"q_proj": {"bits": 8}, r"up": {"group": 16}},
 }
+EXTRA = {
+    "model.layers.1.mlp.down_proj": {"bits": 16, "data_type": "float"},
+    "model.layers.0.mlp.down_proj": {},
+    ".*down.*": {},
+    ".*q_proj.*": {"bits": 8},
+    r"mlp\.up_proj$": {"group_size": 16},
+}
 # Linears of 64 and 128 inputs, so two ranks have half a group of 64 each.
 CASES: dict[str, Case] = {
     "gptq-v1-symmetric": gptq(symmetric=True),
@@ -48,6 +55,9 @@ CASES: dict[str, Case] = {
     "awq-rows": awq(group=-1, plain="layers.1."),
     "awq-8": awq(bits=8),
     "awq-dynamic": awq(config={"dynamic": DYNAMIC}, **DYNAMICALLY),
+    "auto-round": auto_round(extra=EXTRA, symmetric=True, **DYNAMICALLY),
+    "auto-round-v2": auto_round("auto_round", group=64),
+    "auto-round-awq": auto_round("auto_round:auto_awq", extra={".*down.*": {"bits": 16}}, plain="down"),
     "compressed": compressed(group=64, symmetric=True),
     "compressed-asymmetric": compressed(plain="o_proj"),
     "compressed-8-channel": compressed(bits=8, group=-1),
@@ -99,7 +109,7 @@ def test_every_rank_holds_the_files_values(tmp_path, model, case) -> None:
             assert torch.equal(linear.weight.dequantized(), torch.cat(wanted)), names
 
 
-@pytest.mark.parametrize("name", ["gptq-dynamic", "awq-dynamic"])
+@pytest.mark.parametrize("name", ["gptq-dynamic", "awq-dynamic", "auto-round"])
 def test_linears_of_several_schemes_share_a_weight_that_holds_both(tmp_path, model, name) -> None:
     engine = whole(written(model, tmp_path / "quantized", CASES[name])[0])
     (qkv, o, gate_up, _), (_, _, _, plain) = engine.packed_linears()[:4], engine.packed_linears()[4:]
@@ -122,14 +132,14 @@ def assert_answers_as(llm: LLM, values: Path, prompt) -> None:
         assert [p.logprob for p in answer.logprobs] == pytest.approx(expected.logprobs, abs=1e-3)
 
 
-@pytest.mark.parametrize("name", ["gptq-dynamic", "awq", "awq-dynamic", "compressed-actorder"])
+@pytest.mark.parametrize("name", ["gptq-dynamic", "awq", "awq-dynamic", "auto-round", "compressed-actorder"])
 def test_answers_are_those_of_the_values(tmp_path, model, prompt, name) -> None:
     folder, values = written(model, tmp_path / "quantized", CASES[name])
     llm = LLM(str(folder), enable_lora=True, kv_cache_tokens=1024)
     assert_answers_as(llm, values, prompt)
 
 
-@pytest.mark.parametrize("name", ["gptq-desc-act", "awq-dynamic"])
+@pytest.mark.parametrize("name", ["gptq-desc-act", "awq-dynamic", "auto-round"])
 def test_two_ranks_answer_as_one(tmp_path, model, prompt, name) -> None:
     folder, values = written(model, tmp_path / "quantized", CASES[name])
     llm = start_llm(str(folder), 2, enable_lora=True)
@@ -265,6 +275,21 @@ class TestRefusals:
             (awq(), {"dynamic": {".*down": {"format": "gemv"}}}, "version=gemv"),
             (awq(), {"modules_to_not_convert": ["down_proj"]}, "modules_to_not_convert"),
             (awq(), {"group_size": 64}, "group_size=64"),
+            (auto_round(), {"packing_format": "auto_round:fp8"}, "packing_format='auto_round:fp8'"),
+            (auto_round(), {"data_type": "mx_int"}, "data_type='mx_int'"),
+            (auto_round(), {"act_bits": 8}, "act_bits=8"),
+            (auto_round(), {"rotation_config": {"a": 1}}, "rotation_config="),
+            (auto_round(), {"extra_config": {".*down.*": {"bits": 16}}}, "extra_config says by '.*down.*'"),
+            (
+                auto_round(),
+                {"extra_config": {"model.layers.1.mlp.up_proj": {"bits": 16}}},
+                "'model.layers.1.mlp.up_proj'",
+            ),
+            (auto_round(), {"extra_config": {".*down.*": {"bits": 2}}}, "bits=2"),
+            (auto_round(), {"extra_config": {".*down(": {"bits": 8}}}, "no regular expression"),
+            (auto_round(), {"extra_config": {"a": 1}}, "extra_config"),
+            (auto_round(symmetric=True), {"packing_format": "auto_round"}, "every zero 8"),
+            (auto_round("auto_round:auto_awq"), {"packing_format": "auto_round:auto_gptq"}, "bits is wrong|match"),
             (compressed(), {"format": "marlin-24"}, "marlin-24"),
             (compressed(symmetric=True), {"format": "marlin-24"}, "format=marlin-24"),
             (compressed(), {"ignore": ["re:.*down.*"]}, "ignore"),
