@@ -98,10 +98,10 @@ def gptq_entries(codes: Codes, is_v1: bool) -> dict[str, Tensor]:
 
 
 def awq_entries(codes: Codes) -> dict[str, Tensor]:
-    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    order = (0, 2, 4, 6, 1, 3, 5, 7) if codes.bits == 4 else None
     return {
-        "qweight": packed(codes.code_OD.T, 4, 1, order),
-        "qzeros": packed(codes.zero_OG.T, 4, 1, order),
+        "qweight": packed(codes.code_OD.T, codes.bits, 1, order),
+        "qzeros": packed(codes.zero_OG.T, codes.bits, 1, order),
         "scales": codes.scale_OG.T,
     }
 
@@ -130,16 +130,37 @@ def gptq(is_v1: bool = True, config: dict[str, Any] | None = None, **options: An
     return case
 
 
-def awq(**options: Any) -> Case:
+def awq(config: dict[str, Any] | None = None, **options: Any) -> Case:
     case = Case(awq_entries, {}, **options)
     case.config = {
         "quant_method": "awq",
-        "bits": 4,
+        "bits": case.bits,
         "group_size": case.group,
         "zero_point": True,
         "version": "gemm",
         "modules_to_not_convert": [case.plain],
-    }
+    } | (config or {})
+    return case
+
+
+def auto_round(packing: str = "auto_round:auto_gptq", extra: dict[str, Any] | None = None, **options: Any) -> Case:
+    def entries(codes: Codes) -> dict[str, Tensor]:
+        if packing == "auto_round:auto_awq":
+            return awq_entries(codes)
+        own = gptq_entries(codes, packing == "auto_round:auto_gptq")
+        del own["g_idx"]
+        return own
+
+    case = Case(entries, {}, **options)
+    case.config = {
+        "quant_method": "auto-round",
+        "packing_format": packing,
+        "bits": case.bits,
+        "group_size": case.group,
+        "sym": case.symmetric,
+        "data_type": "int",
+        "block_name_to_quantize": "model.layers",
+    } | ({} if extra is None else {"extra_config": extra})
     return case
 
 

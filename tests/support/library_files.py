@@ -1,7 +1,7 @@
 """Makes the files in tests/workers/bases/formats/library_files by the libraries that quantize models, on a CPU.
 
-    pip install llmcompressor==0.14.0.1 gptqmodel==7.7.0 nvidia-modelopt==0.47.0
-    PYTHONPATH=src:tests/support python tests/support/library_files.py FOLDER [llmcompressor gptqmodel modelopt]
+    pip install llmcompressor==0.14.0.1 gptqmodel==7.7.0 nvidia-modelopt==0.47.0 auto-round==0.16.1
+    PYTHONPATH=src:tests/support python tests/support/library_files.py FOLDER [llmcompressor gptqmodel …]
 
 The libraries are no dependencies of the tests, and do not go together in one environment. Each file has the tensors of
 one linear [32, 256] as the library stored them. Its metadata has the library's quantization_config, and the difference
@@ -122,6 +122,8 @@ def by_gptqmodel(base: Path, out: Path) -> None:
         "GPTQ_DYNAMIC": {"dynamic": {r"-:.*up_proj.*": {}, r"+:.*down_proj.*": {"bits": 8, "group_size": 64}}},
         "AWQ": awq,
         "AWQ_ASYM": awq | {"sym": False},
+        "AWQ_8": awq | {"bits": 8, "sym": False},
+        "AWQ_DYNAMIC": awq | {"dynamic": {r"-:.*up_proj.*": {}, r"+:.*down_proj.*": {"bits": 8}}},
     }
     wide = out / "wide"
     make_base(wide, 2 * OUTPUTS)
@@ -169,10 +171,36 @@ def by_modelopt(base: Path, out: Path) -> None:
         extract(folder, out / f"modelopt-{short}.safetensors", "ModelOpt 0.47.0", values, tolerance)
 
 
+def by_auto_round(base: Path, out: Path) -> None:
+    from auto_round import AutoRound
+    from transformers import AutoModelForCausalLM
+
+    excluded = {"model.layers.0.mlp.up_proj": {"bits": 16}}
+    cases: dict[str, dict[str, Any]] = {
+        "W4A16": {},
+        "W4A16_ASYM": {"sym": False},  # packed as AWQ
+        "MIXED": {"layer_config": excluded | {LINEAR: {"bits": 8, "group_size": 64}}},
+    }
+    for name, options in cases.items():
+        settings = {"scheme": "W4A16", "group_size": 32, "iters": 0}
+        of_cpu = {"device_map": "cpu", "disable_opt_rtn": True, "disable_model_free": True}  # which needs no samples
+        AutoRound(str(base), **(settings | of_cpu | options)).quantize_and_save(str(out / "whole"), "auto_round")
+        [folder] = (out / "whole").iterdir()
+        is_awq = "ASYM" in name  # which it does not multiply on a CPU
+        linear = AutoModelForCausalLM.from_pretrained(base if is_awq else folder, device_map="cpu").get_submodule(
+            LINEAR
+        )
+        with torch.inference_mode():
+            values = linear.weight.clone() if is_awq else linear(torch.eye(256, dtype=torch.float16)).T.clone()
+        out_file, tolerance = out / f"autoround-{name}.safetensors", 0.1 if is_awq else 0.01
+        extract(folder, out_file, "AutoRound 0.16.1", values, tolerance)
+
+
 MAKERS: dict[str, Callable[[Path, Path], None]] = {
     "llmcompressor": by_llm_compressor,
     "gptqmodel": by_gptqmodel,
     "modelopt": by_modelopt,
+    "autoround": by_auto_round,
 }
 
 

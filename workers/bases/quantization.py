@@ -16,6 +16,7 @@ from lorafleet.kernels.quant.nf4 import NF4Scheme
 from lorafleet.kernels.quant.scaled_weight import ScaledScheme
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
 from lorafleet.protocol.quantization_methods import Method
+from lorafleet.workers.bases.formats.auto_round_format import auto_round_format
 from lorafleet.workers.bases.formats.awq_format import AWQFormat
 from lorafleet.workers.bases.formats.bitsandbytes_format import BitsandbytesFormat
 from lorafleet.workers.bases.formats.checkpoint_format import REMEDY, CheckpointFormat, StoredLinears
@@ -34,6 +35,7 @@ from lorafleet.workers.bases.stored_tensors import StoredTensors
 
 # By quant_method of quantization_config.
 FORMATS: dict[str, Callable[[Mapping[str, Any], StoredLinears], CheckpointFormat]] = {
+    "auto-round": auto_round_format,
     "awq": AWQFormat,
     "bitsandbytes": BitsandbytesFormat,
     "compressed-tensors": CompressedTensorsFormat,

@@ -46,6 +46,9 @@ CASES = {
     "gptq": gptq(),
     "gptq-desc-act": gptq(symmetric=False, ordered=True),
     "awq": awq(),
+    "awq-dynamic": awq(
+        config={"dynamic": {r".*experts\.1\.": {"bits": 8}}}, other={r"experts\.1\.": {"bits": 8}}, plain="o_proj"
+    ),
     "compressed-asymmetric": compressed(),
     "compressed-mixed": compressed(other={"gate_proj": {"bits": 8, "group": -1}}),
     "plain experts": gptq(plain="experts"),
@@ -260,15 +263,15 @@ def test_damaged_experts_are_refused_by_the_tensors_name(tmp_path, model, damage
     tensors, plain = load_file(folder / WEIGHTS), load_file(values / WEIGHTS)
     code, scale = f"{EXPERT}.weight", f"{EXPERT}.weight_scale_inv"
     error, message = ConfigError, EXPERT
-    if damage == "no scale":
-        del tensors[scale]
+    if damage in ("no scale", "plain"):  # Blocks do not divide the matrix, so that it may be plain.
+        tensors |= {code: plain[code]} if damage == "plain" else {}
+        if damage == "no scale":
+            del tensors[scale]
         error, message = UnsupportedModel, r"experts\.0\.gate_proj is stored as .*experts\.1\.up_proj unquantized"
     elif damage == "NaN":
         tensors[scale][0, 0] = torch.nan
     elif damage == "shape":
         tensors[code] = tensors[code][:-24]
-    elif damage == "plain":
-        tensors[code] = plain[code]
     elif damage == "beside":
         tensors["model.layers.0.mlp.experts.gate_up_proj"] = torch.zeros(3, 128, 64)
         message = "experts.gate_up_proj' beside its quantized form"

@@ -8,7 +8,7 @@ A new format is one class in a file of this folder, listed in FORMATS of workers
    the result. So matrix() may return an object that reads slices later, when a rank takes its part.
 
 A mixture's experts are linears too, by names such as "layers.0.mlp.experts.3.up_proj". If a format stores all experts
-of a layer in one tensor, `stacked` names it, and matrix() takes the expert out of it.
+of a layer in one tensor, `beside` names it, and matrix() takes the expert out of it.
 
 Schemes may differ from linear to linear. For a new kind of numbers, write a Scheme beside its weight in kernels/quant.
 """
@@ -31,7 +31,7 @@ from lorafleet.workers.bases.text_part import is_of_pictures, text_name
 
 # The module path below the model, and the tensor's own name. Routers and gates of shared experts have other names.
 LINEAR = re.compile(
-    r"(?:model\.)?(.*?(?:_proj(?:_with_mqa|_qkvz?|_z|_ba?|_a)?|_linear|_gate|\.gate|\.router|\.w[123]|\.fc[12]|\.c_fc"
+    r"(?:model\.)?(.*?(?:_proj(?:_with_mqa|_qkvz?|_z|_ba?|_a)?|_linear|_gate|\.gate|\.router(?:\.proj)?|\.w[123]|\.fc[12]|\.c_fc"
     r"|_projection|_projections\.\d+|_coefs|\.linear_(?:left|right)|\.modality_router|\.dense))\.(.+)"
 )
 TABLE = re.compile(r"(?:model\.)?(lm_head|embed_tokens)\.(.+)")  # the same of head and embedding
@@ -53,8 +53,11 @@ class CheckpointFormat(Protocol):
         """Matches the names that a quantized linear's tensors have below the linear, such as "weight_scale"."""
 
     @property
-    def stacked(self) -> frozenset[str]:
-        """The names, as the engine has them, of tensors that hold linears of all experts of a layer."""
+    def beside(self) -> frozenset[str]:
+        """The names, as the engine has them, of the format's tensors that are not those of one quantized linear.
+
+        The loader ignores them too. They hold linears of all experts of a layer, or have no meaning.
+        """
 
     def matrix(self, linear: LinearTensors) -> QuantizedMatrix:
         """Returns the weight of a linear in `schemes`. Raises ConfigError if its tensors are damaged."""

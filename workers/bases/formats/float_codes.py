@@ -63,27 +63,29 @@ def scaled_matrix(
 
     Scales are floats, or e8m0 as bytes. They are multiplied by `factor`.
     """
-    shape = _matrix_shape(linear, "weight")
+    codes = Codes(linear.path("weight"), linear.stored("weight"), code_dtype)
+    return scaled_codes(codes, block, linear.path(scale_leaf), linear.stored(scale_leaf), factor)
+
+
+def scaled_codes(codes: Codes, block: Block, scale_path: str, scales: Stored, factor: float = 1.0) -> ScaledMatrix:
+    """Returns the weight of these codes and scales, as scaled_matrix() does."""
+    shape = matrix_shape(codes.path, codes.stored)
     size = min(block[0] or shape[0], shape[0]), min(block[1] or shape[1], shape[1])
     wanted = num_blocks(shape, size)
-    scale_shape = linear.stored(scale_leaf).get_shape()
+    scale_shape = scales.get_shape()
     if prod(scale_shape) != prod(wanted) or _without_ones(scale_shape) != _without_ones(wanted):
         raise ConfigError(
-            f"{linear.path(scale_leaf)} has shape {scale_shape}, but one scale for each {size[0]} x {size[1]} "
-            f"numbers of a weight of {shape[0]} x {shape[1]} requires {list(wanted)}. Correct config.json, or export "
-            "the checkpoint again.",
+            f"{scale_path} has shape {scale_shape}, but one scale for each {size[0]} x {size[1]} numbers of a weight "
+            f"of {shape[0]} x {shape[1]} requires {list(wanted)}. Correct config.json, or export the checkpoint again.",
             "model",
         )
-    stored = linear.tensor(scale_leaf, prod(wanted))
+    stored = scales[...]
     if not stored.is_floating_point() and stored.dtype != torch.uint8:
         raise ConfigError(
-            f"{linear.path(scale_leaf)} is stored as {stored.dtype}; scales are floats. Export the checkpoint again.",
-            "model",
+            f"{scale_path} is stored as {stored.dtype}; scales are floats. Export the checkpoint again.", "model"
         )
-    scale = exponent_values(linear.path(scale_leaf), stored) if stored.dtype == torch.uint8 else stored.float()
-    scale = _checked(linear.path(scale_leaf), scale)
-    codes = Codes(linear.path("weight"), linear.stored("weight"), code_dtype)
-    return ScaledMatrix(codes, scale.view(wanted) * factor, shape, size)
+    scale = exponent_values(scale_path, stored) if stored.dtype == torch.uint8 else stored.float()
+    return ScaledMatrix(codes, _checked(scale_path, scale).view(wanted) * factor, shape, size)
 
 
 def mxfp4_matrix(linear: LinearTensors, packed_leaf: str, scale_leaf: str) -> E2M1Matrix:
@@ -93,7 +95,7 @@ def mxfp4_matrix(linear: LinearTensors, packed_leaf: str, scale_leaf: str) -> E2
     def scales(stored: Tensor) -> Tensor:
         return exponent_values(path, stored)
 
-    _matrix_shape(linear, scale_leaf)
+    matrix_shape(path, linear.stored(scale_leaf))
     dtype = linear.stored(scale_leaf)[:1, :1].dtype
     if dtype not in (torch.uint8, torch.float8_e8m0fnu):
         raise ConfigError(f"{path} is stored as {dtype}; MXFP4 has exponents of 8 bits. Correct config.json.", "model")
@@ -125,7 +127,7 @@ def nvfp4_matrix(
 def _e2m1_matrix(
     linear: LinearTensors, packed_leaf: str, stored: Codes, scales: Callable[[Tensor], Tensor], group: int
 ) -> E2M1Matrix:
-    outputs, half = _matrix_shape(linear, packed_leaf)
+    outputs, half = matrix_shape(linear.path(packed_leaf), linear.stored(packed_leaf))
     shape = stored.stored.get_shape()
     if shape != [outputs, 2 * half // group] or 2 * half % group:
         raise ConfigError(
@@ -142,13 +144,12 @@ def _e2m1_matrix(
     return E2M1Matrix(packed, stored, scales, (outputs, 2 * half), group, book)
 
 
-def _matrix_shape(linear: LinearTensors, leaf: str) -> tuple[int, int]:
-    shape = linear.stored(leaf).get_shape()
+def matrix_shape(path: str, stored: Stored) -> tuple[int, int]:
+    """Returns the shape of a matrix. Raises ConfigError if the tensor is empty, or no matrix."""
+    shape = stored.get_shape()
     if len(shape) != 2 or 0 in shape:
         raise ConfigError(
-            f"{linear.path(leaf)} has shape {shape} instead of two dimensions of at least one. Export the checkpoint "
-            "again.",
-            "model",
+            f"{path} has shape {shape} instead of two dimensions of at least one. Export the checkpoint again.", "model"
         )
     return shape[0], shape[1]
 

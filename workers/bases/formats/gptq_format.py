@@ -3,8 +3,7 @@
 - qweight [D * bits / 32, O] is packed along the inputs, qzeros [G, O * bits / 32] along the outputs. scales is [G, O].
 - g_idx [D] is each input's group. With desc_act, these are in any order.
 - checkpoint_format gptq stores zeros minus one, subtracted from each int32 as a whole. gptq_v2 stores the zeros.
-- `dynamic` has patterns of module paths. The first that matches a linear decides: "-:" means that it is plain, "+:" or
-  no prefix changes its bits, group_size and sym.
+- `dynamic` may change bits, group_size and sym of a linear.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from torch import Tensor
 from lorafleet.kernels.quant.base_weight import Scheme
 from lorafleet.kernels.quant.int_weight import Bits, IntScheme
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
+from lorafleet.workers.bases.formats.changed_settings import ChangedSettings
 from lorafleet.workers.bases.formats.checkpoint_format import REMEDY, LinearTensors, StoredLinears
 from lorafleet.workers.bases.formats.packed_ints import (
     PackedInts,
@@ -27,8 +27,6 @@ from lorafleet.workers.bases.formats.packed_ints import (
     num_ordered_groups,
     stored_groups,
 )
-from lorafleet.workers.bases.formats.quantization_settings import NamePatterns
-from lorafleet.workers.bases.text_part import spellings
 
 ONES = {4: 0x11111111, 8: 0x01010101}  # one in each number of an int32
 
@@ -47,7 +45,7 @@ class _Numbers(msgspec.Struct, frozen=True):
 
 class GPTQFormat:
     tensors = re.compile("qweight|qzeros|scales|g_idx")
-    stacked: frozenset[str] = frozenset()
+    beside: frozenset[str] = frozenset()
 
     def __init__(self, config: Mapping[str, Any], linears: StoredLinears) -> None:
         stored_as = config.get("checkpoint_format") or config.get("format") or "gptq"
@@ -59,9 +57,9 @@ class GPTQFormat:
         self._is_v1 = stored_as == "gptq"
         self._numbers: dict[str, _Numbers] = {}
         self.schemes: dict[str, Scheme] = {}
-        patterns = NamePatterns()
+        changed = ChangedSettings(config)
         for module, name in linears.file_names(linears.with_tensor(re.compile("qweight")), "qweight"):
-            numbers = _numbers(name, config, patterns)
+            numbers = _numbers(name, {**config, **changed.of(name)})
             self._numbers[module] = numbers
             self.schemes[module] = _scheme(linears.linear(module), numbers)
 
@@ -69,20 +67,8 @@ class GPTQFormat:
         return _packed(linear, self._numbers[linear.module], self._is_v1)
 
 
-def _numbers(name: str, config: Mapping[str, Any], patterns: NamePatterns) -> _Numbers:
-    own = dict(config)
-    for pattern, changes in (config.get("dynamic") or {}).items():
-        prefix, bare = (pattern[:2], pattern[2:]) if pattern[:2] in ("-:", "+:") else ("", pattern)
-        if not any(patterns.match("dynamic", bare, spelled) for spelled in spellings(name)):
-            continue
-        if prefix == "-:":
-            raise ConfigError(
-                f"{name} is stored quantized, but quantization_config's dynamic says by {pattern!r} that it is not. "
-                "Correct config.json.",
-                "model",
-            )
-        own |= changes
-        break
+def _numbers(name: str, own: Mapping[str, Any]) -> _Numbers:
+    """Returns the numbers of a linear with these settings."""
     try:
         numbers = msgspec.convert(own, _Numbers)
     except msgspec.ValidationError as error:

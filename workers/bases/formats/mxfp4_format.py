@@ -26,12 +26,11 @@ from lorafleet.protocol.errors import ConfigError
 from lorafleet.workers.bases.formats.checkpoint_format import LinearTensors, StoredLinears
 from lorafleet.workers.bases.formats.float_codes import Codes, exponent_values
 from lorafleet.workers.bases.formats.fp8_format import refuse_excluded
+from lorafleet.workers.bases.formats.stacked_experts import LEAVES, expert_linears, place_of
 from lorafleet.workers.bases.stored_tensors import Stored
 
 STACKED = re.compile(r"model\.(.+\.experts)\.(gate_up|down)_proj_(blocks|scales)")
-LEAVES = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}  # in the order of alternating rows
 BLOCK_BYTES = MX_GROUP // 2
-MOST_EXPERTS = 1 << 14  # of a layer, each of which gets a name; gpt-oss has 128
 
 
 class MXFP4Format:
@@ -39,7 +38,7 @@ class MXFP4Format:
 
     def __init__(self, config: Mapping[str, Any], linears: StoredLinears) -> None:
         self.schemes: dict[str, Scheme] = {}
-        self.stacked: frozenset[str] = frozenset(match[0] for match in linears.matching(STACKED))
+        self.beside: frozenset[str] = frozenset(match[0] for match in linears.matching(STACKED))
         excluded = config.get("modules_to_not_convert") or []
         for match in linears.matching(STACKED):
             module = f"model.{match[1]}"
@@ -47,18 +46,14 @@ class MXFP4Format:
                 module, (one for one in excluded if fnmatchcase(module, one) or fnmatchcase(module, f"{one}.*"))
             )
             if match[3] == "blocks":
-                names = (
-                    f"{match[1]}.{e}.{leaf}" for e in range(_experts(match[0], linears)) for leaf in LEAVES[match[2]]
-                )
-                self.schemes |= dict.fromkeys(names, MXFP4)
+                self.schemes |= dict.fromkeys(expert_linears(linears, match[0], match[1], match[2], 4), MXFP4)
 
     def matrix(self, linear: LinearTensors) -> E2M1Matrix:
-        module, expert, leaf = linear.module.rsplit(".", 2)
-        name = next(name for name, leaves in LEAVES.items() if leaf in leaves)
-        leaves, prefix = LEAVES[name], f"model.{module}.{name}_proj"
+        module, expert, name, index = place_of(linear.module)
+        count, prefix = len(LEAVES[name]), f"model.{module}.{name}_proj"
         blocks, scales = (_opened(linear, f"{prefix}_{kind}") for kind in ("blocks", "scales"))
         shape = blocks.get_shape()
-        if len(shape) != 4 or shape[3] != BLOCK_BYTES or shape[1] % len(leaves) or scales.get_shape() != shape[:3]:
+        if len(shape) != 4 or shape[3] != BLOCK_BYTES or shape[1] % count or scales.get_shape() != shape[:3]:
             raise ConfigError(
                 f"{prefix}_blocks has shape {shape} and {prefix}_scales {scales.get_shape()}. They must be [experts, "
                 f"outputs, groups, {BLOCK_BYTES}] and [experts, outputs, groups]. Download the checkpoint again.",
@@ -68,26 +63,15 @@ class MXFP4Format:
         def values(stored: Tensor) -> Tensor:
             return exponent_values(f"{prefix}_scales", stored)
 
-        own = int(expert), leaves.index(leaf), len(leaves)
+        own = expert, index, count
         return E2M1Matrix(
             Codes(f"{prefix}_blocks", _ExpertRows(blocks, *own), torch.uint8),
             Codes(f"{prefix}_scales", _ExpertRows(scales, *own), torch.uint8),
             values,
-            (shape[1] // len(leaves), shape[2] * MX_GROUP),
+            (shape[1] // count, shape[2] * MX_GROUP),
             MX_GROUP,
             e2m1_book(blocks[:1, :1].device),
         )
-
-
-def _experts(name: str, linears: StoredLinears) -> int:
-    shape = linears.stored(name).get_shape()
-    if len(shape) != 4 or shape[0] > MOST_EXPERTS:
-        raise ConfigError(
-            f"{name} has shape {shape} instead of four dimensions, the first of which is at most {MOST_EXPERTS:,}. "
-            "Download the checkpoint again.",
-            "model",
-        )
-    return shape[0]
 
 
 def _opened(linear: LinearTensors, name: str) -> Stored:

@@ -39,6 +39,7 @@ class _Settings(msgspec.Struct):
     quant_method: str | None = None
     config_groups: dict[str, _Group] | None = None
     dynamic: dict[str, dict[str, Any]] | None = None  # of GPTQModel
+    extra_config: dict[str, dict[str, Any]] | None = None  # of AutoRound
     kv_cache_scheme: dict[str, Any] | str | None = None  # ModelOpt writes a name for what it has no object for.
     ignore: list[str] | None = None
     ignored_layers: list[str] | None = None

@@ -175,7 +175,7 @@ class TestRefusals:
         [
             ("fp8, blocks", "weight_scale_inv", lambda t: t[:-1], "one scale for each 24 x 48"),
             ("fp8, blocks", "weight_scale_inv", lambda t: t * torch.nan, "NaN"),
-            ("fp8, blocks", "weight", lambda t: t.float().bfloat16(), "stored as torch.bfloat16"),
+            ("fp8, static", "weight", lambda t: t.float().bfloat16(), "stored as torch.bfloat16"),
             ("fp8, blocks", "weight", lambda t: t.view(torch.uint8).bitwise_or(127).view(t.dtype), "contains NaN"),
             ("fp8, blocks", "weight_scale_inv", None, "stored as F8_E4M3 without a scale"),
             ("compressed-tensors, FP8 static", "weight_scale", lambda t: -t, "negative"),

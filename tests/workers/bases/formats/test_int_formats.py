@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from int_checkpoints import Case, awq, compressed, gptq, save, set_config, written
+from int_checkpoints import Case, auto_round, awq, compressed, gptq, save, set_config, written
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
 from lorafleet.workers.bases.checkpoint import read_model_config
-from lorafleet.workers.bases.formats.awq_format import ORDER
+from lorafleet.workers.bases.formats.awq_format import ORDERS
 from lorafleet.workers.bases.formats.packed_ints import unpacked
 from lorafleet.workers.bases.quantization import resolved
 from lorafleet.workers.bases.stored_tensors import StoredTensors
@@ -30,6 +30,18 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0
 ADAPTERS = {"plain": {"r": 4}, "dora": {"r": 4, "use_dora": True}}
 ORDERED = {"symmetric": False, "ordered": True}
 FLOAT_BITS = {"targets": ["Linear"], "weights": {"num_bits": 4.0, "strategy": "group", "group_size": 32}}
+DYNAMIC = {r"-:.*layers\.1\..*down": {}, r"+:.*q_proj": {"bits": 8}, r".*up": {"group_size": 16}}
+DYNAMICALLY: dict[str, Any] = {
+    "plain": r"layers\.1\..*down",
+    "other": {r"q_proj": {"bits": 8}, r"up": {"group": 16}},
+}
+EXTRA = {
+    "model.layers.1.mlp.down_proj": {"bits": 16, "data_type": "float"},
+    "model.layers.0.mlp.down_proj": {},
+    ".*down.*": {},
+    ".*q_proj.*": {"bits": 8},
+    r"mlp\.up_proj$": {"group_size": 16},
+}
 # Linears of 64 and 128 inputs, so two ranks have half a group of 64 each.
 CASES: dict[str, Case] = {
     "gptq-v1-symmetric": gptq(symmetric=True),
@@ -38,13 +50,14 @@ CASES: dict[str, Case] = {
     "gptq-8": gptq(bits=8, group=16),
     "gptq-desc-act": gptq(**ORDERED),
     "gptq-8-v2-desc-act": gptq(is_v1=False, bits=8, group=64, **ORDERED),
-    "gptq-dynamic": gptq(
-        config={"dynamic": {r"-:.*layers\.1\..*down": {}, r"+:.*q_proj": {"bits": 8}, r".*up": {"group_size": 16}}},
-        plain=r"layers\.1\..*down",
-        other={r"q_proj": {"bits": 8}, r"up": {"group": 16}},
-    ),
+    "gptq-dynamic": gptq(config={"dynamic": DYNAMIC}, **DYNAMICALLY),
     "awq": awq(),
     "awq-rows": awq(group=-1, plain="layers.1."),
+    "awq-8": awq(bits=8),
+    "awq-dynamic": awq(config={"dynamic": DYNAMIC}, **DYNAMICALLY),
+    "auto-round": auto_round(extra=EXTRA, symmetric=True, **DYNAMICALLY),
+    "auto-round-v2": auto_round("auto_round", group=64),
+    "auto-round-awq": auto_round("auto_round:auto_awq", extra={".*down.*": {"bits": 16}}, plain="down"),
     "compressed": compressed(group=64, symmetric=True),
     "compressed-asymmetric": compressed(plain="o_proj"),
     "compressed-8-channel": compressed(bits=8, group=-1),
@@ -96,8 +109,9 @@ def test_every_rank_holds_the_files_values(tmp_path, model, case) -> None:
             assert torch.equal(linear.weight.dequantized(), torch.cat(wanted)), names
 
 
-def test_linears_of_several_schemes_share_a_weight_that_holds_both(tmp_path, model) -> None:
-    engine = whole(written(model, tmp_path / "quantized", CASES["gptq-dynamic"])[0])
+@pytest.mark.parametrize("name", ["gptq-dynamic", "awq-dynamic", "auto-round"])
+def test_linears_of_several_schemes_share_a_weight_that_holds_both(tmp_path, model, name) -> None:
+    engine = whole(written(model, tmp_path / "quantized", CASES[name])[0])
     (qkv, o, gate_up, _), (_, _, _, plain) = engine.packed_linears()[:4], engine.packed_linears()[4:]
     bits = [(linear.weight.bits, linear.weight.group) for _, linear in (qkv, o, gate_up)]
     assert bits == [(8, 32), (4, 32), (4, 16)]
@@ -118,15 +132,16 @@ def assert_answers_as(llm: LLM, values: Path, prompt) -> None:
         assert [p.logprob for p in answer.logprobs] == pytest.approx(expected.logprobs, abs=1e-3)
 
 
-@pytest.mark.parametrize("name", ["gptq-dynamic", "awq", "compressed-actorder"])
+@pytest.mark.parametrize("name", ["gptq-dynamic", "awq", "awq-dynamic", "auto-round", "compressed-actorder"])
 def test_answers_are_those_of_the_values(tmp_path, model, prompt, name) -> None:
     folder, values = written(model, tmp_path / "quantized", CASES[name])
     llm = LLM(str(folder), enable_lora=True, kv_cache_tokens=1024)
     assert_answers_as(llm, values, prompt)
 
 
-def test_two_ranks_answer_as_one(tmp_path, model, prompt) -> None:
-    folder, values = written(model, tmp_path / "quantized", CASES["gptq-desc-act"])
+@pytest.mark.parametrize("name", ["gptq-desc-act", "awq-dynamic", "auto-round"])
+def test_two_ranks_answer_as_one(tmp_path, model, prompt, name) -> None:
+    folder, values = written(model, tmp_path / "quantized", CASES[name])
     llm = start_llm(str(folder), 2, enable_lora=True)
     try:
         assert_answers_as(llm, values, prompt)
@@ -216,7 +231,7 @@ ROW_BY_GPTQ_8 = [1130099467, -1622708457, 155318577, -2125885095, 123680655, -16
     ("packed", "bits", "axis", "order", "rows"),
     [
         (BY_COMPRESSED_TENSORS, 4, 1, None, 16),
-        (BY_AWQ, 4, 1, ORDER, 16),
+        (BY_AWQ, 4, 1, ORDERS[4], 16),
         ([ROW_BY_GPTQ] * 2, 4, 0, None, 16),
         ([ROW_BY_GPTQ_8], 8, 0, None, 4),
     ],
@@ -247,9 +262,34 @@ class TestRefusals:
             (gptq(), {"dynamic": {"+:(": {}}}, "dynamic"),
             (gptq(), {"dynamic": [1]}, "dynamic"),
             (awq(), {"version": "gemv"}, "gemv"),
-            (awq(), {"bits": 8}, "bits=8"),
+            (awq(), {"bits": 3}, "bits=3"),
+            (awq(), {"bits": 8}, "8 bits. quantization_config's bits is wrong"),
+            (awq(), {"zero_point": False}, "every zero 8"),
+            (awq(), {"pack_dtype": "int16"}, "pack_dtype=int16"),
+            (awq(), {"dynamic": {r"-:.*down": {}}}, "dynamic says by '-:.*down'"),
+            (awq(), {"dynamic": {"+:(": {}}}, "no regular expression"),
+            (awq(), {"dynamic": {".*down": {"bits": "4"}}}, "bits='4' and zero_point=True for model.layers.0.mlp.down"),
+            (awq(), {"dynamic": {".*down": {"bits": 6}}}, "bits=6 and zero_point=True for model.layers.0.mlp.down"),
+            (awq(), {"dynamic": {".*down": {"group_size": 4}}}, "group_size=4 for model.layers.0.mlp.down"),
+            (awq(), {"dynamic": {".*down": {"group_size": 64}}}, "down_proj.qweight has 4 groups"),
+            (awq(), {"dynamic": {".*down": {"format": "gemv"}}}, "version=gemv"),
             (awq(), {"modules_to_not_convert": ["down_proj"]}, "modules_to_not_convert"),
             (awq(), {"group_size": 64}, "group_size=64"),
+            (auto_round(), {"packing_format": "auto_round:fp8"}, "packing_format='auto_round:fp8'"),
+            (auto_round(), {"data_type": "mx_int"}, "data_type='mx_int'"),
+            (auto_round(), {"act_bits": 8}, "act_bits=8"),
+            (auto_round(), {"rotation_config": {"a": 1}}, "rotation_config="),
+            (auto_round(), {"extra_config": {".*down.*": {"bits": 16}}}, "extra_config says by '.*down.*'"),
+            (
+                auto_round(),
+                {"extra_config": {"model.layers.1.mlp.up_proj": {"bits": 16}}},
+                "'model.layers.1.mlp.up_proj'",
+            ),
+            (auto_round(), {"extra_config": {".*down.*": {"bits": 2}}}, "bits=2"),
+            (auto_round(), {"extra_config": {".*down(": {"bits": 8}}}, "no regular expression"),
+            (auto_round(), {"extra_config": {"a": 1}}, "extra_config"),
+            (auto_round(symmetric=True), {"packing_format": "auto_round"}, "every zero 8"),
+            (auto_round("auto_round:auto_awq"), {"packing_format": "auto_round:auto_gptq"}, "bits is wrong|match"),
             (compressed(), {"format": "marlin-24"}, "marlin-24"),
             (compressed(symmetric=True), {"format": "marlin-24"}, "format=marlin-24"),
             (compressed(), {"ignore": ["re:.*down.*"]}, "ignore"),

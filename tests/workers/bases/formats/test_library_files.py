@@ -1,4 +1,4 @@
-"""Linears as llm-compressor, GPTQModel and ModelOpt stored them, with the quantization_config that they wrote.
+"""Linears as llm-compressor, GPTQModel, ModelOpt and AutoRound stored them, with the settings that they wrote.
 
 tests/support/library_files.py made the files. Each linear stands in a model whose other linears are plain.
 """
@@ -53,7 +53,7 @@ def metadata(file: Path) -> dict[str, str]:
 
 def test_there_are_files_of_each_library() -> None:
     names = {file.name.partition("-")[0] for file in FILES}
-    assert names == {"llmcompressor", "gptqmodel", "modelopt"}
+    assert names == {"llmcompressor", "gptqmodel", "modelopt", "autoround"}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
