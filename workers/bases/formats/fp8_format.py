@@ -4,9 +4,8 @@ DeepSeek's and Qwen's have a scale for each block of 128 x 128 numbers, FBGEMM's
 others one for each tensor.
 
 The scales multiply the codes, and are called weight_scale_inv, weight_scale or, in Gemma 4 as transformers 5 saves it,
-scale. A static activation_scheme stores a
-scale for x as well, and FBGEMM a bound on it. They are not needed: the weights' values are served, and x is rounded at
-most by token. Experts are stored one by one, or as fp8_experts.py says.
+scale. A static activation_scheme stores a scale for x as well, and FBGEMM a bound on it. They are not needed: the
+weights' values are served, and x is rounded at most by token. Experts are stored one by one, or as fp8_experts.py says.
 """
 
 from __future__ import annotations
