@@ -4,8 +4,8 @@
         [--json FILE]
 
 An engine on a CPU schedules, plans, fills the inputs of a captured graph, and turns tokens into outputs, as it does
-beside a GPU. Nothing computes the model: a stand-in for the graph returns one token for all sequences, and so does one
-for the draws. So the time is that of the host alone, without what CUDA's calls cost.
+beside a GPU. Nothing computes the model: stand-ins for the graph, the layers, the head and the choice return one token
+for all sequences. So the time is that of the host alone, without what CUDA's calls cost.
 
 The thread's CPU time is measured, since that depends less on what else the machine does. The figure is the median of
 the steps. Prompts have 512 tokens.
@@ -26,6 +26,7 @@ import random
 import statistics
 import tempfile
 import time
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,10 +43,11 @@ from lorafleet.workers.attention_spec import attention_spec
 from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.startup import build_engine
-from lorafleet.workers.step import runner
+from lorafleet.workers.step import runner, step_runner
 from lorafleet.workers.step.decode_capture import DecodeCapture, DecodeGraph, DecodeKey
 from lorafleet.workers.step.decode_graphs import DecodeGraphs, graph_sizes
 from lorafleet.workers.step.step_runner import StepRunner
+from lorafleet.workers.tp.group import TPGroup
 from tiny_llama import HIDDEN, write_tiny_llama
 
 PROMPT, TOKEN, LONGEST = 512, 7, 1024
@@ -57,7 +59,7 @@ class NoCapture(DecodeCapture):
     """Fills the inputs of graphs as on a GPU, and computes nothing. Its constructor needs no GPU."""
 
     def __init__(self, steps: StepRunner, block_size: int, most: int) -> None:
-        self._inputs, self._states, self._trash = steps.inputs, None, 0
+        self._inputs, self._states, self._trash_table = steps.inputs, None, array("i", [0])
         config, dtype = steps.model.shard.local, steps.model.embed_tokens.weight.dtype
         spec = attention_spec(config, block_size, dtype, dtype, steps.device, {})
         self._decodes = CapturedDecodes(DecodeLayers.of(spec, steps.caches))
@@ -90,6 +92,7 @@ def build(folder: Path, most: int) -> Engine:
     engine = build_engine(config)
     steps = engine.runner.steps
     hidden_TD = torch.zeros(STEP_TOKENS, HIDDEN)
+    logits_TW = torch.zeros(most, steps.model.config.vocab_size)
 
     def forward(plan: StepPlan) -> Tensor:
         return hidden_TD[: plan.num_tokens]
@@ -103,7 +106,14 @@ def build(folder: Path, most: int) -> Engine:
     ) -> Drawn:
         return Drawn(torch.full((len(table_BF),), TOKEN), None)
 
-    steps._forward = forward  # type: ignore[method-assign]  # a stand-in
+    def logits(hidden_BD: Tensor) -> Tensor:
+        return logits_TW[: len(hidden_BD)]
+
+    def greedy(logits_BW: Tensor, _group: TPGroup) -> Tensor:
+        return torch.full((len(logits_BW),), TOKEN)
+
+    steps._forward, steps._logits = forward, logits  # type: ignore[method-assign]  # stand-ins
+    step_runner.greedy_of_ranks = greedy
     runner.draw_tokens = draw
     capture = NoCapture(steps, config.block_size, most)
     steps.decode_graphs = DecodeGraphs(capture, graph_sizes(most), graph_sizes(most), None, LONGEST)

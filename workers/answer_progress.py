@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence as Many
 
@@ -10,6 +11,8 @@ from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
 from lorafleet.workers.step.runner import Sampled
+
+log = logging.getLogger(__name__)
 
 
 class AnswerProgress:
@@ -20,9 +23,9 @@ class AnswerProgress:
         self._loras = loras
 
     def advance_quiet(self, chunks: Many[Chunk], ends: Many[int], tokens: Many[int], outputs: PlainTokens) -> list[int]:
-        """Takes in one token of each of the first sequences, where nothing is due but the token, and adds it to the
-        outputs. Most tokens of large batches are of this kind, so no object is made for one. Returns the indices of
-        the other tokens, which advance() must take in.
+        """Takes in one token of each of the first sequences, where nothing is due but the token and full blocks, and
+        adds it to the outputs. Most tokens of large batches are of this kind, so no object is made for one. Returns the
+        indices of the other tokens, which advance() must take in.
 
         Args:
             chunks, ends: As in CollectedStep.
@@ -31,14 +34,31 @@ class AnswerProgress:
         request_ids, token_ids = outputs.request_ids, outputs.token_ids
         for i, (token, end, chunk) in enumerate(zip(tokens, ends, chunks, strict=False)):
             sequence = chunk.sequence
-            if end < sequence.quiet_until and token not in sequence.stop_ids:
-                sequence.tokens[end] = token
-                request_ids.append(sequence.request_id)
-                token_ids.append(token)
-            else:
+            if token in sequence.stop_ids or (end >= sequence.quiet_until and not self._stays_quiet(sequence, end)):
                 due.append(i)
+                continue
+            sequence.tokens[end] = token
+            request_ids.append(sequence.request_id)
+            token_ids.append(token)
         self.num_generated_tokens += len(tokens) - len(due)
         return due
+
+    def _stays_quiet(self, sequence: Sequence, end: int) -> bool:
+        """Publishes the full blocks of the first `end` tokens, and moves the bound quiet_until behind them. Returns
+        False if advance() must do that, since more is due."""
+        if not sequence.quiet_until or end >= sequence.last_end:
+            return False
+        try:
+            self._scheduler.memory.commit(sequence, end)
+        except Exception:
+            log.exception("the blocks of request %s could not be published", sequence.request_id)
+            return False  # advance() fails too, and ends this sequence alone
+        self._quiet_behind(sequence, end)
+        return True
+
+    def _quiet_behind(self, sequence: Sequence, end: int) -> None:
+        """Moves the bound quiet_until of a plain sequence, of whose first `end` tokens the full blocks are known."""
+        sequence.quiet_until = min(self._scheduler.memory.quiet_until(end), sequence.last_end)
 
     def advance(self, sequence: Sequence, end: int, sampled: Sampled, num_drafts: int = 0) -> TokenOutput | None:
         """Takes in what a step computed for a sequence. Returns its output, or None if no token was sampled.
@@ -67,8 +87,7 @@ class AnswerProgress:
             _add_routed(sequence, end, sampled, num_drafts, len(tokens) - 1)
             self._add_values(sequence, sampled, output)
         elif not sequence.switched:
-            last = sequence.num_prompt + sequence.max_tokens - 1
-            sequence.quiet_until = min(self._scheduler.memory.quiet_until(end), last)
+            self._quiet_behind(sequence, end)
         if num_generated == 1:
             self._describe_start(sequence, output)
         if sequence.switched:

@@ -79,17 +79,19 @@ class SpanRule:
         spans, merges = (np.full(shape, -1, dtype=np.int32) for shape in (spans_shape, merges_shape))
         assert num_spans <= len(spans)
 
-        seq = np.repeat(np.arange(len(lens_B), dtype=np.int32), counts_B)
-        place = np.arange(num_spans) - (ends_B - counts_B)[seq]
+        whole_BF = np.full((len(lens_B), SPAN_FIELDS), -1, dtype=np.int32)  # The span of all keys of each sequence.
+        whole_BF[:, 0] = np.arange(len(lens_B))
+        whole_BF[:, 1], whole_BF[:, 2], whole_BF[:, 4] = low_B, lens_B, first_block_B
         used = spans[:num_spans]
-        used[:, 0] = seq
-        used[:, 1] = low_B[seq] + place * num_keys
-        used[:, 2] = np.minimum(used[:, 1] + num_keys, lens_B[seq])
-        used[:, 4] = first_block_B[seq]
+        used[:] = whole_BF if num_spans == len(lens_B) else whole_BF.repeat(counts_B, axis=0)
         divided = np.flatnonzero(counts_B > 1)
         if len(divided) > 0:
             counts = counts_B[divided]
             first = counts.cumsum() - counts
             merges[: len(divided)] = np.stack((divided, first, counts), axis=1)
-            used[counts_B[seq] > 1, 3] = np.arange(counts.sum())
+            place = np.arange(counts.sum())
+            part = np.flatnonzero(counts_B[used[:, 0]] > 1)
+            used[part, 1] += (place - first.repeat(counts)) * num_keys
+            used[part, 2] = np.minimum(used[part, 1] + num_keys, used[part, 2])
+            used[part, 3] = place
         return spans, merges

@@ -239,3 +239,20 @@ def test_a_token_of_a_sequence_with_nothing_else_to_tell_makes_no_object(fleet, 
     for output in (output for step in steps for output in step):
         found[output.request_id] += output.token_ids
     assert len(found["quiet"]) == 5 and found["quiet"] == found["shown"]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_full_block_of_an_answer_makes_no_object_and_is_shared_while_the_answer_goes_on(fleet, prompt, overlap):
+    engine = build_engine(EngineConfig(str(fleet("llama3").base), kv_cache_tokens=1024, async_scheduling=overlap))
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    engine.add(EngineRequest(request_id="first", prompt_token_ids=prompt(9), params=params))
+    outputs, answer = [], []
+    while len(answer) < 40:
+        outputs += engine.step()
+        answer = [token for output in outputs for token in output.token_ids]
+    engine.add(EngineRequest(request_id="second", prompt_token_ids=[*prompt(9), *answer[:30]], params=params))
+    others = []
+    while engine.has_work:
+        others += engine.step().others
+    assert next(output.num_cached_tokens for output in others if output.request_id == "second") == 32
+    assert [output.request_id for output in others].count("first") == 1, "the last token alone has something to tell"

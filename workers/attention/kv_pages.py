@@ -42,7 +42,7 @@ class KVPages:
         counts_B = -(-lens_B // block_size)
         blocks = join_blocks(batch.block_tables, counts_B.tolist())
         last_lens_B = lens_B - (counts_B - 1) * block_size
-        packed = np.concatenate((running_sums(counts_B), last_lens_B, lens_B, np.frombuffer(blocks, dtype=np.int32)))
+        packed = np.concatenate((running_sums(counts_B), last_lens_B, lens_B, blocks))
         return cls(pinned_copy(packed), len(lens_B))
 
 
@@ -91,9 +91,11 @@ def pinned_copy(values: Ints) -> Tensor:
     return pinned
 
 
-def join_blocks(tables: Sequence[Sequence[int]], counts: list[int]) -> array[int]:
-    """Returns the first blocks of each table in one int32 array, by one memory copy each and no Python integers."""
-    joined = array("i")
-    for table, count in zip(tables, counts, strict=True):
-        joined.extend(table if len(table) == count else table[:count])
-    return joined
+def join_blocks(tables: Sequence[Sequence[int]], counts: list[int]) -> Ints:
+    """Returns the first blocks of each table in one array. Tables that are int32 arrays of no more blocks, as those of
+    decodes are, cost one memory copy each, and no Python integers."""
+    if list(map(len, tables)) == counts and set(map(type, tables)) == {array}:
+        return np.frombuffer(b"".join(tables), np.int32)  # type: ignore[arg-type]  # as has been checked
+    return np.frombuffer(
+        b"".join([array("i", table[:count]) for table, count in zip(tables, counts, strict=True)]), np.int32
+    )

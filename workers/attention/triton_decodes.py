@@ -67,7 +67,7 @@ class DecodeLayers:
         may have drafts, then all blocks."""
         lens_B = np.array(batch.context_lens, dtype=np.int32)
         counts_B = -(-lens_B // self.spec.block_size)
-        blocks = np.frombuffer(join_blocks(batch.block_tables, counts_B.tolist()), dtype=np.int32)
+        blocks = join_blocks(batch.block_tables, counts_B.tolist())
         first_block_B = running_sums(counts_B)[:-1]
         rows_B = np.array(batch.query_lens, dtype=np.int32) if self.has_drafts else None
         # A shorter sequence sees the keys before as well.

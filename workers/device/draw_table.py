@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Many
+from operator import is_
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from lorafleet.workers.schedule.sequence import Chunk, Sequence
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
+NO_ROW = -1
 ALL_TOKENS = 0  # DrawFields.top_k in the held rows, if all tokens are kept
 TEMPERATURE, TOP_K = (DrawFields._fields.index(name) for name in ("temperature", "top_k"))
 
@@ -33,6 +35,7 @@ class DrawRows:
         self._free: list[int] = []
         self._fields_NF: DrawTable = np.zeros((0, NUM_FIELDS))
         self._seed_N = np.zeros(0, np.uint64)
+        self._last: tuple[Many[Chunk], Ints] = (), np.zeros(0, np.int64)  # The last chunks, and the row of each.
 
     def __len__(self) -> int:
         return len(self._row_by_sequence)
@@ -66,10 +69,13 @@ class DrawRows:
 
     def _rows_of(self, sampling: Many[Chunk], num_tokens: int) -> Ints:
         """Returns the held row of each of the tokens that these chunks sample."""
-        found = [self._row_by_sequence.get(chunk.sequence) for chunk in sampling]
-        if None in found:
-            found = [self._row_of(chunk.sequence) for chunk in sampling]
-        row_B = np.array(found, np.int64)
+        last, row_B = self._last
+        if len(sampling) != len(last) or not all(map(is_, sampling, last)):  # Decodes have the same chunk in each step.
+            found = [self._row_by_sequence.get(chunk.sequence, NO_ROW) for chunk in sampling]
+            row_B = np.array(found, np.int64)
+            for i in np.flatnonzero(row_B == NO_ROW).tolist():
+                row_B[i] = self._new_row(sampling[i].sequence)
+            self._last = sampling, row_B
         return row_B if num_tokens == len(row_B) else row_B.repeat([1 + len(chunk.drafts) for chunk in sampling])
 
     def release(self, sequence: Sequence) -> None:
@@ -78,14 +84,12 @@ class DrawRows:
         if row is not None:
             self._free.append(row)
 
-    def _row_of(self, sequence: Sequence) -> int:
-        row = self._row_by_sequence.get(sequence)
-        if row is None:
-            if not self._free:
-                self._grow()
-            row = self._row_by_sequence[sequence] = self._free.pop()
-            self._fields_NF[row] = _fields(sequence)
-            self._seed_N[row] = sequence.seed % 2**64
+    def _new_row(self, sequence: Sequence) -> int:
+        if not self._free:
+            self._grow()
+        row = self._row_by_sequence[sequence] = self._free.pop()
+        self._fields_NF[row] = _fields(sequence)
+        self._seed_N[row] = sequence.seed % 2**64
         return row
 
     def _grow(self) -> None:

@@ -43,6 +43,7 @@ class FairQueue:
     def __init__(self, slot_credit: int) -> None:
         self.num_tokens = 0  # of all waiting sequences
         self.started_tokens = 0  # of all sequences that ever started
+        self.num_ended = 0  # sequences that have finished or were aborted so far
         self._slot_credit = slot_credit
         self._preempted: deque[Sequence] = deque()
         # by tenant, digest, and whether the sequences are in the background
@@ -103,7 +104,13 @@ class FairQueue:
 
     def ended(self, sequence: Sequence) -> None:
         """Records the end of a sequence that is not in the queue."""
+        self.num_ended += 1
         sequence.flow.unfinished -= 1
+
+    @property
+    def has_one_tenant(self) -> bool:
+        """Whether all sequences that were ever added share the totals of one tenant."""
+        return len(self._tenants) < 2
 
     @property
     def num_preempted(self) -> int:

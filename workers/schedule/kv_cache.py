@@ -43,10 +43,6 @@ class SequenceBlocks:
         """Returns the root that a block belongs to, by its index."""
         return self.shared_root if block < self.num_shared else self.root
 
-    def key(self, block: int, tokens: Sequence[int]) -> BlockKey:
-        """Returns the key of a block by its index. The blocks before it must be in nodes."""
-        return self.key_behind(self.nodes, block, tokens)
-
     def key_behind(self, nodes: Sequence[int], block: int, tokens: Sequence[int]) -> BlockKey:
         """Returns the key of the block behind these nodes."""
         owner = self.owner(block)
@@ -248,13 +244,12 @@ class KVCacheManager:
             return
         size = self.block_size
         for i in range(len(blocks.nodes), num_computed // size):
-            key = blocks.key(i, tokens[i * size : (i + 1) * size])
-            found = self._known.get(key)
-            if found is None:
-                # If another sequence computed this block at the same time, its block stays the known one, and ours
-                # stays private.
-                found = (next(self._next_node), blocks.table[i])
-                self._known[key] = found
+            key = blocks.key_behind(blocks.nodes, i, tokens[i * size : (i + 1) * size])
+            own = (next(self._next_node), blocks.table[i])
+            # If another sequence computed this block at the same time, its block stays the known one, and ours stays
+            # private.
+            found = self._known.setdefault(key, own)
+            if found is own:
                 self._roots.use_again(key[1])
                 self._nodes[blocks.table[i]], self._keys[blocks.table[i]] = found[0], key
                 if self.on_known is not None:

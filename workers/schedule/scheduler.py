@@ -175,10 +175,10 @@ class Scheduler:
         decodes: list[Chunk] = []
         drafted: list[Chunk] = []
         prompts: list[Chunk] = []
-        unfinished = _unfinished(poorest_first(self.running))
+        unfinished, due = _unfinished(self.running, self.waiting)
         drafts = _chosen_drafts(self, unfinished, in_flight)
-        allowance = self.budget.allowance(unfinished, self.waiting, sum(map(len, drafts.values())))
-        for sequence in unfinished if drafts else _due(unfinished):
+        allowance = self.budget.allowance(unfinished, due, self.waiting, sum(map(len, drafts.values())))
+        for sequence in unfinished if drafts else due:
             is_decode = sequence.num_uncomputed == 1
             num_tokens = 1 if is_decode else self.memory.until_stop(sequence, allowance.tokens_for(sequence))
             if num_tokens == 0 or sequence.blocks is None:
@@ -311,16 +311,16 @@ def _go_on_behind(chunks: list[Chunk], num_decodes: int) -> list[Flow]:
     return flows
 
 
-def _unfinished(running: list[Sequence]) -> list[Sequence]:
-    """Returns the sequences that the next step computes tokens of. The last token of the others is in flight, or may be
-    among the drafts in flight, or they wait for their blocks from a tier."""
-    others = {s for s in _due(running) if s.num_remaining <= 0 or s.arrival is not None}
-    return [sequence for sequence in running if sequence not in others] if others else running
-
-
-def _due(running: Many[Sequence]) -> list[Sequence]:
-    """Returns the sequences for which something may be due besides the computation of the next token."""
-    return [sequence for sequence in running if sequence.num_computed >= sequence.decodes_until]
+def _unfinished(running: list[Sequence], waiting: FairQueue) -> tuple[list[Sequence], list[Sequence]]:
+    """Returns the sequences that the next step computes tokens of, in the order in which it takes them, and those among
+    them for which something may be due besides the computation of the next token. The last token of the others is in
+    flight, or may be among the drafts in flight, or they wait for their blocks from a tier."""
+    running = running[:] if waiting.has_one_tenant else poorest_first(running)
+    due = [sequence for sequence in running if sequence.num_computed >= sequence.decodes_until]
+    others = {sequence for sequence in due if sequence.num_remaining <= 0 or sequence.arrival is not None}
+    if not others:
+        return running, due
+    return [sequence for sequence in running if sequence not in others], [s for s in due if s not in others]
 
 
 def _ready(unfinished: Many[Sequence]) -> list[Chunk]:

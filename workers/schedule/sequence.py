@@ -93,6 +93,7 @@ class Sequence:
     version_demand: VersionDemand = "any"  # EngineRequest.version_demand.
     takes_best: bool = field(init=False)  # Its tokens have the largest logits of the model, and nobody sees logits.
     is_plain: bool = field(init=False)  # Nothing is computed of its logits and states but its next tokens.
+    last_end: int = field(init=False)  # Tokens that are computed when the last one of its longest answer is sampled.
     # What it holds
     slot: int | None = None  # The adapter's slot while the sequence holds it.
     blocks: SequenceBlocks | None = None  # None while the sequence waits.
@@ -143,6 +144,7 @@ class Sequence:
             not shows_logits and params.prompt_logprobs is None and self.pooling is None and self.routed is None
         )
         self.num_rotated = self.num_prompt
+        self.last_end = self.num_prompt + self.max_tokens - 1
 
     @property
     def digest(self) -> str:

@@ -227,7 +227,7 @@ class SequenceMemory:
         is_decode = sequence.num_generated > 0 and sequence.num_uncomputed == 1
         if is_decode and sequence.blocks is not None and not self._rope.depends_on_length:
             num_held = len(sequence.blocks.table) * self._kv.block_size
-            sequence.decodes_until = min(num_held, sequence.num_prompt + sequence.max_tokens - 1)
+            sequence.decodes_until = min(num_held, sequence.last_end)
         return sequence.next_chunk
 
     def quiet_until(self, num_known: int) -> int:

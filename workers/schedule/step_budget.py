@@ -158,22 +158,22 @@ class StepBudget:
         """Takes in the duration of a step."""
         self._fit.observe(shape, seconds)
 
-    def allowance(self, unfinished: Many[Sequence], waiting: FairQueue, num_drafts: int = 0) -> PromptAllowance:
+    def allowance(
+        self, unfinished: Many[Sequence], due: Many[Sequence], waiting: FairQueue, num_drafts: int = 0
+    ) -> PromptAllowance:
         """Returns the prompt tokens that the next step may compute beside the decodes of the unfinished sequences, and
-        so many draft tokens."""
-        prompts = [s for s in unfinished if s.num_computed >= s.decodes_until and s.num_uncomputed > 1]
-        decodes = unfinished
-        if prompts:
-            decodes = [s for s in unfinished if s.num_computed < s.decodes_until or s.num_uncomputed == 1]
+        so many draft tokens. The unfinished sequences that have prompt tokens left are among those in `due`."""
+        prompts = [sequence for sequence in due if sequence.num_uncomputed > 1]
         backlog = _Backlog(prompts, waiting)
         cost, limits = self._fit.cost, self.limits
-        num_decoded = len(decodes) + num_drafts
+        num_decodes = len(unfinished) - len(prompts)
+        num_decoded = num_decodes + num_drafts
         num_tokens, seconds, decodes_s = limits.max_tokens - num_decoded, math.inf, 0.0
         if backlog:  # otherwise nothing asks for seconds
-            num_adapted = sum([sequence.slot is not None for sequence in decodes])
-            decodes_s = cost.decodes(len(decodes), num_adapted, sum([len(sequence.tokens) for sequence in decodes]))
+            num_adapted = _num_adapted(unfinished) - _num_adapted(prompts)
+            decodes_s = cost.decodes(num_decodes, num_adapted, _num_positions(unfinished) - _num_positions(prompts))
             decodes_s += cost.token * num_drafts
-        if decodes and backlog:
+        if num_decodes and backlog:
             num_tokens = min(num_tokens, self._most_beside(num_decoded))
             seconds = self._seconds_beside(decodes_s, backlog, cost)
         return PromptAllowance(num_tokens, seconds, cost, limits.tiles, num_decoded, decodes_s)
@@ -197,3 +197,13 @@ class StepBudget:
         share = backlog.seconds(cost, limits.tiles) / target_s
         needed_s = decodes_s / (1 - min(share, LARGEST_SHARE))
         return min(max(needed_s, least_s, RELAXED * limits.max_gap_s), longest_s) - decodes_s
+
+
+def _num_adapted(sequences: Many[Sequence]) -> int:
+    """Returns how many of the sequences have an adapter."""
+    return sum([sequence.slot is not None for sequence in sequences])
+
+
+def _num_positions(sequences: Many[Sequence]) -> int:
+    """Returns the sum of the sequences' tokens."""
+    return sum([len(sequence.tokens) for sequence in sequences])

@@ -12,6 +12,7 @@ All graphs share one memory pool, since only one runs at a time.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -94,7 +95,7 @@ class DecodeCapture:
         self._backends: dict[tuple[int, DraftShape | None], AttentionBackend] = {}  # by number of rows
         self._device = device
         self._inputs = inputs
-        self._trash = trash
+        self._trash_table = array("i", [trash])
         self._loras = loras
         self._max_context = max_context
         self._pool = torch.cuda.graph_pool_handle()
@@ -166,7 +167,7 @@ class DecodeCapture:
             AttentionBatch(
                 query_lens=batch.query_lens + [query_len] * num_padded,
                 context_lens=batch.context_lens + [1] * num_padded,
-                block_tables=[*batch.block_tables, *([[self._trash]] * num_padded)],
+                block_tables=[*batch.block_tables, *([self._trash_table] * num_padded)],
                 most_shorter=0 if unread is None else unread.most_short,
             )
         )
@@ -197,7 +198,7 @@ class DecodeCapture:
 
     def _capture(self, key: DecodeKey, attention: AttentionBackend, lora: LoRABatch | None) -> DecodeGraph:
         size, num_seqs = key.num_rows, key.num_seqs
-        attention.plan(AttentionBatch([1] * num_seqs, [1] * num_seqs, [[self._trash]] * num_seqs))
+        attention.plan(AttentionBatch([1] * num_seqs, [1] * num_seqs, [self._trash_table] * num_seqs))
         self._inputs.fill_with_padding(size)
         inputs = self._inputs.tensors(size)
         states = None

@@ -40,10 +40,25 @@ class DecodeColumns:
     """
 
     def __init__(
-        self, chunks: list[Chunk], fields_FB: Rows, tables: Many[Many[int]], slots: list[int], step: list[Chunk]
+        self,
+        chunks: list[Chunk],
+        fields_FB: Rows,
+        tables: Many[Many[int]],
+        slots: list[int],
+        step: list[Chunk],
+        are_greedy: bool,
+        num_plain: int,
     ) -> None:
-        """Takes the columns, the block table and the slot of each decode. `step` has all chunks of the plan."""
+        """Takes the columns, the block table and the slot of each decode.
+
+        Args:
+            step: All chunks of the plan.
+            are_greedy: Whether it is known that all of the decodes' tokens have the largest logits.
+            num_plain: As in StepPlan.
+        """
         self.chunks = chunks
+        self.are_greedy = are_greedy
+        self.num_plain = num_plain
         self.tables = tables
         self.slots = slots
         self._fields_FB = fields_FB
@@ -56,9 +71,11 @@ class DecodeColumns:
         tables, slots, count = plan.attention.block_tables, plan.slots, plan.num_decodes
         if any(plan.base_lens[:count]):  # The slots change within the next steps.
             count = 0
-        if count == len(chunks):
-            return cls(chunks, plan.fields_FT, tables, slots, chunks)
-        return cls(chunks[:count], plan.fields_FT[:, :count], tables[:count], slots[:count], chunks)
+        decodes = chunks
+        if count < len(chunks):
+            decodes, tables, slots = chunks[:count], tables[:count], slots[:count]
+        fields_FB = plan.fields_FT[:, :count]
+        return cls(decodes, fields_FB, tables, slots, chunks, plan.is_greedy, min(plan.num_plain, count))
 
     def find(self, chunks: list[Chunk]) -> Ints | None:
         """Returns the index of each chunk among these decodes, or NEW. Returns None if all of them are these decodes,
@@ -103,4 +120,4 @@ class DecodeColumns:
 
 def no_decodes() -> DecodeColumns:
     """Returns what stands for the last plan if there is none."""
-    return DecodeColumns([], np.empty((FIELDS, 0), np.int64), [], [], [])
+    return DecodeColumns([], np.empty((FIELDS, 0), np.int64), [], [], [], are_greedy=True, num_plain=0)

@@ -67,10 +67,11 @@ def plan_step(
         slots=decodes.slots + _slots([chunk.sequence for chunk in others], query_lens, base_lens),
         base_lens=decodes.base_lens + base_lens,
         sampling=_sampled_rows(num_decodes, others, samples),
-        is_greedy=_are_greedy(chunks[:num_decodes]) and _are_greedy(compress(others, samples)),
+        is_greedy=decodes.are_greedy and _are_greedy(compress(others, samples)),
         prompts=[(span.first_row, len(span.tokens)) for span in scored_spans(others, num_decodes)],
         slot_ranks=slot_ranks,
         num_decodes=num_decodes,
+        num_plain=decodes.num_plain,
         state_slots=[chunk.sequence.state_slot for chunk in chunks if chunk.sequence.state_slot is not None]
         if has_states
         else [],
@@ -101,6 +102,8 @@ class _Decodes:
     tables: Many[Many[int]]
     slots: list[int]
     base_lens: list[int]
+    are_greedy: bool
+    num_plain: int
 
 
 def _num_decodes(chunks: Many[Chunk], places_C: Column) -> int:
@@ -126,26 +129,29 @@ def _decodes(
     source_B = np.arange(first_known, first_known + count)
     if places_C is None:
         advanced_FB = last.advanced(chunks, None, source_B, before, block_size)
-        return _Decodes(advanced_FB, last.tables, last.slots, [0] * count)
+        return _Decodes(advanced_FB, last.tables, last.slots, [0] * count, last.are_greedy, last.num_plain)
     places_B = places_C[:count]
     new, known_B = np.flatnonzero(places_B == NEW).tolist(), np.flatnonzero(places_B != NEW)
     fresh = [chunks[i] for i in new]
     base_lens = _base_lens([chunk.sequence for chunk in fresh], [1] * len(new))
     slots = _slots([chunk.sequence for chunk in fresh], [1] * len(new), base_lens)
     fresh_FB = _fresh_decodes([chunk.sequence for chunk in fresh], source_B[new], before.row_by_request, block_size)
+    are_greedy = _are_greedy(fresh if last.are_greedy else chunks)
+    places = new if last.num_plain == len(last.chunks) else range(count)
+    num_plain = next((i for i in places if not chunks[i].sequence.is_plain), count)
     if not len(known_B):
-        return _Decodes(fresh_FB, _tables(fresh), slots, base_lens)
+        return _Decodes(fresh_FB, _tables(fresh), slots, base_lens, are_greedy, num_plain)
     fields_FB: Rows = np.empty((FIELDS, count), np.int64)
     known = chunks if not new else [chunks[i] for i in known_B.tolist()]
     fields_FB[:, known_B] = last.advanced(known, places_B[known_B], source_B[known_B], before, block_size)
     fields_FB[:, new] = fresh_FB
     # NEW, which is -1, stands for the last entry here, until the chunk's own takes its place.
-    places = places_B.tolist()
-    all_tables, all_slots = [last.tables[i] for i in places], [last.slots[i] for i in places]
+    last_places = places_B.tolist()
+    all_tables, all_slots = [last.tables[i] for i in last_places], [last.slots[i] for i in last_places]
     all_base_lens = [0] * count
     for i, table, slot, base_len in zip(new, _tables(fresh), slots, base_lens, strict=True):
         all_tables[i], all_slots[i], all_base_lens[i] = table, slot, base_len
-    return _Decodes(fields_FB, all_tables, all_slots, all_base_lens)
+    return _Decodes(fields_FB, all_tables, all_slots, all_base_lens, are_greedy, num_plain)
 
 
 def _tables(chunks: Many[Chunk]) -> list[Many[int]]:

@@ -65,32 +65,28 @@ class Sampled(msgspec.Struct, frozen=True, gc=False):
 
 
 class FirstRows(Mapping[str, int]):
-    """The first row of each sequence that samples, by request ID. The rows are found when the first one is wanted: a
-    step of decodes behind one with the same decodes wants none."""
+    """The first row of each sequence that samples, by request ID. Rows are looked for when they are wanted, from the
+    last one on: a step of decodes wants those of new decodes only, whose prompts were the last in the step before."""
 
     def __init__(self, sampling: Many[Chunk], *, has_drafts: bool) -> None:
+        counts = (1 + len(chunk.drafts) for chunk in sampling)
+        self.rows: Many[int] = list(accumulate(counts, initial=0)) if has_drafts else range(len(sampling))
         self._sampling = sampling
-        self._has_drafts = has_drafts
+        self._num_left = len(sampling)  # Sequences at the front that have not been looked at.
         self._row_by_request: dict[str, int] = {}
 
     def __getitem__(self, request_id: str) -> int:
-        return self.found()[request_id]
+        while self._num_left and request_id not in self._row_by_request:
+            self._num_left -= 1
+            sequence = self._sampling[self._num_left].sequence
+            self._row_by_request[sequence.request_id] = self.rows[self._num_left]
+        return self._row_by_request[request_id]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.found())
+        return (chunk.sequence.request_id for chunk in self._sampling)
 
     def __len__(self) -> int:
         return len(self._sampling)
-
-    def found(self) -> dict[str, int]:
-        """Returns all of them."""
-        if not self._row_by_request and self._has_drafts:
-            starts = accumulate((1 + len(chunk.drafts) for chunk in self._sampling), initial=0)
-            rows = zip(starts, self._sampling, strict=False)
-            self._row_by_request = {chunk.sequence.request_id: row for row, chunk in rows}
-        elif not self._row_by_request:
-            self._row_by_request = {chunk.sequence.request_id: row for row, chunk in enumerate(self._sampling)}
-        return self._row_by_request
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +95,7 @@ class LaunchedStep:
 
     chunks: list[Chunk]
     shape: StepShape
-    num_plain: int  # Chunks at the front that are decodes of a Sequence.is_plain.
+    num_plain: int  # As in StepPlan.
     sampling: list[Chunk]  # The chunks that sample.
     shares_tokens: bool  # As in RunStep. A sequence whose grammar waited for masks may have ended since.
     num_rows: int  # Rows of StepInputs.sampled_B: Chunk.num_sampled of each of these chunks.
@@ -176,14 +172,15 @@ class ChosenStep:
         prompts: dict[int, list[TokenLogprobs]] = {}
         for i, span in launched.prompt_logprobs:
             prompts.setdefault(i, []).extend(span.read())
-        late = {sequence.request_id for sequence in self.late}
-        others = launched.chunks[launched.num_plain :]
-        row_by_request = launched.row_by_request.found() if others else {}
+        first, late = launched.num_plain, set(self.late)
+        others = launched.chunks[first:]
+        sampling = [chunk.sequence for chunk in launched.sampling[first:]]
+        row_by_sequence = dict(zip(sampling, launched.row_by_request.rows[first:], strict=False))
         results: list[Sampled] = []
         routed = launched.routed_of_chunks()
-        for i, chunk in enumerate(others, launched.num_plain):
+        for i, chunk in enumerate(others, first):
             sequence = chunk.sequence
-            row = None if sequence.request_id in late else row_by_request.get(sequence.request_id)
+            row = None if sequence in late else row_by_sequence.get(sequence)
             prompt = prompts.get(i, [])
             if row is None:
                 results.append(Sampled([], [], prompt, routed_TLK=routed.get(i)))
@@ -194,7 +191,7 @@ class ChosenStep:
                     end += accepted[self.verification.rows[sequence].index]
                 found = [logprobs[j] for j in range(row, end) if j in logprobs] if logprobs else []
                 results.append(Sampled(tokens[row:end], found, prompt, embedding, routed.get(i)))
-        return tokens[: launched.num_plain], results
+        return tokens[:first], results
 
 
 class ModelRunner:
@@ -254,7 +251,7 @@ class ModelRunner:
     def launch(self, chunks: list[Chunk], plan: StepPlan, unread: UnreadInputs | None = None) -> LaunchedStep:
         """Queues a step on the device, up to its logits. `unread` is what the plan lacks."""
         sampling = chunks[: plan.num_decodes] + [chunk for chunk in chunks[plan.num_decodes :] if chunk.samples]
-        special = [chunk for chunk in chunks if not chunk.sequence.is_plain]
+        special = [chunk for chunk in chunks[plan.num_plain :] if not chunk.sequence.is_plain]
         shares_tokens = not plan.is_greedy and not _need_masks([chunk for chunk in special if chunk.samples])
         if self._others is not None:
             unread = self._order(self._others, plan, unread, shares_tokens=shares_tokens)
@@ -279,7 +276,8 @@ class ModelRunner:
         draws = draw_B = None
         if logits.sampled_BV is not None:
             params = _params_of(sampling) if special else []
-            position_B = plan.fields_FT[POSITION, plan.sampling] + 1
+            position_T = plan.fields_FT[POSITION]
+            position_B = (position_T if plan.has_decodes_only else position_T[plan.sampling]) + 1
             draws = self._draws.of_step(sampling, position_B, edited.rows, logits.sampled_BV.shape[1])
             if unread is not None and unread.short_B is not None:
                 by_length_BK = self._draws.by_length(sampling, position_B, unread.most_short)
@@ -287,7 +285,7 @@ class ModelRunner:
         return LaunchedStep(
             chunks=chunks,
             shape=plan.shape,
-            num_plain=_num_plain(chunks[: plan.num_decodes]) if special else plan.num_decodes,
+            num_plain=plan.num_plain,
             sampling=sampling,
             shares_tokens=shares_tokens,
             num_rows=len(plan.sampling),
@@ -450,11 +448,6 @@ class ModelRunner:
 def _need_masks(sampling: Many[Chunk]) -> bool:
     """Returns whether one of these sequences has a grammar."""
     return any(chunk.sequence.grammar is not None for chunk in sampling)
-
-
-def _num_plain(decodes: Many[Chunk]) -> int:
-    """Returns how many of the first decodes are of plain sequences."""
-    return next((i for i, chunk in enumerate(decodes) if not chunk.sequence.is_plain), len(decodes))
 
 
 def _draws_of_lengths(draw_BK: DrawTable, short_S: Tensor, chunks: Many[Chunk]) -> Tensor:

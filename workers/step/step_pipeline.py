@@ -35,6 +35,7 @@ class PlannedStep:
 
     chunks: list[Chunk]
     plan: StepPlan | None  # None if there are no chunks.
+    num_ended: int  # FairQueue.num_ended when it was planned.
     unread: UnreadInputs | None = None  # What the plan lacks.
     drafts: DeviceDrafts | None = None  # Drafts that the host does not know.
 
@@ -118,12 +119,13 @@ class StepPipeline:
             drafts: Those of the chunks that the host does not know.
         """
         if not chunks:
-            return PlannedStep(chunks, None)
+            return PlannedStep(chunks, None, self._scheduler.waiting.num_ended)
         before = None if self._in_flight is None else self._in_flight.launched
         plan = self._runner.plan(chunks, before)
         if self._in_flight is not None and self._in_flight.chosen is None:
             self._runner.prepare(plan)  # so that less is left to do once the masks have arrived
-        return PlannedStep(chunks, plan, self._runner.find_unread(chunks, self.verification, drafts), drafts)
+        unread = self._runner.find_unread(chunks, self.verification, drafts)
+        return PlannedStep(chunks, plan, self._scheduler.waiting.num_ended, unread, drafts)
 
     def choose(self) -> list[Fault]:
         """Queues the choice of the tokens in flight if it waits for masks. Returns the sequences that cannot go on."""
@@ -199,7 +201,7 @@ class StepPipeline:
         before = self._in_flight
         assert before is None or before.chosen is not None, "choose() comes before the next launch"
         late = set(before.chosen.late) if before is not None and before.chosen is not None else set()
-        if not late and not any(chunk.sequence.ended for chunk in planned.chunks):
+        if not late and self._scheduler.waiting.num_ended == planned.num_ended:
             return planned
         chunks = [c for c in planned.chunks if not c.sequence.ended and c.sequence not in late]
         return planned if len(chunks) == len(planned.chunks) else self.plan(chunks, planned.drafts)

@@ -37,9 +37,9 @@ class Steps:
         self._in_flight: list[Chunk] = []
         self._ends: list[int] = []
 
-    def add(self, name: str, num_prompt: int, max_tokens: int = 50) -> Sequence:
-        tokens = [len(name)] * num_prompt
-        sequence = Sequence(name, tokens, num_prompt, SamplingParams(temperature=0), seed=0, max_tokens=max_tokens)
+    def add(self, name: str, num_prompt: int, max_tokens: int = 50, temperature: float = 0, **other: int) -> Sequence:
+        tokens, params = [len(name)] * num_prompt, SamplingParams(temperature=temperature, **other)  # type: ignore[arg-type]  # numbers only
+        sequence = Sequence(name, tokens, num_prompt, params, seed=0, max_tokens=max_tokens)
         self.scheduler.add(sequence)
         return sequence
 
@@ -52,7 +52,16 @@ class Steps:
             before = replace(before, chunks=self._in_flight)
         plan = plan_step(chunks, before, FIRST_KNOWN, BLOCK, [16], self.last)
         assert np.array_equal(plan.fields_FT, expected.fields_FT)
-        for field in ("attention", "slots", "base_lens", "sampling", "is_greedy", "prompts", "num_decodes"):
+        for field in (
+            "attention",
+            "slots",
+            "base_lens",
+            "sampling",
+            "is_greedy",
+            "prompts",
+            "num_decodes",
+            "num_plain",
+        ):
             assert getattr(plan, field) == getattr(expected, field), field
         places_C = self.last.find(chunks)
         self.num_known = len(chunks) if places_C is None else int((places_C >= 0).sum())
@@ -101,6 +110,20 @@ def test_decodes_follow_the_last_plan_while_others_come_and_end(overlap: bool) -
         steps.step()
         num_known.append(steps.num_known)
     assert np.mean(num_known) > 3
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_plan_knows_which_decodes_are_plain_and_greedy_while_others_come_and_end(overlap: bool) -> None:
+    steps = Steps(overlap=overlap)
+    rng = np.random.default_rng(1)
+    found = set()
+    for i in range(80):
+        if len(steps.scheduler.running) < 4:
+            wanted = [{}, {}, {}, {"temperature": 1.0}, {"logprobs": 1}][i // 4 % 5]
+            steps.add(f"{i}", int(rng.integers(2, 20)), max_tokens=int(rng.integers(2, 12)), **wanted)
+        plan = steps.step()
+        found.add((plan.is_greedy, plan.num_plain == plan.num_decodes))
+    assert found == {(True, True), (False, True), (False, False)}
 
 
 def test_a_token_that_the_host_knows_is_read_from_the_plan() -> None:
