@@ -75,7 +75,7 @@ class DrawRows:
             row_B = np.array(found, np.int64)
             for i in np.flatnonzero(row_B == NO_ROW).tolist():
                 row_B[i] = self._new_row(sampling[i].sequence)
-            self._last = sampling, row_B
+            self._last = tuple(sampling), row_B
         return row_B if num_tokens == len(row_B) else row_B.repeat([1 + len(chunk.drafts) for chunk in sampling])
 
     def release(self, sequence: Sequence) -> None:
