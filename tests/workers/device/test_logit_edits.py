@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lorafleet.kernels.sampling.draw_tokens import NO_COUNTS
 from lorafleet.kernels.sampling.penalties import penalize
@@ -252,6 +253,35 @@ def test_biases_are_added_in_float32():
     found = editor.apply(coarse, prepare(editor, [sequence(logit_bias={3: 0.1})]).rows)
     assert found.dtype == torch.float32
     assert found[0, 3] == pytest.approx(100.1)
+
+
+class WrittenValues(TorchDispatchMode):
+    """Records the shapes of the values that are written to places of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+        if func is torch.ops.aten.index_put_.default:
+            self.shapes.append(args[2].shape)
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_edit_writes_a_number_of_the_host_for_whose_copy_the_device_would_wait() -> None:
+    editor = LogitEditor(1, VOCAB, CPU)
+    one = sequence(
+        min_tokens=2,
+        stop_ids=[4, 5],
+        bad_words_token_ids=[[7], [8], [3, 6]],
+        allowed_token_ids=[1, 2],
+        logit_bias={3: 1, 4: 2},
+    )
+    step = prepare(editor, [one])
+    with WrittenValues() as written:
+        editor.apply(logits(), step.rows)
+    assert len(written.shapes) == 5
+    assert all(written.shapes), "a value without a dimension is a number of the host"
 
 
 def test_what_a_sequence_edits_is_uploaded_once(monkeypatch):
