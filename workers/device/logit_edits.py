@@ -26,6 +26,7 @@ from lorafleet.workers.device.banned_sequences import (
     AnswerRows,
     BannedPlaces,
     BannedProgress,
+    BannedRow,
     follow_drafts,
     follow_drawn,
     forbid,
@@ -198,7 +199,7 @@ class LogitEditor:
         banned = [(row.index, row.edits.banned_ids_K) for row in rows if row.edits.banned_ids_K is not None]
         if banned:
             self._forbid(logits_BV, banned)
-        longer = [(row.index, row.place, row.edits.banned) for row in rows if row.edits.banned is not None]
+        longer = [BannedRow(row.index, row.place, own) for row in rows if (own := row.edits.banned) is not None]
         if longer:
             forbid(logits_BV, longer)
 

@@ -262,7 +262,7 @@ class WrittenValues(TorchDispatchMode):
         super().__init__()
         self.shapes: list[torch.Size] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.index_put_.default:
             self.shapes.append(args[2].shape)
         return func(*args, **(kwargs or {}))
@@ -390,6 +390,7 @@ def test_a_sequence_that_gets_no_token_goes_on_from_where_it_was() -> None:
 
 def test_answers_with_many_places_of_banned_sequences_move_on_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(banned_sequences, "MOST_PLACES", 3)
+    monkeypatch.setattr(banned_sequences, "MOST_ENDS", 2)
     editor = LogitEditor(8, VOCAB, CPU)
     banned = [[[4, 5, 6]], [[4, 6], [5, 4, 3]], [[6, 4]]]
     batch = [sequence((1, 4), 1, bad_words_token_ids=own) for own in banned]
@@ -398,7 +399,9 @@ def test_answers_with_many_places_of_banned_sequences_move_on_in_groups(monkeypa
         for logits_V, one in zip(expected, batch, strict=True):
             reference(logits_V, one)
         step = prepare(editor, batch)
-        apply(editor, found, step)
+        with WrittenValues() as written:
+            apply(editor, found, step)
+        assert written.shapes == [(1,), (2,), (1,)], "the first two answers have three ends together"
         assert torch.equal(found, expected)
         editor.count(torch.tensor(drawn), step)
         for one, token in zip(batch, drawn, strict=True):
