@@ -284,6 +284,27 @@ def test_no_edit_writes_a_number_of_the_host_for_whose_copy_the_device_would_wai
     assert all(written.shapes), "a value without a dimension is a number of the host"
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_no_edit_waits_for_the_device() -> None:
+    device = torch.device("cuda")
+    editor = LogitEditor(8, VOCAB, device)
+    fields: dict[str, Any] = {"min_tokens": 9, "allowed_token_ids": [1, 2, 3], "repetition_penalty": 1.5}
+    banned = [[7], [3, 6], [4, 5, 6]]
+    one = sequence(stop_ids=(4,), bad_words_token_ids=banned, logit_bias={3: 1, 4: 2}, **fields)
+    token_B = torch.tensor([3, 4, 5], device=device)
+    accepted_S, short_1 = torch.tensor([1], device=device), torch.tensor([1], device=device)
+    logits_BV = logits(3).to(device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            step = editor.prepare([chunk(one, [UNKNOWN] * 2)], token_B, {one: short_1})
+            editor.apply(logits_BV.clone(), step.rows)
+            editor.count(token_B, step, accepted_S)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not step.faults
+
+
 def test_what_a_sequence_edits_is_uploaded_once(monkeypatch):
     editor = LogitEditor(2, VOCAB, CPU)
     one = sequence(logit_bias={3: 1.0}, min_tokens=9, stop_ids=[4], repetition_penalty=1.5)
