@@ -11,6 +11,7 @@ first whose cumulative probability, in the order of the vocabulary, exceeds it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -103,7 +104,7 @@ def warm_up(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Compiles the kernel's variants on CUDA, so that no request waits for a compiler. `dtype` is that of the logits
     without biases."""
     plain = DrawFields(1.0, vocab_size, 1.0, NEVER, 0.0, vocab_size - 1)
-    for logits_dtype, row in ((dtype, plain), (dtype, plain._replace(counts_row=0)), (torch.float32, plain)):
+    for logits_dtype, row in product((dtype, torch.float32), (plain, plain._replace(counts_row=0))):
         logits_BV = torch.zeros((1, vocab_size), dtype=logits_dtype, device=device)
         draw_tokens(logits_BV, np.array([row]), torch.zeros((1, vocab_size), dtype=torch.int32, device=device))
 

@@ -11,11 +11,11 @@ Source: the Shift-And method (Baeza-Yates and Gonnet, CACM 35, 1992).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from torch import Tensor
 from lorafleet.workers.device.host_copy import array_to_device
 
 MOST_PLACES = 1 << 22  # Places that are moved on at once, which takes some 20 bytes for each.
+MOST_ENDS = 1 << 20  # Sequences whose last tokens are forbidden at once, which takes some 80 bytes for each.
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ def follow_drafts(answers: Many[AnswerRows], token_B: Tensor, most_drafts: int) 
         token_B: The token that each row has computed, int64.
         most_drafts: Largest number of drafts of one answer, at least 1. The rows of answers with fewer are arbitrary.
     """
-    for group in _groups(answers):
+    for group in _groups(answers, _num_places, MOST_PLACES):
         places, row_P = _joined(group), _for_places(group, [answer.first for answer in group], token_B.device)
         reached = [torch.cat([answer.progress.reached_RP[0] for answer in group])]
         for place in range(1, most_drafts + 1):
@@ -112,7 +115,7 @@ def follow_drawn(answers: Many[AnswerRows], drawn_B: Tensor, accepted_S: Tensor 
         drawn_B: The token that each row has drawn, int64.
         accepted_S: As in DraftVerification. None if the step has no drafts.
     """
-    for group in _groups(answers):
+    for group in _groups(answers, _num_places, MOST_PLACES):
         row_P = _for_places(group, [answer.first for answer in group], drawn_B.device)
         if accepted_S is None:
             reached_P = torch.cat([answer.progress.reached_RP[0] for answer in group])
@@ -125,17 +128,27 @@ def follow_drawn(answers: Many[AnswerRows], drawn_B: Tensor, accepted_S: Tensor 
         _store(group, _joined(group).move(reached_P, token_P).unsqueeze(0))
 
 
-def forbid(logits_BV: Tensor, rows: Many[tuple[int, int, BannedProgress]]) -> None:
-    """Forbids the tokens that would complete a sequence. Changes the logits in place.
+@dataclass(frozen=True, slots=True)
+class BannedRow:
+    """A row of logits whose answer has banned sequences."""
 
-    Args:
-        rows: The index of each row, the number of drafts before it, and the answer.
-    """
-    reached_N = torch.cat([progress.reached_RP[place] for _, place, progress in rows])
-    places = [progress.places for _, _, progress in rows]
+    index: int  # Row of the logits.
+    place: int  # Number of drafts before it.
+    progress: BannedProgress
+
+
+def forbid(logits_BV: Tensor, rows: Many[BannedRow]) -> None:
+    """Forbids the tokens that would complete a sequence. Changes the logits in place."""
+    for group in _groups(rows, lambda row: len(row.progress.places.end_K), MOST_ENDS):
+        _forbid_group(logits_BV, group)
+
+
+def _forbid_group(logits_BV: Tensor, rows: Many[BannedRow]) -> None:
+    reached_N = torch.cat([row.progress.reached_RP[row.place] for row in rows])
+    places = [row.progress.places for row in rows]
     counts = [len(own.end_K) for own in places]
     starts = [0, *accumulate(map(len, places))][: len(rows)]
-    fields_3R = array_to_device(np.array([[index for index, _, _ in rows], starts, counts]), logits_BV.device)
+    fields_3R = array_to_device(np.array([[row.index for row in rows], starts, counts]), logits_BV.device)
     row_N, start_N = fields_3R[:2].repeat_interleave(fields_3R[2], dim=1, output_size=sum(counts))
     place_N = start_N + torch.cat([own.end_K for own in places])
     last_N = torch.cat([own.last_K for own in places])
@@ -145,18 +158,22 @@ def forbid(logits_BV: Tensor, rows: Many[tuple[int, int, BannedProgress]]) -> No
     logits_BV.index_put_((row_N, last_N), penalty_N, accumulate=True)
 
 
-def _groups(answers: Many[AnswerRows]) -> Iterator[list[AnswerRows]]:
-    """Yields groups of answers that have MOST_PLACES together, or of one answer that has more."""
-    group: list[AnswerRows] = []
-    num_places = 0
-    for answer in answers:
-        num_places += len(answer.progress.places)
-        if group and num_places > MOST_PLACES:
+def _groups(parts: Many[Part], size_of: Callable[[Part], int], most: int) -> Iterator[list[Part]]:
+    """Yields groups of parts whose sizes are at most `most` together, or of one part that is larger."""
+    group: list[Part] = []
+    total = 0
+    for part in parts:
+        total += size_of(part)
+        if group and total > most:
             yield group
-            group, num_places = [], len(answer.progress.places)
-        group.append(answer)
+            group, total = [], size_of(part)
+        group.append(part)
     if group:
         yield group
+
+
+def _num_places(answer: AnswerRows) -> int:
+    return len(answer.progress.places)
 
 
 def _joined(group: Many[AnswerRows]) -> BannedPlaces:

@@ -26,6 +26,7 @@ from lorafleet.workers.device.banned_sequences import (
     AnswerRows,
     BannedPlaces,
     BannedProgress,
+    BannedRow,
     follow_drafts,
     follow_drawn,
     forbid,
@@ -179,7 +180,7 @@ class LogitEditor:
             elif stop_ids_K is not None and row.short_1 is not None:
                 possible.append((row.index, stop_ids_K, row.short_1 > -num_missing))
         if certain:
-            logits_BV[self._places(certain)] = NEVER
+            self._forbid(logits_BV, certain)
         if possible:
             places = self._places([(index, stop_ids_K) for index, stop_ids_K, _ in possible])
             is_short_K = torch.cat([is_short_1.expand(len(ids_K)) for _, ids_K, is_short_1 in possible])
@@ -197,8 +198,8 @@ class LogitEditor:
     def _ban(self, logits_BV: Tensor, rows: Many[EditedRow]) -> None:
         banned = [(row.index, row.edits.banned_ids_K) for row in rows if row.edits.banned_ids_K is not None]
         if banned:
-            logits_BV[self._places(banned)] = NEVER
-        longer = [(row.index, row.place, row.edits.banned) for row in rows if row.edits.banned is not None]
+            self._forbid(logits_BV, banned)
+        longer = [BannedRow(row.index, row.place, own) for row in rows if (own := row.edits.banned) is not None]
         if longer:
             forbid(logits_BV, longer)
 
@@ -249,6 +250,12 @@ class LogitEditor:
             banned_ids_K=to_device(single, torch.int64, self._device) if single else None,
             banned=None if places is None else BannedProgress.of(places, answer),
         )
+
+    def _forbid(self, logits_BV: Tensor, rows: Many[tuple[int, Tensor]]) -> None:
+        """Forbids these rows' ids."""
+        places = self._places(rows)
+        # A number that is assigned at places becomes a tensor of the host, and its copy would wait for the device.
+        logits_BV.index_put_(places, logits_BV.new_full(places[0].shape, NEVER))
 
     def _places(self, rows: Many[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
         """Returns rows and columns [K] of the logits that these rows' ids name."""

@@ -48,20 +48,21 @@ class StepInputs:
     ) -> None:
         self.first_known = most_sampled  # the first index in the pool behind the last step's samples
         self._trash_slot = trash_slot
-        self._device_block = torch.zeros(most_sampled + FIELDS * max_tokens, dtype=torch.int64, device=device)
+        # The whole block. Whoever computes a step while another one is in flight restores it.
+        self.block = torch.zeros(most_sampled + FIELDS * max_tokens, dtype=torch.int64, device=device)
         is_cuda = device.type == "cuda"
         self._hosts = [
             torch.zeros(FIELDS * max_tokens, dtype=torch.int64, pin_memory=is_cuda) for _ in range(most_queued)
         ]
         self._copied = [torch.cuda.Event() for _ in range(most_queued)] if is_cuda else []
         self._turn = 0  # Index of the pinned memory that the last upload() filled.
-        self.sampled_B = self._device_block[:most_sampled]
+        self.sampled_B = self.block[:most_sampled]
 
     def tensors(self, num_tokens: int) -> InputTensors:
         start = self.first_known
         ends = [start + num_tokens * field for field in range(FIELDS + 1)]
-        behind = [self._device_block[begin:end] for begin, end in pairwise(ends[1:])]
-        return InputTensors(self._device_block[: ends[1]], *behind)
+        behind = [self.block[begin:end] for begin, end in pairwise(ends[1:])]
+        return InputTensors(self.block[: ends[1]], *behind)
 
     def upload(self, fields_FT: Rows, num_tokens: int) -> None:
         """Copies the fields to the device and fills the padding. `num_tokens` includes the padding."""
@@ -78,7 +79,7 @@ class StepInputs:
         rope_length_T[:] = 1
         kv_slot_T[:] = self._trash_slot
         start = self.first_known
-        self._device_block[start : start + len(host)].copy_(host, non_blocking=True)
+        self.block[start : start + len(host)].copy_(host, non_blocking=True)
 
     def correct(self, unread: UnreadInputs, corrections: Corrections | None, num_tokens: int) -> None:
         """Queues the correction of inputs that were uploaded. `num_tokens` includes the padding. There are corrections
@@ -97,7 +98,7 @@ class StepInputs:
 
     def known_tokens(self, num_tokens: int) -> Tensor:
         """Returns a view of the tokens that the host knew, or correct() has filled in, int64 [T]."""
-        return self._device_block[self.first_known : self.first_known + num_tokens]
+        return self.block[self.first_known : self.first_known + num_tokens]
 
     def mark_copied(self) -> None:
         """Records that a step's copies out of pinned memory are queued, including those of the attention plan.

@@ -109,12 +109,13 @@ class DecodeCapture:
     def capture(self, key: DecodeKey) -> DecodeGraph | None:
         """Captures a graph, or returns None if the attention has none. Raises what capturing raises.
 
-        A step may be in flight. Its tokens, which the next step reads, survive the capture.
+        A step may be in flight. Its inputs and its tokens survive the capture: the next step reads the tokens, and
+        drafts are compared with the inputs once masks have arrived.
         """
         backend = self._backend(key)
         if backend is None:
             return None
-        last_tokens_B, stream = self._inputs.sampled_B.clone(), torch.cuda.current_stream(self._device)
+        in_flight, stream = self._inputs.block.clone(), torch.cuda.current_stream(self._device)
         try:
             return self._capture(key, backend, self._lora_batch(key))
         finally:
@@ -122,7 +123,7 @@ class DecodeCapture:
             # The step before the capture ran on another stream. It must not write its tokens after this copy, nor run
             # beside the next step.
             torch.cuda.synchronize(self._device)
-            self._inputs.sampled_B.copy_(last_tokens_B)
+            self._inputs.block.copy_(in_flight)
 
     def forget(self) -> None:
         """Forgets the attention's backends, after it has been replaced. No graph may be used any more."""

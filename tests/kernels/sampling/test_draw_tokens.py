@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorafleet.kernels.sampling.draw_tokens import DrawFields, draw_tokens
+from lorafleet.kernels.sampling import draw_tokens as drawing
+from lorafleet.kernels.sampling.draw_tokens import (
+    COUNTS_ROW,
+    NO_COUNTS,
+    DrawFields,
+    Drawn,
+    DrawTable,
+    draw_tokens,
+    warm_up,
+)
 from lorafleet.kernels.sampling.penalties import IN_PROMPT, penalize
 from tests.kernels.harness import run_interpreted
 
@@ -116,6 +125,19 @@ CASES = (
     {"num_rows": 12, "vocab": 128, "spread": 3.0, "counted": 150},
     {"num_rows": 7, "vocab": 1, "spread": 1.0},
 )
+
+
+def test_a_start_compiles_the_variants_of_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Biases make the logits float32. Others of the same step, or the same request, may have penalties."""
+    variants: set[tuple[torch.dtype, bool]] = set()
+
+    def record(logits_BV: Tensor, table_BF: DrawTable, counts_SV: Tensor) -> Drawn:
+        variants.add((logits_BV.dtype, bool((table_BF[:, COUNTS_ROW] != NO_COUNTS).any())))
+        return draw_tokens(logits_BV, table_BF, counts_SV)
+
+    monkeypatch.setattr(drawing, "draw_tokens", record)
+    warm_up(64, torch.bfloat16, torch.device("cpu"))
+    assert variants == {(dtype, penalizes) for dtype in (torch.bfloat16, torch.float32) for penalizes in (False, True)}
 
 
 @pytest.mark.parametrize("sizes", CASES, ids=str)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lorafleet.kernels.sampling.draw_tokens import NO_COUNTS
 from lorafleet.kernels.sampling.penalties import penalize
@@ -254,6 +255,56 @@ def test_biases_are_added_in_float32():
     assert found[0, 3] == pytest.approx(100.1)
 
 
+class WrittenValues(TorchDispatchMode):
+    """Records the shapes of the values that are written to places of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.index_put_.default:
+            self.shapes.append(args[2].shape)
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_edit_writes_a_number_of_the_host_for_whose_copy_the_device_would_wait() -> None:
+    editor = LogitEditor(1, VOCAB, CPU)
+    one = sequence(
+        min_tokens=2,
+        stop_ids=[4, 5],
+        bad_words_token_ids=[[7], [8], [3, 6]],
+        allowed_token_ids=[1, 2],
+        logit_bias={3: 1, 4: 2},
+    )
+    step = prepare(editor, [one])
+    with WrittenValues() as written:
+        editor.apply(logits(), step.rows)
+    assert len(written.shapes) == 5
+    assert all(written.shapes), "a value without a dimension is a number of the host"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_no_edit_waits_for_the_device() -> None:
+    device = torch.device("cuda")
+    editor = LogitEditor(8, VOCAB, device)
+    fields: dict[str, Any] = {"min_tokens": 9, "allowed_token_ids": [1, 2, 3], "repetition_penalty": 1.5}
+    banned = [[7], [3, 6], [4, 5, 6]]
+    one = sequence(stop_ids=(4,), bad_words_token_ids=banned, logit_bias={3: 1, 4: 2}, **fields)
+    token_B = torch.tensor([3, 4, 5], device=device)
+    accepted_S, short_1 = torch.tensor([1], device=device), torch.tensor([1], device=device)
+    logits_BV = logits(3).to(device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            step = editor.prepare([chunk(one, [UNKNOWN] * 2)], token_B, {one: short_1})
+            editor.apply(logits_BV.clone(), step.rows)
+            editor.count(token_B, step, accepted_S)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not step.faults
+
+
 def test_what_a_sequence_edits_is_uploaded_once(monkeypatch):
     editor = LogitEditor(2, VOCAB, CPU)
     one = sequence(logit_bias={3: 1.0}, min_tokens=9, stop_ids=[4], repetition_penalty=1.5)
@@ -360,6 +411,7 @@ def test_a_sequence_that_gets_no_token_goes_on_from_where_it_was() -> None:
 
 def test_answers_with_many_places_of_banned_sequences_move_on_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(banned_sequences, "MOST_PLACES", 3)
+    monkeypatch.setattr(banned_sequences, "MOST_ENDS", 2)
     editor = LogitEditor(8, VOCAB, CPU)
     banned = [[[4, 5, 6]], [[4, 6], [5, 4, 3]], [[6, 4]]]
     batch = [sequence((1, 4), 1, bad_words_token_ids=own) for own in banned]
@@ -368,7 +420,9 @@ def test_answers_with_many_places_of_banned_sequences_move_on_in_groups(monkeypa
         for logits_V, one in zip(expected, batch, strict=True):
             reference(logits_V, one)
         step = prepare(editor, batch)
-        apply(editor, found, step)
+        with WrittenValues() as written:
+            apply(editor, found, step)
+        assert written.shapes == [(1,), (2,), (1,)], "the first two answers have three ends together"
         assert torch.equal(found, expected)
         editor.count(torch.tensor(drawn), step)
         for one, token in zip(batch, drawn, strict=True):

@@ -65,10 +65,11 @@ class WithGraphs(TorchAttention):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_late_capture_leaves_the_tokens_and_the_stream_of_the_steps(
+def test_a_late_capture_leaves_the_inputs_the_tokens_and_the_stream_of_the_steps(
     fleet, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    """The device's part is left out. A capture computes a step of padding, whose tokens overwrite those in flight."""
+    """The device's part is left out. A capture computes a step of padding, which overwrites what is in flight: drafts
+    that wait for masks, and tokens."""
     order: list[str] = []
     for name, stand_in in (
         ("Stream", NoStream),
@@ -87,6 +88,7 @@ def test_a_late_capture_leaves_the_tokens_and_the_stream_of_the_steps(
     attention = WithGraphs(spec, steps.caches)
     capture = DecodeCapture(steps.model, steps.caches, None, attention, steps.inputs, 0, None, 64, torch.device("cpu"))
     steps.inputs.sampled_B.copy_(torch.tensor([3, 1, 4, 1]))
+    steps.inputs.known_tokens(4).copy_(torch.tensor([7, 8, 9, 10]))
     compute = attention.attend
 
     def attend(layer: int, q_THD: torch.Tensor) -> torch.Tensor:
@@ -103,6 +105,7 @@ def test_a_late_capture_leaves_the_tokens_and_the_stream_of_the_steps(
         assert graph is not None
         assert graph.hidden_BD.shape[0] == graph.logits_BW.shape[0] == graph.key.num_rows == 2
     assert steps.inputs.sampled_B.tolist() == [3, 1, 4, 1]
+    assert steps.inputs.known_tokens(4).tolist() == [7, 8, 9, 10]
     assert streams == ["the steps'"]
     assert order[-2:] == ["computed", "waited"]  # or the padding's tokens might be written after those in flight
     engine.close()
