@@ -32,6 +32,7 @@ from lorafleet.api.telemetry.sequence_observer import SequenceObserver
 from lorafleet.api.telemetry.sequence_record import SequenceRecord
 from lorafleet.api.telemetry.telemetry import Telemetry
 from lorafleet.api.telemetry.traced import NO_TRACE
+from lorafleet.api.telemetry.traffic_history import TrafficHistory
 from lorafleet.kernels.lora.lora_batch import BASE_SLOT
 from lorafleet.protocol.messages import AdapterMove, EngineStats, TokenOutput
 from lorafleet.protocol.step_metrics import StepMetrics
@@ -90,7 +91,7 @@ def worker_costs(batch: int) -> dict[str, float]:
 def front_costs() -> dict[str, float]:
     metrics = Metrics(EngineStats, "base", "r1")
     model: Any = SimpleNamespace(lora=None, fetched=False, fallback_reason=None)
-    telemetry = Telemetry(metrics, RecentTraffic(), RecentFailures(), SharedRun(metrics.render))
+    telemetry = Telemetry(metrics, RecentTraffic(), TrafficHistory(), RecentFailures(), SharedRun(metrics.render))
     observer = SequenceObserver(telemetry, Access(), NO_TRACE, "r", model, SequenceRecord(0, 100, counts_prompt=True))
     output = TokenOutput(request_id="r", token_ids=[1])
     tick = cpu_us(lambda: observer.received(output), 20_000)

@@ -85,6 +85,9 @@ class KnownDrafter:
     def is_current(self, entry: Wanted, step: DraftVerification) -> bool:
         return self._model is not None and self._model.is_current(entry, step)
 
+    def may_catch_up(self, sequence: Sequence) -> bool:
+        return self._model is not None and self._model.may_catch_up(sequence)
+
     def propose_behind(self, wanted: Many[Wanted], step: DraftVerification) -> DeviceDrafts:
         assert self._model is not None
         made = self._model.propose_behind(wanted, step)

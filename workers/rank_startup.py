@@ -109,6 +109,8 @@ def build_rank(
         assert config.lora is not None and slots is not None
         pool = None
         gc.collect()  # What the exception has held: states, and the pool's memory.
+        if base.device.type == "cuda":
+            torch.cuda.empty_cache()  # Adapters would take a part of a block that one layer's states need again.
         slots.leave_pool(config.lora)
     steps, num_blocks, max_model_len = sized or build_steps(config, base, spec, slots, None, draft)
     drafter = draft_steps = head_steps = None

@@ -85,7 +85,8 @@ def build_steps(
         most_tokens = max(config.max_num_batched_tokens, *graph_sizes(config.max_num_seqs))
         routed = RoutedExperts(model, most_tokens, device)
     trash_slot = num_blocks * config.block_size
-    inputs = StepInputs(config.most_sampled, config.max_num_batched_tokens, trash_slot, device)
+    # A step is launched while the inputs of the last one may wait for drafts that the device makes first.
+    inputs = StepInputs(config.most_sampled, config.max_num_batched_tokens, trash_slot, device, most_queued=2)
     decode_graphs = prefill_graphs = None
     if device.type == "cuda" and not config.enforce_eager:
         sizes = graph_sizes(config.max_num_seqs)

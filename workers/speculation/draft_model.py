@@ -128,8 +128,9 @@ class DraftModel:
         caches = allocate_caches(config, model.config, self.spec, num_blocks + 1)
         attention = make_attention(self.spec, caches, _attention_backend(config, self.spec))
         trash_slot = num_blocks * config.block_size
-        # The steps of one call are all queued before the device has begun with the first.
-        inputs = StepInputs(self.most_sampled, config.max_num_batched_tokens, trash_slot, device, 1 + self.most_rows)
+        # All steps of a call are queued before the device has begun with those of the call before.
+        queued = 2 * self.most_rows
+        inputs = StepInputs(self.most_sampled, config.max_num_batched_tokens, trash_slot, device, queued)
         decode_graphs = prefill_graphs = None
         if device.type == "cuda" and not config.enforce_eager:
             sizes = [size for size in GRAPH_SIZES if size <= config.max_num_seqs]

@@ -100,6 +100,40 @@ def test_answers_and_the_share_of_right_drafts_are_those_of_steps_that_wait(flee
     assert abs(ahead.accepted / ahead.drafted - waiting.accepted / waiting.drafted) < 0.15
 
 
+class Copied:
+    """An event at the end of a step's copies out of pinned memory. The device may be as late as it can: it has done
+    nothing of a step before the host has read the tokens of that step."""
+
+    def __init__(self, turns: list[None]) -> None:
+        self._turns = turns  # One for each step of the engine so far.
+        self._recorded: int | None = None
+
+    def record(self) -> None:
+        self._recorded = len(self._turns)
+
+    def synchronize(self) -> None:
+        # The tokens of a step that is launched in one turn are read at the end of the next.
+        assert self._recorded is None or len(self._turns) - self._recorded > 1, "the host waits for a step in flight"
+
+
+def test_no_step_waits_until_the_device_has_copied_the_inputs_of_those_in_flight(fleet, prompt, near) -> None:
+    """With several ranks, the device copies them when all have made the drafts before. If one is gone, it never does,
+    and nothing ends this wait."""
+    drafting, turns = DraftingEngine(fleet("llama3").base, near), list[None]()
+    engine = drafting.stepped.engine
+    for inputs in (engine.runner.steps.inputs, drafting.drafter.steps.inputs):
+        inputs._copied = [Copied(turns) for _ in inputs._hosts]  # type: ignore[misc]  # stands for CUDA's event
+    step = engine.step
+
+    def stepped() -> Any:
+        turns.append(None)
+        return step()
+
+    engine.step = stepped  # type: ignore[method-assign]
+    answers(drafting.stepped, {"a": prompt(20), "b": prompt(35), "c": prompt(7)})
+    assert drafting.behind > 40
+
+
 EDITS: list[dict[str, Any]] = [
     {"frequency_penalty": 0.4, "presence_penalty": 0.2},
     {"repetition_penalty": 1.2, "temperature": 0.3, "seed": 5},
