@@ -78,9 +78,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput") and not num_gpus:
         items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
     for item in items:
-        needed = max((mark.args[0] if mark.args else 1 for mark in item.iter_markers("gpu")), default=0)
+        needed = max((_num_gpus(*mark.args, **mark.kwargs) for mark in item.iter_markers("gpu")), default=0)
         if needed > num_gpus:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU{'s' * (needed > 1)}"))
+
+
+def _num_gpus(count: int = 1) -> int:
+    """Takes the arguments of the marker gpu."""
+    return count
 
 
 def pytest_collection_finish() -> None:

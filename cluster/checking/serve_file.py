@@ -155,7 +155,9 @@ def _check_args(source: YamlSource, place: Place, values: Any) -> tuple[list[Pro
             names = {detail["loc"][0] if detail["loc"] else _named(detail["msg"], rest) for detail in error.errors()}
         except ConfigError as error:
             name = _named(error.message, rest)
-            wrong, names = [source.problem((*place, name) if name else place, error.message)], {name}
+            problem = source.problem((*place, name) if name else place, error.message)
+            is_told = any(one.place.startswith(f"{problem.place}.") for one in problems)  # with a key inside
+            wrong, names = [] if name and is_told else [problem], {name}
         problems += wrong
         if not names & rest.keys():
             return problems, None

@@ -172,7 +172,7 @@ def _is_of_quantized(name: str, quantization: Quantization | None) -> bool:
     """Returns whether the tensor is one of those of quantized linears, which are read together."""
     if quantization is None or quantization.stored is None:
         return False
-    if name in quantization.stored.beside:
+    if name in quantization.stored.other_tensors:
         return True
     match = LINEAR.fullmatch(name)
     return (

@@ -246,14 +246,14 @@ class KVCacheManager:
         for i in range(len(blocks.nodes), num_computed // size):
             key = blocks.key_behind(blocks.nodes, i, tokens[i * size : (i + 1) * size])
             own = (next(self._next_node), blocks.table[i])
+            if self.on_known is not None and key not in self._known:  # Before the key is known, since it may fail.
+                self.on_known(own[0], key, self._roots.salt(key[1]))
             # If another sequence computed this block at the same time, its block stays the known one, and ours stays
             # private.
             found = self._known.setdefault(key, own)
             if found is own:
                 self._roots.use_again(key[1])
                 self._nodes[blocks.table[i]], self._keys[blocks.table[i]] = found[0], key
-                if self.on_known is not None:
-                    self.on_known(found[0], key, self._roots.salt(key[1]))
             blocks.nodes.append(found[0])
 
     def release(self, blocks: SequenceBlocks) -> None:

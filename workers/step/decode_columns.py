@@ -74,8 +74,11 @@ class DecodeColumns:
         decodes = chunks
         if count < len(chunks):
             decodes, tables, slots = chunks[:count], tables[:count], slots[:count]
+        are_greedy = plan.is_greedy
+        if count < len(chunks) and not are_greedy:  # A prompt of the step may have been what is not.
+            are_greedy = all(chunk.sequence.takes_best for chunk in decodes)
         fields_FB = plan.fields_FT[:, :count]
-        return cls(decodes, fields_FB, tables, slots, chunks, plan.is_greedy, min(plan.num_plain, count))
+        return cls(decodes, fields_FB, tables, slots, chunks, are_greedy, min(plan.num_plain, count))
 
     def find(self, chunks: list[Chunk]) -> Ints | None:
         """Returns the index of each chunk among these decodes, or NEW. Returns None if all of them are these decodes,

@@ -99,3 +99,11 @@ def test_an_address_open_to_the_network_needs_keys():
     assert complaint.startswith("applications[0].args: host=0.0.0.0 is open to the network, and there are no API keys")
     open_to_all["applications"][0]["args"]["api_keys"] = "/keys.yaml"
     assert complaints(open_to_all) == []
+
+
+def test_a_mistake_inside_speculative_config_is_told_once():
+    config = {"method": "ngram", "draft_model": "d"}
+    [told] = complaints(with_value(GOOD, (*ARGS, "speculative_config"), config))
+    assert told.startswith("applications[0].args.speculative_config.draft_model: unknown key 'draft_model'")
+    [told] = complaints(with_value(GOOD, (*ARGS, "speculative_config"), {"method": "medusa"}))
+    assert told.startswith("applications[0].args.speculative_config: speculative_config: method='medusa' is not served")

@@ -26,6 +26,25 @@ def test_a_finished_prefix_is_found_again_but_for_its_last_token():
     assert list(again.table) == table[:3]
 
 
+def test_a_block_that_could_not_be_announced_is_not_known():
+    kv = KVCacheManager(num_blocks=16, block_size=4, enable_prefix_caching=True)
+    announced = []
+
+    def announce(node, *_):
+        announced.append(node)
+        if len(announced) == 2:
+            raise OSError("the second block")
+
+    kv.on_known = announce
+    blocks = kv.open("a")
+    kv.grow(blocks, 12)
+    with pytest.raises(OSError, match="the second block"):
+        kv.commit(blocks, TOKENS, 12)
+    kv.commit(blocks, TOKENS, 12)
+    assert len(announced) == 4  # the second block once more
+    assert announced[0] == blocks.nodes[0] and announced[2:] == blocks.nodes[1:]
+
+
 def test_another_adapter_never_sees_the_prefix():
     kv = KVCacheManager(num_blocks=16, block_size=4, enable_prefix_caching=True)
     kv.release(filled(kv, "a", TOKENS))

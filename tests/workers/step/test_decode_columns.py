@@ -120,10 +120,20 @@ def test_a_plan_knows_which_decodes_are_plain_and_greedy_while_others_come_and_e
     for i in range(80):
         if len(steps.scheduler.running) < 4:
             wanted = [{}, {}, {}, {"temperature": 1.0}, {"logprobs": 1}][i // 4 % 5]
-            steps.add(f"{i}", int(rng.integers(2, 20)), max_tokens=int(rng.integers(2, 12)), **wanted)
+            steps.add(f"{i}", int(rng.integers(2, 20)), max_tokens=int(rng.integers(1, 12)), **wanted)
         plan = steps.step()
         found.add((plan.is_greedy, plan.num_plain == plan.num_decodes))
     assert found == {(True, True), (False, True), (False, False)}
+
+
+@pytest.mark.parametrize("other", [{"temperature": 1.0}, {"logprobs": 1}])
+def test_decodes_are_greedy_again_behind_the_only_token_of_one_that_was_not(other: dict[str, int]) -> None:
+    steps = Steps()
+    for name in ("one", "two"):
+        steps.add(name, 3)
+    steps.step()
+    steps.add("three", 3, max_tokens=1, **other)
+    assert [steps.step().is_greedy for _ in range(4)] == [False, True, True, True]
 
 
 def test_a_token_that_the_host_knows_is_read_from_the_plan() -> None:

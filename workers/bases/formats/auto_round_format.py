@@ -7,6 +7,7 @@ from typing import Any
 
 from lorafleet.protocol.errors import UnsupportedModel
 from lorafleet.workers.bases.formats.awq_format import AWQFormat
+from lorafleet.workers.bases.formats.changed_settings import is_plain
 from lorafleet.workers.bases.formats.checkpoint_format import REMEDY, CheckpointFormat, StoredLinears
 from lorafleet.workers.bases.formats.gptq_format import GPTQFormat
 
@@ -28,11 +29,13 @@ def auto_round_format(config: Mapping[str, Any], linears: StoredLinears) -> Chec
             f"quantization_config: packing_format={packing!r} of AutoRound is not supported; {AWQ_PACKING} and "
             f"{', '.join(GPTQ_PACKINGS)} are. {REMEDY}"
         )
-    for name, served in SERVED.items():
-        if config.get(name) not in served:
-            raise UnsupportedModel(
-                f"quantization_config: {name}={config[name]!r} of AutoRound is not supported. {REMEDY}"
-            )
+    changed = [one for one in (config.get("extra_config") or {}).values() if not is_plain(one)]
+    for settings in (config, *changed):
+        for name, served in SERVED.items():
+            if settings.get(name) not in served:
+                raise UnsupportedModel(
+                    f"quantization_config: {name}={settings[name]!r} of AutoRound is not supported. {REMEDY}"
+                )
     if packing == AWQ_PACKING:
         return AWQFormat({**config, "zero_point": not config.get("sym", True), "version": "gemm"}, linears)
     return GPTQFormat({**config, "checkpoint_format": GPTQ_PACKINGS[packing]}, linears)

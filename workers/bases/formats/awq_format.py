@@ -5,8 +5,8 @@ qweight [D, O / n] and qzeros [G, O / n] have n numbers in an int32, packed alon
 - 4 bits: n is 8. From the lowest bits on, the numbers are the outputs 0, 2, 4, 6, 1, 3, 5 and 7 of eight.
 - 8 bits, from GPTQModel alone: n is 4, and the outputs are in their order.
 - With zero_point=false, as GPTQModel quantizes symmetrically, qzeros is stored too, and every zero is the same.
-- `dynamic` may change bits and group_size of a linear. GPTQModel takes the zeros from the other settings all the same,
-  so that they are read where anything is changed.
+- `dynamic` may change bits and group_size of a linear. GPTQModel computes the zeros of such a linear by the unchanged
+  settings, so they may differ from the middle and are read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Numbers:
 
 class AWQFormat:
     tensors = re.compile("qweight|qzeros|scales")
-    beside: frozenset[str] = frozenset()
+    other_tensors: frozenset[str] = frozenset()
 
     def __init__(self, config: Mapping[str, Any], linears: StoredLinears) -> None:
         self._numbers: dict[str, _Numbers] = {}

@@ -56,7 +56,7 @@ class BitsandbytesFormat:
     tensors = re.compile(
         rf"SCB|weight_format|weight(?:\.(?:absmax|quant_map|nested_absmax|nested_quant_map))?|{_STATE}"
     )
-    beside: frozenset[str] = frozenset()
+    other_tensors: frozenset[str] = frozenset()
 
     def __init__(self, config: Mapping[str, Any], linears: StoredLinears) -> None:
         if not any(config.get(key) for key in BITS):

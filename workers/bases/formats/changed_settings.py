@@ -47,16 +47,21 @@ class ChangedSettings:
         names = spellings(name)
         key = next((spelled for spelled in names if spelled in self._extra), None)
         if key is None:
-            key = next((key for key in self._extra_patterns if any(self._is_found(key, one) for one in names)), None)
+            is_found = self._patterns.search
+            key = next(
+                (key for key in self._extra_patterns if any(is_found("extra_config", key, one) for one in names)), None
+            )
         if key is None:
             return {}
-        bits = self._extra[key].get("bits")
-        if isinstance(bits, int) and bits >= 16:
+        if is_plain(self._extra[key]):
             raise _plain(name, "extra_config", key)
         return self._extra[key]
 
-    def _is_found(self, key: str, name: str) -> bool:
-        return self._patterns.match("extra_config", f".*?(?:{key})", name)
+
+def is_plain(settings: Settings) -> bool:
+    """Returns whether an entry of extra_config says that its linears are plain."""
+    bits = settings.get("bits")
+    return isinstance(bits, int) and bits >= 16
 
 
 def _plain(name: str, field: str, pattern: str) -> ConfigError:

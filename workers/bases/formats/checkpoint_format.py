@@ -8,7 +8,7 @@ A new format is one class in a file of this folder, listed in FORMATS of workers
    the result. So matrix() may return an object that reads slices later, when a rank takes its part.
 
 A mixture's experts are linears too, by names such as "layers.0.mlp.experts.3.up_proj". If a format stores all experts
-of a layer in one tensor, `beside` names it, and matrix() takes the expert out of it.
+of a layer in one tensor, `other_tensors` names it, and matrix() takes the expert out of it.
 
 Schemes may differ from linear to linear. For a new kind of numbers, write a Scheme beside its weight in kernels/quant.
 """
@@ -53,7 +53,7 @@ class CheckpointFormat(Protocol):
         """Matches the names that a quantized linear's tensors have below the linear, such as "weight_scale"."""
 
     @property
-    def beside(self) -> frozenset[str]:
+    def other_tensors(self) -> frozenset[str]:
         """The names, as the engine has them, of the format's tensors that are not those of one quantized linear.
 
         The loader ignores them too. They hold linears of all experts of a layer, or have no meaning.

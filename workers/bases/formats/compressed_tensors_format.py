@@ -26,7 +26,7 @@ class CompressedTensorsFormat:
     tensors = re.compile(
         "weight|weight_(?:packed|scale|global_scale|zero_point|shape|g_idx)|input_(?:scale|zero_point|global_scale)"
     )
-    beside: frozenset[str] = frozenset()
+    other_tensors: frozenset[str] = frozenset()
 
     def __init__(self, config: Mapping[str, Any], linears: StoredLinears) -> None:
         kv_scheme = config.get("kv_cache_scheme")

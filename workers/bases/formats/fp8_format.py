@@ -48,7 +48,7 @@ class FP8Format:
         twice = next((module for module in single if module in self._stacked), None)
         if twice is not None:
             raise _stored_twice(twice)
-        self.beside = frozenset(left_plain + tensors)
+        self.other_tensors = frozenset(left_plain + tensors)
         self.schemes: dict[str, Scheme] = dict.fromkeys(single + stacked, ScaledScheme(block=self._block[1]))
 
     def matrix(self, linear: LinearTensors) -> QuantizedMatrix:

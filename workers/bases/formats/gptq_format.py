@@ -45,7 +45,7 @@ class _Numbers(msgspec.Struct, frozen=True):
 
 class GPTQFormat:
     tensors = re.compile("qweight|qzeros|scales|g_idx")
-    beside: frozenset[str] = frozenset()
+    other_tensors: frozenset[str] = frozenset()
 
     def __init__(self, config: Mapping[str, Any], linears: StoredLinears) -> None:
         stored_as = config.get("checkpoint_format") or config.get("format") or "gptq"

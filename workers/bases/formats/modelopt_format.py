@@ -68,7 +68,7 @@ MIXED = "MIXED_PRECISION"  # `quantized_layers` has the settings of each linear
 
 class ModelOptFormat:
     tensors = re.compile(r"weight|weight_scale|weight_scale_2|input_scale")
-    beside: frozenset[str] = frozenset()
+    other_tensors: frozenset[str] = frozenset()
 
     def __init__(self, config: Mapping[str, Any], linears: StoredLinears) -> None:
         settings = _settings(config)

@@ -38,7 +38,7 @@ class MXFP4Format:
 
     def __init__(self, config: Mapping[str, Any], linears: StoredLinears) -> None:
         self.schemes: dict[str, Scheme] = {}
-        self.beside: frozenset[str] = frozenset(match[0] for match in linears.matching(STACKED))
+        self.other_tensors: frozenset[str] = frozenset(match[0] for match in linears.matching(STACKED))
         excluded = config.get("modules_to_not_convert") or []
         for match in linears.matching(STACKED):
             module = f"model.{match[1]}"

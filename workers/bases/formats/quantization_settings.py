@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -37,6 +38,7 @@ class _Settings(msgspec.Struct):
     """The keys of all formats that are lists, objects or texts."""
 
     quant_method: str | None = None
+    packing_format: str | None = None  # of AutoRound
     config_groups: dict[str, _Group] | None = None
     dynamic: dict[str, dict[str, Any]] | None = None  # of GPTQModel
     extra_config: dict[str, dict[str, Any]] | None = None  # of AutoRound
@@ -73,6 +75,13 @@ class NamePatterns:
         `field` is the key of quantization_config that has the pattern. Raises ConfigError for a pattern that is no
         regular expression or too long, and if the patterns take too long or too much memory.
         """
+        return self._is_found(field, pattern, lambda one, left_s: one.match(name, timeout=left_s))
+
+    def search(self, field: str, pattern: str, name: str) -> bool:
+        """Returns whether the pattern matches anywhere in the name, as re.search() does. Otherwise it is as match()."""
+        return self._is_found(field, pattern, lambda one, left_s: one.search(name, timeout=left_s))
+
+    def _is_found(self, field: str, pattern: str, look: Callable[[regex.Pattern[str], float], object]) -> bool:
         if pattern not in self._compiled:
             _check_syntax(field, pattern)
             self._left_nodes -= _most_nodes(pattern)
@@ -86,7 +95,7 @@ class NamePatterns:
         start = time.thread_time()
         try:
             if self._left_s > 0:
-                return self._compiled[pattern].match(name, timeout=self._left_s) is not None
+                return look(self._compiled[pattern], self._left_s) is not None
         except TimeoutError:  # by another clock than this thread's
             self._left_s = 0
         finally:

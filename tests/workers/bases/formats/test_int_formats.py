@@ -278,6 +278,9 @@ class TestRefusals:
             (auto_round(), {"packing_format": "auto_round:fp8"}, "packing_format='auto_round:fp8'"),
             (auto_round(), {"data_type": "mx_int"}, "data_type='mx_int'"),
             (auto_round(), {"act_bits": 8}, "act_bits=8"),
+            (auto_round(), {"packing_format": ["auto_round"]}, "packing_format"),
+            (auto_round(), {"extra_config": {"a": {"act_bits": 8}}}, "act_bits=8"),
+            (auto_round(), {"extra_config": {"a": {"bits": 4, "data_type": "mx_fp"}}}, "data_type='mx_fp'"),
             (auto_round(), {"rotation_config": {"a": 1}}, "rotation_config="),
             (auto_round(), {"extra_config": {".*down.*": {"bits": 16}}}, "extra_config says by '.*down.*'"),
             (
