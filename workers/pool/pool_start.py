@@ -114,6 +114,8 @@ def start_pool(
         return None
     if lora.share_lora_memory:
         return _start(num_ranks, device, block_bytes)
+    if device.type != "cuda":  # There is no choice that a log could explain: adapters are used where they lie.
+        return None
     if lora.lora_memory_gib is not None:
         why_not = "lora.lora_memory_gib is set"
     try:

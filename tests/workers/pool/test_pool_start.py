@@ -94,13 +94,16 @@ def test_shares_are_fixed_without_adapters_and_where_the_user_has_set_them(lora:
     assert start_pool(lora, 1, torch.device("cuda:0"), BLOCK_BYTES) is None
 
 
-@pytest.mark.parametrize(("device", "num_ranks"), [("cpu", 1), ("cuda:0", 2)])
-def test_shares_are_fixed_by_default_where_memory_cannot_be_shared(
-    device: str, num_ranks: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_shares_are_fixed_by_default_where_memory_cannot_be_shared(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    assert start_pool(LoRAConfig(), num_ranks, torch.device(device), BLOCK_BYTES) is None
+    assert start_pool(LoRAConfig(), 2, torch.device("cuda:0"), BLOCK_BYTES) is None
     assert "adapters and KV blocks have fixed shares of memory: " in caplog.text
+
+
+def test_a_cpu_says_nothing_of_memory_that_only_gpus_can_share(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert start_pool(LoRAConfig(), 1, torch.device("cpu"), BLOCK_BYTES) is None
+    assert caplog.text == ""
 
 
 def test_memory_is_shared_by_default_unless_something_speaks_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
