@@ -3,6 +3,7 @@ that an answer would show if a step touched it."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -127,6 +128,7 @@ def load(engine: Engine, path: Path) -> LoRARequest:
     future = engine.load_adapter(LoRARequest(path.name, 1, str(path)))
     while not future.done():
         engine.step()
+        time.sleep(0.001)  # Without a pause, the thread that reads would hardly get the interpreter.
     return LoRARequest(path.name, 1, str(path), future.result().digest)
 
 
