@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from adapter_forms import applied, make_forms, served_from
+from engine_steps import step_until_done
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
 from lorafleet.workers.adapters.forms import AdapterForms
 from tiny_models import make_model
@@ -120,8 +121,7 @@ def test_an_adapter_without_low_rank_has_rank_zero_and_names_its_targets(made, t
     infos = {}
     for i, kind in enumerate(("ia3", "norms")):
         loaded = llm._engine.load_adapter(LoRARequest(kind, i + 1, str(paths[kind])))
-        while not loaded.done():
-            llm._engine.step()
+        step_until_done(llm._engine, loaded)
         infos[kind] = loaded.result()
     assert [info.rank for info in infos.values()] == [0, 0]
     assert infos["ia3"].target_modules == sorted({module.rpartition(".")[2] for module in forms["ia3"].linears})

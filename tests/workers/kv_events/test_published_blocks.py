@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from engine_steps import step_until_done
 from family_cases import CASES, make_case
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.engine_control import FlushPrefixes
@@ -54,8 +55,7 @@ class PublishingEngine:
 
     def load(self, name: str, path) -> LoRARequest:
         loading = self.engine.load_adapter(LoRARequest(name, 1, str(path)))
-        while not loading.done():
-            self.engine.step()
+        step_until_done(self.engine, loading)
         return LoRARequest(name, 1, str(path), loading.result().digest)
 
     def answer(self, jobs: list[tuple[list[int], LoRARequest | None, str]]) -> None:

@@ -3,7 +3,6 @@ that an answer would show if a step touched it."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from random import Random
 import pytest
 import torch
 
+from engine_steps import step_until_done
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.engine_control import SleepEngine, WakeEngine
 from lorafleet.protocol.lora_config import LoRAConfig
@@ -126,9 +126,7 @@ def share(engine: Engine, group_bytes: int, num_groups: int, block_s: float) -> 
 
 def load(engine: Engine, path: Path) -> LoRARequest:
     future = engine.load_adapter(LoRARequest(path.name, 1, str(path)))
-    while not future.done():
-        engine.step()
-        time.sleep(0.001)  # Without a pause, the thread that reads would hardly get the interpreter.
+    step_until_done(engine, future)
     return LoRARequest(path.name, 1, str(path), future.result().digest)
 
 
@@ -186,12 +184,10 @@ def test_a_sleep_takes_all_memory_back_and_adapters_borrow_again(start: Start, f
     run(engine)
     assert mover.lent
     done = engine.control(SleepEngine(tags=["kv_cache", "weights"], level=1, mode="wait"))
-    while not done.done():
-        engine.step()
+    step_until_done(engine, done)
     assert not mover.lent
     done = engine.control(WakeEngine(tags=["kv_cache", "weights"]))
-    while not done.done():
-        engine.step()
+    step_until_done(engine, done)
     for i, lora in enumerate(loras):
         submit(engine, f"b{i}", lora, prompt(9), 3)
     answers = run(engine)

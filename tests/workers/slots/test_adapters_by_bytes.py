@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from engine_steps import step_until_done
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import AdapterTooLarge, ConfigError
 from lorafleet.protocol.lora_config import LoRAConfig
@@ -64,8 +65,7 @@ def start(fleet, adapters: list[Path]) -> Iterator[Start]:
 
 def load(engine: Engine, path: Path) -> LoRARequest:
     future = engine.load_adapter(LoRARequest(path.name, 1, str(path)))
-    while not future.done():
-        engine.step()
+    step_until_done(engine, future)
     return LoRARequest(path.name, 1, str(path), future.result().digest)
 
 

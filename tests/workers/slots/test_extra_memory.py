@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from adapter_forms import applied, make_forms, norms, plain, served_from
+from engine_steps import step_until_done
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import AdapterTooLarge, ConfigError
 from lorafleet.protocol.lora_config import LoRAConfig
@@ -107,8 +108,7 @@ def start(fleet, forms, tmp_path, monkeypatch):
 
 def loaded(engine: Engine, path: Path) -> LoRARequest:
     future = engine.load_adapter(LoRARequest(path.name, 1, str(path)))
-    while not future.done():
-        engine.step()
+    step_until_done(engine, future)
     return LoRARequest(path.name, 1, str(path), future.result().digest)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from engine_steps import step_until_done
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import AdapterChanged, AdapterError, AdapterMissing, LorafleetError
 from lorafleet.protocol.lora_config import LoRAConfig
@@ -57,8 +58,7 @@ def engine(fleet):
 
 def loaded(engine: Engine, path: Path, number: int = 1) -> LoRARequest:
     future = engine.load_adapter(LoRARequest(path.name, number, str(path)))
-    while not future.done():
-        engine.step()
+    step_until_done(engine, future)
     return LoRARequest(path.name, number, str(path), future.result().digest)
 
 
@@ -206,8 +206,7 @@ def test_a_pinned_adapter_keeps_its_slot(engine, adapters, prompt):
     small = engine()
     pinned, *others = [loaded(small, path, i) for i, path in enumerate(adapters[:4])]
     pinning = small.loras.pin(pinned)
-    while not pinning.done():
-        small.step()
+    step_until_done(small, pinning)
     small.step()  # nobody asks for it, and it gets its slot
     assert small.loras.slots.find(pinned.digest).pinned
     for i, lora in enumerate(others):
@@ -268,8 +267,7 @@ def test_stats_tell_what_steps_were_made_of_how_adapters_moved_and_whose_tokens_
     assert stats.memory_bytes["lora_cpu"] == stats.lora_cpu_bytes > 0
     made.loras.drop(lora.digest)
     missing = made.load_adapter(LoRARequest("gone", 9, str(tmp_path / "nowhere")))
-    while not missing.done():
-        made.step()
+    step_until_done(made, missing)
     moves = {(one.lora_name, one.source, one.target, one.error) for one in made.loras.take_moves()}
     assert moves == {
         ("a1", "cpu", "gpu", ""),
@@ -346,8 +344,7 @@ def test_a_failed_load_leaves_nothing_behind_and_the_next_one_succeeds(engine, a
     submit(small, "r", gone, prompt(5), 3)
     asked = small.load_adapter(LoRARequest("a", 1, str(tmp_path / "a")))
     run(small)
-    while not asked.done():
-        small.step()
+    step_until_done(small, asked)
     assert isinstance(asked.exception(), AdapterMissing)
     assert not small.loras.loading and small.loras.resident_cpu() == []
     assert all(slot.digest is None for slot in small.loras.slots.slots)
@@ -359,8 +356,7 @@ def test_a_fault_of_our_own_while_loading_is_not_called_the_adapters(engine, ada
     small = engine()
     monkeypatch.setattr(loader, "pack", lambda *_: 1 / 0)
     asked = small.load_adapter(LoRARequest("a", 1, str(adapters[0])))
-    while not asked.done():
-        small.step()
+    step_until_done(small, asked)
     assert type(asked.exception()) is LorafleetError
     assert "ZeroDivisionError" in str(asked.exception()) and "loading failed" in caplog.text
 

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from classifiers import expected_logits, make_classifier
+from engine_steps import step_until_done
 from lorafleet.offline.llm import LLM, LoRARequest
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.messages import EngineRequest
@@ -62,7 +63,6 @@ def test_heads_are_those_of_one_rank(tmp_path: Path, fleet: Callable[[str], Any]
 def _loaded(llm: LLM, lora: LoRARequest) -> LoRARequest:
     """Loads the adapter, and returns it with its digest."""
     loading = llm._engine.load_adapter(lora)
-    while not loading.done():
-        llm._engine.step()
+    step_until_done(llm._engine, loading)
     assert loading.result().head_task == HEADS.get(lora.lora_name, (None, None, ""))[2]
     return msgspec.structs.replace(lora, digest=loading.result().digest)
