@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from engine_steps import step_until_done
 from living import is_alive
 from lorafleet.offline.llm import SamplingParams
 from lorafleet.protocol.engine_config import EngineConfig
@@ -117,8 +118,7 @@ def test_an_adapter_that_one_rank_cannot_read_fails_on_all_and_leaves_nothing_be
 
     def load(name: str, kind: str) -> Future[AdapterInfo]:
         asked = engine.load_adapter(LoRARequest(name, 1, str(fleet("llama3").adapters[kind])))
-        while not asked.done():
-            engine.step()
+        step_until_done(engine, asked)
         return asked
 
     def answer(digest: str, kind: str) -> list[int]:
