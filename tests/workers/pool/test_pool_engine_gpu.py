@@ -11,6 +11,7 @@ from random import Random
 import pytest
 import torch
 
+from engine_steps import step_until_done
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
 from lorafleet.protocol.engine_control import SleepEngine, WakeEngine
 from lorafleet.workers.pool import pool_cost
@@ -118,16 +119,14 @@ def of_turn(answers: list[list[int]], jobs: list[Jobs], turn: int) -> list[list[
 def sleep_and_wake(engine) -> None:
     before = torch.cuda.mem_get_info()[0]
     done = engine.control(SleepEngine())
-    while not done.done():
-        engine.step()
+    step_until_done(engine, done)
     done.result()
     freed = torch.cuda.mem_get_info()[0] - before
     memory = engine.stats().memory_bytes
     print(f"freed {freed >> 20} MiB while asleep, memory {memory}")
     assert freed > 500 << 20
     done = engine.control(WakeEngine())
-    while not done.done():
-        engine.step()
+    step_until_done(engine, done)
     done.result()
 
 
