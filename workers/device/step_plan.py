@@ -36,7 +36,7 @@ class StepPlan:
     slot_ranks: list[int]  # LoRAModelManager.ranks, of every slot.
     # Chunks at the front that have one token and sample the next one. Known on rank 0 only.
     num_decodes: int = 0
-    num_plain: int = 0  # Those at the front of these whose sequences are plain (Sequence.is_plain).
+    num_plain: int = 0  # Decodes before the first whose sequence is not plain (Sequence.is_plain).
     # Slot of each sequence's state. Empty if the model has no recurrent layers.
     state_slots: list[int] = field(default_factory=list)
     # (from, to) of states that are copied before the step, out of snapshots, and after it, into snapshots.

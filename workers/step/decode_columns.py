@@ -54,7 +54,7 @@ class DecodeColumns:
         Args:
             step: All chunks of the plan.
             are_greedy: Whether it is known that all of the decodes' tokens have the largest logits.
-            num_plain: As in StepPlan.
+            num_plain: Number of the decodes before the first whose sequence is not plain.
         """
         self.chunks = chunks
         self.are_greedy = are_greedy

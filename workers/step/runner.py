@@ -95,7 +95,7 @@ class LaunchedStep:
 
     chunks: list[Chunk]
     shape: StepShape
-    num_plain: int  # As in StepPlan.
+    num_plain: int  # Decodes at the front of the chunks, up to the first whose sequence is not plain.
     sampling: list[Chunk]  # The chunks that sample.
     shares_tokens: bool  # As in RunStep. A sequence whose grammar waited for masks may have ended since.
     num_rows: int  # Rows of StepInputs.sampled_B: Chunk.num_sampled of each of these chunks.

@@ -9,8 +9,8 @@ import pytest
 from lorafleet.workers.attention.kv_pages import join_blocks
 
 TABLES = [
-    [array("i", [3, 4]), array("i", [7]), array("i", [9, 1, 2])],  # As sequences have them.
-    [array("i", [3, 4, 8]), array("i", [7]), array("i", [9, 1, 2, 6])],  # Some have blocks for tokens to come.
+    [array("i", [3, 4]), array("i", [7]), array("i", [9, 1, 2])],  # Each sequence fills all of its blocks.
+    [array("i", [3, 4, 8]), array("i", [7]), array("i", [9, 1, 2, 6])],  # Two have one block more.
     [[3, 4], array("i", [7]), [9, 1, 2]],
     [[3, 4], (7,), range(9, 12)],
 ]
