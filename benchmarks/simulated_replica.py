@@ -282,9 +282,10 @@ class Replica:
                 slot = self._activate(adapter, now)
             if slot is None:
                 soonest = soonest or iter(sorted(self.slots.values(), key=lambda s: s.holders))
-                claimed.add(next(soonest).adapter)
-                if len(claimed) == self.num_slots:
-                    break
+                claim = next(soonest, None)
+                if claim is None:
+                    break  # All slots are claimed; those that share memory may be fewer than num_slots.
+                claimed.add(claim.adapter)
             elif slot.filled and adapter not in claimed:
                 self._admit(slot)
         self._read_next(now)

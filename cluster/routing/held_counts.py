@@ -4,9 +4,27 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 
 NO_LIMIT = 1 << 30  # Room of a replica that has not said how many adapters fit into its host memory.
+
+
+class ReadCosts(Protocol):
+    """What one more read costs others, in seconds."""
+
+    @property
+    def full_s(self) -> float:
+        """The cost at the replica that holds the most; that of others is in proportion to what they hold."""
+
+    @property
+    def crowded_s(self) -> float:
+        """The further cost if the replica has no room left, but another one has."""
+
+    @property
+    def evict_s(self) -> float:
+        """The further cost if no replica has room left."""
 
 
 class HeldCounts:
@@ -31,20 +49,19 @@ class HeldCounts:
         memory."""
         self._coming_R[index], self._capacity_R[index] = num_coming, capacity
 
-    def cost_s(self, index: int, full_s: float, crowded_s: float) -> float:
-        """Returns the cost of one more read to others.
+    def cost_s(self, index: int, costs: ReadCosts) -> float:
+        """Returns the cost of one more read to others."""
+        return float(self._costs_R(costs)[index])
 
-        Args:
-            full_s: the cost at the replica that holds the most; that of others is in proportion to what they hold.
-            crowded_s: the cost if the replica has no room left, but another one has.
-        """
-        return float(self._costs_R(full_s, crowded_s)[index])
-
-    def best(self, cost_R: np.ndarray, full_s: float, crowded_s: float) -> int:
+    def best(self, cost_R: np.ndarray, costs: ReadCosts) -> int:
         """Returns the replica with the lowest sum of its cost and that of cost_s()."""
-        return int((cost_R + self._costs_R(full_s, crowded_s)).argmin())
+        return int((cost_R + self._costs_R(costs)).argmin())
 
-    def _costs_R(self, full_s: float, crowded_s: float) -> np.ndarray:
+    def _costs_R(self, costs: ReadCosts) -> np.ndarray:
         has_room_R = self._held_R + self._coming_R < self._capacity_R
-        costs_R = self._held_R * (full_s / self._most)
-        return costs_R if has_room_R.all() or not has_room_R.any() else costs_R + np.where(has_room_R, 0.0, crowded_s)
+        costs_R = self._held_R * (costs.full_s / self._most)
+        if has_room_R.all():
+            return costs_R
+        if not has_room_R.any():
+            return costs_R + costs.evict_s
+        return costs_R + np.where(has_room_R, 0.0, costs.crowded_s)

@@ -53,13 +53,18 @@ class Costs:
     # (1.4 GB/s) for rank 16, as here. Later reads are faster (6 GB/s), but with their cost routing was no better.
     read_byte_s: float = 1 / 0.9e9
     place_s: float = 0.1  # Until a place in a full batch is free, for each request that waits for one.
-    slot_s: float = 0.7  # Until a slot is released if all are in use, for each adapter that waits for one.
+    slot_s: float = 0.7  # Until a slot is released if all are in use.
+    # Until a further one is, for each adapter that waits already. Dozens of slots are released one after another.
+    next_slot_s: float = 0.1
     move_s: float = 0.06  # The cost to others of filling a slot: an adapter is evicted and comes back.
     full_s: float = 0.3  # The cost to others of a read by the replica that holds the most adapters; less by others.
     # The cost to others of a read by a replica without room, while another has room. An adapter that nobody else holds
     # is evicted, and each of its later requests does the same to another one. It is also how long reads may wait at a
     # replica that has just joined while others could do them at once.
     crowded_s: float = 1.0
+    # The cost to others of a read while no replica has room. It evicts an adapter. If all of them just fit, nobody else
+    # holds that one, and a later request reads it again.
+    evict_s: float = 0.5
 
 
 @dataclass(slots=True)
@@ -256,7 +261,7 @@ class ReplicaChooser:
             found.append(self._live[self._rendezvous.home(key_of(adapter))])
         if adapter and adapter not in self._tiers and adapter not in self._homes:
             costs = self._costs
-            found.append(self._live[self._held.best(self._cold_R, costs.full_s, costs.crowded_s)])
+            found.append(self._live[self._held.best(self._cold_R, costs)])
         waits_R = self._slot_R if adapter else self._wait_R
         found.append(self._live[int(waits_R.argmin())])
         return found
@@ -275,13 +280,13 @@ class ReplicaChooser:
         slot_s += costs.move_s + self._slot_wait_s(replica)
         if tier == "cpu":
             return slot_s
-        full_s = self._held.cost_s(replica.index, costs.full_s, costs.crowded_s)
+        full_s = self._held.cost_s(replica.index, costs)
         return slot_s + replica.reading_s + full_s + num_bytes * costs.read_byte_s
 
     def _slot_wait_s(self, replica: _Replica) -> float:
         if replica.free_slots > 0:
             return 0.0
-        return self._costs.slot_s * (1 - replica.free_slots)
+        return self._costs.slot_s - self._costs.next_slot_s * replica.free_slots
 
     def _bytes(self, adapter: str) -> int:
         return self._num_bytes.get(adapter, TYPICAL_BYTES)

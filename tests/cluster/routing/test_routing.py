@@ -109,6 +109,27 @@ def test_an_empty_replica_gets_all_cold_reads_until_they_wait_too_long_there(rea
     assert made.rank("new")[0] == chosen
 
 
+def full(**fields: int) -> ReplicaLoad:
+    return ReplicaLoad(cpu_loras=1, **fields)
+
+
+@pytest.mark.parametrize(("ahead", "chosen"), [(3, "a"), (5, "a"), (40, "b")])
+def test_where_all_memory_is_full_some_adapters_wait_for_slots_before_another_replica_reads(
+    ahead: int, chosen: str
+) -> None:
+    made = chooser("ab", {"a": full(free_slots=-ahead), "b": full(free_slots=0)}, a=("sql", "cpu"), b=("other", "cpu"))
+    assert made.rank("sql")[0] == chosen
+
+
+@pytest.mark.parametrize(("num_running", "chosen"), [(200, "a"), (400, "b")])
+def test_where_all_memory_is_full_a_busier_replica_keeps_its_adapter_for_longer(num_running: int, chosen: str) -> None:
+    loads = {"a": full(num_running=num_running, free_slots=4), "b": full(free_slots=4)}
+    made = chooser("ab", loads, a=("sql", "gpu"), b=("other", "cpu"))
+    assert made.rank("sql")[0] == chosen
+    made = chooser("ab", {"a": loads["a"], "b": ReplicaLoad(free_slots=4)}, a=("sql", "gpu"))
+    assert made.rank("sql")[0] == "b", "there is room"
+
+
 def test_what_a_forgotten_replica_held_does_not_count_when_it_comes_back() -> None:
     made = chooser("ab", b=("sql", "cpu"))
     made.set_replicas("a")
