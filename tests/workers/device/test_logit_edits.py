@@ -285,6 +285,7 @@ def test_no_edit_writes_a_number_of_the_host_for_whose_copy_the_device_would_wai
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_on_a_gpu_no_edit_waits_for_the_device() -> None:
     device = torch.device("cuda")
     editor = LogitEditor(8, VOCAB, device)
