@@ -20,6 +20,7 @@ from noisy.watch import Seen, Watch, role_of
 from noisy.world import DEMO
 
 WAIT_S = 120.0
+END_OF_HEAD = b"\r\n\r\n"
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -46,27 +47,31 @@ def test_attacks_are_chosen_by_name_and_by_area_and_a_name_that_is_none_is_refus
 @asynccontextmanager
 async def refusing_server() -> AsyncIterator[int]:
     """A port where every request is answered with a 400 before its body is read."""
-    writers: set[asyncio.StreamWriter] = set()
+    transports: set[asyncio.Transport] = set()
 
-    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writers.add(writer)
-        try:
-            while await reader.readline() not in (b"\r\n", b""):
-                pass
-            writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
-            await writer.drain()
-        except (OSError, ValueError):
-            pass
-        finally:
-            writers.discard(writer)
-            writer.close()
+    class Refusing(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            assert isinstance(transport, asyncio.Transport)
+            self._transport, self._end = transport, b""
+            transports.add(transport)
 
-    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+        def data_received(self, data: bytes) -> None:
+            seen, self._end = self._end + data, (self._end + data)[-len(END_OF_HEAD) :]
+            if END_OF_HEAD in seen and not self._transport.is_closing():
+                self._transport.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+                self._transport.close()
+
+        def connection_lost(self, _error: Exception | None) -> None:
+            transports.discard(self._transport)
+
+    server = await asyncio.get_running_loop().create_server(Refusing, "127.0.0.1", 0)
     async with server:
         yield server.sockets[0].getsockname()[1]
-        while writers:  # Those whose client has gone without a word may not have noticed it yet.
-            for writer in writers:
-                writer.transport.abort()
+        server.close()
+        await asyncio.sleep(0.01)  # A connection that was accepted just now gets its protocol in a turn of its own.
+        while transports:  # Those whose client has gone without a word may not have noticed it yet.
+            for transport in transports:
+                transport.abort()
             await asyncio.sleep(0.01)
 
 
