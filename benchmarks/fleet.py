@@ -51,7 +51,16 @@ from typing import get_args
 
 import placement_workloads
 from benchmark_results import Case, this_hardware, write_results
-from fleet_figures import BLOCK_SIZE, LOOP_SHARE, UNITS, measure, predict_row, warm_up
+from fleet_figures import (
+    BLOCK_SIZE,
+    LOOP_SHARE,
+    SIMULATED,
+    UNITS,
+    measure,
+    predict_row,
+    simulated_load,
+    warm_up,
+)
 from fleet_load import (
     ALONE,
     CONVERSATIONS,
@@ -64,7 +73,6 @@ from fleet_load import (
     Stage,
     draw_calls,
     first_pass,
-    load_of,
     warm_up_size,
 )
 from fleet_resume import EarlierRun, read_earlier, row_key, split
@@ -72,7 +80,7 @@ from fleet_tables import print_header, print_ratios, print_row
 from http_load import ReportLost
 from local_server import LocalServer, running
 from lorafleet.cluster.routing.rule_names import RoutingRule
-from placement_workloads import RANKS, WORKLOADS, Load
+from placement_workloads import RANKS, Load
 from random_llama import write_alike_adapters, write_model, write_one_token_adapter
 from serving import CONFIG, DEMO
 
@@ -144,7 +152,9 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lora-memory-gib", type=float)
     parser.add_argument("--warm-up-s", type=float, help="seconds of calls at the start that are not counted")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--simulate", action="store_true", help="predict the TTFT of WORKLOADS, without any server")
+    parser.add_argument(
+        "--simulate", action="store_true", help="predict the figures of WORKLOADS and `saturation`, without any server"
+    )
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="after so many seconds no workload begins")
     parser.add_argument(
         "--then",
@@ -195,12 +205,13 @@ class Run:
     def simulate(self) -> None:
         for replicas in self._size.replicas:
             for index, rule in enumerate(self._args.rules):
-                loads = [load_of(SLORA, warm_up_size(self._size), replicas)] if self._size.warm_up_s else []
+                warm_up_load = simulated_load(SLORA, warm_up_size(self._size), replicas)
+                loads = [warm_up_load] if self._size.warm_up_s else []
                 is_warm = bool(loads)
                 for stage in self._stages:
-                    if stage.is_for(index) and stage.workload in WORKLOADS:
-                        size = self._size_of(stage)
-                        loads.append(load_of(stage.workload, size, replicas))
+                    if stage.is_for(index) and stage.workload in SIMULATED:
+                        size = self._first_size if stage.workload in LOOPS else self._size_of(stage)
+                        loads.append(simulated_load(stage.workload, size, replicas))
                         figures = predict_row(loads, rule, replicas, size, is_warm=is_warm)
                         self._add(stage.workload, rule, replicas, size.rate, figures)
 

@@ -9,17 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from conversations import count_endless_hits
-from fleet_load import CONVERSATIONS, LOOPS, SLORA, Size, draw_calls, lora_bytes, warm_up_size
-from fleet_simulation import predict
+from fleet_load import CONVERSATIONS, LOOPS, SATURATION, SLORA, Size, draw_calls, load_of, lora_bytes, warm_up_size
+from fleet_simulation import LoopLoad, predict
 from http_load import Call, Job, ReportLost, run_apart
 from latency import Outcome, Percentiles, summarize
 from local_server import LocalServer
 from lorafleet.cluster.routing.rule_names import RoutingRule
-from placement_workloads import Load
+from placement import RAMP
+from placement_workloads import WORKLOADS, Load
 
 BLOCK_SIZE = 16
+SIMULATED = (*WORKLOADS, SATURATION)
 LOOP_SHARE = 0.6  # The time of a closed loop, relative to that of the other workloads.
-RAMP = 0.2  # The part of a closed loop's time in which tokens are not counted, since its batches still grow.
 FIRST_STREAMS = 8  # Streams for each replica that request every adapter once, before the warm-up.
 FIRST_S = 120.0  # The time in which they must have done so.
 MAX_ERRORS, ERROR_CHARS = 3, 160  # Printed of each workload.
@@ -107,8 +108,14 @@ def worst_adapters_s(calls: Sequence[Call], outcomes: Sequence[Outcome]) -> floa
     return found and found.p90
 
 
+def simulated_load(workload: str, size: Size, replicas: int) -> Load | LoopLoad:
+    """Returns one of SIMULATED as the simulation takes it."""
+    load = load_of(workload, size, replicas)
+    return LoopLoad(load, LOOP_SHARE * size.duration_s, size.streams * replicas) if workload in LOOPS else load
+
+
 def predict_row(
-    server_loads: Sequence[Load], rule: RoutingRule, replicas: int, size: Size, *, is_warm: bool
+    server_loads: Sequence[Load | LoopLoad], rule: RoutingRule, replicas: int, size: Size, *, is_warm: bool
 ) -> dict[str, float | None]:
     """Returns the figures that the simulation has of the last load, after the others on the same server. If it
     `is_warm`, the first of the others is the warm-up."""
@@ -119,5 +126,6 @@ def predict_row(
         "busiest": result.max_over_mean,
         "reads": float(result.num_reads),
         "slots": float(result.num_fills),
+        "tokens_per_s": result.tokens_per_s,
     }
     return dict.fromkeys(UNITS) | known

@@ -74,7 +74,9 @@ SIZES = {
 
 
 def load_of(workload: str, size: Size, replicas: int) -> Load:
-    """Returns the parameters of one of WORKLOADS."""
+    """Returns the parameters of one of WORKLOADS, or of the calls of a closed loop."""
+    if workload in LOOPS:
+        return load_of(SLORA, replace(size, rate=MORE_CALLS * size.rate), replicas)
     return Load(workload, size.rate * replicas, size.duration_s, size.adapters, size.seed)
 
 
@@ -100,11 +102,7 @@ def draw_calls(workload: str, size: Size, replicas: int) -> list[Call]:
                 size.seed,
             )
         )
-    if workload in LOOPS:
-        load = load_of(SLORA, replace(size, rate=MORE_CALLS * size.rate), replicas)
-    else:
-        load = load_of(workload, size, replicas)
-    arrivals = placement_workloads.draw(load)
+    arrivals = placement_workloads.draw(load_of(workload, size, replicas))
     random = np.random.default_rng([size.seed, 13])
     return [
         Call(

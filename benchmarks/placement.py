@@ -18,8 +18,9 @@ import math
 import multiprocessing
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 
 import numpy as np
@@ -52,6 +53,7 @@ SLO_S = 6.0  # The bound of the TTFT, as in S-LoRA.
 TUNING_SEEDS = (0, 1, 2)
 DURATION_S = 75.0
 NEEDED = {"Ray multiplex sticky", "power of two", "clairvoyant"}  # The arms that the goals compare with.
+RAMP = 0.2  # The part of a load's time in which tokens are not counted, since batches still grow.
 MIN_REQUESTS = 5  # An adapter with fewer requests does not count in the worst decile.
 
 
@@ -67,6 +69,7 @@ class Result:
     max_over_mean: float  # The number of requests of the busiest replica, divided by the mean.
     num_reads: int  # Adapters read from disk.
     num_fills: int  # Adapters copied to slots.
+    tokens_per_s: float  # Generated until the last request arrived, without the first fifth of that time.
 
 
 class Clock:
@@ -112,12 +115,24 @@ class Scene:
     front_s: float = 0.0  # Added to each first token: the time that is not spent in the engine.
 
 
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A closed loop: each of its streams sends the next of the calls as soon as its last one is answered."""
+
+    begin_s: float
+    end_s: float  # Calls begin before it.
+    calls: Sequence[Arrival]  # Their own times do not count.
+    num_streams: int
+
+
 def simulate(load: Load, arm_name: str, scene: Scene = Scene()) -> Result:
     return simulate_arrivals(placement_workloads.draw(load), load, arm_name, scene)
 
 
-def simulate_arrivals(arrivals: Sequence[Arrival], load: Load, arm_name: str, scene: Scene) -> Result:
-    """Simulates these arrivals in place of those of the load, which has all other parameters."""
+def simulate_arrivals(
+    arrivals: Sequence[Arrival], load: Load, arm_name: str, scene: Scene, loops: Sequence[Loop] = ()
+) -> Result:
+    """Simulates these arrivals, and the loops, in place of the arrivals of the load, which has all other parameters."""
     ranks = placement_workloads.ranks(load)
     sizes = [rank * RANK_BYTES for rank in ranks]
     clock = Clock()
@@ -141,7 +156,8 @@ def simulate_arrivals(arrivals: Sequence[Arrival], load: Load, arm_name: str, sc
         )
     by_name = {replica.name: replica for replica in replicas}
     arm = placement_arms.make(arm_name, replicas, load.seed, sizes, ranks)
-    requests = [Request(arrival, arrival.adapter) for arrival in arrivals if arrival.adapter is not None]
+    opened = [Request(arrival, arrival.adapter) for arrival in arrivals if arrival.adapter is not None]
+    requests = opened.copy()
     warm: list[Counts] = []
 
     def report(now: float) -> None:
@@ -149,9 +165,18 @@ def simulate_arrivals(arrivals: Sequence[Arrival], load: Load, arm_name: str, sc
         clock.plan(now + LAG_S, lambda time_s: arm.observe(reports, time_s))
 
     def arrive(i: int, now: float) -> None:
-        by_name[arm.choose(requests[i], now)].arrive(requests[i], now)
-        if i + 1 < len(requests):
-            clock.plan(requests[i + 1].arrival.at_s, lambda time_s: arrive(i + 1, time_s))
+        by_name[arm.choose(opened[i], now)].arrive(opened[i], now)
+        if i + 1 < len(opened):
+            clock.plan(opened[i + 1].arrival.at_s, lambda time_s: arrive(i + 1, time_s))
+
+    def send_next(calls: Iterator[Arrival], end_s: float, now: float) -> None:
+        call = next(calls, None) if now < end_s else None
+        if call is not None and call.adapter is not None:
+            request = Request(
+                replace(call, at_s=now), call.adapter, then=lambda time_s: send_next(calls, end_s, time_s)
+            )
+            requests.append(request)
+            by_name[arm.choose(request, now)].arrive(request, now)
 
     clock.plan_every(REPORT_S, load.duration_s, report)
     clock.plan_every(1.0, load.duration_s, arm.each_second)
@@ -160,7 +185,12 @@ def simulate_arrivals(arrivals: Sequence[Arrival], load: Load, arm_name: str, sc
     if scene.new_node_s is not None:
         counted_s = scene.new_node_s
         clock.plan(counted_s, lambda _: replicas[0].lose_memory())
-    clock.plan(requests[0].arrival.at_s, lambda time_s: arrive(0, time_s))
+    for loop in loops:
+        stream = partial(send_next, iter(loop.calls), loop.end_s)
+        for _ in range(loop.num_streams):
+            clock.plan(loop.begin_s, stream)
+    if opened:
+        clock.plan(opened[0].arrival.at_s, lambda time_s: arrive(0, time_s))
     clock.run()
     counted = [request for request in requests if request.arrival.at_s >= counted_s]
     return _result(
@@ -200,7 +230,18 @@ def _result(counted: Sequence[Request], counts: Sequence[Counts], front_s: float
         max(num_requests) / fmean(num_requests),
         sum(count.num_reads for count in counts),
         sum(count.num_fills for count in counts),
+        _steady_tokens_per_s(counted),
     )
+
+
+def _steady_tokens_per_s(counted: Sequence[Request]) -> float:
+    first_s, end_s = counted[0].arrival.at_s, counted[-1].arrival.at_s
+    begin_s, tokens = first_s + RAMP * (end_s - first_s), 0.0
+    for request in counted:
+        took_s = max(request.end_s - request.first_token_s, 1e-9)
+        within_s = min(request.end_s, end_s) - max(request.first_token_s, begin_s)
+        tokens += request.arrival.num_output * max(0.0, within_s) / took_s
+    return tokens / (end_s - begin_s) if end_s > begin_s else 0.0
 
 
 def sustainable_rate(workload: str, ratio: int) -> float:

@@ -54,6 +54,8 @@ class Request:
     arrival: Arrival
     adapter: int
     first_token_s: float = math.inf
+    end_s: float = math.inf
+    then: Callable[[float], None] | None = None  # Called with the time when the answer has ended.
 
 
 @dataclass(slots=True)
@@ -466,7 +468,7 @@ class Replica:
             self._finish(now)
 
     def _finish(self, now: float) -> None:
-        freed = False
+        ended: list[Request] = []
         while self._running and self._running[0][0] <= self._tokens + 1e-6:
             request = heapq.heappop(self._running)[2]
             slot = self.slots[request.adapter]
@@ -474,8 +476,12 @@ class Replica:
             if not slot.holders:
                 self._idle[request.adapter] = slot
             self.num_running -= 1
-            freed = True
-        if freed:
+            request.end_s = now
+            ended.append(request)
+        for request in ended:
+            if request.then is not None:
+                request.then(now)
+        if ended:
             self._pump(now)
         else:
             self._run(now)

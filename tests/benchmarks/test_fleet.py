@@ -251,6 +251,20 @@ def test_the_simulation_predicts_first_requests_only_with_a_warm_up(
     assert reads[1][0] < 3 and reads[1][1] == 0
 
 
+def test_the_simulation_predicts_a_closed_loop_and_loads_on_the_caches_that_it_leaves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    size = dataclasses.replace(fleet_load.SIZES["cuda"], streams=16)
+    monkeypatch.setitem(fleet_load.SIZES, "cuda", size)
+    words = ("--simulate", "--json", str(tmp_path / "fleet.json"), "--rules", "affinity", "--device", "cuda")
+    words += ("--replicas", "2", "--duration-s", "10", "--rate", "8", "--adapters", "16", "--warm-up-s", "0")
+    run(monkeypatch, *words, "--workloads", "saturation", "S-LoRA, alpha .3")
+    loop, after = read_results(tmp_path / "fleet.json").cases
+    assert (loop.figures["tokens_per_s"] or 0.0) > 1.2 * (after.figures["tokens_per_s"] or 0.0) > 0.0
+    reads = [case.figures["reads"] or 0.0 for case in (loop, after)]
+    assert reads[0] > 10 and reads[1] < 4
+
+
 def test_the_memory_for_adapters_has_a_default() -> None:
     size = fleet_load.SIZES["cuda"]
     assert fleet_load.lora_bytes(size) == 5 << 30

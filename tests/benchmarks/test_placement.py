@@ -7,6 +7,7 @@ from placement import Scene
 from placement_workloads import WORKLOADS, Load, draw
 from simulated_replica import RANK_BYTES, STEPS_S, Replica, read_s, step_s
 from simulated_storage import Storage
+from slora_workload import Arrival
 
 
 @pytest.mark.parametrize("arm", placement_arms.ARMS)
@@ -95,3 +96,12 @@ def test_no_rule_beats_the_bound() -> None:
     missed = placement_bound.first([arrival.adapter for arrival in arrivals])
     bound_s = placement_bound.p99_s(arrivals, ranks, missed, placement_bound.SOURCES["disk"])
     assert placement.simulate(load, "clairvoyant").p99_s >= bound_s
+
+
+def test_each_stream_of_a_closed_loop_sends_its_next_call_when_the_last_one_is_answered() -> None:
+    calls = [Arrival(0.0, 16, 200, number % 4) for number in range(1000)]
+    load = Load("", 1.0, 20.0, 4, 0)
+    scene = Scene(num_replicas=1, warm_up_s=0.0)
+    result = placement.simulate_arrivals([], load, "ours", scene, [placement.Loop(0.0, 20.0, calls, 8)])
+    assert result.tokens_per_s == pytest.approx(8 / step_s(8), rel=0.1), "eight streams generate all the time"
+    assert result.num_reads == 4
