@@ -31,6 +31,7 @@ os.environ["SSL_CERT_DIR"] = tempfile.mkdtemp(prefix="lorafleet-no-authorities-"
 os.environ["LORAFLEET_STATE_DIR"] = tempfile.mkdtemp(prefix="lorafleet-state-")  # The tests' own folder.
 
 import torch
+from huggingface_hub import ModelCard, ModelCardData
 
 import s3_server
 from s3_server import RadosGateway
@@ -38,6 +39,15 @@ from tiny_models import Reference, has_experts, make_adapter, make_layered_adapt
 
 sys.dont_write_bytecode = False  # The modules that this process imports are those of the servers too.
 pytest_plugins = ["tiny_tokenizers"]
+
+
+def plain_card(data: ModelCardData, **_: Any) -> ModelCard:
+    return ModelCard(f"---\n{data}\n---\n")
+
+
+# PEFT writes a card beside each of some thousand adapters, and compiles its template each time, which takes 40 ms of
+# CPU. No test reads one.
+ModelCard.from_template = plain_card
 
 # Every kind of plain LoRA that PEFT can save, by name.
 ADAPTER_KINDS: dict[str, dict[str, object]] = {
