@@ -46,7 +46,7 @@ def plain_card(data: ModelCardData, **_: Any) -> ModelCard:
     return ModelCard(f"---\n{data}\n---\n")
 
 
-# PEFT writes a card beside each of some thousand adapters, and compiles its template each time, which takes 40 ms of
+# PEFT writes a card beside each of some thousand adapters, and compiles its template each time, which takes 25 ms of
 # CPU. No test reads one.
 ModelCard.from_template = plain_card
 
