@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import os
 import random
 import sys
@@ -31,6 +32,7 @@ os.environ["SSL_CERT_DIR"] = tempfile.mkdtemp(prefix="lorafleet-no-authorities-"
 os.environ["LORAFLEET_STATE_DIR"] = tempfile.mkdtemp(prefix="lorafleet-state-")  # The tests' own folder.
 
 import torch
+from huggingface_hub import ModelCard, ModelCardData
 
 import s3_server
 from s3_server import RadosGateway
@@ -38,6 +40,15 @@ from tiny_models import Reference, has_experts, make_adapter, make_layered_adapt
 
 sys.dont_write_bytecode = False  # The modules that this process imports are those of the servers too.
 pytest_plugins = ["tiny_tokenizers"]
+
+
+def plain_card(data: ModelCardData, **_: Any) -> ModelCard:
+    return ModelCard(f"---\n{data}\n---\n")
+
+
+# PEFT writes a card beside each of some thousand adapters, and compiles its template each time, which takes 25 ms of
+# CPU. No test reads one.
+ModelCard.from_template = plain_card
 
 # Every kind of plain LoRA that PEFT can save, by name.
 ADAPTER_KINDS: dict[str, dict[str, object]] = {
@@ -68,6 +79,20 @@ EXPERT_ADAPTER_KINDS: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """Makes no tests of a function that needs a GPU where they are left out anyway: thousands of cases cost seconds."""
+    if not _leaves_gpu_tests_out(collector.config) or not inspect.isfunction(obj):
+        return None
+    marks = getattr(obj, "pytestmark", [])
+    needs_gpu = any(mark.name == "gpu" for mark in marks) or collector.get_closest_marker("gpu") is not None
+    return [] if needs_gpu else None
+
+
+def _leaves_gpu_tests_out(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput") and not torch.cuda.device_count()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skips the tests that need more GPUs than there are, and leaves them out in several processes without a GPU.
@@ -75,7 +100,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     There are thousands of them, and each takes milliseconds in two processes to be skipped.
     """
     num_gpus = torch.cuda.device_count()
-    if hasattr(config, "workerinput") and not num_gpus:
+    if _leaves_gpu_tests_out(config):
         items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
     for item in items:
         needed = max((_num_gpus(*mark.args, **mark.kwargs) for mark in item.iter_markers("gpu")), default=0)
@@ -95,6 +120,15 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Excludes what a file has left, such as imported modules and fixtures of the session, from later collections."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -28,7 +28,8 @@ PROCESSOR_TEMPLATE_NAME = "chat_template.json"
 _READABLE = ("tokenizer.json", "vocab.json", "vocab.txt")
 # Settings that only the class which read the original file understands.
 _OF_ORIGINAL = ("auto_map", "vocab_file", "tokenizer_file", "sp_model_kwargs", "legacy", "add_prefix_space", "backend")
-_GENERAL_CLASS = "TokenizersBackend"  # transformers 5 has written it.
+# Names of transformers' class for all models, as transformers 5 and earlier releases write them.
+_GENERAL_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 # Types of models for which AutoTokenizer takes its own class, which splits texts in its own way, whatever the folder
 # names (MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS). To read that table would import torch.
 _WITH_OWN_CLASS = {
@@ -68,7 +69,7 @@ def has_general_class(folder: Path) -> bool:
     AutoTokenizer reads the configuration of the model as well, which imports torch: that takes seconds of CPU time.
     """
     config = _json(folder / TOKENIZER_CONFIG_NAME)
-    named = config.get("tokenizer_class") == _GENERAL_CLASS and "auto_map" not in config
+    named = config.get("tokenizer_class") in _GENERAL_CLASSES and "auto_map" not in config
     if not named or not (folder / "tokenizer.json").exists():
         return False
     return _json(folder / "config.json").get("model_type") not in _WITH_OWN_CLASS

@@ -275,7 +275,15 @@ class Reference:
         return self._models[adapter]
 
     @torch.inference_mode()
-    def greedy(self, prompt: list[int], num_tokens: int, adapter: Path | None = None) -> Answer:
+    def greedy(
+        self, prompt: list[int], num_tokens: int, adapter: Path | None = None, *, likely: list[int] | None = None
+    ) -> Answer:
+        """Returns the greedy answer of that many tokens. If `likely` is it, one forward pass finds that out, instead of
+        one for each token."""
+        if likely is not None and len(likely) == num_tokens:
+            answer = self.greedy_along(prompt, likely, adapter)
+            if answer.tokens == likely:
+                return answer
         out = self.model(adapter).generate(
             input_ids=torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),

@@ -7,7 +7,6 @@ chunks: steps of one token, or a prompt that comes again.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +41,6 @@ def reference(base: Path) -> Reference:
     return Reference(base)
 
 
-@pytest.fixture(scope="module")
-def expected(reference: Reference) -> Callable[[list[int], int], list[int]]:
-    """Returns a function that returns transformers' greedy answer, computed once for each prompt."""
-    known: dict[tuple[int, ...], list[int]] = {}
-
-    def answer_of(tokens: list[int], count: int) -> list[int]:
-        if (key := (count, *tokens)) not in known:
-            known[key] = reference.greedy(tokens, count).tokens
-        return known[key]
-
-    return answer_of
-
-
 def start(base: Path, **options: Any) -> LLM:
     return LLM(str(base), device="cpu", **{"kv_cache_tokens": 4096, "max_num_seqs": 4, "enable_lora": False, **options})
 
@@ -81,12 +67,13 @@ def test_a_prompt_that_comes_again_has_the_same_bits(base: Path, reference, prom
         boundary = (length - 1) // 16 * 16
         assert (first.num_cached_tokens, second.num_cached_tokens) == (0, boundary if boundary >= 64 else 0)
         assert bits(first) == bits(second)
-        assert first.outputs[0].token_ids == reference.greedy(prompt(length), GREEDY.max_tokens).tokens
+        tokens = first.outputs[0].token_ids
+        assert tokens == reference.greedy(prompt(length), GREEDY.max_tokens, likely=tokens).tokens
 
 
 @pytest.mark.parametrize(
     ("base", "overlap", "num_talks"),
-    [("qwen3_5", False, 3), ("qwen3_5", True, 3), *((name, True, 1) for name in OTHERS)],
+    [("qwen3_5", False, 1), ("qwen3_5", True, 3), *((name, True, 1) for name in OTHERS)],
     indirect=["base"],
 )
 def test_turns_and_system_prompts_have_the_bits_of_an_engine_without_the_cache(
@@ -115,7 +102,7 @@ def test_turns_answer_as_without_the_cache_where_chunks_differ(base, reference, 
     talk = prompt(150)
     for turn in range(2):
         output = answer(llm, talk, LONG)
-        expected = reference.greedy(talk, LONG.max_tokens)
+        expected = reference.greedy(talk, LONG.max_tokens, likely=output.outputs[0].token_ids)
         assert output.outputs[0].token_ids == expected.tokens
         assert [p.logprob for p in output.outputs[0].logprobs] == pytest.approx(expected.logprobs, abs=1e-3)
         assert output.num_cached_tokens >= 200 * turn
@@ -141,7 +128,8 @@ def test_adapters_and_salts_share_no_states(base, prompt, tmp_path: Path) -> Non
         for request in (None, lora):
             output = answer(llm, prompt(130), GREEDY, request)
             path = None if request is None else adapter
-            assert output.outputs[0].token_ids == reference.greedy(prompt(130), GREEDY.max_tokens, path).tokens
+            tokens = output.outputs[0].token_ids
+            assert tokens == reference.greedy(prompt(130), GREEDY.max_tokens, path, likely=tokens).tokens
     assert llm._engine.stats().prefix_cache_hits_total == 2 * 128
 
 
@@ -150,7 +138,7 @@ def test_adapters_and_salts_share_no_states(base, prompt, tmp_path: Path) -> Non
     [("qwen3_5", False), ("qwen3_5", True), ("falcon_h1", True), ("lfm2", True)],
     indirect=["base"],
 )
-def test_answers_are_right_under_eviction_preemption_and_aborts(base, expected, prompt, overlap: bool) -> None:
+def test_answers_are_right_under_eviction_preemption_and_aborts(base, reference, prompt, overlap: bool) -> None:
     draw = random.Random(1)
     config = EngineConfig(
         str(base),
@@ -181,7 +169,7 @@ def test_answers_are_right_under_eviction_preemption_and_aborts(base, expected, 
     assert stats.preemptions_total > 0 and stats.prefix_cache_hits_total > 0 and aborted
     for name, tokens in answers.items():
         if name not in aborted:
-            assert tokens == expected(prompts[name], params.max_tokens), name
+            assert tokens == reference.greedy(prompts[name], params.max_tokens, likely=tokens).tokens, name
 
 
 @pytest.mark.parametrize("base", ["qwen3_5", *OTHERS[1:]], indirect=True)

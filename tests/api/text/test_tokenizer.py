@@ -97,12 +97,20 @@ def test_fewest_tokens_is_a_lower_bound_that_costs_nothing(tokenizer: Tokenizer)
     assert tokenizer.fewest_tokens("x" * 10_000_000) > 100_000
 
 
-def test_a_tokenizer_of_transformers_general_class_is_read_without_torch(byte_tokenizer_folder: Path) -> None:
+@pytest.mark.parametrize("name", ["TokenizersBackend", "PreTrainedTokenizerFast"])
+def test_a_tokenizer_of_transformers_general_class_is_read_without_torch(
+    byte_tokenizer_folder: Path, tmp_path: Path, name: str
+) -> None:
+    shutil.copy(byte_tokenizer_folder / "tokenizer.json", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    config = json.loads((byte_tokenizer_folder / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": name}))
     program = (
         "import sys; from lorafleet.api.text.tokenizer import Tokenizer; Tokenizer.from_folder(sys.argv[1]); "
         "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program, byte_tokenizer_folder], check=True)
+    subprocess.run([sys.executable, "-c", program, tmp_path], check=True)
+    assert type(AutoTokenizer.from_pretrained(tmp_path)).__name__ == "TokenizersBackend"
 
 
 def test_a_model_type_for_which_transformers_has_its_own_class_is_read_by_that(
