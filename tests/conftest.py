@@ -122,15 +122,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Excludes what a file has left, such as imported modules and fixtures of the session, from later collections."""
-    yield
-    if nextitem is not None and nextitem.path != item.path:
-        gc.collect()
-        gc.freeze()
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Seeds the random numbers, so that a test has the same ones alone or among others."""
