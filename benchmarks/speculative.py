@@ -29,7 +29,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence as Many
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ from lorafleet.workers.speculation.speculation import Speculation
 from lorafleet.workers.startup import build_engine
 from random_llama import write_head
 
-UNITS = {"plain_tokens_per_s": "tokens/s", "tokens_per_s": "tokens/s", "ratio": "", "accepted": ""}
+UNITS = {"plain_tokens_per_s": "tokens/s", "tokens_per_s": "tokens/s", "ratio": "", "accepted": "", "drafted": ""}
 PHRASE = "Paris is the capital of France. Rome is the capital of Italy. "
 MTP_FAMILIES = "glm-4.5-air", "qwen3.5-9b", "qwen3.5-35b-a3b"
 WRONG = 3  # A token that no answer has.
@@ -112,9 +112,15 @@ def arm(engine: Engine, name: str, most_drafts: int, model: ModelDrafter | None)
     return make_speculation(engine, drafter, most_drafts, is_certain=model is not None, ahead=ahead)
 
 
-def decode(engine: Engine, prompts: list[list[int]], num_tokens: int, loras: list[LoRARequest]) -> tuple[float, float]:
-    """Answers all prompts at once. Returns the tokens per second from the step in which all have begun, and the
-    accepted share of the draft tokens."""
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    tokens_per_s: float
+    accepted: float  # Share of the draft tokens.
+    drafted: float  # Draft tokens for each generated token: small where speculation finds that drafts do not pay.
+
+
+def decode(engine: Engine, prompts: list[list[int]], num_tokens: int, loras: list[LoRARequest]) -> Decoded:
+    """Answers all prompts at once. What it returns is from the step on in which all have begun."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     for i, prompt in enumerate(prompts):
         lora = loras[i % len(loras)] if loras else None
@@ -125,14 +131,14 @@ def decode(engine: Engine, prompts: list[list[int]], num_tokens: int, loras: lis
             count += len(output.token_ids) if started_s else 0
             begun.add(output.request_id)
             ended += output.finish_reason is not None
-            if output.drafts is not None:
+            if output.drafts is not None and started_s:
                 drafted += output.drafts.num_tokens
                 accepted += output.drafts.num_accepted
         if not started_s and len(begun) == len(prompts):
             started_s = time.perf_counter()
     speed = count / (time.perf_counter() - started_s)
     abort(engine, "r", len(prompts))
-    return speed, accepted / max(1, drafted)
+    return Decoded(speed, accepted / max(1, drafted), drafted / count)
 
 
 def compare(
@@ -145,25 +151,27 @@ def compare(
 ) -> list[Case]:
     """Runs the arms in turns. Returns a case for each arm with drafts."""
     speculations = {name: arm(engine, name, args.drafts, model) for name in ("off", *arms)}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in speculations}
+    found: dict[str, list[Decoded]] = {name: [] for name in speculations}
     for turn in range(1 + args.repeats):
         for name, speculation in speculations.items():
             engine.scheduler.speculation = speculation
             result = decode(engine, prompts, args.tokens, loras)
             if turn > 0:  # The first turn compiles kernels, and learns how long steps take.
                 found[name].append(result)
-    speeds = {name: statistics.median(speed for speed, _ in results) for name, results in found.items()}
+    speeds = {name: statistics.median(result.tokens_per_s for result in results) for name, results in found.items()}
     cases: list[Case] = []
     for name in arms:
-        ratio, accepted = speeds[name] / speeds["off"], statistics.mean(share for _, share in found[name])
+        ratio = speeds[name] / speeds["off"]
+        accepted = statistics.mean(result.accepted for result in found[name])
+        drafted = statistics.mean(result.drafted for result in found[name])
         print(
             f"batch {len(prompts):3}  adapters {len(loras):2}  {name:9} {speeds['off']:9.0f} -> {speeds[name]:9.0f} "
-            f"tokens/s  x {ratio:.2f}  accepted {accepted:.2f}",
+            f"tokens/s  x {ratio:.2f}  accepted {accepted:.2f}  drafted {drafted:.2f} a token",
             flush=True,
         )
         figures = {"plain_tokens_per_s": speeds["off"], "tokens_per_s": speeds[name]}
         settings = {"batch": len(prompts), "adapters": len(loras), "drafts": name}
-        cases.append(Case(settings, figures | {"ratio": ratio, "accepted": accepted}))
+        cases.append(Case(settings, figures | {"ratio": ratio, "accepted": accepted, "drafted": drafted}))
     return cases
 
 

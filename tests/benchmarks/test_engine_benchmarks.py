@@ -124,6 +124,9 @@ def test_speculative_compares_drafts_of_each_kind_with_none(monkeypatch: pytest.
         assert case.figures.keys() == speculative.UNITS.keys()
         assert case.figures["ratio"] == pytest.approx(case.figures["tokens_per_s"] / case.figures["plain_tokens_per_s"])
     assert results.figure("accepted", batch=1, drafts="ngram") == 1, "the answer is one token again and again"
+    assert 0 < (results.figure("drafted", batch=1, drafts="ngram") or 0.0) < 1, (
+        "each generated token had one draft at most"
+    )
 
 
 def test_speculative_has_the_cost_of_a_draft_model_in_the_arms_of_known_quality(
