@@ -117,7 +117,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A closed loop: each of its streams sends the next of the calls as soon as its last one is answered."""
+    """A closed loop, in which each stream sends its next call as soon as its last one is answered."""
 
     begin_s: float
     end_s: float  # Calls begin before it.

@@ -12,7 +12,7 @@ NO_LIMIT = 1 << 30  # Room of a replica that has not said how many adapters fit 
 
 
 class ReadCosts(Protocol):
-    """What one more read costs others, in seconds."""
+    """The costs of one more read to others, in seconds."""
 
     @property
     def full_s(self) -> float:
