@@ -210,7 +210,7 @@ class Run:
                 is_warm = bool(loads)
                 for stage in self._stages:
                     if stage.is_for(index) and stage.workload in SIMULATED:
-                        size = self._first_size if stage.workload in LOOPS else self._size_of(stage)
+                        size = self._size_of(stage)
                         loads.append(simulated_load(stage.workload, size, replicas))
                         figures = predict_row(loads, rule, replicas, size, is_warm=is_warm)
                         self._add(stage.workload, rule, replicas, size.rate, figures)
@@ -275,7 +275,7 @@ class Run:
         url = server.url
         if workload in ALONE:
             url, replicas = server.replica_url(), 1
-        size = self._first_size if workload in LOOPS else self._size_of(stage)
+        size = self._size_of(stage)
         try:
             figures = measure(server, url, workload, size, replicas)
         except ReportLost as error:
@@ -292,7 +292,7 @@ class Run:
         """Returns the keys of the rows that the rule should have."""
         keys = set[str]()
         for stage in self._stages[: self._num_stages(rule)]:
-            size = self._first_size if stage.workload in LOOPS else self._size_of(stage)
+            size = self._size_of(stage)
             for replicas in (1,) if stage.workload in ALONE else size.replicas:
                 keys.add(row_key(ALONE.get(stage.workload, stage.workload), replicas, size.rate))
         return keys
@@ -312,6 +312,8 @@ class Run:
         return sum(stage.is_for(index) for stage in self._stages)
 
     def _size_of(self, stage: Stage) -> Size:
+        if stage.workload in LOOPS:
+            return self._first_size
         return self._size if stage.rate is None else replace(self._size, rate=stage.rate)
 
     def _add(self, workload: str, rule: str, replicas: int, rate: float, figures: dict[str, float | None]) -> None:

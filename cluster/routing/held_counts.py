@@ -4,27 +4,25 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 
 NO_LIMIT = 1 << 30  # Room of a replica that has not said how many adapters fit into its host memory.
 
 
-class ReadCosts(Protocol):
-    """The costs of one more read to others, in seconds."""
+@dataclass(frozen=True, slots=True)
+class ReadCosts:
+    """The expected costs of one more read to others, in seconds."""
 
-    @property
-    def full_s(self) -> float:
-        """The cost at the replica that holds the most; that of others is in proportion to what they hold."""
-
-    @property
-    def crowded_s(self) -> float:
-        """The further cost if the replica has no room left, but another one has."""
-
-    @property
-    def evict_s(self) -> float:
-        """The further cost if no replica has room left."""
+    full_s: float = 0.3  # At the replica that holds the most adapters; less at others, in proportion to what they hold.
+    # More at a replica without room, while another has room. An adapter that nobody else holds is evicted, and each of
+    # its later requests does the same to another one. It is also how long reads may wait at a replica that has just
+    # joined while others could do them at once.
+    crowded_s: float = 1.0
+    # More while no replica has room. An adapter is evicted. If all of them just fit, nobody else holds that one, and a
+    # later request reads it again.
+    evict_s: float = 0.5
 
 
 class HeldCounts:

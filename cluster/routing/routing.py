@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from lorafleet.cluster.routing.held_counts import NO_LIMIT, HeldCounts
+from lorafleet.cluster.routing.held_counts import NO_LIMIT, HeldCounts, ReadCosts
 from lorafleet.cluster.routing.prefix_table import PrefixTable
 from lorafleet.cluster.routing.rendezvous import Rendezvous, key_of
 from lorafleet.cluster.routing.route import prefix_tokens
@@ -57,14 +57,7 @@ class Costs:
     # Until a further one is, for each adapter that waits already. Dozens of slots are released one after another.
     next_slot_s: float = 0.1
     move_s: float = 0.06  # The cost to others of filling a slot: an adapter is evicted and comes back.
-    full_s: float = 0.3  # The cost to others of a read by the replica that holds the most adapters; less by others.
-    # The cost to others of a read by a replica without room, while another has room. An adapter that nobody else holds
-    # is evicted, and each of its later requests does the same to another one. It is also how long reads may wait at a
-    # replica that has just joined while others could do them at once.
-    crowded_s: float = 1.0
-    # The cost to others of a read while no replica has room. It evicts an adapter. If all of them just fit, nobody else
-    # holds that one, and a later request reads it again.
-    evict_s: float = 0.5
+    of_reads: ReadCosts = field(default_factory=ReadCosts)  # The costs of reads to others.
 
 
 @dataclass(slots=True)
@@ -260,8 +253,7 @@ class ReplicaChooser:
         if adapter and not found:
             found.append(self._live[self._rendezvous.home(key_of(adapter))])
         if adapter and adapter not in self._tiers and adapter not in self._homes:
-            costs = self._costs
-            found.append(self._live[self._held.best(self._cold_R, costs)])
+            found.append(self._live[self._held.best(self._cold_R, self._costs.of_reads)])
         waits_R = self._slot_R if adapter else self._wait_R
         found.append(self._live[int(waits_R.argmin())])
         return found
@@ -280,8 +272,8 @@ class ReplicaChooser:
         slot_s += costs.move_s + self._slot_wait_s(replica)
         if tier == "cpu":
             return slot_s
-        full_s = self._held.cost_s(replica.index, costs)
-        return slot_s + replica.reading_s + full_s + num_bytes * costs.read_byte_s
+        others_s = self._held.cost_s(replica.index, costs.of_reads)
+        return slot_s + replica.reading_s + others_s + num_bytes * costs.read_byte_s
 
     def _slot_wait_s(self, replica: _Replica) -> float:
         if replica.free_slots > 0:
