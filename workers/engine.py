@@ -175,7 +175,7 @@ class Engine:
         outputs.others += self._choose()  # as late as possible, since masks are computed meanwhile
         faults = self.pipeline.launch(planned, began_s)
         if self._speculation is not None:
-            self._speculation.launched(chunks)
+            self._speculation.launched(chunks, self.pipeline.launched_s)
         self._collect(outputs)
         outputs.others += self._fail_unprepared(faults)
         self.pipeline.request_masks()

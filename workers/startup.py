@@ -15,6 +15,7 @@ from lorafleet.protocol.transport.addresses import RankAddresses
 from lorafleet.resolvers.neighbor_fetch import FindNeighbors
 from lorafleet.workers.attention.prompt_tiles import TILE_QUERIES
 from lorafleet.workers.bases.weights import Progress
+from lorafleet.workers.device.draft_verification import warm_up_verification
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.kv_cache_sizing import (
     longest_adapted,
@@ -106,6 +107,8 @@ def build_engine(
     start_events(config, scheduler)
     if steps.device.type == "cuda":
         warm_up_sampling(model_config.vocab_size, steps.model.embed_tokens.weight.dtype, steps.device)
+        if config.speculative_config is not None:
+            warm_up_verification(steps.device)
     memory = ReplicaMemory(rank.memory, others, wake)
     runner = ModelRunner(steps, memory, loras, config.block_size, config.logprobs_mode, others)
     overlap = steps.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling

@@ -68,6 +68,13 @@ class DraftVerification:
         return cls(number, rows, drawn_B, count_accepted(token_B, drawn_B, first_S, count_S, max(counts)))
 
 
+def warm_up_verification(device: torch.device) -> None:
+    """Compares one draft, so that the first step with drafts does not wait until the device has loaded the kernels."""
+    first_S, count_S = array_to_device(np.array([[0], [1]]), device)
+    token_B = torch.zeros(2, dtype=torch.int64, device=device)
+    count_accepted(token_B, token_B, first_S, count_S, 1)
+
+
 def count_accepted(token_B: Tensor, drawn_B: Tensor, first_S: Tensor, count_S: Tensor, most: int) -> Tensor:
     """Returns how many of each sequence's first drafts equal the tokens drawn in their places, int64 [S].
 

@@ -152,7 +152,7 @@ class StepBudget:
     @property
     def token_s(self) -> float:
         """Seconds that one more token takes in a step with prompts."""
-        return self._fit.cost.token
+        return self._fit.token_s
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Takes in the duration of a step."""

@@ -41,6 +41,7 @@ FIRST_SPREAD = 0.1  # of a step's duration around its prediction, as a share of 
 MOST_SPREAD = 0.2  # a spread beyond this is the cost's error rather than chance
 SPREAD_STEPS = 64  # number of steps over which the spread is averaged
 FIRST_TOKENS = 512  # largest step with prompts before any was timed
+SHARE_STEPS = 64  # number of steps over which the seconds of one token are averaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class StepCostFit:
         self._covariance = self._widest()
         self._outliers = 0  # number in a row; negative if they were shorter than predicted
         self._variance = FIRST_SPREAD**2  # of a step's duration, as a share of its prediction
+        self._sums = np.zeros(3)  # of recent steps' seconds, tokens, and tokens that use an adapter
 
     @property
     def cost(self) -> StepCost:
@@ -92,10 +94,24 @@ class StepCostFit:
         """Standard deviation of a step's duration around its prediction, as a share of the prediction."""
         return math.sqrt(self._variance)
 
+    @property
+    def token_s(self) -> float:
+        """Seconds that one more token takes, with an adapter as often as recent tokens had one.
+
+        Steps that are alike do not tell what a token takes from what a step takes, so the coefficients may be far off
+        though their sum is right. Hence one token more takes at most the mean time of a token of recent steps.
+        """
+        seconds, num_tokens, num_adapted = self._sums.tolist()
+        if not num_tokens:
+            return self.cost.token
+        return min(self.cost.token + self.cost.adapter_token * num_adapted / num_tokens, seconds / num_tokens)
+
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Takes in the duration of one step."""
         if shape.kind != "prefill":
             return
+        step_sums = np.array([seconds, self._tiles.tokens(shape.num_tokens), shape.num_adapter_tokens])
+        self._sums = (1 - 1 / SHARE_STEPS) * self._sums + step_sums
         self.trusted_tokens = max(self.trusted_tokens, 2 * shape.num_tokens)
         features = PRIOR * self._features(shape)
         predicted = float(features @ self._mean)

@@ -1,7 +1,8 @@
-"""Estimates how often the drafts of a sequence are accepted, and how many tokens of them are worth verifying.
+"""Estimates how often the drafts of a sequence are accepted.
 
 Each draft token is taken to be right with the same probability, if those before it are. Its estimate counts recent
-tokens more than old ones. A sequence begins with the estimate of its adapter's recent sequences.
+tokens more than old ones. The estimate of the adapter's sequences counts as a few tokens of each, since that of one
+sequence alone would be far off by chance.
 """
 
 from __future__ import annotations
@@ -12,18 +13,25 @@ from dataclasses import dataclass
 from lorafleet.protocol.lru_cache import LRUCache
 from lorafleet.workers.schedule.sequence import Sequence
 
-MEMORY = 0.9  # Weight of what was known before, each time that a draft has been verified.
-CERTAINTY = 2.0  # Number of tokens as which the first estimate counts.
+MEMORY = 0.9  # Weight of what was known before, each time that a draft of the sequence has been verified.
+ADAPTER_MEMORY = 0.99  # The same for an adapter.
+CERTAINTY = 2.0  # Number of tokens as which the first estimate of an adapter counts, until others are known.
+SHARED = 2.0  # Number of tokens as which the adapter's estimate counts in that of a sequence.
 MOST_ADAPTERS = 1024  # Adapters whose acceptance is remembered between their sequences.
 FIRST_ACCEPTANCE = 0.5  # Probability that a draft token is right, before any of an adapter was verified.
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """The accepted draft tokens, and those that ended a draft since they were wrong. Old ones count less."""
+    """The accepted draft tokens, and those that ended a draft since they were wrong. Old ones count less.
 
-    num_right: float
-    num_wrong: float
+    Args:
+        adapter: What is known of all sequences of the adapter. None if this is it.
+    """
+
+    num_right: float = 0.0
+    num_wrong: float = 0.0
+    adapter: Acceptance | None = None
 
     @classmethod
     def expecting(cls, probability: float) -> Acceptance:
@@ -32,12 +40,16 @@ class Acceptance:
     @property
     def probability(self) -> float:
         """Probability that a draft token is right if those before it are."""
-        return self.num_right / (self.num_right + self.num_wrong)
+        num_right, num_tokens = self.num_right, self.num_right + self.num_wrong
+        if self.adapter is not None:
+            num_right, num_tokens = num_right + SHARED * self.adapter.probability, num_tokens + SHARED
+        return num_right / num_tokens
 
     def add(self, num_drafted: int, num_accepted: int) -> None:
         """Takes in a draft that has been verified."""
-        self.num_right = MEMORY * self.num_right + num_accepted
-        self.num_wrong = MEMORY * self.num_wrong + (num_accepted < num_drafted)
+        memory = MEMORY if self.adapter is not None else ADAPTER_MEMORY
+        self.num_right = memory * self.num_right + num_accepted
+        self.num_wrong = memory * self.num_wrong + (num_accepted < num_drafted)
 
     def expected(self, num_drafted: int) -> float:
         """Returns the number of tokens of a draft that should be accepted."""
@@ -45,14 +57,6 @@ class Acceptance:
         for _ in range(num_drafted):
             total = p * (1 + total)
         return total
-
-    def worthwhile(self, most: int, price: float) -> int:
-        """Returns the number of draft tokens, up to `most`, each of which is accepted more often than `price`."""
-        p, chance, count = self.probability, 1.0, 0
-        while count < most and chance * p > price:
-            chance *= p
-            count += 1
-        return count
 
 
 class Acceptances:
@@ -65,7 +69,7 @@ class Acceptances:
     def of(self, sequence: Sequence) -> Acceptance:
         acceptance = self._by_sequence.get(sequence)
         if acceptance is None:
-            acceptance = Acceptance.expecting(self._of_adapter(sequence.digest).probability)
+            acceptance = Acceptance(adapter=self._of_adapter(sequence.digest))
             self._by_sequence[sequence] = acceptance
         return acceptance
 

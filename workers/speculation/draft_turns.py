@@ -7,6 +7,7 @@ Steps with prompts are not timed.
 from __future__ import annotations
 
 PROBE_STEPS = 128  # Steps without drafts after which drafts are verified though that should not pay.
+FIRST_PROBES = 3  # Number of such steps at first: the first ones wait for what is done once, such as loading kernels.
 DRAFTED_STEPS = 128  # Steps since the last timed one without drafts, after which some have none.
 PLAIN_STEPS = 3  # Number of these, all of decodes alone. The first one did not overlap with the step before.
 MOVED = 1.5  # Factor by which the number of decodes has changed when they come earlier, since other steps take longer.
@@ -18,7 +19,8 @@ class DraftTurns:
     """The turns of one engine."""
 
     def __init__(self) -> None:
-        self._num_plain = PROBE_STEPS  # Steps without drafts since the last one with drafts. The first is a probe.
+        self._num_plain = PROBE_STEPS  # Steps without drafts since the last one with drafts.
+        self._num_probes_left = FIRST_PROBES  # Steps with drafts that are probes, however many had none.
         self._num_due = PLAIN_STEPS  # Steps that must have no drafts.
         self._decodes = 0  # Decodes of the last timed step without drafts.
         self._num_since = 0  # Steps since then.
@@ -33,7 +35,7 @@ class DraftTurns:
     @property
     def is_probe(self) -> bool:
         """Whether drafts are verified though that should not pay."""
-        return self._num_plain >= PROBE_STEPS
+        return self._num_plain >= PROBE_STEPS or self._num_probes_left > 0
 
     @property
     def num_in_row(self) -> float:
@@ -43,6 +45,7 @@ class DraftTurns:
     def ended(self, num_decodes: int, *, has_drafts: bool, has_prompts: bool) -> bool:
         """Takes in a step. Returns whether its time is that of such steps."""
         self._num_plain = 0 if has_drafts else self._num_plain + 1
+        self._num_probes_left = max(0, self._num_probes_left - has_drafts)
         self._num_since += 1
         if has_prompts:
             if self._row:

@@ -33,8 +33,8 @@ class HostTimes:
         yield
         self._drafting_s += self._clock() - began_s
 
-    def launched(self) -> float | None:
-        """Takes in that a step was launched. Returns for how long the device has waited for the host, without the
-        drafter, or None if the step was planned before the one in flight had ended."""
+    def launched(self, launched_s: float) -> float | None:
+        """Takes in when a step was launched, by the clock. Returns for how long the device has waited for the host,
+        without the drafter, or None if the step was planned before the one in flight had ended."""
         settled_s, self._settled_s = self._settled_s, None
-        return None if settled_s is None else max(0.0, self._clock() - settled_s - self._drafting_s)
+        return None if settled_s is None else max(0.0, launched_s - settled_s - self._drafting_s)

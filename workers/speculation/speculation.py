@@ -28,10 +28,12 @@ from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.schedule.step_budget import StepBudget
 from lorafleet.workers.speculation.acceptance import Acceptances
 from lorafleet.workers.speculation.ahead_drafts import AheadDrafts
+from lorafleet.workers.speculation.draft_choice import RankedDrafts
 from lorafleet.workers.speculation.draft_turns import DraftTurns
 from lorafleet.workers.speculation.drafter import DeviceDrafts, Drafter, Wanted
 from lorafleet.workers.speculation.host_times import HostTimes
 from lorafleet.workers.speculation.step_pace import StepPace
+from lorafleet.workers.step.drafted_sizes import drafted_counts
 
 PROBE_TOKENS = 2  # Draft tokens of one sequence that are verified though that should not pay.
 PROBE_SEQUENCES = 8  # Sequences that have them in one step.
@@ -68,6 +70,7 @@ class Speculation:
         self._most_tokens = most_tokens
         self._most_sampled = most_sampled
         self._most_drafts = most_sampled if most_drafts is None else most_drafts
+        self._row_counts = drafted_counts(most_sampled)  # Rows of a step that take no longer than fewer do.
         self._pace = pace or StepPace()
         self._is_certain = is_certain
         self._times = HostTimes(clock)
@@ -121,15 +124,14 @@ class Speculation:
         """Returns whether drafts behind the tokens in flight would pay. The arguments are those of needs_tokens()."""
         decodes = [s for s in running if s.num_uncomputed == 1 and s.tokens[-1] == UNKNOWN]
         if self._is_certain:
-            wanted = self._wanted(decodes, decodes, num_sequences, num_unknown=0)
-            return self._pay(decodes, self._counts(wanted))
+            return bool(self._wanted(decodes, decodes, num_sequences, num_unknown=0) or self._forced)
         return bool(self._propose(decodes, decodes, num_sequences, num_unknown=1))
 
-    def launched(self, chunks: Many[Chunk]) -> None:
-        """Takes in that a step of these chunks has just been launched."""
+    def launched(self, chunks: Many[Chunk], launched_s: float) -> None:
+        """Takes in that a step of these chunks was launched at this time by the clock."""
         drafted = {chunk.sequence for chunk in chunks if chunk.drafts}
         self._have_forced = (self._have_forced - drafted) | (drafted & self._forced.keys())
-        idle_s = self._times.launched()
+        idle_s = self._times.launched(launched_s)
         if idle_s is not None and drafted:
             self._pace.idled(len(chunks), idle_s)
 
@@ -219,18 +221,14 @@ class Speculation:
             decodes: The step's decodes.
         """
         wanted = self._wanted(drafting, decodes, num_sequences, num_unknown)
-        if self._is_certain and not self._pay(decodes, self._counts(wanted)):
-            self._forced = {}
-            return {}
         with self._times.drafting() if self._is_certain and wanted else nullcontext():
             proposed = zip(wanted, [] if self.drafter is None else self.drafter.propose(wanted), strict=True)
         drafts = {entry.sequence: found[num_unknown:] for entry, found in proposed if len(found) > num_unknown}
-        drafts |= self._forced
-        # Where a drafter's time is spent, all that has come of it is of use.
-        if self._is_certain or self._pay(decodes, [(sequence, len(found)) for sequence, found in drafts.items()]):
-            return drafts
-        self._forced = {}
-        return {}
+        if not self._is_certain:  # Where a drafter's time is spent, all that has come of it is of use.
+            room = self._room(num_sequences)
+            lengths = self._best_lengths(len(decodes), list(drafts), list(map(len, drafts.values())), room)
+            drafts = {own: found[:count] for (own, found), count in zip(drafts.items(), lengths, strict=True) if count}
+        return drafts | self._forced
 
     def _wanted(
         self,
@@ -241,38 +239,70 @@ class Speculation:
         *,
         is_behind: bool = False,
     ) -> list[Wanted]:
-        """Returns the sequences for which each draft token should be worth its time. The arguments are as above.
+        """Returns the sequences for which drafts should be worth their time, with as many tokens as each should have,
+        or with as many as each may have if it is not certain that the drafter has any. The arguments are as above.
 
         Args:
             is_behind: Whether the host will not know the drafts when masks are computed.
         """
         self._forced = {}
-        if self.drafter is None:
-            drafting = [sequence for sequence in drafting if sequence.grammar is not None]
         if self._turns.is_plain or not drafting:
             return []
-        price = self._pace.price(len(decodes), self._budget.token_s)
-        room = min(self._most_sampled, self._budget.limits.max_tokens) - num_sequences
-        room = min(room, self._most_drafts)
-        wanted: list[Wanted] = []
-        num_probed = 0
+        room = self._room(num_sequences)
+        sequences: list[Sequence] = []
+        mosts: list[int] = []
         for sequence in drafting:
             most = min(self._most_tokens, sequence.num_remaining - 1, room)
             if most <= 0:
                 continue
-            forced = _forced(sequence)[:most]
-            count = self._acceptances.of(sequence).worthwhile(most, price)
-            if self._turns.is_probe and num_probed < PROBE_SEQUENCES:
-                count, num_probed = max(count, min(most, PROBE_TOKENS)), num_probed + 1
-            if forced and price < 1.0:
+            if forced := _forced(sequence)[:most]:
                 self._forced[sequence] = forced
                 room -= len(forced)
-            elif is_behind and sequence.grammar is not None:
-                continue
-            elif count > 0 and self.drafter is not None:
-                wanted.append(Wanted(sequence, len(sequence.tokens) - num_unknown, count + num_unknown))
-                room -= count
-        return wanted
+            elif self.drafter is not None and not (is_behind and sequence.grammar is not None):
+                sequences.append(sequence)
+                mosts.append(most)
+        lengths = self._best_lengths(len(decodes), sequences, mosts, room)
+        if not self._is_certain:
+            lengths = [most if count else 0 for most, count in zip(mosts, lengths, strict=True)]
+        return [
+            Wanted(sequence, len(sequence.tokens) - num_unknown, count + num_unknown)
+            for sequence, count in zip(sequences, lengths, strict=True)
+            if count
+        ]
+
+    def _room(self, num_sequences: int) -> int:
+        """Returns the number of draft tokens that a step of so many sequences has room for."""
+        return min(min(self._most_sampled, self._budget.limits.max_tokens) - num_sequences, self._most_drafts)
+
+    def _best_lengths(self, num_decodes: int, sequences: Many[Sequence], mosts: Many[int], room: int) -> list[int]:
+        """Returns the number of draft tokens of each sequence with which the step should give most tokens per second.
+        Forgets the forced ones if the step should be faster without any.
+
+        Args:
+            mosts: Number of draft tokens that each sequence may have.
+            room: Number that all may have, besides the forced ones.
+        """
+        if not sequences and not self._forced:
+            return []
+        ranked = RankedDrafts.of([self._acceptances.of(sequence).probability for sequence in sequences], mosts)
+        num_forced = sum(map(len, self._forced.values()))
+        most = min(len(ranked), room)
+        counts = {count - num_decodes - num_forced for count in self._row_counts}
+        counts |= {len(ranked) * place // max(1, self._most_tokens) for place in range(1, self._most_tokens)} | {
+            0,
+            most,
+        }
+        totals = sorted(count for count in counts if 0 <= count <= most and count + num_forced > 0)
+        accepted = [ranked.accepted(count) + num_forced for count in totals]
+        with_forced = [count + num_forced for count in totals]
+        best = self._pace.best_count(num_decodes, with_forced, accepted, self._budget.token_s)
+        lengths = ranked.lengths(max(0, best - num_forced))
+        if self._turns.is_probe:
+            for i, own in enumerate(lengths[:PROBE_SEQUENCES]):
+                lengths[i] = max(own, min(mosts[i], PROBE_TOKENS, own + room - sum(lengths)))
+        elif not best:
+            self._forced = {}
+        return lengths
 
     def _counts(self, wanted: Many[Wanted]) -> list[tuple[Sequence, int]]:
         """Returns the draft tokens of each sequence, if as many come as are wanted, and the forced ones."""

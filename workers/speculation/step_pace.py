@@ -9,7 +9,10 @@ slope.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 WEIGHT = 1 / 32  # Of one step in the averages.
 RANGE_WEIGHT = 1 / 8  # The same for one range of tokens.
@@ -91,13 +94,26 @@ class PaceCurve:
 
     def at(self, num_tokens: int, token_s: float, step: int) -> float:
         """Returns the seconds of a step, as is known at the step of this number. As PaceLine.at otherwise."""
-        lasting = [index for index, found in self._ranges.items() if step - found.last_step <= LASTING_STEPS]
-        wanted = _range(num_tokens)
-        nearest = min(lasting or self._ranges, key=lambda index: abs(index - wanted))
-        return self._ranges[nearest].line.at(num_tokens, self._line.slope(token_s))
+        return self.at_each([num_tokens], token_s, step)[0]
 
-    def slope(self, token_s: float) -> float:
-        return self._line.slope(token_s)
+    def at_each(self, counts: Many[int], token_s: float, step: int) -> list[float]:
+        """Returns the seconds of steps of these numbers of tokens, as at() does."""
+        lasting = sorted(index for index, found in self._ranges.items() if step - found.last_step <= LASTING_STEPS)
+        # The only step of a range may have been slow by chance, such as the first one of all, which loads kernels.
+        firm = [index for index in lasting if self._ranges[index].line.num_steps > 1]
+        known = firm or lasting or sorted(self._ranges)
+        lines = [self._ranges[index].line for index in known]
+        # A step of more tokens takes no less time than this one.
+        bounds = [*accumulate(reversed([line.seconds for line in lines] if lasting else []), min, initial=math.inf)]
+        slope = self._line.slope(token_s)
+        found: list[float] = []
+        for count in counts:
+            wanted = _range(count)
+            behind = bisect_right(known, wanted)  # Place of the first range of more tokens.
+            nearest = min(known[max(0, behind - 1) : behind + 1], key=lambda index: abs(index - wanted))
+            bound = bounds[len(lines) - behind] if lasting else math.inf
+            found.append(min(bound, self._ranges[nearest].line.at(count, slope)))
+        return found
 
 
 def _range(num_tokens: int) -> int:
@@ -131,11 +147,20 @@ class StepPace:
         of several such steps."""
         self._idle.observe(num_decodes, seconds, 0.0, self._num_steps)
 
-    def price(self, num_decodes: int, token_s: float) -> float:
-        """Returns the number of tokens that a step without drafts chooses in the time that one draft token takes."""
-        if not self._plain.is_known:
-            return 0.0
-        return num_decodes * self._drafted.slope(token_s) / self._plain.at(num_decodes, token_s, self._num_steps)
+    def best_count(self, num_decodes: int, counts: Many[int], accepted: Many[float], token_s: float) -> int:
+        """Returns with how many draft tokens a step should give most tokens per second, or 0 if it should not be faster
+        with any than without.
+
+        Args:
+            counts: The numbers of draft tokens to choose from.
+            accepted: Number of them that should be accepted, for each of these.
+        """
+        seconds = self._drafted_s(num_decodes, counts, token_s)
+        speeds = [(num_decodes + right) / max(taken_s, 1e-9) for right, taken_s in zip(accepted, seconds, strict=True)]
+        if not speeds:
+            return 0
+        best = speeds.index(max(speeds))
+        return counts[best] if self.is_faster(num_decodes, counts[best], accepted[best], token_s) else 0
 
     def is_faster(self, num_decodes: int, num_drafts: int, num_accepted: float, token_s: float) -> bool:
         """Returns whether a step with drafts should give more tokens per second than one without.
@@ -146,10 +171,19 @@ class StepPace:
         if not self._plain.is_known:
             return True
         plain_s = self._plain.at(num_decodes, token_s, self._num_steps)
-        drafted_s = plain_s + token_s * num_drafts
-        if self._drafted.is_known:
-            drafted_s = self._drafted.at(num_decodes + num_drafts, token_s, self._num_steps)
-        drafted_s += self._waits_s
-        if self._idle.is_known:
-            drafted_s += self._idle.at(num_decodes, 0.0, self._num_steps) / self.num_in_row
+        [drafted_s] = self._drafted_s(num_decodes, [num_drafts], token_s)
         return (num_decodes + num_accepted) * plain_s > MARGIN * num_decodes * drafted_s
+
+    def _drafted_s(self, num_decodes: int, counts: Many[int], token_s: float) -> list[float]:
+        """Returns the seconds of steps with these numbers of draft tokens."""
+        if self._drafted.is_known:
+            seconds = self._drafted.at_each([num_decodes + count for count in counts], token_s, self._num_steps)
+        elif self._plain.is_known:
+            plain_s = self._plain.at(num_decodes, token_s, self._num_steps)
+            seconds = [plain_s + token_s * count for count in counts]
+        else:
+            seconds = [0.0] * len(counts)
+        waits_s = self._waits_s
+        if self._idle.is_known:
+            waits_s += self._idle.at(num_decodes, 0.0, self._num_steps) / self.num_in_row
+        return [waits_s + own for own in seconds]

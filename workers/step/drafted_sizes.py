@@ -13,6 +13,12 @@ from typing import NamedTuple
 FEW_ROWS = 32  # Rows up to which a graph takes as many sequences: the programs cost little.
 
 
+def drafted_counts(most_sampled: int) -> tuple[int, ...]:
+    """Returns the numbers of rows for which there are graphs. From 96 rows on they grow by at most a third."""
+    sizes = {8, 16, *range(32, 96, 16), *range(96, 256, 32), *range(256, most_sampled + 1, 64), most_sampled}
+    return tuple(sorted(size for size in sizes if size <= most_sampled))
+
+
 class DraftShape(NamedTuple):
     """Says how much a graph for drafts has room for."""
 
@@ -31,14 +37,13 @@ class DraftedSizes:
 
     @classmethod
     def of(cls, most_rows: int, most_seqs: int, most_sampled: int, first_seqs: Sequence[int] | None) -> DraftedSizes:
-        """Returns the sizes for steps of up to most_sampled rows. From 96 rows on they grow by at most a third.
+        """Returns the sizes for steps of up to most_sampled rows.
 
         Args:
             first_seqs: Numbers of sequences for which a start captures the graphs that they need with all drafts. None
                 means all graphs.
         """
-        sizes = {8, 16, *range(32, 96, 16), *range(96, 256, 32), *range(256, most_sampled + 1, 64), most_sampled}
-        counts = tuple(sorted(size for size in sizes if size <= most_sampled))
+        counts = drafted_counts(most_sampled)
         if first_seqs is None:
             return cls(most_rows, most_seqs, counts, frozenset(counts))
         wanted = [min(most_sampled, most_rows * num_seqs) for num_seqs in first_seqs]

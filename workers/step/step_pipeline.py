@@ -15,6 +15,7 @@ queues all that the next step reads besides the tokens, so that after choose() o
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
@@ -90,6 +91,7 @@ class StepPipeline:
         self._scheduler = scheduler
         self._in_flight: _StepInFlight | None = None
         self._next: _StepInFlight | None = None  # launched behind the one in flight, whose place it takes in collect()
+        self.launched_s = 0.0  # When the device got the last step, by time.perf_counter().
 
     @property
     def has_step(self) -> bool:
@@ -153,6 +155,7 @@ class StepPipeline:
         if planned.plan is None:
             return []
         launched = self._runner.launch(planned.chunks, planned.plan, planned.unread)
+        self.launched_s = time.perf_counter()
         chosen = None if launched.needs_masks else self._runner.choose(launched)
         # Behind drafts in flight, the plan has lengths that sequences may not reach.
         num_decodes = planned.plan.num_decodes if planned.unread is None else 0

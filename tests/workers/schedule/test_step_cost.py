@@ -127,3 +127,16 @@ def test_steps_of_decodes_alone_are_not_learned_from():
     fit = StepCostFit(TILES)
     fit.observe(StepShape("decode", 64, 64, 0), 1.0)
     assert fit.cost == StepCostFit(TILES).cost
+
+
+@pytest.mark.parametrize("adapted", [0.0, 1.0])
+def test_steps_that_are_alike_do_not_make_a_token_cost_anything(adapted: float) -> None:
+    """With steps of nearly one size, the fit cannot tell what a token takes from what a step takes."""
+    for seed in range(20):
+        rng, fit = random.Random(seed), StepCostFit(TILES)
+        for _ in range(60):
+            count = rng.choice((100, 120, 128))
+            shape = StepShape("prefill", 64, 63 + count, round(adapted * (63 + count)), 63 * 200, ((count, count),))
+            fit.observe(shape, 8.5e-3 * rng.uniform(0.9, 1.2))
+        assert fit.token_s < 1.2 * 8.5e-3 / 128
+    assert fitted(random.Random(1)).token_s == pytest.approx(TRUE.token + 0.5 * TRUE.adapter_token, rel=0.15)

@@ -22,11 +22,36 @@ Drafted = tuple[str, list[int], list[int]]  # A request, its known tokens, and t
 class DraftsPay(StepPace):
     """Takes every draft for worth its time."""
 
-    def price(self, num_decodes: int, token_s: float) -> float:  # noqa: ARG002  it is the same for all
-        return 0.0
+    def best_count(
+        self,
+        num_decodes: int,  # noqa: ARG002  it is the same for all
+        counts: Many[int],
+        accepted: Many[float],  # noqa: ARG002
+        token_s: float,  # noqa: ARG002
+    ) -> int:
+        return max(counts)
 
     def is_faster(self, num_decodes: int, num_drafts: int, num_accepted: float, token_s: float) -> bool:  # noqa: ARG002
         return True
+
+
+class DraftsCost(DraftsPay):
+    """Takes a draft token for worth its time if it is accepted more often than `price`."""
+
+    def __init__(self, price: float) -> None:
+        super().__init__()
+        self._price = price
+
+    def best_count(
+        self,
+        num_decodes: int,  # noqa: ARG002  it is the same for all
+        counts: Many[int],
+        accepted: Many[float],
+        token_s: float,  # noqa: ARG002
+    ) -> int:
+        gains = [(right - self._price * count, count) for count, right in zip(counts, accepted, strict=True)]
+        gain, best = max(gains)
+        return best if gain > 0 else 0
 
 
 class AlwaysAhead(AheadPace):

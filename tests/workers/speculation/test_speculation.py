@@ -13,7 +13,7 @@ from lorafleet.protocol.step_metrics import StepShape
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.schedule.step_budget import StepBudget, StepLimits
 from lorafleet.workers.speculation.acceptance import FIRST_ACCEPTANCE
-from lorafleet.workers.speculation.draft_turns import DRAFTED_STEPS, MOVED_STEPS, PLAIN_STEPS, PROBE_STEPS
+from lorafleet.workers.speculation.draft_turns import DRAFTED_STEPS, FIRST_PROBES, MOVED_STEPS, PLAIN_STEPS, PROBE_STEPS
 from lorafleet.workers.speculation.drafter import Wanted
 from lorafleet.workers.speculation.speculation import (
     PROBE_SEQUENCES,
@@ -22,7 +22,7 @@ from lorafleet.workers.speculation.speculation import (
 )
 from lorafleet.workers.speculation.step_pace import StepPace
 from lorafleet.workers.structured.forced_tokens import ForcedTokens
-from tests.workers.speculation.drafting import DraftsPay
+from tests.workers.speculation.drafting import DraftsCost, DraftsPay
 
 TOKEN = 7
 
@@ -114,6 +114,15 @@ def test_where_steps_with_drafts_and_without_alternate_the_latter_are_timed_now_
     assert made.choose([one], 1)
 
 
+def test_the_first_steps_with_drafts_are_several_however_long_they_take() -> None:
+    made, one = speculation(StepPace()), decode()
+    for i in range(FIRST_PROBES):
+        assert made.choose([one], 1)
+        drafted(made, 1, seconds=60e-3 if i == 0 else 5.5e-3)
+        made.verified(one, 4, 3)
+    assert made.choose([one], 1), "the first one waited for what is done once"
+
+
 def test_a_probe_is_of_few_sequences() -> None:
     made = speculation(StepPace())
     batch = [decode(str(i)) for i in range(2 * PROBE_SEQUENCES)]
@@ -135,7 +144,7 @@ def test_a_step_chooses_no_more_tokens_than_it_has_rows_for() -> None:
     made = speculation(most_sampled=12)
     batch = [decode(str(i)) for i in range(5)]
     chosen = made.choose(batch, num_sequences=5)
-    assert [len(chosen.get(one, [])) for one in batch] == [4, 3, 0, 0, 0]
+    assert [len(chosen.get(one, [])) for one in batch] == [2, 2, 1, 1, 1]
     assert not made.choose(batch, num_sequences=12), "so many may start in the step"
 
 
@@ -152,11 +161,12 @@ def test_forced_tokens_are_drafts_and_say_nothing_about_other_drafts() -> None:
     bound, free = decode("bound"), decode("free")
     bound.grammar = Forcing(8, 9)  # type: ignore[assignment]  # as much of a grammar as is needed
     assert made.choose([bound, free], 2) == {bound: [8, 9], free: [TOKEN] * 4}
-    made.launched([Chunk(bound, 3, drafts=[8, 9]), Chunk(free, 5, drafts=[TOKEN] * 4)])
+    made.launched([Chunk(bound, 3, drafts=[8, 9]), Chunk(free, 5, drafts=[TOKEN] * 4)], 0.0)
     assert made.choose([], 2) == {}, "the next step is scheduled before this one's tokens are known"
-    for one in (bound, free):
-        made.verified(one, 2, 2)
-    assert made._acceptances.of(free).probability > made._acceptances.of(bound).probability == FIRST_ACCEPTANCE
+    made.verified(bound, 2, 2)
+    assert made._acceptances.of(bound).probability == made._acceptances.of(free).probability == FIRST_ACCEPTANCE
+    made.verified(free, 2, 2)
+    assert made._acceptances.of(free).probability > made._acceptances.of(bound).probability
     bound.grammar = Forcing(*range(20))  # type: ignore[assignment]  # as above
     assert made.choose([bound, free], 2)[bound] == [0, 1, 2, 3], "no more than may be drafted"
     bound.grammar = Forcing()  # type: ignore[assignment]  # as above
@@ -176,12 +186,8 @@ def test_without_a_drafter_only_forced_tokens_are_drafted() -> None:
 
 
 def test_forced_tokens_are_drafted_however_wrong_other_drafts_were() -> None:
-    class Dear(DraftsPay):
-        def price(self, num_decodes: int, token_s: float) -> float:  # noqa: ARG002
-            return 0.5
-
-    made, one = speculation(Dear()), decode()
-    drafted(made, 1)
+    made, one = speculation(DraftsCost(0.5)), decode()
+    drafted(made, FIRST_PROBES)
     for _ in range(30):
         made.verified(one, 4, 0)
     assert not made.choose([one], 1)
@@ -212,13 +218,9 @@ def test_steps_overlap_unless_drafts_are_in_flight_or_would_follow_a_token_in_fl
 
 
 def test_an_adapters_next_sequence_begins_where_the_last_ones_ended() -> None:
-    class Dear(DraftsPay):
-        def price(self, num_decodes: int, token_s: float) -> float:  # noqa: ARG002
-            return 0.3
-
-    made = speculation(Dear())
+    made = speculation(DraftsCost(0.3))
     good, bad = decode("g", digest="good"), decode("b", digest="bad")
-    drafted(made, 1)
+    drafted(made, FIRST_PROBES)
     assert {len(draft) for draft in made.choose([good, bad], 2).values()} == {1}
     for _ in range(20):
         made.verified(good, 4, 4)
@@ -257,14 +259,20 @@ def test_a_certain_drafter_is_asked_only_where_its_drafts_pay_and_what_it_has_is
             return [draft[:1] for draft in super().propose(wanted)]
 
     class FourPay(DraftsPay):
-        def is_faster(self, num_decodes: int, num_drafts: int, num_accepted: float, token_s: float) -> bool:  # noqa: ARG002
-            return num_drafts >= 4
+        def best_count(
+            self,
+            num_decodes: int,  # noqa: ARG002
+            counts: Many[int],
+            accepted: Many[float],  # noqa: ARG002
+            token_s: float,  # noqa: ARG002
+        ) -> int:
+            return 4 if 4 in counts else 0
 
     for most, expected in ((4, 1), (3, 0)):
         drafter, one = Halves(), decode()
         made = Speculation(drafter, StepBudget(StepLimits(64)), most, 64, FourPay(), is_certain=True)
         plain(made, PLAIN_STEPS)
-        drafted(made, 1)
+        drafted(made, FIRST_PROBES)
         one.tokens.append(UNKNOWN)
         one.num_computed += 1
         assert made.needs_tokens([], [one], 1) == bool(expected)
@@ -344,8 +352,9 @@ def test_the_device_waits_for_the_host_from_the_last_known_token_to_the_launch_w
     one.tokens[-1] = TOKEN
     drafts = made.choose([one], 1)
     now[0] += 2.0  # The host plans the step and launches it.
-    made.launched([Chunk(one, 5, drafts=drafts[one])])
+    made.launched([Chunk(one, 5, drafts=drafts[one])], now[0])
     assert pace.found == [(1, 2.0)]
-    made.launched([Chunk(one, 5, drafts=drafts[one])])  # a step that was planned before the last tokens were known
-    made.launched([Chunk(one, 1)])
+    # A step that was planned before the last tokens were known.
+    made.launched([Chunk(one, 5, drafts=drafts[one])], now[0])
+    made.launched([Chunk(one, 1)], now[0])
     assert len(pace.found) == 1
