@@ -81,6 +81,7 @@ class Speculation:
         self._turns = DraftTurns()
         # Seconds that a drafter which takes its time took in steps without drafts, since the last one with drafts.
         self._unpaid_s = 0.0
+        self._is_behind_drafts = False  # Whether the step in flight has drafts.
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
@@ -113,7 +114,8 @@ class Speculation:
         """
         if self._ahead is not None:
             self._ahead.forget()
-        if any(chunk.drafts for chunk in in_flight):
+        self._is_behind_drafts = any(chunk.drafts for chunk in in_flight)
+        if self._is_behind_drafts:
             is_needed = verification is None or not self._can_draft_behind(verification, running, num_sequences)
         else:
             is_needed = self._would_draft(running, num_sequences)
@@ -132,7 +134,7 @@ class Speculation:
         drafted = {chunk.sequence for chunk in chunks if chunk.drafts}
         self._have_forced = (self._have_forced - drafted) | (drafted & self._forced.keys())
         idle_s = self._times.launched(launched_s)
-        if idle_s is not None and drafted:
+        if idle_s is not None and self._is_behind_drafts and not drafted:
             self._pace.idled(len(chunks), idle_s)
 
     def choose(
@@ -295,7 +297,9 @@ class Speculation:
         totals = sorted(count for count in counts if 0 <= count <= most and count + num_forced > 0)
         accepted = [ranked.accepted(count) + num_forced for count in totals]
         with_forced = [count + num_forced for count in totals]
-        best = self._pace.best_count(num_decodes, with_forced, accepted, self._budget.token_s)
+        # A probe has the drafts that would pay if more rows took no more time, since this may be so for many rows.
+        token_s = 0.0 if self._turns.is_probe else self._budget.token_s
+        best = self._pace.best_count(num_decodes, with_forced, accepted, token_s)
         lengths = ranked.lengths(max(0, best - num_forced))
         if self._turns.is_probe:
             for i, own in enumerate(lengths[:PROBE_SEQUENCES]):

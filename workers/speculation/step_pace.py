@@ -143,8 +143,8 @@ class StepPace:
         self._waits_s += WEIGHT * (seconds - self._waits_s)
 
     def idled(self, num_decodes: int, seconds: float) -> None:
-        """Takes in how long the device waited for the host before a step with drafts. It waits as long behind the last
-        of several such steps."""
+        """Takes in how long the device waited for the host before a step without drafts, which follows one with drafts.
+        How long it waits before a step with drafts is part of that step's time."""
         self._idle.observe(num_decodes, seconds, 0.0, self._num_steps)
 
     def best_count(self, num_decodes: int, counts: Many[int], accepted: Many[float], token_s: float) -> int:

@@ -327,7 +327,7 @@ def test_what_a_drafter_takes_before_it_drafts_counts_against_its_drafts(catch_u
     assert made._pay([one], [(one, 4)]) == pays
 
 
-def test_the_device_waits_for_the_host_from_the_last_known_token_to_the_launch_without_the_drafter() -> None:
+def test_the_device_waits_for_the_host_behind_drafts_from_the_last_known_token_to_the_launch() -> None:
     class Idled(StepPace):
         def __init__(self) -> None:
             super().__init__()
@@ -336,25 +336,24 @@ def test_the_device_waits_for_the_host_from_the_last_known_token_to_the_launch_w
         def idled(self, num_decodes: int, seconds: float) -> None:
             self.found.append((num_decodes, seconds))
 
-    class Slow(Sevens):
-        def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
-            now[0] += 100.0
-            return super().propose(wanted)
-
-    now, pace, one = [0.0], Idled(), decode()
-    limits = StepBudget(StepLimits(64))
-    made = Speculation(Slow(), limits, 4, 64, pace, is_certain=True, clock=lambda: now[0])
+    now, pace, one, other = [0.0], Idled(), decode(), decode("other")
+    made = Speculation(Sevens(), StepBudget(StepLimits(64)), 4, 64, pace, clock=lambda: now[0])
     plain(made, PLAIN_STEPS)
-    one.tokens[-1] = UNKNOWN
-    assert made.needs_tokens([], [one], 1)
-    now[0] = 5.0  # The step in flight ends.
-    plain(made, 1)
-    one.tokens[-1] = TOKEN
-    drafts = made.choose([one], 1)
-    now[0] += 2.0  # The host plans the step and launches it.
-    made.launched([Chunk(one, 5, drafts=drafts[one])], now[0])
-    assert pace.found == [(1, 2.0)]
-    # A step that was planned before the last tokens were known.
-    made.launched([Chunk(one, 5, drafts=drafts[one])], now[0])
-    made.launched([Chunk(one, 1)], now[0])
-    assert len(pace.found) == 1
+
+    def launch(in_flight: Chunk, following: Many[Chunk]) -> None:
+        """The step in flight takes 5 s. The host needs 2 s to launch the next one, and then does something else."""
+        made.needs_tokens([in_flight], [], 1)
+        now[0] += 5.0
+        made.observe(StepShape("decode", 1, in_flight.num_tokens, 0), len(in_flight.drafts), 5.0)
+        now[0] += 2.0
+        launched_s = now[0]
+        now[0] += 1.0
+        made.launched(following, launched_s)
+
+    with_drafts, without = Chunk(one, 3, drafts=[TOKEN, TOKEN]), Chunk(one, 1)
+    launch(with_drafts, [with_drafts])
+    assert not pace.found, "it is part of the time of the second step with drafts"
+    launch(with_drafts, [without, Chunk(other, 8)])
+    assert pace.found == [(2, 2.0)]
+    launch(without, [without])
+    assert len(pace.found) == 1, "these steps overlap"
