@@ -10,6 +10,7 @@ PROBE_STEPS = 128  # Steps without drafts after which drafts are verified though
 FIRST_PROBES = 3  # Number of such steps at first: the first ones wait for what is done once, such as loading kernels.
 DRAFTED_STEPS = 128  # Steps since the last timed one without drafts, after which some have none.
 PLAIN_STEPS = 3  # Number of these, all of decodes alone. The first one did not overlap with the step before.
+LATER_PROBES = 2  # Number of probes after these steps: other numbers of drafts may have become faster.
 MOVED = 1.5  # Factor by which the number of decodes has changed when they come earlier, since other steps take longer.
 MOVED_STEPS = 16  # Steps after which they come then.
 ROW_WEIGHT = 1 / 8  # Weight of one row of steps without prompts in their mean number.
@@ -60,4 +61,5 @@ class DraftTurns:
         fewer, more = sorted((num_decodes, self._decodes))
         if self._num_since >= (MOVED_STEPS if more > MOVED * fewer else DRAFTED_STEPS):
             self._num_due, self._num_since = PLAIN_STEPS, 0
+            self._num_probes_left = LATER_PROBES
         return self._num_plain != 1

@@ -19,6 +19,10 @@ class HostTimes:
         """Takes in whether the next step is planned when the one in flight has ended, which step_ended() says then."""
         self._settled_s = self._clock() if is_settled else None
 
+    def nothing_to_launch(self) -> None:
+        """Takes in that no step follows, so that the device does not wait for the host."""
+        self._settled_s = None
+
     def step_ended(self) -> float:
         """Takes in that the host has read the tokens of a step. Returns the seconds that a drafter took before it."""
         if self._settled_s is not None:

@@ -137,6 +137,10 @@ class Speculation:
         if idle_s is not None and self._is_behind_drafts and not drafted:
             self._pace.idled(len(chunks), idle_s)
 
+    def nothing_to_launch(self) -> None:
+        """Takes in that no step follows the one that has ended."""
+        self._times.nothing_to_launch()
+
     def choose(
         self, unfinished: Iterable[Sequence], num_sequences: int, *, is_behind: bool = False
     ) -> dict[Sequence, list[int]]:

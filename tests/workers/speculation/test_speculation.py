@@ -357,3 +357,8 @@ def test_the_device_waits_for_the_host_behind_drafts_from_the_last_known_token_t
     assert pace.found == [(2, 2.0)]
     launch(without, [without])
     assert len(pace.found) == 1, "these steps overlap"
+    assert made.needs_tokens([with_drafts], [], 1)
+    made.nothing_to_launch()
+    now[0] += 1000.0
+    made.launched([Chunk(other, 8)], now[0])
+    assert len(pace.found) == 1, "there was nothing to do"
