@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from lorafleet.workers.adapters.content_digest import ContentDigest
 from lorafleet.workers.adapters.forms import AdapterForms, Kronecker, LinearForm, LowRank
 from lorafleet.workers.adapters.reader import ReadAdapter
 from lorafleet.workers.slots import lora_model as lora_model
+from tiny_models import load_base
 
 Shapes = Mapping[str, tuple[int, int]]  # Maps a module to (in, out), as BaseLayout.linears does.
 STD = 0.12
@@ -113,10 +113,6 @@ def everything(make: Maker) -> AdapterForms:
 KINDS: dict[str, Callable[[Maker], AdapterForms]] = {
     kind.__name__: kind for kind in (plain, dora, ia3, biases, lokr, norms, everything)
 }
-
-
-def load_base(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def make_forms(

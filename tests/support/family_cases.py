@@ -16,7 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tiny_models import COMMON, ROPE_LLAMA3, ROPE_YARN, tokenizer
+from tiny_models import COMMON, ROPE_LLAMA3, ROPE_YARN, load_base, tokenizer
 
 SMALL = COMMON | {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
 
@@ -461,7 +461,7 @@ def make_case_adapter(folder: Path, model: Path, case: FamilyCase, **options: An
     """Saves a PEFT adapter on the case's targets, with random numbers."""
     import peft
 
-    base = getattr(transformers, case.name + case.suffix).from_pretrained(model, dtype=torch.float32)
+    base = load_base(model, getattr(transformers, case.name + case.suffix))
     torch.manual_seed(1)
     settings: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": case.targets} | options
     if not settings.get("use_dora"):

@@ -185,6 +185,17 @@ def make_model(folder: Path, family: str, *, seed: int = 0, dtype: str = "float3
     return folder
 
 
+@functools.lru_cache(maxsize=2)  # Tests with a GPU have large ones.
+def _read_base(folder: Path, model_class: Any, _files: frozenset[tuple[Path, int]]) -> Any:
+    return model_class.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def load_base(folder: Path, model_class: Any = AutoModelForCausalLM) -> Any:
+    """Returns the folder's model in float32: a copy, which PEFT may change. Reading takes ten times as long."""
+    files = frozenset((path, path.stat().st_mtime_ns) for path in folder.iterdir())  # A test may have changed one.
+    return copy.deepcopy(_read_base(folder, model_class, files))
+
+
 def make_adapter(
     folder: Path, model: Path, *, seed: int = 1, dtype: str = "float32", std: float = 0.12, **options: Any
 ) -> Path:
@@ -192,7 +203,7 @@ def make_adapter(
     import peft  # It is imported here and below, so that machines without it can run tests of bases.
 
     settings = {"r": 8, "lora_alpha": 16, "target_modules": ALL_TARGETS, "lora_dropout": 0.0} | options
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    base = load_base(model)
     if base.config.model_type == "phi3":
         settings = fused_names(settings)
     torch.manual_seed(seed)

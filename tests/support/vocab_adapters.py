@@ -10,7 +10,9 @@ from typing import Any
 
 import peft
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
+
+from tiny_models import load_base
 
 NUM_ADDED = 13
 # Maps a name to options of LoraConfig, and to whether the vocabulary is resized first.
@@ -35,7 +37,7 @@ def peft_warnings_ignored() -> Iterator[None]:
 
 
 def _base(model: Path, num_added: int) -> Any:
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    base = load_base(model)
     if num_added:
         base.resize_token_embeddings(base.config.vocab_size + num_added, mean_resizing=False)
     return base

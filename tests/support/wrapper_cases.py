@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from family_cases import CASES, ROPE_PLAIN, SMALL
-from tiny_models import FAMILIES, ROPE_YARN, tokenizer
+from tiny_models import FAMILIES, ROPE_YARN, load_base, tokenizer
 
 PIXTRAL = {
     "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
@@ -102,7 +102,7 @@ def make_wrapper(folder: Path, case: WrapperCase) -> Path:
 
 def make_wrapper_adapter(folder: Path, base: Path, case: WrapperCase, targets: str = TEXT_ALONE, **options: Any) -> Any:
     """Saves an adapter on the modules that the regular expression matches, and returns PEFT's model."""
-    model = case.model_class.from_pretrained(base, dtype=torch.float32)
+    model = load_base(base, case.model_class)
     torch.manual_seed(1)
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, **options))
     for name, parameter in wrapped.named_parameters():

@@ -14,9 +14,8 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from tiny_models import ALL_TARGETS, make_model
+from tiny_models import ALL_TARGETS, load_base, make_model
 
 MakeAdapter = Callable[..., Path]
 
@@ -25,10 +24,6 @@ MakeAdapter = Callable[..., Path]
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "initializer_range": 0.2}
     return make_model(tmp_path_factory.mktemp("tools") / "base", "llama2", **sizes)
-
-
-def load_base(base: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
 
 
 def load_peft(base: Path, folder: Path) -> Any:

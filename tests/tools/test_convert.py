@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from lorafleet.protocol.errors import AdapterMalformed, AdapterUnsupported, ConfigError
 from lorafleet.tools.convert import convert, convert_several
 from lorafleet.tools.mix_adapters import Mixing
-from tests.tools.conftest import assert_same_deltas, deltas, load_base, logits, rewrite, set_config
-from tiny_models import make_model
+from tests.tools.conftest import assert_same_deltas, deltas, logits, rewrite, set_config
+from tiny_models import load_base, make_model
 
 LAYOUTS = {
     "with the adapter's name": lambda name: name.replace(".weight", ".default.weight"),

@@ -30,8 +30,8 @@ from lorafleet.workers.adapters.forms import (
     VocabForm,
 )
 from lorafleet.workers.bases.rope_config import RopeConfig
-from tests.tools.conftest import load_base, load_peft, logits
-from tiny_models import ALL_TARGETS, make_model
+from tests.tools.conftest import load_peft, logits
+from tiny_models import ALL_TARGETS, load_base, make_model
 
 
 def merged(base: Path, adapter: Path, out: Path, **options: object) -> Merged:

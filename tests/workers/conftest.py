@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,9 +37,17 @@ SIZES: dict[str, Any] = {
 }
 
 
-def make_base(family: str) -> PreTrainedModel:
+@functools.cache
+def _base(family: str) -> PreTrainedModel:
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**SIZES)) if family == "llama" else Qwen2ForCausalLM(Qwen2Config(**SIZES))
+
+
+def make_base(family: str) -> PreTrainedModel:
+    """Returns a copy, which PEFT may change. Making a model takes several times as long as copying it."""
+    base = copy.deepcopy(_base(family))
+    torch.manual_seed(0)
+    return base
 
 
 class TransformersWeights:
@@ -126,27 +137,33 @@ class AdapterDir:
 MakeAdapter = Callable[..., AdapterDir]
 
 
+def write_adapter(path: Path, family: str = "llama", dtype: torch.dtype = torch.float32, **fields: Any) -> AdapterDir:
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    with peft_warnings_ignored():
+        model = get_peft_model(make_base(family), LoraConfig(**(settings | fields)))
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(str(path))
+    # PEFT sorts the keys that it writes, even those whose order matters, but the file decides what an adapter is.
+    patterns = {k: v for k, v in fields.items() if k in ("rank_pattern", "alpha_pattern")}
+    adapter = AdapterDir(path, family).set(**patterns)
+    return adapter if dtype is torch.float32 else adapter.map(lambda k, v: (k, v.to(dtype)))
+
+
 @pytest.fixture
 def make_adapter(tmp_path: Path) -> MakeAdapter:
-    def make(family: str = "llama", dtype: torch.dtype = torch.float32, **fields: Any) -> AdapterDir:
-        settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-        with peft_warnings_ignored():
-            model = get_peft_model(make_base(family), LoraConfig(**(settings | fields)))
-        torch.manual_seed(1)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.2)
-        path = tmp_path / "sql"
-        model.save_pretrained(str(path))
-        # PEFT sorts the keys that it writes, even those whose order matters, but the file decides what an adapter is.
-        patterns = {k: v for k, v in fields.items() if k in ("rank_pattern", "alpha_pattern")}
-        adapter = AdapterDir(path, family).set(**patterns)
-        return adapter if dtype is torch.float32 else adapter.map(lambda k, v: (k, v.to(dtype)))
+    return functools.partial(write_adapter, tmp_path / "sql")
 
-    return make
+
+@pytest.fixture(scope="session")
+def _plain_adapter(tmp_path_factory: pytest.TempPathFactory) -> AdapterDir:
+    return write_adapter(tmp_path_factory.mktemp("plain") / "sql")
 
 
 @pytest.fixture
-def adapter(make_adapter: MakeAdapter) -> AdapterDir:
-    """Returns an adapter of rank 4 on q_proj and v_proj of a three-layer Llama."""
-    return make_adapter()
+def adapter(_plain_adapter: AdapterDir, tmp_path: Path) -> AdapterDir:
+    """Returns an adapter of rank 4 on q_proj and v_proj of a three-layer Llama, which the test may change."""
+    shutil.copytree(_plain_adapter.path, tmp_path / "sql")
+    return AdapterDir(tmp_path / "sql")

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from peft import AdaLoraConfig, IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, VeraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
 from tests.workers.conftest import peft_warnings_ignored
-from tiny_models import ALL_TARGETS, Reference, fused_names, make_model
+from tiny_models import ALL_TARGETS, Reference, fused_names, load_base, make_model
 
 TOLERANCE = 1e-3
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0, prompt_logprobs=0)
@@ -39,7 +38,7 @@ def configs(norms: list[str]) -> dict[str, PeftConfig]:
 
 
 def save(folder: Path, base: Path, config: PeftConfig) -> Path:
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = load_base(base)
     if model.config.model_type == "phi3":
         for field in ("target_modules", "feedforward_modules"):
             if hasattr(config, field):

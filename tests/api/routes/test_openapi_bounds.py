@@ -216,11 +216,14 @@ async def test_what_is_over_any_documented_bound_is_refused(http: httpx.AsyncCli
         for value in over(field):
             body = json.dumps(LEAST[path] | {name: value})
             response = await http.post(path, content=body, headers={"content-type": "application/json"})
-            shown = f"{name}: {json.dumps(value)[:200]} {response.text[:300]}"
-            assert response.status_code == 400, shown
+            assert response.status_code == 400, shown(name, value, response)
             error = response.json()["error"]
             assert (
                 error.get("param", "`" in error["message"])
                 and len(error["message"]) < 700
                 and len(error.get("param", "")) < 400
-            ), shown
+            ), shown(name, value, response)
+
+
+def shown(name: str, value: Any, response: httpx.Response) -> str:
+    return f"{name}: {json.dumps(value)[:200]} {response.text[:300]}"

@@ -11,7 +11,7 @@ import torch
 from lorafleet.tools.drafts.answer_batches import IGNORED, answer_batches
 from lorafleet.tools.drafts.draft_acceptance import DraftAcceptance, acceptance_of, measure_acceptance
 from lorafleet.tools.drafts.draft_target import TargetAnswer
-from tests.tools.conftest import load_base
+from tiny_models import load_base
 
 K = 4
 

@@ -24,7 +24,8 @@ from lorafleet.tools.drafts.draft_target import TargetAnswer
 from lorafleet.tools.drafts.draft_traffic import TrafficLine
 from lorafleet.tools.drafts.train_draft import train_draft
 from lorafleet.tools.new_folder import new_folder
-from tests.tools.conftest import MakeAdapter, load_base, load_peft
+from tests.tools.conftest import MakeAdapter, load_peft
+from tiny_models import load_base
 
 WORDS = ["river", "stone", "cloud", "harbour", "lamp", "meadow", "winter", "bridge", "copper", "garden"]
 LINES = [TrafficLine(f"line {i}", None, f"the {word} of the {WORDS[-i]}") for i, word in enumerate(WORDS)]

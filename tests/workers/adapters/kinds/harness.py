@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,12 +53,22 @@ FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
 TOKENS = torch.tensor([[1, 5, 9, 13, 60, 33, 5, 2]])
 
 
-def make_base(family: str) -> PreTrainedModel:
-    """With random biases and norms, which transformers would leave at 0 and 1."""
+@functools.cache
+def _base(family: str) -> PreTrainedModel:
     config, model, options = FAMILIES[family]
     torch.manual_seed(0)
     base: PreTrainedModel = model(config(**({"tie_word_embeddings": False} | SIZES | options))).eval()
     randomize(base, ("bias", "norm.weight"))
+    return base
+
+
+def make_base(family: str) -> PreTrainedModel:
+    """Returns a model with random biases and norms, which transformers would leave at 0 and 1.
+
+    It is a copy, which PEFT may change. Making a model takes several times as long as copying it.
+    """
+    base = copy.deepcopy(_base(family))
+    torch.manual_seed(0)
     return base
 
 
