@@ -138,8 +138,8 @@ class LLM:
             lora=_lora_config(options, given),
         )
         # An engine that was closed before may still have its GPU memory, since cycles of libraries' objects refer to
-        # it. That was seen of the first engine of a process. A collection took .1 s in tests, so it is left out where no
-        # GPU has been used.
+        # it. That was seen of the first engine of a process. A collection took .1 s in tests, so it is left out where
+        # no GPU has been used.
         if torch.cuda.is_initialized():
             gc.collect()
         self._ranks = RankProcesses(config) if config.tensor_parallel_size > 1 else None

@@ -171,7 +171,7 @@ class Engine:
         self.stalled = not chunks and not self.pipeline.has_step
         if self.stalled:
             if self._speculation is not None:
-                self._speculation.nothing_to_launch()
+                self._speculation.times.nothing_to_launch()
             return outputs
         planned = self.pipeline.plan(chunks, None if self._speculation is None else self._speculation.on_device)
         outputs.others += self._choose()  # as late as possible, since masks are computed meanwhile

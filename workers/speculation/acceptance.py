@@ -23,15 +23,11 @@ FIRST_ACCEPTANCE = 0.5  # Probability that a draft token is right, before any of
 
 @dataclass(slots=True)
 class Acceptance:
-    """The accepted draft tokens, and those that ended a draft since they were wrong. Old ones count less.
-
-    Args:
-        adapter: What is known of all sequences of the adapter. None if this is it.
-    """
+    """The accepted draft tokens, and those that ended a draft since they were wrong. Old ones count less."""
 
     num_right: float = 0.0
     num_wrong: float = 0.0
-    adapter: Acceptance | None = None
+    adapter: Acceptance | None = None  # What is known of all sequences of the adapter. None if this is it.
 
     @classmethod
     def expecting(cls, probability: float) -> Acceptance:

@@ -14,10 +14,13 @@ class HostTimes:
         self._drafting_s = 0.0  # Seconds that a drafter took since the last step ended.
         # When all tokens before the next step were known. None if it is planned before.
         self._settled_s: float | None = None
+        self._is_behind_drafts = False
 
-    def begin(self, *, is_settled: bool) -> None:
-        """Takes in whether the next step is planned when the one in flight has ended, which step_ended() says then."""
+    def begin(self, *, is_settled: bool, is_behind_drafts: bool) -> None:
+        """Takes in whether the next step is planned when the one in flight has ended, which step_ended() says then, and
+        whether the latter has drafts."""
         self._settled_s = self._clock() if is_settled else None
+        self._is_behind_drafts = is_behind_drafts
 
     def nothing_to_launch(self) -> None:
         """Takes in that no step follows, so that the device does not wait for the host."""
@@ -38,7 +41,9 @@ class HostTimes:
         self._drafting_s += self._clock() - began_s
 
     def launched(self, launched_s: float) -> float | None:
-        """Takes in when a step was launched, by the clock. Returns for how long the device has waited for the host,
-        without the drafter, or None if the step was planned before the one in flight had ended."""
+        """Takes in when a step was launched, by the clock. Returns for how long the device has waited for the host
+        behind a step with drafts, without the drafter. Returns None if it has not waited, or not behind such a step."""
         settled_s, self._settled_s = self._settled_s, None
-        return None if settled_s is None else max(0.0, launched_s - settled_s - self._drafting_s)
+        if settled_s is None or not self._is_behind_drafts:
+            return None
+        return max(0.0, launched_s - settled_s - self._drafting_s)

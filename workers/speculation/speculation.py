@@ -28,15 +28,11 @@ from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.schedule.step_budget import StepBudget
 from lorafleet.workers.speculation.acceptance import Acceptances
 from lorafleet.workers.speculation.ahead_drafts import AheadDrafts
-from lorafleet.workers.speculation.draft_choice import RankedDrafts
+from lorafleet.workers.speculation.draft_choice import DraftChoice
 from lorafleet.workers.speculation.draft_turns import DraftTurns
 from lorafleet.workers.speculation.drafter import DeviceDrafts, Drafter, Wanted
 from lorafleet.workers.speculation.host_times import HostTimes
 from lorafleet.workers.speculation.step_pace import StepPace
-from lorafleet.workers.step.drafted_sizes import drafted_counts
-
-PROBE_TOKENS = 2  # Draft tokens of one sequence that are verified though that should not pay.
-PROBE_SEQUENCES = 8  # Sequences that have them in one step.
 
 
 class Speculation:
@@ -68,20 +64,18 @@ class Speculation:
         self.drafter = drafter
         self._budget = budget
         self._most_tokens = most_tokens
-        self._most_sampled = most_sampled
-        self._most_drafts = most_sampled if most_drafts is None else most_drafts
-        self._row_counts = drafted_counts(most_sampled)  # Rows of a step that take no longer than fewer do.
         self._pace = pace or StepPace()
         self._is_certain = is_certain
-        self._times = HostTimes(clock)
+        self.times = HostTimes(clock)
         self._ahead = ahead
         self._acceptances = Acceptances()
+        most = min(most_sampled, budget.limits.max_tokens)
+        self._choice = DraftChoice(self._pace, self._acceptances, most_tokens, most, most_drafts)
         self._forced: dict[Sequence, list[int]] = {}  # Drafts that a grammar forces, of the last choose().
         self._have_forced: set[Sequence] = set()  # Sequences whose drafts in flight are forced.
         self._turns = DraftTurns()
         # Seconds that a drafter which takes its time took in steps without drafts, since the last one with drafts.
         self._unpaid_s = 0.0
-        self._is_behind_drafts = False  # Whether the step in flight has drafts.
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
@@ -114,12 +108,12 @@ class Speculation:
         """
         if self._ahead is not None:
             self._ahead.forget()
-        self._is_behind_drafts = any(chunk.drafts for chunk in in_flight)
-        if self._is_behind_drafts:
+        is_behind_drafts = any(chunk.drafts for chunk in in_flight)
+        if is_behind_drafts:
             is_needed = verification is None or not self._can_draft_behind(verification, running, num_sequences)
         else:
             is_needed = self._would_draft(running, num_sequences)
-        self._times.begin(is_settled=is_needed)
+        self.times.begin(is_settled=is_needed, is_behind_drafts=is_behind_drafts)
         return is_needed
 
     def _would_draft(self, running: Many[Sequence], num_sequences: int) -> bool:
@@ -133,13 +127,9 @@ class Speculation:
         """Takes in that a step of these chunks was launched at this time by the clock."""
         drafted = {chunk.sequence for chunk in chunks if chunk.drafts}
         self._have_forced = (self._have_forced - drafted) | (drafted & self._forced.keys())
-        idle_s = self._times.launched(launched_s)
-        if idle_s is not None and self._is_behind_drafts and not drafted:
+        idle_s = self.times.launched(launched_s)
+        if idle_s is not None and not drafted:
             self._pace.idled(len(chunks), idle_s)
-
-    def nothing_to_launch(self) -> None:
-        """Takes in that no step follows the one that has ended."""
-        self._times.nothing_to_launch()
 
     def choose(
         self, unfinished: Iterable[Sequence], num_sequences: int, *, is_behind: bool = False
@@ -182,7 +172,7 @@ class Speculation:
             is_ahead: Whether the drafts were made behind a step in flight.
             masked: Number of tokens that each sequence with a grammar got.
         """
-        drafting_s = self._times.step_ended()
+        drafting_s = self.times.step_ended()
         if num_drafts and self._ahead is not None:
             drafting_s = self._ahead.drafting_s(drafting_s, is_ahead=is_ahead)
             if shape.kind == "decode":
@@ -215,7 +205,11 @@ class Speculation:
         if not self._ahead.pace.is_ahead(self._budget.token_s, num_others, num_masked):
             return False
         behind = self._ahead.prepare(wanted, verification, self._most_tokens)
-        return bool(behind) and self._pay(decodes, self._counts(behind))
+        if not behind or self._turns.is_probe:
+            return bool(behind)
+        forced = [(sequence, len(found)) for sequence, found in self._forced.items()]
+        counts = [*forced, *map(_drafted, behind)]
+        return self._choice.pay(len(decodes), counts, self._forced, self._budget.token_s)
 
     def _propose(
         self, drafting: Many[Sequence], decodes: Many[Sequence], num_sequences: int, num_unknown: int
@@ -227,11 +221,11 @@ class Speculation:
             decodes: The step's decodes.
         """
         wanted = self._wanted(drafting, decodes, num_sequences, num_unknown)
-        with self._times.drafting() if self._is_certain and wanted else nullcontext():
+        with self.times.drafting() if self._is_certain and wanted else nullcontext():
             proposed = zip(wanted, [] if self.drafter is None else self.drafter.propose(wanted), strict=True)
         drafts = {entry.sequence: found[num_unknown:] for entry, found in proposed if len(found) > num_unknown}
         if not self._is_certain:  # Where a drafter's time is spent, all that has come of it is of use.
-            room = self._room(num_sequences)
+            room = self._choice.room(num_sequences)
             lengths = self._best_lengths(len(decodes), list(drafts), list(map(len, drafts.values())), room)
             drafts = {own: found[:count] for (own, found), count in zip(drafts.items(), lengths, strict=True) if count}
         return drafts | self._forced
@@ -254,7 +248,7 @@ class Speculation:
         self._forced = {}
         if self._turns.is_plain or not drafting:
             return []
-        room = self._room(num_sequences)
+        room = self._choice.room(num_sequences)
         sequences: list[Sequence] = []
         mosts: list[int] = []
         for sequence in drafting:
@@ -270,15 +264,7 @@ class Speculation:
         lengths = self._best_lengths(len(decodes), sequences, mosts, room)
         if not self._is_certain:
             lengths = [most if count else 0 for most, count in zip(mosts, lengths, strict=True)]
-        return [
-            Wanted(sequence, len(sequence.tokens) - num_unknown, count + num_unknown)
-            for sequence, count in zip(sequences, lengths, strict=True)
-            if count
-        ]
-
-    def _room(self, num_sequences: int) -> int:
-        """Returns the number of draft tokens that a step of so many sequences has room for."""
-        return min(min(self._most_sampled, self._budget.limits.max_tokens) - num_sequences, self._most_drafts)
+        return _wanted_of(sequences, lengths, num_unknown)
 
     def _best_lengths(self, num_decodes: int, sequences: Many[Sequence], mosts: Many[int], room: int) -> list[int]:
         """Returns the number of draft tokens of each sequence with which the step should give most tokens per second.
@@ -290,40 +276,22 @@ class Speculation:
         """
         if not sequences and not self._forced:
             return []
-        ranked = RankedDrafts.of([self._acceptances.of(sequence).probability for sequence in sequences], mosts)
         num_forced = sum(map(len, self._forced.values()))
-        most = min(len(ranked), room)
-        counts = {count - num_decodes - num_forced for count in self._row_counts}
-        counts |= {len(ranked) * place // max(1, self._most_tokens) for place in range(1, self._most_tokens)} | {
-            0,
-            most,
-        }
-        totals = sorted(count for count in counts if 0 <= count <= most and count + num_forced > 0)
-        accepted = [ranked.accepted(count) + num_forced for count in totals]
-        with_forced = [count + num_forced for count in totals]
-        # A probe has the drafts that would pay if more rows took no more time, since this may be so for many rows.
-        token_s = 0.0 if self._turns.is_probe else self._budget.token_s
-        best = self._pace.best_count(num_decodes, with_forced, accepted, token_s)
-        lengths = ranked.lengths(max(0, best - num_forced))
         if self._turns.is_probe:
-            for i, own in enumerate(lengths[:PROBE_SEQUENCES]):
-                lengths[i] = max(own, min(mosts[i], PROBE_TOKENS, own + room - sum(lengths)))
-        elif not best:
+            return self._choice.probed(num_decodes, sequences, mosts, room, num_forced)
+        lengths = self._choice.lengths(num_decodes, sequences, mosts, room, num_forced, self._budget.token_s)
+        if lengths is None:
             self._forced = {}
-        return lengths
+        return lengths or [0] * len(sequences)
 
-    def _counts(self, wanted: Many[Wanted]) -> list[tuple[Sequence, int]]:
-        """Returns the draft tokens of each sequence, if as many come as are wanted, and the forced ones."""
-        forced = [(sequence, len(found)) for sequence, found in self._forced.items()]
-        return forced + [_drafted(entry) for entry in wanted]
 
-    def _pay(self, decodes: Many[Sequence], counts: Many[tuple[Sequence, int]]) -> bool:
-        """Returns whether a step of these decodes with so many draft tokens should be faster, or is a probe."""
-        if self._turns.is_probe or not counts:
-            return bool(counts)
-        expected = self._acceptances.expected(counts, right=self._forced)
-        num_drafts = sum(count for _, count in counts)
-        return self._pace.is_faster(len(decodes), num_drafts, expected, self._budget.token_s)
+def _wanted_of(sequences: Many[Sequence], lengths: Many[int], num_unknown: int) -> list[Wanted]:
+    """Returns the sequences that should have any draft tokens. The last num_unknown tokens of each are in flight."""
+    return [
+        Wanted(sequence, len(sequence.tokens) - num_unknown, count + num_unknown)
+        for sequence, count in zip(sequences, lengths, strict=True)
+        if count
+    ]
 
 
 def _drafted(entry: Wanted) -> tuple[Sequence, int]:

@@ -13,13 +13,10 @@ from lorafleet.protocol.step_metrics import StepShape
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.schedule.step_budget import StepBudget, StepLimits
 from lorafleet.workers.speculation.acceptance import FIRST_ACCEPTANCE
+from lorafleet.workers.speculation.draft_choice import PROBE_SEQUENCES, PROBE_TOKENS
 from lorafleet.workers.speculation.draft_turns import DRAFTED_STEPS, FIRST_PROBES, MOVED_STEPS, PLAIN_STEPS, PROBE_STEPS
 from lorafleet.workers.speculation.drafter import Wanted
-from lorafleet.workers.speculation.speculation import (
-    PROBE_SEQUENCES,
-    PROBE_TOKENS,
-    Speculation,
-)
+from lorafleet.workers.speculation.speculation import Speculation
 from lorafleet.workers.speculation.step_pace import StepPace
 from lorafleet.workers.structured.forced_tokens import ForcedTokens
 from tests.workers.speculation.drafting import DraftsCost, DraftsPay
@@ -324,7 +321,7 @@ def test_what_a_drafter_takes_before_it_drafts_counts_against_its_drafts(catch_u
             made.verified(one, 4, 4)
         else:
             plain(made, 1, seconds=5e-3 + clock[0] - began_s)
-    assert made._pay([one], [(one, 4)]) == pays
+    assert made._choice.pay(1, [(one, 4)], (), limits.token_s) == pays
 
 
 def test_the_device_waits_for_the_host_behind_drafts_from_the_last_known_token_to_the_launch() -> None:
@@ -358,7 +355,7 @@ def test_the_device_waits_for_the_host_behind_drafts_from_the_last_known_token_t
     launch(without, [without])
     assert len(pace.found) == 1, "these steps overlap"
     assert made.needs_tokens([with_drafts], [], 1)
-    made.nothing_to_launch()
+    made.times.nothing_to_launch()
     now[0] += 1000.0
     made.launched([Chunk(other, 8)], now[0])
     assert len(pace.found) == 1, "there was nothing to do"
