@@ -132,15 +132,13 @@ def test_speculative_compares_drafts_of_each_kind_with_none(monkeypatch: pytest.
 def test_speculative_has_the_cost_of_a_draft_model_in_the_arms_of_known_quality(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(StepPace, "price", lambda *_: 0.0)  # however fast the machine is, drafts are worth their time
-    monkeypatch.setattr(StepPace, "is_faster", lambda *_: True)
+    monkeypatch.setattr(StepPace, "is_faster", lambda *_: True)  # however fast the machine is
     words = ("--batches", "2", "--right", "1", "--prompt", "16", "--tokens", "24", "--draft-layers", "1")
     results = run(monkeypatch, tmp_path, speculative, *words, "--draft-hidden", "128", "--repeats", "1", *ONE_THREAD)
     assert results.figure("accepted", batch=2, drafts="1.0") == 1
 
 
 def test_speculative_has_the_cost_of_a_head(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(StepPace, "price", lambda *_: 0.0)
     monkeypatch.setattr(StepPace, "is_faster", lambda *_: True)
     words = ("--batches", "2", "--right", "1", "--prompt", "16", "--tokens", "24", "--draft-head", "--layers", "7")
     results = run(monkeypatch, tmp_path, speculative, *words, "--hidden", "128", "--repeats", "1", *ONE_THREAD)
