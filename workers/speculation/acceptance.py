@@ -27,7 +27,7 @@ class Acceptance:
 
     num_right: float = 0.0
     num_wrong: float = 0.0
-    adapter: Acceptance | None = None  # What is known of all sequences of the adapter. None if this is it.
+    adapter: Acceptance | None = None  # The estimate of the sequence's adapter. None in the estimate of an adapter.
 
     @classmethod
     def expecting(cls, probability: float) -> Acceptance:

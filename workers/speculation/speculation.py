@@ -224,9 +224,8 @@ class Speculation:
         with self.times.drafting() if self._is_certain and wanted else nullcontext():
             proposed = zip(wanted, [] if self.drafter is None else self.drafter.propose(wanted), strict=True)
         drafts = {entry.sequence: found[num_unknown:] for entry, found in proposed if len(found) > num_unknown}
-        if not self._is_certain:  # Where a drafter's time is spent, all that has come of it is of use.
-            room = self._choice.room(num_sequences)
-            lengths = self._best_lengths(len(decodes), list(drafts), list(map(len, drafts.values())), room)
+        if not self._is_certain:  # A certain drafter was asked for the best number of tokens.
+            lengths = self._best_lengths(len(decodes), list(drafts), list(map(len, drafts.values())), num_sequences)
             drafts = {own: found[:count] for (own, found), count in zip(drafts.items(), lengths, strict=True) if count}
         return drafts | self._forced
 
@@ -261,28 +260,31 @@ class Speculation:
             elif self.drafter is not None and not (is_behind and sequence.grammar is not None):
                 sequences.append(sequence)
                 mosts.append(most)
-        lengths = self._best_lengths(len(decodes), sequences, mosts, room)
+        lengths = self._best_lengths(len(decodes), sequences, mosts, num_sequences)
         if not self._is_certain:
             lengths = [most if count else 0 for most, count in zip(mosts, lengths, strict=True)]
         return _wanted_of(sequences, lengths, num_unknown)
 
-    def _best_lengths(self, num_decodes: int, sequences: Many[Sequence], mosts: Many[int], room: int) -> list[int]:
+    def _best_lengths(
+        self, num_decodes: int, drafting: Many[Sequence], mosts: Many[int], num_sequences: int
+    ) -> list[int]:
         """Returns the number of draft tokens of each sequence with which the step should give most tokens per second.
         Forgets the forced ones if the step should be faster without any.
 
         Args:
             mosts: Number of draft tokens that each sequence may have.
-            room: Number that all may have, besides the forced ones.
+            num_sequences: As in choose().
         """
-        if not sequences and not self._forced:
+        if not drafting and not self._forced:
             return []
         num_forced = sum(map(len, self._forced.values()))
+        room = self._choice.room(num_sequences) - num_forced
         if self._turns.is_probe:
-            return self._choice.probed(num_decodes, sequences, mosts, room, num_forced)
-        lengths = self._choice.lengths(num_decodes, sequences, mosts, room, num_forced, self._budget.token_s)
+            return self._choice.probed(num_decodes, drafting, mosts, room, num_forced)
+        lengths = self._choice.lengths(num_decodes, drafting, mosts, room, num_forced, self._budget.token_s)
         if lengths is None:
             self._forced = {}
-        return lengths or [0] * len(sequences)
+        return lengths or [0] * len(drafting)
 
 
 def _wanted_of(sequences: Many[Sequence], lengths: Many[int], num_unknown: int) -> list[Wanted]:

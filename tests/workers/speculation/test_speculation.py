@@ -153,6 +153,15 @@ class Forcing:
         self.forced.replace(3, [], [(0, [4, *tokens])])
 
 
+def test_forced_tokens_and_other_drafts_have_no_more_rows_together_than_there_are() -> None:
+    made = speculation(most_sampled=12)
+    bound, *free = decode("bound"), *(decode(str(i)) for i in range(4))
+    bound.grammar = Forcing(8, 9, 10)  # type: ignore[assignment]  # as much of a grammar as is needed
+    chosen = made.choose([bound, *free], num_sequences=5)
+    assert chosen[bound] == [8, 9, 10]
+    assert sum(map(len, chosen.values())) == 12 - 5
+
+
 def test_forced_tokens_are_drafts_and_say_nothing_about_other_drafts() -> None:
     made = speculation()
     bound, free = decode("bound"), decode("free")
@@ -333,15 +342,22 @@ def test_the_device_waits_for_the_host_behind_drafts_from_the_last_known_token_t
         def idled(self, num_decodes: int, seconds: float) -> None:
             self.found.append((num_decodes, seconds))
 
+    class SlowAndWithoutDrafts(Sevens):
+        def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
+            now[0] += 100.0
+            return [[] for _ in wanted]
+
     now, pace, one, other = [0.0], Idled(), decode(), decode("other")
-    made = Speculation(Sevens(), StepBudget(StepLimits(64)), 4, 64, pace, clock=lambda: now[0])
+    limits = StepBudget(StepLimits(64))
+    made = Speculation(SlowAndWithoutDrafts(), limits, 4, 64, pace, is_certain=True, clock=lambda: now[0])
     plain(made, PLAIN_STEPS)
 
     def launch(in_flight: Chunk, following: Many[Chunk]) -> None:
-        """The step in flight takes 5 s. The host needs 2 s to launch the next one, and then does something else."""
+        """The step in flight takes 5 s. The drafter takes 100 s before the next one, and the host 2 s to launch it."""
         made.needs_tokens([in_flight], [], 1)
         now[0] += 5.0
         made.observe(StepShape("decode", 1, in_flight.num_tokens, 0), len(in_flight.drafts), 5.0)
+        assert made.choose([decode("asks for drafts")], 1) == {}
         now[0] += 2.0
         launched_s = now[0]
         now[0] += 1.0
