@@ -6,13 +6,13 @@
 The first form has random weights in the shape of an 8B Llama. Its last norm is zeroed, so that every answer is token 0
 again and again at the full cost of a step. `ngram` drafts from the repeated text, and all of its drafts are right. An
 arm of --right has drafts of which each token is right with this probability, as a drafter of that quality would make.
+With --waits, each has a second arm in which no step is planned before the tokens of the step before are known.
 
 With --draft-layers, a draft model of that many layers drafts in the arms of --right, so that they have its full cost.
-Its drafts would all be right. The arms replace some of their tokens by wrong ones. Each has a second arm in which
-drafts wait for the tokens of the step before, so that steps do not overlap. N-grams are left out. --draft-head has an
-EAGLE-3 head instead, with random weights in the shape of the target's layers and 32,000 tokens that it drafts. With
---mtp, the model has the shape of a family of families_decode.py, with as many layers as are measured there, and its own
-layer for several tokens (MTP) drafts in the same way.
+Its drafts would all be right. The arms replace some of their tokens by wrong ones. N-grams are left out, and --waits
+holds. --draft-head has an EAGLE-3 head instead, with random weights in the shape of the target's layers and 32,000
+tokens that it drafts. With --mtp, the model has the shape of a family of families_decode.py, with as many layers as are
+measured there, and its own layer for several tokens (MTP) drafts in the same way.
 
 The second form drafts by n-grams from the answers of a real model to a repetitive prompt.
 
@@ -48,7 +48,8 @@ from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.schedule.sequence import Sequence
-from lorafleet.workers.speculation.ahead_drafts import AheadDrafts
+from lorafleet.workers.speculation.ahead_drafts import AheadDrafter, AheadDrafts
+from lorafleet.workers.speculation.awaited_drafts import AwaitingDrafter
 from lorafleet.workers.speculation.drafter import DeviceDrafts, Wanted
 from lorafleet.workers.speculation.eagle_head import EagleHead
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
@@ -105,10 +106,12 @@ def arm(engine: Engine, name: str, most_drafts: int, model: ModelDrafter | None)
     if name == "off":
         return None
     if name == "ngram":
-        return make_speculation(engine, NgramDrafter(SpeculativeConfig("ngram")), most_drafts, is_certain=False)
+        ngrams = AwaitingDrafter(NgramDrafter(SpeculativeConfig("ngram")))
+        return make_speculation(engine, ngrams, most_drafts, is_certain=False, ahead=AheadDrafts(ngrams))
     right, *waits = name.split()
-    drafter = KnownDrafter(float(right), model)
-    ahead = None if waits or model is None else AheadDrafts(drafter)
+    known = KnownDrafter(float(right), model)
+    drafter: AheadDrafter = AwaitingDrafter(known) if model is None else known
+    ahead = None if waits else AheadDrafts(drafter)
     return make_speculation(engine, drafter, most_drafts, is_certain=model is not None, ahead=ahead)
 
 
@@ -222,6 +225,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--adapters", type=int, default=0)
     parser.add_argument("--right", type=float, nargs="*", default=[0.7])
+    parser.add_argument("--waits", action="store_true", help="also measure drafts that are awaited before any planning")
     add_draft_arguments(parser)
     parser.add_argument("--mtp", choices=MTP_FAMILIES, help="family whose own layer for several tokens drafts")
     parser.add_argument("--prompt", type=int, default=128)
@@ -233,11 +237,13 @@ def main() -> None:
     args = parser.parse_args()
     if args.mtp and (args.adapters or args.draft_layers or args.model):
         parser.error("--mtp goes with none of --adapters, --draft-layers and --model")
-    arms = ["ngram", *map(str, args.right)]
+    has_model = bool(args.draft_layers or args.draft_head or args.mtp)
+    ways = ("", " waits") if args.waits or has_model else ("",)
+    arms = [f"{right}{waits}" for right in args.right for waits in ways]
     if args.model:
         arms = ["ngram"]
-    elif args.draft_layers or args.draft_head or args.mtp:
-        arms = [f"{right}{waits}" for right in args.right for waits in ("", " waits")]
+    elif not has_model:
+        arms.insert(0, "ngram")
     cases: list[Case] = []
     with tempfile.TemporaryDirectory() as folder:
         if args.model:

@@ -60,19 +60,22 @@ class AnswerProgress:
         """Moves the bound quiet_until of a plain sequence, of whose first `end` tokens the full blocks are known."""
         sequence.quiet_until = min(self._scheduler.memory.quiet_until(end), sequence.last_end)
 
-    def advance(self, sequence: Sequence, end: int, sampled: Sampled, num_drafts: int = 0) -> TokenOutput | None:
+    def advance(
+        self, sequence: Sequence, end: int, sampled: Sampled, num_drafts: int = 0, num_planned: int = 0
+    ) -> TokenOutput | None:
         """Takes in what a step computed for a sequence. Returns its output, or None if no token was sampled.
 
         Args:
             end: Number of the sequence's tokens that the step had computed, without drafts. The sampled ones come
                 behind them.
             num_drafts: Number of draft tokens that the step has verified.
+            num_planned: Number for which it had room.
         """
         self._scheduler.commit(sequence, end)
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs += sampled.prompt
         if not sampled.tokens:
-            _add_routed(sequence, end, sampled, num_drafts, 0)
+            _add_routed(sequence, end, sampled, num_planned, 0)
             return None
         assert sequence.tokens[end] == UNKNOWN
         num_generated = end + 1 - sequence.num_prompt  # With the first of the sampled tokens.
@@ -80,11 +83,12 @@ class AnswerProgress:
         sequence.tokens[end : end + 1] = tokens
         self.num_generated_tokens += len(tokens)
         output = TokenOutput(request_id=sequence.request_id, token_ids=tokens, finish_reason=finish_reason)
+        if num_planned:
+            self._accept(sequence, end, num_planned, len(tokens) - 1)
         if num_drafts:
-            self._accept(sequence, end, num_drafts, len(tokens) - 1)
             output.drafts = DraftCounts(1, num_drafts, len(sampled.tokens) - 1)
         if not sequence.is_plain:
-            _add_routed(sequence, end, sampled, num_drafts, len(tokens) - 1)
+            _add_routed(sequence, end, sampled, num_planned, len(tokens) - 1)
             self._add_values(sequence, sampled, output)
         elif not sequence.switched:
             self._quiet_behind(sequence, end)
@@ -108,10 +112,10 @@ class AnswerProgress:
             self.num_generated_tokens -= len(output.token_ids)
             output.token_ids, output.embedding = [], sampled.embedding
 
-    def _accept(self, sequence: Sequence, end: int, num_drafts: int, num_accepted: int) -> None:
+    def _accept(self, sequence: Sequence, end: int, num_planned: int, num_accepted: int) -> None:
         """Records that so many of the step's drafts were accepted, and are tokens of the sequence now."""
         self._scheduler.memory.verified(sequence, num_accepted)
-        sequence.num_unverified -= num_drafts
+        sequence.num_unverified -= num_planned
         sequence.num_computed += num_accepted
         self._scheduler.commit(sequence, end + num_accepted)
         self._scheduler.waiting.count_outputs([sequence.flow] * num_accepted)

@@ -26,8 +26,9 @@ from lorafleet.workers.request_intake import RequestIntake
 from lorafleet.workers.schedule.admission import QueueAdmission
 from lorafleet.workers.schedule.prompts_ahead import computes_prompts
 from lorafleet.workers.schedule.scheduler import Scheduler
-from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
+from lorafleet.workers.schedule.sequence import Sequence
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
+from lorafleet.workers.speculation.ahead_pace import WAITED
 from lorafleet.workers.speculation.speculation import Speculation
 from lorafleet.workers.step.runner import ModelRunner, Sampled
 from lorafleet.workers.step.step_pipeline import StepPipeline
@@ -173,7 +174,7 @@ class Engine:
             if self._speculation is not None:
                 self._speculation.times.nothing_to_launch()
             return outputs
-        planned = self.pipeline.plan(chunks, None if self._speculation is None else self._speculation.on_device)
+        planned = self.pipeline.plan(chunks, None if self._speculation is None else self._speculation.unknown)
         outputs.others += self._choose()  # as late as possible, since masks are computed meanwhile
         faults = self.pipeline.launch(planned, began_s)
         if self._speculation is not None:
@@ -212,9 +213,10 @@ class Engine:
             if sequence.ended:
                 continue
             try:
-                if chunk.drafts and sampled.tokens and self._speculation is not None:
-                    self._speculation.verified(sequence, len(chunk.drafts), len(sampled.tokens) - 1)
-                output = self._answers.advance(sequence, end, sampled, len(chunk.drafts))
+                num_drafts = step.num_drafts(chunk) if chunk.drafts else 0
+                if num_drafts and sampled.tokens and self._speculation is not None:
+                    self._speculation.verified(sequence, num_drafts, len(sampled.tokens) - 1)
+                output = self._answers.advance(sequence, end, sampled, num_drafts, len(chunk.drafts))
                 if output is not None and output.finish_reason is not None:
                     self.abort(sequence.request_id)
             except Exception as error:  # a fault of one sequence ends that sequence and no other
@@ -227,11 +229,9 @@ class Engine:
                 self.scheduler.set_aside(sequence)  # until its mask has arrived, see PendingGrammars.poll()
         seconds = self.statistics.steps.ended(step.shape, step.began_s)
         if self._speculation is not None:
-            num_drafts = sum(len(chunk.drafts) for chunk in step.chunks)
-            is_ahead = num_drafts > 0 and any(UNKNOWN in chunk.drafts for chunk in step.chunks)
-            seconds = self._speculation.observe(
-                step.shape, num_drafts, seconds, is_ahead=is_ahead, masked=step.masked_counts
-            )
+            num_drafts = step.num_planned_drafts
+            way = step.drafted_way if num_drafts else WAITED
+            seconds = self._speculation.observe(step.shape, num_drafts, seconds, way)
         self.scheduler.budget.observe(step.shape, seconds)
 
     def _drafts_need_tokens(self) -> bool:

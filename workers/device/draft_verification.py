@@ -47,13 +47,13 @@ class DraftVerification:
         sampling: Many[Chunk],
         token_B: Tensor,
         drawn_B: Tensor,
-        num_masked: Mapping[Sequence, int] | None = None,
+        most_accepted: Mapping[Sequence, int] | None = None,
     ) -> DraftVerification:
         """Compares the drafts of these chunks, which have the rows one after another.
 
         Args:
             token_B: The token that each row has computed: a sequence's own, or a draft.
-            num_masked: As in TokenMasks. No more drafts of these sequences are accepted.
+            most_accepted: Largest number of accepted drafts of sequences that have fewer drafts or masks than rows.
         """
         counts = [len(chunk.drafts) for chunk in sampling]
         starts = list(accumulate((1 + count for count in counts), initial=0))
@@ -61,9 +61,9 @@ class DraftVerification:
             chunk.sequence: VerifiedRows(index, first, count)
             for index, (chunk, first, count) in enumerate(zip(sampling, starts, counts, strict=False))
         }
-        if num_masked:
+        if most_accepted:
             pairs = zip(sampling, counts, strict=True)
-            counts = [min(count, num_masked.get(chunk.sequence, count)) for chunk, count in pairs]
+            counts = [min(count, most_accepted.get(chunk.sequence, count)) for chunk, count in pairs]
         first_S, count_S = array_to_device(np.array([starts[:-1], counts]), token_B.device)
         return cls(number, rows, drawn_B, count_accepted(token_B, drawn_B, first_S, count_S, max(counts)))
 

@@ -83,11 +83,11 @@ class StepInputs:
 
     def correct(self, unread: UnreadInputs, corrections: Corrections | None, num_tokens: int) -> None:
         """Queues the correction of inputs that were uploaded. `num_tokens` includes the padding. There are corrections
-        if sequences may be shorter than planned."""
+        if sequences may be shorter than planned. Tokens that the host does not know yet are left to fill_in()."""
         inputs = self.tensors(num_tokens)
-        pool_N = self.first_known + unread.row_N
-        inputs.pool.index_copy_(0, pool_N, unread.token_N)
-        inputs.source_T.index_copy_(0, unread.row_N, pool_N)
+        inputs.source_T.index_copy_(0, unread.row_N, self.first_known + unread.row_N)
+        if unread.token_N is not None:
+            self.fill_in(unread)
         if unread.short_B is None or corrections is None:
             return
         short_T = unread.short_B[corrections.sequence_T]
@@ -95,6 +95,11 @@ class StepInputs:
         inputs.position_T[:used] -= short_T
         inputs.rope_length_T[:used] -= short_T
         inputs.kv_slot_T[:used] = corrections.kv_slot_TK.gather(1, short_T[:, None]).squeeze(1)
+
+    def fill_in(self, unread: UnreadInputs) -> None:
+        """Queues the copy of the tokens to the places that correct() has made for them."""
+        assert unread.token_N is not None
+        self.block.index_copy_(0, self.first_known + unread.row_N, unread.token_N)
 
     def known_tokens(self, num_tokens: int) -> Tensor:
         """Returns a view of the tokens that the host knew, or correct() has filled in, int64 [T]."""

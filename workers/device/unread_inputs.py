@@ -25,16 +25,20 @@ from lorafleet.workers.device.step_plan import Rows, StepPlan
 class UnreadInputs:
     """The missing part of one StepPlan, on the device. All tensors are int64."""
 
-    row_N: Tensor  # Rows of the step with tokens that the host does not know.
-    token_N: Tensor  # These tokens.
+    row_N: Tensor  # Rows of the step with tokens that the host does not know when it plans the step.
+    token_N: Tensor | None  # These tokens. None until the host knows them, if it makes the drafts.
     # Tokens by which each sequence is shorter than it was planned. None if no sequence is.
     short_B: Tensor | None = None
     most_short: int = 0  # Largest number of these.
 
+    def with_tokens(self, tokens: list[int]) -> UnreadInputs:
+        """Returns them with the tokens, which the host knows by now."""
+        return replace(self, token_N=array_to_device(np.array(tokens, np.int64), self.row_N.device))
+
     def with_known(
         self, plan: StepPlan, first_known: int, block_size: int, check: Callable[[], None] | None = None
     ) -> StepPlan:
-        """Returns the plan with what it lacked. Waits for the device.
+        """Returns the plan with what it lacked. Waits for the device. The tokens must be there.
 
         Args:
             first_known: As in StepInputs.
@@ -42,6 +46,7 @@ class UnreadInputs:
         """
         fields_FT, batch = plan.fields_FT.copy(), plan.attention
         download = Download(self.row_N.device, check)
+        assert self.token_N is not None
         arriving = [download.add(part) for part in (self.row_N, self.token_N, self.short_B) if part is not None]
         download.close()
         download.wait()

@@ -1,26 +1,52 @@
-"""Drafts for the next step while the step in flight verifies drafts, so that the host need not read its tokens before.
+"""Drafts for the next step while the step in flight verifies drafts, so that it can be planned meanwhile.
 
-The device knows how many drafts were accepted, and drafts behind them. The host knows less than that, so it goes on as
-if all of them were: with the lengths of sequences, their KV blocks, and the tokens that an answer may still get.
+The host goes on as if all drafts in flight were accepted: with the lengths of sequences, their KV blocks, and the
+tokens that an answer may still get. The device corrects that. A drafter on the device drafts behind those that were
+accepted, and the host need not read them before it launches the next step. Others draft when the host has read them
+(awaited_drafts.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
+from typing import Protocol
 
 from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
 from lorafleet.workers.speculation.ahead_pace import AheadPace
-from lorafleet.workers.speculation.drafter import DeviceDrafter, DeviceDrafts, Wanted
+from lorafleet.workers.speculation.awaited_drafts import UnknownDrafts
+from lorafleet.workers.speculation.drafter import Drafter, Wanted
+
+
+class AheadDrafter(Drafter, Protocol):
+    """A drafter for steps that are planned behind a step in flight, whose tokens the host has not read. Its drafts are
+    made on the device, or once the host has read these tokens."""
+
+    def is_current(self, entry: Wanted, step: DraftVerification) -> bool:
+        """Returns whether it can draft for a sequence behind the step in flight, which verifies drafts."""
+        ...
+
+    def may_catch_up(self, sequence: Sequence) -> bool:
+        """Returns whether propose() may help a sequence for which is_current() is False. It does not if there is no
+        memory for it."""
+        ...
+
+    def propose_behind(self, wanted: Many[Wanted], step: DraftVerification) -> UnknownDrafts:
+        """Queues the drafts that follow the tokens with which the step in flight goes on, and waits for nothing.
+
+        Args:
+            wanted: is_current() for all of them. num_known is the number of tokens before those of the step.
+        """
+        ...
 
 
 class AheadDrafts:
     """The drafts of one engine that the host does not know before they are verified."""
 
-    def __init__(self, drafter: DeviceDrafter, pace: AheadPace | None = None) -> None:
+    def __init__(self, drafter: AheadDrafter, pace: AheadPace | None = None) -> None:
         self.pace = pace or AheadPace()
-        self.made: DeviceDrafts | None = None  # Those of the next step.
+        self.made: UnknownDrafts | None = None  # Those of the next step.
         self._usual_s = 0.0  # Seconds that the drafter took when it was last waited for.
         self._drafter = drafter
         self._wanted: list[Wanted] = []

@@ -11,7 +11,6 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.schedule.sequence import Sequence
 
 
@@ -44,25 +43,3 @@ class DeviceDrafts:
     token_WK: Tensor  # int64, on the device. A row holds the drafts of one sequence, and then arbitrary tokens.
     row_by_sequence: dict[Sequence, int]
     counts: dict[Sequence, int]  # Number of each sequence's drafts.
-
-
-class DeviceDrafter(Drafter, Protocol):
-    """A drafter whose drafts are made on the device, so that it can draft behind a step whose tokens the host has not
-    read."""
-
-    def is_current(self, entry: Wanted, step: DraftVerification) -> bool:
-        """Returns whether it can draft for a sequence behind the step in flight, which verifies drafts."""
-        ...
-
-    def may_catch_up(self, sequence: Sequence) -> bool:
-        """Returns whether propose() may help a sequence for which is_current() is False. It does not if there is no
-        memory for it."""
-        ...
-
-    def propose_behind(self, wanted: Many[Wanted], step: DraftVerification) -> DeviceDrafts:
-        """Queues the drafts that follow the tokens with which the step in flight goes on, and waits for nothing.
-
-        Args:
-            wanted: is_current() for all of them. num_known is the number of tokens before those of the step.
-        """
-        ...

@@ -7,8 +7,8 @@ has no drafts, or drafts that should not pay, to learn whether that has changed 
 prompts have no drafts, since how long such steps take depends on much else.
 
 Drafts follow known tokens. A drafter on the device knows them before the host does. So behind a step with drafts, it
-drafts for the next one while the first is still in flight, and these steps overlap. All other drafts, and the first
-ones of a sequence, wait until the host has read the tokens.
+drafts for the next one while the first is still in flight, and these steps overlap. For a drafter on the host, the next
+step is planned meanwhile (ahead_drafts.py). The first drafts of a sequence wait until the host has read the tokens.
 
 Where a grammar forces the next tokens, these are the drafts. They are always right, so they say nothing about others.
 Masks are computed for drafts that the host knows. So behind a step in flight, a sequence with a grammar has forced
@@ -28,9 +28,11 @@ from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.schedule.step_budget import StepBudget
 from lorafleet.workers.speculation.acceptance import Acceptances
 from lorafleet.workers.speculation.ahead_drafts import AheadDrafts
+from lorafleet.workers.speculation.ahead_pace import WAITED, DraftedWay
+from lorafleet.workers.speculation.awaited_drafts import UnknownDrafts
 from lorafleet.workers.speculation.draft_choice import DraftChoice
 from lorafleet.workers.speculation.draft_turns import DraftTurns
-from lorafleet.workers.speculation.drafter import DeviceDrafts, Drafter, Wanted
+from lorafleet.workers.speculation.drafter import Drafter, Wanted
 from lorafleet.workers.speculation.host_times import HostTimes
 from lorafleet.workers.speculation.step_pace import StepPace
 
@@ -85,7 +87,7 @@ class Speculation:
             self.drafter.release(sequence)
 
     @property
-    def on_device(self) -> DeviceDrafts | None:
+    def unknown(self) -> UnknownDrafts | None:
         """The drafts of the last choose() that the host does not know."""
         return None if self._ahead is None else self._ahead.made
 
@@ -134,7 +136,7 @@ class Speculation:
     def choose(
         self, unfinished: Iterable[Sequence], num_sequences: int, *, is_behind: bool = False
     ) -> dict[Sequence, list[int]]:
-        """Returns the drafts that the next step should verify, by sequence. They are UNKNOWN if they are `on_device`.
+        """Returns the drafts that the next step should verify, by sequence. Those in `unknown` are UNKNOWN.
 
         Args:
             unfinished: The running sequences in scheduling order.
@@ -161,23 +163,15 @@ class Speculation:
         shape: StepShape,
         num_drafts: int,
         seconds: float,
-        *,
-        is_ahead: bool = False,
-        masked: Many[int] = (),
+        way: DraftedWay = WAITED,
     ) -> float:
         """Takes in the duration of a step with this many draft tokens. Returns the seconds that it took without the
-        drafter's part.
-
-        Args:
-            is_ahead: Whether the drafts were made behind a step in flight.
-            masked: Number of tokens that each sequence with a grammar got.
-        """
+        drafter's part."""
         drafting_s = self.times.step_ended()
         if num_drafts and self._ahead is not None:
-            drafting_s = self._ahead.drafting_s(drafting_s, is_ahead=is_ahead)
+            drafting_s = self._ahead.drafting_s(drafting_s, is_ahead=way.is_ahead)
             if shape.kind == "decode":
-                pace = self._ahead.pace
-                pace.observe(shape.num_tokens, seconds, self._budget.token_s, is_ahead=is_ahead, masked=masked)
+                self._ahead.pace.observe(shape.num_tokens, seconds, self._budget.token_s, way)
         undrafted_s = max(0.0, seconds - drafting_s)
         if num_drafts:
             self._pace.waited(self._unpaid_s)
@@ -201,8 +195,9 @@ class Speculation:
         decodes = [sequence for sequence in running if sequence.num_remaining > 0]
         wanted = self._wanted(decodes, decodes, num_sequences, num_unknown=0, is_behind=True)
         num_masked = sum(sequence.grammar is not None for sequence in decodes)
-        num_others = len(decodes) - num_masked + self._acceptances.expected(map(_drafted, wanted))
-        if not self._ahead.pace.is_ahead(self._budget.token_s, num_others, num_masked):
+        num_accepted = self._acceptances.expected(map(_drafted, wanted))
+        num_others = len(decodes) - num_masked
+        if not self._ahead.pace.is_ahead(self._budget.token_s, num_others, num_accepted, num_masked):
             return False
         behind = self._ahead.prepare(wanted, verification, self._most_tokens)
         if not behind or self._turns.is_probe:
@@ -261,7 +256,7 @@ class Speculation:
                 sequences.append(sequence)
                 mosts.append(most)
         lengths = self._best_lengths(len(decodes), sequences, mosts, num_sequences)
-        if not self._is_certain:
+        if not (self._is_certain or is_behind):
             lengths = [most if count else 0 for most, count in zip(mosts, lengths, strict=True)]
         return _wanted_of(sequences, lengths, num_unknown)
 

@@ -7,7 +7,8 @@ from lorafleet.protocol.errors import ConfigError
 from lorafleet.workers.bases.served_config import ServedConfig
 from lorafleet.workers.kv_cache_sizing import draft_states_for
 from lorafleet.workers.schedule.step_budget import StepBudget
-from lorafleet.workers.speculation.ahead_drafts import AheadDrafts
+from lorafleet.workers.speculation.ahead_drafts import AheadDrafter, AheadDrafts
+from lorafleet.workers.speculation.awaited_drafts import AwaitingDrafter
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from lorafleet.workers.speculation.ngram_drafter import NgramDrafter
 from lorafleet.workers.speculation.speculation import Speculation
@@ -34,12 +35,13 @@ def start_speculation(
             "speculative_config",
         )
     most_drafts = draft_states_for(config, model) if model.states else None
+    ahead: AheadDrafter | None = AwaitingDrafter(NgramDrafter(options)) if options.method == "ngram" else drafter
     return Speculation(
-        NgramDrafter(options) if options.method == "ngram" else drafter,
+        ahead,
         budget,
         options.num_speculative_tokens,
         config.most_sampled,
         most_drafts=most_drafts,
         is_certain=drafter is not None,
-        ahead=None if drafter is None else AheadDrafts(drafter),
+        ahead=None if ahead is None else AheadDrafts(ahead),
     )

@@ -38,7 +38,7 @@ from lorafleet.workers.schedule.sequence import Chunk, Sequence
 from lorafleet.workers.sleep.replica_memory import ReplicaMemory
 from lorafleet.workers.slots.classifier_extras import SlotClassifier, slot_classifier
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
-from lorafleet.workers.speculation.drafter import DeviceDrafts
+from lorafleet.workers.speculation.awaited_drafts import MadeDrafts, UnknownDrafts
 from lorafleet.workers.step.decode_columns import DecodeColumns, TokensBefore
 from lorafleet.workers.step.gpu_step_clock import GPUStepClock
 from lorafleet.workers.step.planner import plan_step, scored_spans
@@ -112,6 +112,7 @@ class LaunchedStep:
     routed_TLK: Tensor | None  # RoutedExperts.of_step on its way to the host; None if no sequence wants it.
     pooled: dict[int, list[Tensor]]  # Pooled values by chunk's index, for prompts that end in the step.
     download: Download
+    made: MadeDrafts | None  # Drafts that were made after the step was planned.
 
     @property
     def has_drafts(self) -> bool:
@@ -159,6 +160,16 @@ class ChosenStep:
     late: Many[Sequence]  # Sequences of the step that get no token from it.
     verification: DraftVerification | None  # None if the step has no drafts.
     accepted_S: Tensor  # DraftVerification.accepted_S on the host, as token_B is.
+
+    def drawn(self) -> dict[Sequence, list[int]]:
+        """Waits for the step, which verifies drafts. Returns the tokens with which each of its sequences goes on."""
+        assert self.verification is not None
+        self.launched.download.wait()
+        tokens, accepted = self.token_B.tolist(), self.accepted_S.tolist()
+        return {
+            sequence: tokens[rows.first : rows.first + accepted[rows.index] + 1]
+            for sequence, rows in self.verification.rows.items()
+        }
 
     def collect(self) -> tuple[list[int], list[Sampled]]:
         """Waits for the step. Returns the token of each of the first num_plain chunks, and one Sampled for each of the
@@ -238,18 +249,30 @@ class ModelRunner:
 
     @torch.inference_mode()
     def find_unread(
-        self, chunks: list[Chunk], before: DraftVerification | None, drafts: DeviceDrafts | None
+        self, chunks: list[Chunk], before: DraftVerification | None, drafts: UnknownDrafts | None
     ) -> UnreadInputs | None:
         """Queues what finds the part of the plan that depends on the step in flight. Returns None if nothing does."""
         return None if before is None else unread_inputs(chunks, before, drafts)
 
-    def prepare(self, plan: StepPlan) -> None:
-        """Queues what the step reads, as far as that does not depend on the tokens of the step before."""
-        self.steps.prepare(plan)
+    def prepare(self, plan: StepPlan, unread: UnreadInputs | None = None) -> None:
+        """Queues what the step reads, as far as that does not depend on the tokens of the step before. `unread` is what
+        the plan lacks."""
+        self.steps.prepare(plan, unread)
 
     @torch.inference_mode()
-    def launch(self, chunks: list[Chunk], plan: StepPlan, unread: UnreadInputs | None = None) -> LaunchedStep:
-        """Queues a step on the device, up to its logits. `unread` is what the plan lacks."""
+    def launch(
+        self,
+        chunks: list[Chunk],
+        plan: StepPlan,
+        unread: UnreadInputs | None = None,
+        made: MadeDrafts | None = None,
+    ) -> LaunchedStep:
+        """Queues a step on the device, up to its logits.
+
+        Args:
+            unread: What the plan lacks.
+            made: The drafts that were made after the plan, if there are any.
+        """
         sampling = chunks[: plan.num_decodes] + [chunk for chunk in chunks[plan.num_decodes :] if chunk.samples]
         special = [chunk for chunk in chunks[plan.num_plain :] if not chunk.sequence.is_plain]
         shares_tokens = not plan.is_greedy and not _need_masks([chunk for chunk in special if chunk.samples])
@@ -301,6 +324,7 @@ class ModelRunner:
             routed_TLK=routed_TLK,
             pooled=pooled,
             download=download,
+            made=made,
         )
 
     def _order(
@@ -376,7 +400,8 @@ class ModelRunner:
         if not step.has_drafts:
             return None
         drawn_B = self._inputs.sampled_B[: step.num_rows]
-        return DraftVerification.of(self._num_steps, step.sampling, step.token_B, drawn_B, num_masked)
+        most_accepted = num_masked if step.made is None else {**step.made.counts, **num_masked}  # Of other sequences.
+        return DraftVerification.of(self._num_steps, step.sampling, step.token_B, drawn_B, most_accepted)
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""

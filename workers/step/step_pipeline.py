@@ -6,7 +6,8 @@ The host launches a step before it has read the tokens of the step before, which
     device              step 1 ...............            step 2 ...............
 
 The same holds for a step behind one with drafts: the device knows how many it has accepted, and corrects what the next
-step reads. Numbers of tokens that were recorded for that step count once the host knows them too.
+step reads. Numbers of tokens that were recorded for that step count once the host knows them too. If the host has to
+know these tokens to make the next drafts, the step is planned and prepared before, and launch() waits for them.
 
 A step passes plan(), launch(), choose() and collect(), in this order. launch() chooses the tokens at once, unless they
 need masks. Masks are computed by other processes beside the step, so choose() comes as late as it can. plan() then
@@ -24,8 +25,9 @@ from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.device.unread_inputs import UnreadInputs
 from lorafleet.workers.schedule.scheduler import Scheduler
-from lorafleet.workers.schedule.sequence import Chunk, Sequence
-from lorafleet.workers.speculation.drafter import DeviceDrafts
+from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
+from lorafleet.workers.speculation.ahead_pace import DraftedWay
+from lorafleet.workers.speculation.awaited_drafts import AwaitedDrafts, MadeDrafts, UnknownDrafts
 from lorafleet.workers.step.runner import ChosenStep, LaunchedStep, ModelRunner, Sampled
 from lorafleet.workers.structured.decoding import Fault, StructuredDecoding
 
@@ -38,7 +40,7 @@ class PlannedStep:
     plan: StepPlan | None  # None if there are no chunks.
     num_ended: int  # FairQueue.num_ended when it was planned.
     unread: UnreadInputs | None = None  # What the plan lacks.
-    drafts: DeviceDrafts | None = None  # Drafts that the host does not know.
+    drafts: UnknownDrafts | None = None  # Drafts that the host does not know.
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,25 @@ class CollectedStep:
     late: Many[Sequence]  # Sequences that got no token, since their masks were late.
     shape: StepShape
     began_s: float  # Start of the step by time.perf_counter().
+    made: MadeDrafts | None  # As in LaunchedStep.
 
     @property
-    def masked_counts(self) -> list[int]:
-        """The number of tokens that each sequence with a grammar got."""
+    def num_planned_drafts(self) -> int:
+        """Number of draft tokens for which the step had room."""
+        return sum(len(chunk.drafts) for chunk in self.chunks)
+
+    @property
+    def drafted_way(self) -> DraftedWay:
+        """How its drafts came about, if it has any."""
         others = zip(self.chunks[len(self.plain) :], self.sampled, strict=True)
-        return [len(own.tokens) for chunk, own in others if chunk.sequence.grammar is not None]
+        masked = [len(own.tokens) for chunk, own in others if chunk.sequence.grammar is not None]
+        is_ahead = any(UNKNOWN in chunk.drafts for chunk in self.chunks)
+        return DraftedWay(is_ahead, masked, 1.0 if self.made is None else self.made.found)
+
+    def num_drafts(self, chunk: Chunk) -> int:
+        """Returns the number of drafts of one of its chunks."""
+        num_planned = len(chunk.drafts)
+        return num_planned if self.made is None else self.made.counts.get(chunk.sequence, num_planned)
 
 
 @dataclass(slots=True)
@@ -114,7 +129,7 @@ class StepPipeline:
         step = self._in_flight
         return None if step is None or step.chosen is None else step.chosen.verification
 
-    def plan(self, chunks: list[Chunk], drafts: DeviceDrafts | None = None) -> PlannedStep:
+    def plan(self, chunks: list[Chunk], drafts: UnknownDrafts | None = None) -> PlannedStep:
         """Plans a step of these chunks. The tokens of the one in flight need not be chosen yet, unless it has drafts.
 
         Args:
@@ -127,6 +142,8 @@ class StepPipeline:
         if self._in_flight is not None and self._in_flight.chosen is None:
             self._runner.prepare(plan)  # so that less is left to do once the masks have arrived
         unread = self._runner.find_unread(chunks, self.verification, drafts)
+        if isinstance(drafts, AwaitedDrafts):
+            self._runner.prepare(plan, unread)
         return PlannedStep(chunks, plan, self._scheduler.waiting.num_ended, unread, drafts)
 
     def choose(self) -> list[Fault]:
@@ -154,7 +171,12 @@ class StepPipeline:
             self._start_masks(sampling, are_needed=any(chunk.sequence.grammar is not None for chunk in sampling))
         if planned.plan is None:
             return []
-        launched = self._runner.launch(planned.chunks, planned.plan, planned.unread)
+        unread, made = planned.unread, None
+        if isinstance(planned.drafts, AwaitedDrafts):
+            assert unread is not None and self._in_flight is not None and self._in_flight.chosen is not None
+            made = planned.drafts.make(planned.chunks, self._in_flight.chosen.drawn())
+            unread = unread.with_tokens(made.tokens)
+        launched = self._runner.launch(planned.chunks, planned.plan, unread, made)
         self.launched_s = time.perf_counter()
         chosen = None if launched.needs_masks else self._runner.choose(launched)
         # Behind drafts in flight, the plan has lengths that sequences may not reach.
@@ -179,7 +201,8 @@ class StepPipeline:
         plain, sampled = step.chosen.collect()
         if step.chosen.verification is not None and self._in_flight is not None:
             self._in_flight.go_on_behind(launched.chunks[len(plain) :], sampled)
-        return CollectedStep(launched.chunks, step.ends, plain, sampled, late, launched.shape, step.began_s)
+        shape, made = launched.shape, launched.made
+        return CollectedStep(launched.chunks, step.ends, plain, sampled, late, shape, step.began_s, made)
 
     def request_masks(self) -> None:
         """Requests the masks of the step in flight, unless they were requested before its launch.

@@ -144,14 +144,21 @@ class StepRunner:
         return self.model.logits(hidden_BD)
 
     @torch.inference_mode()
-    def prepare(self, plan: StepPlan) -> None:
+    def prepare(self, plan: StepPlan, unread: UnreadInputs | None = None) -> None:
         """Queues what a step of decodes reads besides the last step's tokens, if a captured graph fits. run() then only
-        launches the graph. The tokens of the step before need not be chosen yet."""
-        self._fill(plan, None)
+        launches the graph. The tokens of the step before need not be chosen yet.
+
+        Args:
+            unread: What the plan lacks, if it lacks something. run() gets it with its tokens.
+        """
+        self._fill(plan, unread)
 
     def _fill_unread(self, plan: StepPlan, unread: UnreadInputs) -> bool:
         """Fills a captured graph for a step whose plan lacks something. Returns False if no graph can run it."""
-        self._fill(plan, unread)
+        if self._prepared is not None and self._prepared[0] is plan:
+            self.inputs.fill_in(unread)
+        else:
+            self._fill(plan, unread)
         return self._prepared is not None
 
     def _fill(self, plan: StepPlan, unread: UnreadInputs | None) -> None:

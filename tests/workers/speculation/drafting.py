@@ -9,8 +9,9 @@ from collections.abc import Sequence as Many
 from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
-from lorafleet.workers.speculation.ahead_drafts import AheadDrafts
+from lorafleet.workers.speculation.ahead_drafts import AheadDrafter, AheadDrafts
 from lorafleet.workers.speculation.ahead_pace import AheadPace
+from lorafleet.workers.speculation.awaited_drafts import AwaitingDrafter
 from lorafleet.workers.speculation.drafter import DeviceDrafts, Drafter, Wanted
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from lorafleet.workers.speculation.speculation import Speculation
@@ -57,7 +58,13 @@ class DraftsCost(DraftsPay):
 class AlwaysAhead(AheadPace):
     """Takes drafts behind a step in flight for faster than any other."""
 
-    def is_ahead(self, token_s: float, num_others: float = 1.0, num_masked: int = 0) -> bool:  # noqa: ARG002  always
+    def is_ahead(
+        self,
+        token_s: float,  # noqa: ARG002  always
+        num_others: float = 1.0,  # noqa: ARG002
+        num_accepted: float = 0.0,  # noqa: ARG002
+        num_masked: int = 0,  # noqa: ARG002
+    ) -> bool:
         return True
 
 
@@ -112,19 +119,26 @@ def record(drafter: ModelDrafter, drafted: list[Drafted], behind: list[str] | No
     drafter.propose_behind = recorded_behind  # type: ignore[method-assign]
 
 
-def speculate(engine: Engine, drafter: Drafter | None, most_tokens: int = 4) -> Speculation:
+def speculate(engine: Engine, drafter: Drafter | None, most_tokens: int = 4, *, is_awaited: bool = True) -> Speculation:
     """Has the engine verify the drafts of this drafter, and those that grammars force, wherever there are some. Call it
-    before the first request."""
+    before the first request.
+
+    Args:
+        is_awaited: Whether steps behind one with drafts are planned before a drafter on the host knows its tokens.
+    """
     rows = len(engine.runner.steps.inputs.sampled_B)
     model = drafter if isinstance(drafter, ModelDrafter) else None
+    ahead: AheadDrafter | None = model
+    if model is None and drafter is not None and is_awaited:
+        ahead = AwaitingDrafter(drafter)
     made = Speculation(
-        drafter,
+        ahead or drafter,
         engine.scheduler.budget,
         most_tokens,
         rows,
         DraftsPay(),
         is_certain=model is not None,
-        ahead=None if model is None else AheadDrafts(model, AlwaysAhead()),
+        ahead=None if ahead is None else AheadDrafts(ahead, AlwaysAhead()),
     )
     engine.scheduler.speculation = made
     return made

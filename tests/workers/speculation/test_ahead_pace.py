@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lorafleet.workers.speculation.ahead_pace import TRIAL_PERIOD, TRIAL_STEPS, AheadPace
+from lorafleet.workers.speculation.ahead_pace import TRIAL_PERIOD, TRIAL_STEPS, AheadPace, DraftedWay
 
 
 def ways(pace: AheadPace, num_steps: int, ahead_s: float, waiting_s: float) -> list[bool]:
@@ -12,7 +12,7 @@ def ways(pace: AheadPace, num_steps: int, ahead_s: float, waiting_s: float) -> l
     found: list[bool] = []
     for _ in range(num_steps):
         found.append(pace.is_ahead(1e-6))
-        pace.observe(10, ahead_s if found[-1] else waiting_s, 1e-6, is_ahead=found[-1])
+        pace.observe(10, ahead_s if found[-1] else waiting_s, 1e-6, DraftedWay(found[-1]))
     return found
 
 
@@ -39,5 +39,15 @@ def test_what_sequences_with_grammars_lose_counts_against_the_faster_way(num_oth
     for _ in range(2 * TRIAL_PERIOD):
         found.append(pace.is_ahead(1e-6, num_others, num_masked=2))
         masked = [1, 1] if found[-1] else [4, 2]
-        pace.observe(10, 5e-3 if found[-1] else 6e-3, 1e-6, is_ahead=found[-1], masked=masked)
+        pace.observe(10, 5e-3 if found[-1] else 6e-3, 1e-6, DraftedWay(found[-1], masked))
+    assert found[TRIAL_PERIOD:].count(expected) > TRIAL_PERIOD - 3 * TRIAL_STEPS
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.9, True), (0.2, False)])
+def test_room_without_drafts_counts_against_steps_that_are_planned_before(share: float, expected: bool) -> None:
+    """Of four sequences, each should have two accepted drafts if all are found."""
+    pace, found = AheadPace(), list[bool]()
+    for _ in range(2 * TRIAL_PERIOD):
+        found.append(pace.is_ahead(1e-6, 4, num_accepted=8))
+        pace.observe(20, 5e-3 if found[-1] else 6e-3, 1e-6, DraftedWay(found[-1], found=share if found[-1] else 1.0))
     assert found[TRIAL_PERIOD:].count(expected) > TRIAL_PERIOD - 3 * TRIAL_STEPS

@@ -70,9 +70,9 @@ def test_drafts_follow_those_in_flight_and_the_host_knows_none_of_them() -> None
     assert not speculation.needs_tokens(chunks, [one, other], 2, verification)
     assert speculation.choose([one, other], 2, is_behind=True) == {one: DRAFTS, other: DRAFTS}
     assert [(entry.num_known, entry.most) for entry in drafter.behind] == [(4, 4), (4, 4)]
-    assert speculation.on_device is not None and not drafter.wanted
+    assert speculation.unknown is not None and not drafter.wanted
     assert not speculation.choose([], 2)
-    assert speculation.on_device is None
+    assert speculation.unknown is None
 
 
 def test_what_has_left_the_step_since_gets_no_drafts() -> None:
@@ -127,7 +127,13 @@ def test_drafts_wait_for_the_tokens_in_flight(reason: str) -> None:
 class Never(AheadPace):
     """Takes drafts behind a step in flight for slower than others."""
 
-    def is_ahead(self, token_s: float, num_others: float = 1.0, num_masked: int = 0) -> bool:  # noqa: ARG002  always
+    def is_ahead(
+        self,
+        token_s: float,  # noqa: ARG002  always
+        num_others: float = 1.0,  # noqa: ARG002
+        num_accepted: float = 0.0,  # noqa: ARG002
+        num_masked: int = 0,  # noqa: ARG002
+    ) -> bool:
         return False
 
 

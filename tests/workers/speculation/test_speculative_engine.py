@@ -152,7 +152,8 @@ def test_llm_takes_vllms_dict_and_answers_as_without_it(fleet, prompt) -> None:
 
 def test_a_text_that_repeats_is_drafted_from_itself(fleet, prompt) -> None:
     stepped = made_engine(fleet)
-    speculation = speculate(stepped.engine, NgramDrafter(NGRAM))
+    drafter = NgramDrafter(NGRAM)
+    speculation = speculate(stepped.engine, drafter)
     num_steps = 0
     stepped.add("a", prompt(20), params={"max_tokens": 60, "allowed_token_ids": [9]})
     while "a" not in stepped.ended:
@@ -160,7 +161,7 @@ def test_a_text_that_repeats_is_drafted_from_itself(fleet, prompt) -> None:
         num_steps += 1
     assert stepped.tokens["a"] == [9] * 60
     assert num_steps < 30
-    assert not speculation._acceptances._by_sequence and not speculation.drafter._indexes
+    assert not speculation._acceptances._by_sequence and not drafter._indexes
 
 
 def test_what_was_wrong_is_drafted_less(fleet, prompt, plain) -> None:

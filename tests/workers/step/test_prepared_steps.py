@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import Tensor
 
@@ -16,11 +17,13 @@ from lorafleet.protocol import structured_spec
 from lorafleet.protocol.engine_config import EngineConfig, SpeculativeConfig
 from lorafleet.protocol.messages import EngineRequest, TokenizerFile
 from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.workers.attention.attention_backend import AttentionBatch
 from lorafleet.workers.device.sampler import greedy_of_ranks
 from lorafleet.workers.device.step_plan import StepPlan
-from lorafleet.workers.device.unread_inputs import UnreadInputs
+from lorafleet.workers.device.unread_inputs import Corrections, UnreadInputs
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.startup import build_engine
+from lorafleet.workers.step.runner import ChosenStep
 from lorafleet.workers.step.step_runner import StepRunner
 from tests.workers.speculation.drafting import Guesses, speculate
 
@@ -28,7 +31,7 @@ from tests.workers.speculation.drafting import Guesses, speculate
 @dataclass
 class EagerGraph:
     num_rows: int
-    filled: StepPlan | None = None
+    is_filled: bool = False
 
 
 class EagerGraphs:
@@ -39,19 +42,25 @@ class EagerGraphs:
         self._calls = calls
         self.found: list[tuple[int, int]] = []  # The rows and the sequences of each step.
 
-    def find(self, lora_slots: list[int], context_lens: Sequence[int], *, may_shorten: bool) -> EagerGraph:  # noqa: ARG002
+    def find(self, lora_slots: list[int], context_lens: Sequence[int], *, may_shorten: bool) -> EagerGraph:  # noqa: ARG002  any graph does
         self.found.append((len(lora_slots), len(context_lens)))
         return EagerGraph(len(lora_slots))
 
     def fill(self, decode: EagerGraph, plan: StepPlan, unread: UnreadInputs | None) -> None:
-        assert unread is None, "drafts that the host makes wait for its tokens"
-        self._calls.append("fill")
-        self._steps.inputs.upload(plan.fields_FT, decode.num_rows)
-        self._steps._attention.plan(plan.attention)
-        decode.filled = plan
+        self._calls.append("fill" if unread is None or unread.token_N is not None else "fill before the tokens")
+        inputs, batch, corrections = self._steps.inputs, plan.attention, None
+        inputs.upload(plan.fields_FT, decode.num_rows)
+        if unread is not None:
+            if unread.short_B is not None:
+                lens = (np.array(batch.context_lens) - unread.short_B.numpy()).tolist()
+                batch = AttentionBatch(batch.query_lens, lens, batch.block_tables)
+                corrections = Corrections(plan, self._steps._block_size, unread.most_short, inputs.block.device)
+            inputs.correct(unread, corrections, decode.num_rows)
+        self._steps._attention.plan(batch)
+        decode.is_filled = True
 
     def replay(self, decode: EagerGraph, num_rows: int) -> tuple[Tensor, Tensor]:
-        assert decode.filled is not None and num_rows == decode.num_rows
+        assert decode.is_filled and num_rows == decode.num_rows
         self._calls.append("replay")
         steps = self._steps
         hidden_BD = steps._run_model(steps.inputs.tensors(num_rows), None, None)
@@ -126,12 +135,14 @@ def test_a_step_that_loses_a_sequence_after_it_was_prepared_is_filled_again(
     assert calls.count("fill") == calls.count("replay") + 1
 
 
-def test_a_step_with_drafts_runs_as_a_graph_of_so_many_rows(fleet, prompt) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_with_drafts_runs_as_a_graph_of_so_many_rows(fleet, prompt, overlap: bool, monkeypatch) -> None:
     config = EngineConfig(
         str(fleet("llama3").base),
         kv_cache_tokens=1024,
         max_num_seqs=4,
         speculative_config=SpeculativeConfig("ngram", num_speculative_tokens=3),
+        async_scheduling=overlap,
     )
     engine = build_engine(config)
     steps, params = engine.runner.steps, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -146,10 +157,20 @@ def test_a_step_with_drafts_runs_as_a_graph_of_so_many_rows(fleet, prompt) -> No
         return tokens
 
     expected = all_answers()
-    graphs = EagerGraphs(steps, [])
+    calls: list[str] = []
+    graphs = EagerGraphs(steps, calls)
     steps.decode_graphs = graphs  # type: ignore[assignment]  # a stand-in
+    drawn = ChosenStep.drawn
+
+    def await_tokens(step: ChosenStep) -> Any:
+        calls.append("tokens")
+        return drawn(step)
+
+    monkeypatch.setattr(ChosenStep, "drawn", await_tokens)
     speculate(engine, Guesses(expected), most_tokens=3)
     assert all_answers() == expected
     assert (8, 2) in graphs.found
     assert len(graphs.found) < 12
+    assert ("fill before the tokens tokens replay fill before the tokens tokens replay" in " ".join(calls)) == overlap
+    assert calls.count("tokens") == calls.count("fill before the tokens")
     engine.close()
