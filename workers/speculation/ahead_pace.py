@@ -20,7 +20,7 @@ WEIGHT = 1 / 32  # Weight of one step in means of what steps have brought.
 
 @dataclass(frozen=True, slots=True)
 class DraftedWay:
-    """How the drafts of a step came about, and what they have brought."""
+    """The way in which a step got its drafts, and what they have brought."""
 
     is_ahead: bool = False  # Whether the step was planned behind one in flight.
     masked: Many[int] = ()  # Number of tokens that each sequence with a grammar got.

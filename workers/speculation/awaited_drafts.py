@@ -57,7 +57,7 @@ class AwaitingDrafter:
         return entry.sequence in step.rows and entry.sequence not in self._without
 
     def may_catch_up(self, sequence: Sequence) -> bool:  # noqa: ARG002  it is asked for all sequences of each step
-        """Returns False: a sequence without drafts need not keep others from being planned."""
+        """Returns False, since a sequence without drafts need not keep others from being planned."""
         return False
 
     def propose_behind(self, wanted: Many[Wanted], step: DraftVerification) -> AwaitedDrafts:  # noqa: ARG002

@@ -38,13 +38,12 @@ from lorafleet.workers.schedule.sequence import Chunk, Sequence
 from lorafleet.workers.sleep.replica_memory import ReplicaMemory
 from lorafleet.workers.slots.classifier_extras import SlotClassifier, slot_classifier
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
-from lorafleet.workers.speculation.awaited_drafts import MadeDrafts, UnknownDrafts
+from lorafleet.workers.speculation.awaited_drafts import MadeDrafts
 from lorafleet.workers.step.decode_columns import DecodeColumns, TokensBefore
 from lorafleet.workers.step.gpu_step_clock import GPUStepClock
 from lorafleet.workers.step.planner import plan_step, scored_spans
 from lorafleet.workers.step.prompt_pooling import Pooled, pool_prompts
 from lorafleet.workers.step.step_runner import StepLogits, StepRunner
-from lorafleet.workers.step.unread_plan import unread_inputs
 from lorafleet.workers.structured.decoding import TokenMasks
 from lorafleet.workers.tp.link import OtherRanks
 from lorafleet.workers.tp.rank_messages import RunStep, SentPlan, ShareTokens
@@ -128,6 +127,14 @@ class LaunchedStep:
     def needs_masks(self) -> bool:
         """Whether a sequence has a grammar, whose mask says which tokens may be chosen."""
         return _need_masks(self.sampling[self.num_plain :])
+
+    def verify(self, number: int, drawn_B: Tensor, num_masked: Mapping[Sequence, int]) -> DraftVerification | None:
+        """Queues the comparison of its drafts with the tokens that it has drawn, if it has drafts. The arguments are
+        those of DraftVerification, and TokenMasks.num_masked."""
+        if not self.has_drafts:
+            return None
+        most_accepted = num_masked if self.made is None else {**self.made.counts, **num_masked}  # Of other sequences.
+        return DraftVerification.of(number, self.sampling, self.token_B, drawn_B, most_accepted)
 
     def routed_of_chunks(self) -> dict[int, Rows]:
         """Returns the experts of each chunk's tokens, by the chunk's index, for those that want them. Call it once the
@@ -247,13 +254,6 @@ class ModelRunner:
         self._last_decodes = None if has_drafts else DecodeColumns.of_plan(chunks, plan)
         return plan
 
-    @torch.inference_mode()
-    def find_unread(
-        self, chunks: list[Chunk], before: DraftVerification | None, drafts: UnknownDrafts | None
-    ) -> UnreadInputs | None:
-        """Queues what finds the part of the plan that depends on the step in flight. Returns None if nothing does."""
-        return None if before is None else unread_inputs(chunks, before, drafts)
-
     def prepare(self, plan: StepPlan, unread: UnreadInputs | None = None) -> None:
         """Queues what the step reads, as far as that does not depend on the tokens of the step before. `unread` is what
         the plan lacks."""
@@ -267,12 +267,8 @@ class ModelRunner:
         unread: UnreadInputs | None = None,
         made: MadeDrafts | None = None,
     ) -> LaunchedStep:
-        """Queues a step on the device, up to its logits.
-
-        Args:
-            unread: What the plan lacks.
-            made: The drafts that were made after the plan, if there are any.
-        """
+        """Queues a step on the device, up to its logits. `unread` is what the plan lacks, and `made` are the drafts
+        that were made after it."""
         sampling = chunks[: plan.num_decodes] + [chunk for chunk in chunks[plan.num_decodes :] if chunk.samples]
         special = [chunk for chunk in chunks[plan.num_plain :] if not chunk.sequence.is_plain]
         shares_tokens = not plan.is_greedy and not _need_masks([chunk for chunk in special if chunk.samples])
@@ -377,11 +373,13 @@ class ModelRunner:
             if self._others is not None and not step.shares_tokens:  # Other orders may stand between step and choice.
                 self._others.send(ShareTokens(num_rows))
             self.steps.share(num_rows)
-        token_B = step.download.add(self._inputs.sampled_B[:num_rows])
-        verification = self._verify(step, {} if masks is None else masks.num_masked)
+        drawn_B = self._inputs.sampled_B[:num_rows]
+        token_B = step.download.add(drawn_B)
+        self._num_steps += 1
+        verification = step.verify(self._num_steps, drawn_B, {} if masks is None else masks.num_masked)
         accepted_S = None if verification is None else verification.accepted_S
         if step.edited.rows:
-            self._editor.count(self._inputs.sampled_B[:num_rows], step.edited, accepted_S, late_rows)
+            self._editor.count(drawn_B, step.edited, accepted_S, late_rows)
         accepted_S = NONE_ACCEPTED if accepted_S is None else step.download.add(accepted_S)
         step.download.close()
         return ChosenStep(step, token_B, logprobs, late, verification, accepted_S)
@@ -393,15 +391,6 @@ class ModelRunner:
         if len(plan.sampling) in (plan.num_tokens, num_sampling):
             return known_T
         return known_T[to_device(plan.sampling, torch.int64, self._device)]
-
-    def _verify(self, step: LaunchedStep, num_masked: Mapping[Sequence, int]) -> DraftVerification | None:
-        """Queues the comparison of the step's drafts with the tokens that it has chosen, if it has drafts."""
-        self._num_steps += 1
-        if not step.has_drafts:
-            return None
-        drawn_B = self._inputs.sampled_B[: step.num_rows]
-        most_accepted = num_masked if step.made is None else {**step.made.counts, **num_masked}  # Of other sequences.
-        return DraftVerification.of(self._num_steps, step.sampling, step.token_B, drawn_B, most_accepted)
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""

@@ -29,6 +29,7 @@ from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
 from lorafleet.workers.speculation.ahead_pace import DraftedWay
 from lorafleet.workers.speculation.awaited_drafts import AwaitedDrafts, MadeDrafts, UnknownDrafts
 from lorafleet.workers.step.runner import ChosenStep, LaunchedStep, ModelRunner, Sampled
+from lorafleet.workers.step.unread_plan import unread_inputs
 from lorafleet.workers.structured.decoding import Fault, StructuredDecoding
 
 
@@ -63,7 +64,7 @@ class CollectedStep:
 
     @property
     def drafted_way(self) -> DraftedWay:
-        """How its drafts came about, if it has any."""
+        """The way in which it got its drafts, if it has any."""
         others = zip(self.chunks[len(self.plain) :], self.sampled, strict=True)
         masked = [len(own.tokens) for chunk, own in others if chunk.sequence.grammar is not None]
         is_ahead = any(UNKNOWN in chunk.drafts for chunk in self.chunks)
@@ -141,7 +142,7 @@ class StepPipeline:
         plan = self._runner.plan(chunks, before)
         if self._in_flight is not None and self._in_flight.chosen is None:
             self._runner.prepare(plan)  # so that less is left to do once the masks have arrived
-        unread = self._runner.find_unread(chunks, self.verification, drafts)
+        unread = None if self.verification is None else unread_inputs(chunks, self.verification, drafts)
         if isinstance(drafts, AwaitedDrafts):
             self._runner.prepare(plan, unread)
         return PlannedStep(chunks, plan, self._scheduler.waiting.num_ended, unread, drafts)

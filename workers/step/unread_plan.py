@@ -19,6 +19,7 @@ from lorafleet.workers.schedule.sequence import Chunk
 from lorafleet.workers.speculation.awaited_drafts import AwaitedDrafts, UnknownDrafts
 
 
+@torch.inference_mode()
 def unread_inputs(chunks: Many[Chunk], before: DraftVerification, drafts: UnknownDrafts | None) -> UnreadInputs:
     """Queues what finds it on the device. Call it before the next step is launched. If the host makes the drafts, the
     tokens are not among it.
