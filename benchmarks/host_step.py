@@ -35,9 +35,10 @@ from torch import Tensor
 
 from benchmark_results import Case, write_results
 from lorafleet.kernels.sampling.draw_tokens import Drawn, DrawTable
-from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.engine_config import EngineConfig, SpeculativeConfig
 from lorafleet.protocol.messages import EngineRequest
 from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.workers.attention.attention_backend import DraftRows
 from lorafleet.workers.attention.triton_decodes import CapturedDecodes, DecodeLayers
 from lorafleet.workers.attention_spec import attention_spec
 from lorafleet.workers.device.step_plan import StepPlan
@@ -46,6 +47,7 @@ from lorafleet.workers.startup import build_engine
 from lorafleet.workers.step import runner, step_runner
 from lorafleet.workers.step.decode_capture import DecodeCapture, DecodeGraph, DecodeKey
 from lorafleet.workers.step.decode_graphs import DecodeGraphs, graph_sizes
+from lorafleet.workers.step.drafted_sizes import DraftedSizes
 from lorafleet.workers.step.step_runner import StepRunner
 from lorafleet.workers.tp.group import TPGroup
 from tiny_llama import HIDDEN, write_tiny_llama
@@ -61,13 +63,15 @@ class NoCapture(DecodeCapture):
 
     def __init__(self, steps: StepRunner, block_size: int, most: int) -> None:
         self._inputs, self._states, self._trash_table = steps.inputs, None, array("i", [0])
+        self._caches, self._device = steps.caches, steps.device
         config, dtype = steps.model.shard.local, steps.model.embed_tokens.weight.dtype
         spec = attention_spec(config, block_size, dtype, dtype, steps.device, {})
         self._decodes = CapturedDecodes(DecodeLayers.of(spec, steps.caches))
         self._hidden_BD, self._logits_BW = torch.zeros(most, HIDDEN), torch.zeros(most, steps.model.config.vocab_size)
 
     def capture(self, key: DecodeKey) -> DecodeGraph | None:
-        attention = self._decodes.for_graph(key.num_seqs, LONGEST)
+        drafts = () if key.drafts is None else (DraftRows(key.drafts.most_rows, key.num_rows),)
+        attention = self._decodes.for_graph(key.num_seqs, LONGEST, *drafts)
         hidden_BD, logits_BW = self._hidden_BD[: key.num_rows], self._logits_BW[: key.num_rows]
         return DecodeGraph(key, None, attention, None, None, hidden_BD, logits_BW)  # type: ignore[arg-type]  # no graph
 
@@ -76,8 +80,8 @@ class NoCapture(DecodeCapture):
         return decode.hidden_BD[:num_rows], decode.logits_BW[:num_rows]
 
 
-def build(folder: Path, most: int) -> Engine:
-    """Returns an engine that computes nothing for `most` sequences."""
+def build(folder: Path, most: int, most_drafts: int = 0) -> Engine:
+    """Returns an engine that computes nothing for `most` sequences, each with up to most_drafts draft tokens."""
     write_tiny_llama(folder)
     config = EngineConfig(
         str(folder),
@@ -89,11 +93,14 @@ def build(folder: Path, most: int) -> Engine:
         max_num_batched_tokens=STEP_TOKENS,
         async_scheduling=True,
         enable_prefix_caching=True,
+        speculative_config=SpeculativeConfig("ngram", num_speculative_tokens=most_drafts) if most_drafts else None,
     )
     engine = build_engine(config)
     steps = engine.runner.steps
+    most_sampled = len(steps.inputs.sampled_B)
+    drafted = DraftedSizes.of(1 + most_drafts, most, most_sampled, None) if most_drafts else None
     hidden_TD = torch.zeros(STEP_TOKENS, HIDDEN)
-    logits_TW = torch.zeros(most, steps.model.config.vocab_size)
+    logits_TW = torch.zeros(most_sampled, steps.model.config.vocab_size)
 
     def forward(plan: StepPlan) -> Tensor:
         return hidden_TD[: plan.num_tokens]
@@ -116,8 +123,9 @@ def build(folder: Path, most: int) -> Engine:
     steps._forward, steps._logits = forward, logits  # type: ignore[method-assign]  # stand-ins
     step_runner.greedy_of_ranks = greedy
     runner.draw_tokens = draw
-    capture = NoCapture(steps, config.block_size, most)
-    steps.decode_graphs = DecodeGraphs(capture, graph_sizes(most), graph_sizes(most), None, LONGEST)
+    capture = NoCapture(steps, config.block_size, most_sampled)
+    sizes = graph_sizes(most)
+    steps.decode_graphs = DecodeGraphs(capture, sizes, sizes, None, LONGEST, drafted=drafted)
     gc.collect()
     gc.freeze()  # as in a server
     return engine
