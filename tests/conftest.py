@@ -7,6 +7,7 @@ import gc
 import inspect
 import os
 import random
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -31,6 +32,10 @@ os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = tempfile.mkdtemp(prefix="lorafleet-no-authorities-")
 os.environ["LORAFLEET_STATE_DIR"] = tempfile.mkdtemp(prefix="lorafleet-state-")  # The tests' own folder.
 
+# A shell ignores it for what runs in the background, and so would the programs that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 
@@ -49,6 +54,8 @@ def plain_card(data: ModelCardData, **_: Any) -> ModelCard:
 # PEFT writes a card beside each of some thousand adapters, and compiles its template each time, which takes 25 ms of
 # CPU. No test reads one.
 ModelCard.from_template = plain_card
+
+NICENESS = 5  # Of the processes that only compute.
 
 # Every kind of plain LoRA that PEFT can save, by name.
 ADAPTER_KINDS: dict[str, dict[str, object]] = {
@@ -77,6 +84,13 @@ EXPERT_ADAPTER_KINDS: dict[str, dict[str, object]] = {
     },
     "router": {"target_modules": [], "target_parameters": ["gate.weight", "gate_up_proj"], "use_rslora": True},
 }
+
+
+def pytest_configure() -> None:
+    """Lets the first process, which starts servers (support/shared_processes.py), have the processors before others:
+    each server waits for a dozen programs, and the tests end no earlier than the last server."""
+    if os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0":
+        os.nice(NICENESS)
 
 
 @pytest.hookimpl(tryfirst=True)
