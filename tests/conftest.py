@@ -55,8 +55,6 @@ def plain_card(data: ModelCardData, **_: Any) -> ModelCard:
 # CPU. No test reads one.
 ModelCard.from_template = plain_card
 
-NICENESS = 5  # Of the processes that only compute.
-
 # Every kind of plain LoRA that PEFT can save, by name.
 ADAPTER_KINDS: dict[str, dict[str, object]] = {
     "all": {},
@@ -84,13 +82,6 @@ EXPERT_ADAPTER_KINDS: dict[str, dict[str, object]] = {
     },
     "router": {"target_modules": [], "target_parameters": ["gate.weight", "gate_up_proj"], "use_rslora": True},
 }
-
-
-def pytest_configure() -> None:
-    """Lets the first process, which starts servers (support/shared_processes.py), have the processors before others:
-    each server waits for a dozen programs, and the tests end no earlier than the last server."""
-    if os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0":
-        os.nice(NICENESS)
 
 
 @pytest.hookimpl(tryfirst=True)
