@@ -119,17 +119,19 @@ def record(drafter: ModelDrafter, drafted: list[Drafted], behind: list[str] | No
     drafter.propose_behind = recorded_behind  # type: ignore[method-assign]
 
 
-def speculate(engine: Engine, drafter: Drafter | None, most_tokens: int = 4, *, is_awaited: bool = True) -> Speculation:
+def speculate(
+    engine: Engine, drafter: Drafter | None, most_tokens: int = 4, pace: AheadPace | None = None
+) -> Speculation:
     """Has the engine verify the drafts of this drafter, and those that grammars force, wherever there are some. Call it
     before the first request.
 
     Args:
-        is_awaited: Whether steps behind one with drafts are planned before a drafter on the host knows its tokens.
+        pace: Says whether steps behind one with drafts are planned before its tokens are known. None means always.
     """
     rows = len(engine.runner.steps.inputs.sampled_B)
     model = drafter if isinstance(drafter, ModelDrafter) else None
     ahead: AheadDrafter | None = model
-    if model is None and drafter is not None and is_awaited:
+    if model is None and drafter is not None:
         ahead = AwaitingDrafter(drafter)
     made = Speculation(
         ahead or drafter,
@@ -138,7 +140,7 @@ def speculate(engine: Engine, drafter: Drafter | None, most_tokens: int = 4, *, 
         rows,
         DraftsPay(),
         is_certain=model is not None,
-        ahead=None if ahead is None else AheadDrafts(ahead, AlwaysAhead()),
+        ahead=None if ahead is None else AheadDrafts(ahead, pace or AlwaysAhead()),
     )
     engine.scheduler.speculation = made
     return made

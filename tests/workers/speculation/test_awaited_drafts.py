@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import Any
@@ -13,6 +14,7 @@ from lorafleet.protocol.engine_config import SpeculativeConfig
 from lorafleet.protocol.messages import DraftCounts
 from lorafleet.workers.device.draft_verification import DraftVerification, VerifiedRows
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
+from lorafleet.workers.speculation.ahead_pace import AheadPace
 from lorafleet.workers.speculation.awaited_drafts import AwaitedDrafts, AwaitingDrafter
 from lorafleet.workers.speculation.drafter import Wanted
 from stepped_engine import SteppedEngine
@@ -127,3 +129,65 @@ def test_rows_without_drafts_are_neither_accepted_nor_counted(
     assert rooms.count(4) > 5
     assert max(found.num_tokens for found in counts) == 2
     assert all(found.num_accepted == found.num_tokens for found in counts)
+
+
+class Ragged(Guesses):
+    """Has any number of drafts, and often none."""
+
+    def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
+        return [draft[: self._rng.choice((0, 0, 1, 2, 4))] for draft in super().propose(wanted)]
+
+
+class Alternating(AheadPace):
+    """Plans most steps before the tokens are known, and others afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rng = random.Random(7)
+
+    def is_ahead(self, *_args: object, **_kwargs: object) -> bool:
+        return self._rng.random() < 0.8
+
+
+@pytest.mark.parametrize(("seed", "kv_cache_tokens"), [(1, 4096), (2, 400), (3, 400)])
+def test_requests_that_come_end_and_are_aborted_at_any_time_get_the_answers_without_drafts(
+    fleet: Callable[[str], Any], prompt: Callable[[int], list[int]], seed: int, kv_cache_tokens: int
+) -> None:
+    rng = random.Random(seed)
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0, "seed": 3},
+        {"stop_token_ids": list(range(seed, 260, 7))},
+        {"logprobs": 1, "frequency_penalty": 0.5},
+    ]
+    jobs = {
+        f"r{i}": (prompt(rng.randrange(1, 60)), {"max_tokens": rng.choice((1, 5, 20, 40))} | rng.choice(kinds))
+        for i in range(20)
+    }
+    room = {"kv_cache_tokens": kv_cache_tokens, "max_model_len": 128, "max_num_batched_tokens": 64, "max_num_seqs": 6}
+    plain = SteppedEngine(fleet("llama3").base, async_scheduling=True, **room)
+    for name, (ids, params) in jobs.items():
+        plain.add(name, ids, params=params)
+    plain.until(lambda: jobs.keys() <= plain.ended.keys())
+
+    config = SpeculativeConfig("ngram")
+    stepped = SteppedEngine(fleet("llama3").base, async_scheduling=True, speculative_config=config, **room)
+    speculate(stepped.engine, Ragged(plain.tokens, mistakes=0.2), pace=Alternating())
+    waiting, aborted, num_planned = list(jobs), set[str](), 0
+    while waiting or stepped.engine.has_work:
+        if waiting and rng.random() < 0.5:
+            name = waiting.pop()
+            stepped.add(name, jobs[name][0], params=jobs[name][1])
+        running = [sequence.request_id for sequence in stepped.engine.scheduler.running]
+        if running and rng.random() < 0.03:
+            name = rng.choice(running)
+            aborted.add(name)
+            stepped.engine.abort(name)
+        stepped.step()
+        num_planned += any(UNKNOWN in chunk.drafts for chunk in stepped.engine.pipeline.chunks)
+    assert num_planned > 5 and aborted
+    for name, tokens in plain.tokens.items():
+        found = stepped.tokens.get(name, [])
+        assert found == (tokens[: len(found)] if name in aborted else tokens)
+    stats = stepped.engine.stats()
+    assert stats.kv_blocks_free == stats.kv_blocks_total
