@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmark_results import Case, write_results
-from engine_driver import good_outputs, load, make_speculation
+from engine_driver import FreePace, good_outputs, load, make_speculation
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.protocol.engine_config import EngineConfig, SpeculativeConfig
 from lorafleet.protocol.lora_config import LoRAConfig
@@ -28,7 +28,6 @@ from lorafleet.protocol.messages import DraftCounts, EngineRequest
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.engine import Engine
 from lorafleet.workers.speculation.drafter import Drafter
-from lorafleet.workers.speculation.step_pace import StepPace
 from lorafleet.workers.startup import build_engine
 
 DEMO = Path(__file__).parents[1] / "demo"
@@ -41,13 +40,6 @@ UNITS = {
 }
 MAX_TOKENS = 160
 _numbers = itertools.count()
-
-
-class FreePace(StepPace):
-    """Takes all drafts to be faster, since it sees no step."""
-
-    def observe(self, num_decodes: int, num_drafts: int, seconds: float, token_s: float) -> None:
-        """Takes in nothing, whatever the step."""
 
 
 @dataclass(frozen=True)

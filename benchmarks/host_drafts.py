@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark_results import Case, write_results
-from engine_driver import abort, make_speculation
+from engine_driver import FreePace, abort, make_speculation
 from host_step import TOKEN, build
 from lorafleet.protocol.messages import EngineRequest
 from lorafleet.protocol.sampling_params import SamplingParams
@@ -35,7 +35,6 @@ from lorafleet.workers.speculation.ahead_drafts import AheadDrafts
 from lorafleet.workers.speculation.ahead_pace import AheadPace
 from lorafleet.workers.speculation.awaited_drafts import AwaitingDrafter
 from lorafleet.workers.speculation.drafter import Wanted
-from lorafleet.workers.speculation.step_pace import StepPace
 from lorafleet.workers.step.runner import ChosenStep
 
 PROMPT, ANSWER = 64, 900
@@ -50,16 +49,6 @@ class AllRight:
 
     def release(self, sequence: Sequence) -> None:
         pass
-
-
-class DraftsPay(StepPace):
-    """Takes as many drafts as there may be for the fastest."""
-
-    def best_count(self, num_decodes: int, counts: Many[int], accepted: Many[float], token_s: float) -> int:  # noqa: ARG002  the same for all
-        return max(counts, default=0)
-
-    def is_faster(self, num_decodes: int, num_drafts: int, num_accepted: float, token_s: float) -> bool:  # noqa: ARG002  the same for all
-        return True
 
 
 class AlwaysAhead(AheadPace):
@@ -99,7 +88,7 @@ def measure(engine: Engine, watch: Stopwatch, batch: int, count: int, num_drafts
     drafter = AwaitingDrafter(AllRight())
     ahead = AheadDrafts(drafter, AlwaysAhead()) if way == "before" else None
     engine.scheduler.speculation = make_speculation(
-        engine, drafter, num_drafts, DraftsPay(), is_certain=False, ahead=ahead
+        engine, drafter, num_drafts, FreePace(), is_certain=False, ahead=ahead
     )
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
     for i in range(batch):
@@ -113,11 +102,10 @@ def measure(engine: Engine, watch: Stopwatch, batch: int, count: int, num_drafts
         began_s = time.thread_time()
         engine.step()
         seconds = time.thread_time() - began_s
-        steps = before, engine.pipeline.chunks
-        is_planned_before = any(UNKNOWN in chunk.drafts for chunk in steps[1])
-        if all(chunks and all(chunk.drafts for chunk in chunks) for chunks in steps) and is_planned_before == bool(
-            ahead
-        ):
+        after = engine.pipeline.chunks
+        have_drafts = bool(before and after) and all(chunk.drafts for chunk in (*before, *after))
+        is_planned_before = any(UNKNOWN in chunk.drafts for chunk in after)
+        if have_drafts and is_planned_before == (ahead is not None):
             between_s += watch.between_s
             step_s.append(seconds)
     abort(engine, "r", batch)

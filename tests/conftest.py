@@ -32,7 +32,7 @@ os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = tempfile.mkdtemp(prefix="lorafleet-no-authorities-")
 os.environ["LORAFLEET_STATE_DIR"] = tempfile.mkdtemp(prefix="lorafleet-state-")  # The tests' own folder.
 
-# A shell ignores it for what runs in the background, and so would the programs that tests interrupt.
+# What a shell runs in the background ignores SIGINT, and so would the programs that tests start there and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

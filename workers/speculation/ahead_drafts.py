@@ -42,7 +42,7 @@ class AheadDrafter(Drafter, Protocol):
 
 
 class AheadDrafts:
-    """The drafts of one engine that the host does not know before they are verified."""
+    """The drafts of one engine that the host does not know when it plans their step."""
 
     def __init__(self, drafter: AheadDrafter, pace: AheadPace | None = None) -> None:
         self.pace = pace or AheadPace()

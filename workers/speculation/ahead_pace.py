@@ -24,7 +24,7 @@ class DraftedWay:
 
     is_ahead: bool = False  # Whether the step was planned behind one in flight.
     masked: Many[int] = ()  # Number of tokens that each sequence with a grammar got.
-    found: float = 1.0  # As in MadeDrafts. 1 if the drafts were not made after the step was planned.
+    found: float = 1.0  # As in MadeDrafts, if the drafts were made after the step had been planned.
 
 
 WAITED = DraftedWay()  # The way of a step that waited for the tokens before, or has no drafts.

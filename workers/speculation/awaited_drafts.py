@@ -22,7 +22,8 @@ from lorafleet.workers.speculation.drafter import DeviceDrafts, Drafter, Wanted
 class MadeDrafts:
     """The drafts of a planned step."""
 
-    tokens: list[int]  # Of each sequence that went on: its last token, then those in the room for its drafts.
+    # For each sequence of the step before: its last token, its drafts, and a filler for each row that is left over.
+    tokens: list[int]
     counts: dict[Sequence, int]  # Number of drafts of each sequence that has room for some, and perhaps fewer than fit.
     # Draft tokens of the step, as a share of those for which all sequences would have room that have some or had room.
     found: float

@@ -133,7 +133,9 @@ class LaunchedStep:
         those of DraftVerification, and TokenMasks.num_masked."""
         if not self.has_drafts:
             return None
-        most_accepted = num_masked if self.made is None else {**self.made.counts, **num_masked}  # Of other sequences.
+        most_accepted = dict(num_masked)
+        if self.made is not None:
+            most_accepted |= self.made.counts  # No sequence of these has a grammar.
         return DraftVerification.of(number, self.sampling, self.token_B, drawn_B, most_accepted)
 
     def routed_of_chunks(self) -> dict[int, Rows]:

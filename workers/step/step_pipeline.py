@@ -55,7 +55,7 @@ class CollectedStep:
     late: Many[Sequence]  # Sequences that got no token, since their masks were late.
     shape: StepShape
     began_s: float  # Start of the step by time.perf_counter().
-    made: MadeDrafts | None  # As in LaunchedStep.
+    made: MadeDrafts | None  # Drafts that were made after the step was planned.
 
     @property
     def num_planned_drafts(self) -> int:

@@ -45,7 +45,7 @@ def test_what_sequences_with_grammars_lose_counts_against_the_faster_way(num_oth
 
 @pytest.mark.parametrize(("share", "expected"), [(0.9, True), (0.2, False)])
 def test_room_without_drafts_counts_against_steps_that_are_planned_before(share: float, expected: bool) -> None:
-    """Of four sequences, each should have two accepted drafts if all are found."""
+    """Four sequences should get eight accepted draft tokens if the drafter fills all the room."""
     pace, found = AheadPace(), list[bool]()
     for _ in range(2 * TRIAL_PERIOD):
         found.append(pace.is_ahead(1e-6, 4, num_accepted=8))
