@@ -1,9 +1,10 @@
 """Measures for how long a GPU would wait for the host between two steps with drafts, without a GPU.
 
-    python benchmarks/host_drafts.py [--batches 1 8 64] [--drafts 4] [--json FILE]
+    python benchmarks/host_drafts.py [--batches 1 8 64] [--drafts 4] [--ngrams] [--json FILE]
 
 As in host_step.py, an engine on a CPU does what it does beside a GPU, and nothing computes the model. A drafter on the
-host has draft tokens for each sequence in each step, and all of them are right. There are two ways:
+host has draft tokens for each sequence in each step, and all of them are right. It takes no time, or, with --ngrams, is
+the one of the method `ngram`. There are two ways:
 
 - waits: the host schedules and plans a step when it has read the tokens of the step before,
 - before: it does so while that step runs, and only drafts and launches afterwards.
@@ -19,7 +20,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 from benchmark_results import Case, write_results
 from engine_driver import FreePace, abort, make_speculation
 from host_step import TOKEN, build
+from lorafleet.protocol.engine_config import SpeculativeConfig
 from lorafleet.protocol.messages import EngineRequest
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.engine import Engine
@@ -35,6 +37,7 @@ from lorafleet.workers.speculation.ahead_drafts import AheadDrafts
 from lorafleet.workers.speculation.ahead_pace import AheadPace
 from lorafleet.workers.speculation.awaited_drafts import AwaitingDrafter
 from lorafleet.workers.speculation.drafter import Wanted
+from lorafleet.workers.speculation.ngram_drafter import NgramDrafter
 from lorafleet.workers.step.runner import ChosenStep
 
 PROMPT, ANSWER = 64, 900
@@ -46,6 +49,9 @@ class AllRight:
 
     def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
         return [[TOKEN] * entry.most for entry in wanted]
+
+    def read(self, sequences: Iterable[Sequence]) -> None:
+        pass
 
     def release(self, sequence: Sequence) -> None:
         pass
@@ -83,12 +89,12 @@ class Stopwatch:
         return reads
 
 
-def measure(engine: Engine, watch: Stopwatch, batch: int, count: int, num_drafts: int, way: str) -> dict[str, float]:
+def measure(engine: Engine, watch: Stopwatch, batch: int, args: argparse.Namespace, way: str) -> dict[str, float]:
     """Returns the figures of one way."""
-    drafter = AwaitingDrafter(AllRight())
+    drafter = AwaitingDrafter(NgramDrafter(SpeculativeConfig("ngram")) if args.ngrams else AllRight())
     ahead = AheadDrafts(drafter, AlwaysAhead()) if way == "before" else None
     engine.scheduler.speculation = make_speculation(
-        engine, drafter, num_drafts, FreePace(), is_certain=False, ahead=ahead
+        engine, drafter, args.drafts, FreePace(), is_certain=False, ahead=ahead
     )
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
     for i in range(batch):
@@ -96,7 +102,7 @@ def measure(engine: Engine, watch: Stopwatch, batch: int, count: int, num_drafts
         engine.add(EngineRequest(request_id=f"r {i}", prompt_token_ids=prompt, params=params))
     between_s: list[float] = []
     step_s: list[float] = []
-    while len(step_s) < count:
+    while len(step_s) < args.steps:
         watch.between_s.clear()
         before = engine.pipeline.chunks
         began_s = time.thread_time()
@@ -118,6 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--ngrams", action="store_true")
     parser.add_argument("--steps", type=int, default=60, help="steps of each turn")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", type=Path)
@@ -132,7 +139,7 @@ def main() -> None:
             found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
             for _ in range(args.turns):
                 for way in ways:
-                    found[way].append(measure(engine, watch, batch, args.steps, args.drafts, way))
+                    found[way].append(measure(engine, watch, batch, args, way))
             for way, turns in found.items():
                 figures = {name: statistics.median(turn[name] for turn in turns) for name in UNITS}
                 print(f"{batch:5}  {way:6}  {figures['between_ms']:10.2f}  {figures['step_ms']:9.2f}", flush=True)

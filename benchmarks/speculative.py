@@ -28,6 +28,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,6 +95,9 @@ class KnownDrafter:
         made = self._model.propose_behind(wanted, step)
         is_right_WK = torch.rand(made.token_WK.shape, device=made.token_WK.device) < self._right
         return replace(made, token_WK=torch.where(is_right_WK, 0, WRONG))
+
+    def read(self, sequences: Iterable[Sequence]) -> None:
+        pass
 
     def release(self, sequence: Sequence) -> None:
         if self._model is not None:

@@ -4,11 +4,12 @@
         [--draft-layers 16] [--device cpu]
 
 The model and the arms of --right are those of speculative.py. Each request that ends is replaced at once, so that the
-number of streams stays until enough requests have ended. Then the next number of --streams holds. No arm begins anew
-between them, so speculation has to learn what a larger or smaller batch costs while it serves.
+number of streams stays until twice as many requests have ended. Then the next number of --streams holds. No arm begins
+anew between them, so speculation has to learn what a larger or smaller batch costs while it serves.
 
-No ratio should be below 0.98. Arms run in turns, and their medians are compared. The last line of an arm is the whole
-load, with the time in which more streams have ended than are replaced.
+No ratio should be below 0.98. Arms run in turns, and their medians are compared. The arm without drafts runs first and
+last in each turn, and the second one's ratio shows what differs by chance. The last line of an arm is the whole load,
+with the time in which more streams have ended than are replaced.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from speculative import add_draft_arguments, arm, draft_options, let_answers_be_token_0
 
 UNITS = {"plain_tokens_per_s": "tokens/s", "tokens_per_s": "tokens/s", "ratio": "", "accepted": ""}
-LEAST_REQUESTS = 4  # A stage lasts until so many requests have ended, also with fewer streams.
+REQUESTS_PER_STREAM = 2  # A stage lasts until so many requests for each stream have ended,
+LEAST_REQUESTS = 12  # but not until fewer than these have.
+AGAIN = "none"  # The arm without drafts that runs last.
 WHOLE = "all"
 
 
@@ -65,7 +68,7 @@ class MovingLoad:
             while self._num_running > streams:
                 num_tokens += self._step(speeds)[0]
             num_ended, stage_tokens, stage_s = 0, 0, time.perf_counter()
-            while num_ended < max(streams, LEAST_REQUESTS):
+            while num_ended < max(REQUESTS_PER_STREAM * streams, LEAST_REQUESTS):
                 while self._num_running < streams:
                     self._add()
                 count, ended = self._step(speeds)
@@ -105,7 +108,7 @@ class MovingLoad:
 def compare(engine: Engine, load: MovingLoad, model: ModelDrafter | None, args: argparse.Namespace) -> list[Case]:
     """Runs the arms in turns. Returns a case for each arm and stage, and one for the whole load."""
     arms = [str(right) for right in args.right]
-    speculations = {name: arm(engine, name, args.drafts, model) for name in ("off", *arms)}
+    speculations = {name: arm(engine, name, args.drafts, model) for name in ("off", *arms)} | {AGAIN: None}
     found: dict[str, list[Speeds]] = {name: [] for name in speculations}
     for turn in range(1 + args.repeats):
         for name, speculation in speculations.items():
@@ -114,7 +117,7 @@ def compare(engine: Engine, load: MovingLoad, model: ModelDrafter | None, args: 
             if turn > 0:  # The first turn compiles kernels.
                 found[name].append(speeds)
     cases: list[Case] = []
-    for name in arms:
+    for name in (*arms, AGAIN):
         drafted = sum(speeds.num_drafted for speeds in found[name])
         accepted = sum(speeds.num_accepted for speeds in found[name]) / max(1, drafted)
         for stage, streams in enumerate([*args.streams, WHOLE]):

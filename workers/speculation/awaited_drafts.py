@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from lorafleet.workers.device.draft_verification import DraftVerification
 from lorafleet.workers.schedule.sequence import UNKNOWN, Chunk, Sequence
-from lorafleet.workers.speculation.drafter import DeviceDrafts, Drafter, Wanted
+from lorafleet.workers.speculation.drafter import DeviceDrafts, HostDrafter, Wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class AwaitingDrafter:
         drafter: Makes them.
     """
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: HostDrafter) -> None:
         self.drafter = drafter
         self._without: set[Sequence] = set()  # Sequences for which it had no drafts last time.
 
@@ -61,8 +61,9 @@ class AwaitingDrafter:
         """Returns False, since a sequence without drafts need not keep others from being planned."""
         return False
 
-    def propose_behind(self, wanted: Many[Wanted], step: DraftVerification) -> AwaitedDrafts:  # noqa: ARG002
+    def propose_behind(self, wanted: Many[Wanted], step: DraftVerification) -> AwaitedDrafts:
         """Returns room for the drafts that follow the step in flight."""
+        self.drafter.read(step.rows)
         return AwaitedDrafts(self, {entry.sequence: entry.most for entry in wanted})
 
 

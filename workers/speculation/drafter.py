@@ -5,6 +5,7 @@ A step verifies the proposals. So a drafter decides how fast answers come, and n
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -33,6 +34,15 @@ class Drafter(Protocol):
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended. It need not be known."""
+        ...
+
+
+class HostDrafter(Drafter, Protocol):
+    """A drafter that works on the host."""
+
+    def read(self, sequences: Iterable[Sequence]) -> None:
+        """Takes in the known tokens of sequences for which drafts will be wanted, while a step runs. propose() takes in
+        what is left of them, for which the device waits."""
         ...
 
 

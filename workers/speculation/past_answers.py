@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable
-from collections.abc import Sequence as Many
 
 from lorafleet.protocol.lru_cache import LRUCache
 from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
-from lorafleet.workers.speculation.ngram_index import Match, NgramIndex
+from lorafleet.workers.speculation.ngram_index import NgramIndex
 
 MOST_OWNERS = 64  # Adapters, by tenant and salt, whose answers are held; those of the least recently used are dropped.
 TEXT_TOKENS = 1 << 13  # Tokens of a text. An owner has two texts: one that grows, and the one before it.
@@ -25,9 +24,6 @@ class PastText:
     def __init__(self, min_length: int, max_length: int) -> None:
         self.tokens = array("i")
         self.index = NgramIndex(min_length, max_length, TEXT_TOKENS)
-
-    def find(self, tokens: Many[int], end: int) -> Match | None:
-        return self.index.find(self.tokens, tokens, end)
 
     def index_some(self, most: int) -> int:
         """Indexes up to so many more tokens, and returns how many."""
@@ -47,9 +43,9 @@ class PastAnswers:
         self._lengths = min_length, max_length
         self._texts: LRUCache[Hashable, list[PastText]] = LRUCache(MOST_OWNERS)
 
-    def of(self, sequence: Sequence) -> list[PastText]:
-        """Returns the texts of the sequence's owner, the newest first."""
-        return self._texts.get(_owner(sequence)) or []
+    def of(self, owner: Hashable) -> list[PastText]:
+        """Returns the texts of an owner, the newest first."""
+        return self._texts.get(owner) or []
 
     def add(self, sequence: Sequence) -> None:
         """Adds the answer of a sequence that has ended."""
@@ -58,13 +54,15 @@ class PastAnswers:
             answer.pop()
         if not answer:
             return
-        texts = self.of(sequence)
+        owner = owner_of(sequence)
+        texts = self.of(owner)
         if not texts or len(texts[0].tokens) + len(answer) >= TEXT_TOKENS:
             texts = [PastText(*self._lengths), *texts[:1]]
-            self._texts.put(_owner(sequence), texts)
+            self._texts.put(owner, texts)
         texts[0].tokens.extend(answer)
         texts[0].tokens.append(UNKNOWN)  # Nothing follows an answer.
 
 
-def _owner(sequence: Sequence) -> Hashable:
+def owner_of(sequence: Sequence) -> Hashable:
+    """Returns what the sequences have in common that share past answers."""
     return sequence.tenant, sequence.cache_salt, sequence.digest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
 
 from lorafleet.workers.device.draft_verification import DraftVerification
@@ -12,7 +12,7 @@ from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
 from lorafleet.workers.speculation.ahead_drafts import AheadDrafter, AheadDrafts
 from lorafleet.workers.speculation.ahead_pace import AheadPace
 from lorafleet.workers.speculation.awaited_drafts import AwaitingDrafter
-from lorafleet.workers.speculation.drafter import DeviceDrafts, Drafter, Wanted
+from lorafleet.workers.speculation.drafter import DeviceDrafts, HostDrafter, Wanted
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
 from lorafleet.workers.speculation.speculation import Speculation
 from lorafleet.workers.speculation.step_pace import StepPace
@@ -73,6 +73,9 @@ class Guesses:
     def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
         return [self._draft(entry) for entry in wanted]
 
+    def read(self, sequences: Iterable[Sequence]) -> None:
+        pass
+
     def release(self, sequence: Sequence) -> None:
         pass
 
@@ -114,7 +117,7 @@ def record(drafter: ModelDrafter, drafted: list[Drafted], behind: list[str] | No
 
 
 def speculate(
-    engine: Engine, drafter: Drafter | None, most_tokens: int = 4, pace: AheadPace | None = None
+    engine: Engine, drafter: HostDrafter | ModelDrafter | None, most_tokens: int = 4, pace: AheadPace | None = None
 ) -> Speculation:
     """Has the engine verify the drafts of this drafter, and those that grammars force, wherever there are some. Call it
     before the first request.
@@ -123,17 +126,17 @@ def speculate(
         pace: Says whether steps behind one with drafts are planned before its tokens are known. None means always.
     """
     rows = len(engine.runner.steps.inputs.sampled_B)
-    model = drafter if isinstance(drafter, ModelDrafter) else None
-    ahead: AheadDrafter | None = model
-    if model is None and drafter is not None:
-        ahead = AwaitingDrafter(drafter)
+    has_model = isinstance(drafter, ModelDrafter)
+    ahead: AheadDrafter | None = (
+        drafter if drafter is None or isinstance(drafter, ModelDrafter) else AwaitingDrafter(drafter)
+    )
     made = Speculation(
-        ahead or drafter,
+        ahead,
         engine.scheduler.budget,
         most_tokens,
         rows,
         DraftsPay(),
-        is_certain=model is not None,
+        is_certain=has_model,
         ahead=None if ahead is None else AheadDrafts(ahead, pace or AlwaysAhead()),
     )
     engine.scheduler.speculation = made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from typing import Any
 
@@ -28,11 +28,15 @@ class Known:
     def __init__(self, drafts: dict[Sequence, list[int]]) -> None:
         self.drafts = drafts
         self.behind: dict[Sequence, list[int]] = {}
+        self.was_read: list[Sequence] = []
         self.released: list[Sequence] = []
 
     def propose(self, wanted: Many[Wanted]) -> list[list[int]]:
         self.behind = {entry.sequence: entry.sequence.tokens[: entry.num_known] for entry in wanted}
         return [self.drafts[entry.sequence][: entry.most] for entry in wanted]
+
+    def read(self, sequences: Iterable[Sequence]) -> None:
+        self.was_read = list(sequences)
 
     def release(self, sequence: Sequence) -> None:
         self.released.append(sequence)
@@ -81,7 +85,9 @@ def test_a_sequence_without_drafts_gets_no_room_until_there_are_some_again() -> 
     step = in_flight(one, other)
     entries = [Wanted(one, 4, 2), Wanted(other, 4, 2)]
     assert [drafter.is_current(entry, step) for entry in entries] == [True, True]
-    drafter.propose_behind(entries, step).make([chunk(one, UNKNOWN), chunk(other, UNKNOWN)], {one: [11], other: [12]})
+    room = drafter.propose_behind(entries, step)
+    assert host.was_read == [one, other], "while the step runs"
+    room.make([chunk(one, UNKNOWN), chunk(other, UNKNOWN)], {one: [11], other: [12]})
     assert [drafter.is_current(entry, step) for entry in entries] == [True, False]
     assert not drafter.may_catch_up(other)
     drawn = {one: [11], other: [12]}

@@ -6,7 +6,7 @@ from lorafleet.protocol.engine_config import SpeculativeConfig
 from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
 from lorafleet.workers.speculation.drafter import Wanted
-from lorafleet.workers.speculation.ngram_drafter import INDEXED_TOKENS, NgramDrafter
+from lorafleet.workers.speculation.ngram_drafter import INDEXED_TOKENS, READ_TOKENS, NgramDrafter
 
 
 def sequence(tokens: list[int], num_prompt: int = 1) -> Sequence:
@@ -45,9 +45,19 @@ def test_a_step_reads_a_bounded_part_of_long_prompts() -> None:
     assert made.propose(wanted) == [[13], [13], [13]]
 
 
+def test_what_is_read_while_a_step_runs_is_drafted_from_at_once() -> None:
+    made = drafter()
+    long = [sequence([*range(10, 10 + READ_TOKENS // 2 - 2), 11, 12]) for _ in range(2)]
+    made.read(long)
+    for seq in long:
+        seq.tokens.append(UNKNOWN)
+    made.read(long)
+    assert made.propose([Wanted(seq, len(seq.tokens) - 1, 1) for seq in long]) == [[13], [13]]
+
+
 def test_a_sequence_that_has_ended_leaves_nothing() -> None:
     made, seq = drafter(), sequence([1, 2, 1, 2])
     made.propose([Wanted(seq, 4, 1)])
     made.release(seq)
     made.release(seq)
-    assert not made._indexes
+    assert not made._followed

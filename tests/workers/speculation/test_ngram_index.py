@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from lorafleet.workers.speculation import ngram_index
-from lorafleet.workers.speculation.ngram_index import MOST_PLACES, NgramIndex
+from lorafleet.workers.speculation.ngram_index import MOST_PLACES, Match, NgramIndex
 
 
 def longest_match(tokens: list[int], end: int, shortest: int, longest: int) -> int | None:
@@ -17,16 +18,23 @@ def longest_match(tokens: list[int], end: int, shortest: int, longest: int) -> i
     return None
 
 
+def find(index: NgramIndex, text: list[int], tokens: list[int], shortest: int) -> Match | None:
+    """Finds the last of the tokens in a text that is indexed."""
+    own = NgramIndex(shortest, shortest, 1000)
+    own.extend(tokens, len(tokens))
+    return index.find(text, tokens, len(tokens), own.last_hash)
+
+
 def test_the_longest_match_is_found_and_the_most_recent_of_equal_ones() -> None:
     text = [1, 2, 3, 9, 7, 2, 3, 9, 5, 1, 2, 3, 6, 2, 3]
     index = NgramIndex(2, 3, 64)
     index.extend(text, len(text))
-    assert index.find(text, text, 15) == (12, 2), "1 2 3 and 9 2 3 are before it, and 6 2 3 is not"
-    assert index.find(text, [*text[:14], 9], 15) is None
+    assert find(index, text, text, 2) == (12, 2), "1 2 3 and 9 2 3 are before it, and 6 2 3 is not"
+    assert find(index, text, [*text[:14], 9], 2) is None
     text = [7, 2, 3, 4, 8, 2, 3, 5, 7, 2, 3]
     index = NgramIndex(2, 3, 64)
     index.extend(text, len(text))
-    assert index.find(text, text, 11) == (3, 3), "three tokens match there, and two at the more recent place"
+    assert find(index, text, text, 2) == (3, 3), "three tokens match there, and two at the more recent place"
 
 
 def test_it_finds_what_a_look_at_every_place_finds_while_the_text_grows() -> None:
@@ -36,7 +44,8 @@ def test_it_finds_what_a_look_at_every_place_finds_while_the_text_grows() -> Non
         index, num_equal, num_found = NgramIndex(shortest, longest, len(text)), 0, 0
         for end in range(1, len(text)):
             index.extend(text, end)
-            found, best = index.find(text, text, end), longest_match(text, end, shortest, longest)
+            found = index.find(text, text, end, index.last_hash)
+            best = longest_match(text, end, shortest, longest)
             if found is None:
                 assert best is None
                 continue
@@ -50,12 +59,12 @@ def test_it_finds_what_a_look_at_every_place_finds_while_the_text_grows() -> Non
 
 
 def test_hashes_that_collide_are_no_matches(monkeypatch) -> None:
-    monkeypatch.setattr(ngram_index, "_FACTOR", 0)
+    monkeypatch.setattr(ngram_index, "hash", lambda _: 0, raising=False)
     text = [1, 2, 3, 4, 5, 6, 1, 2]
     index = NgramIndex(2, 4, 16)
     index.extend(text, 8)
-    assert index.find(text, text, 8) == (2, 2)
-    assert index.find(text, [*text[:7], 9], 8) is None
+    assert find(index, text, text, 2) == (2, 2)
+    assert find(index, text, [*text[:7], 9], 2) is None
 
 
 def test_a_search_is_bounded_and_so_is_the_memory(monkeypatch) -> None:
@@ -65,9 +74,14 @@ def test_a_search_is_bounded_and_so_is_the_memory(monkeypatch) -> None:
     assert len(index._last) == len(index._before) == 64
     for end in range(1, len(text) + 1):
         index.extend(text, end)
-        found = index.find(text, text, end)
+        found = index.find(text, text, end, index.last_hash)
         assert found is None or found.place > end - 64, "older tokens are forgotten"
     compared = []
-    monkeypatch.setattr(index, "_matching", lambda *_: compared.append(1) or 0)
-    assert index.find(text, text, len(text)) is None
-    assert len(compared) <= MOST_PLACES
+
+    class Watched(list[int]):
+        def __getitem__(self, place: Any) -> Any:
+            compared.append(place)
+            return 7
+
+    assert index.find(Watched(text), text, len(text), index.last_hash) is None
+    assert 0 < len(compared) <= MOST_PLACES

@@ -13,7 +13,7 @@ from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
 from lorafleet.workers.speculation import past_answers
 from lorafleet.workers.speculation.drafter import Wanted
 from lorafleet.workers.speculation.ngram_drafter import NgramDrafter
-from lorafleet.workers.speculation.past_answers import PastAnswers
+from lorafleet.workers.speculation.past_answers import PastAnswers, owner_of
 
 PAST = [20, 21, 22, 23, 24, 25]
 
@@ -67,16 +67,16 @@ def test_the_answers_that_are_held_are_bounded(monkeypatch: pytest.MonkeyPatch) 
     one = sequence([*range(30, 60)])
     for _ in range(40):
         past.add(one)
-        texts = past.of(one)
+        texts = past.of(owner_of(one))
         assert len(texts) <= 2
         assert all(len(text.tokens) <= 64 for text in texts)
     assert list(texts[0].tokens)[:11] == [*range(50, 60), UNKNOWN], "an answer's last tokens"
     for name in "abc":
         past.add(sequence([1, 2], digest=name))
-    assert not past.of(one)
-    assert past.of(sequence([], digest="a"))
+    assert not past.of(owner_of(one))
+    assert past.of(owner_of(sequence([], digest="a")))
     past.add(sequence([], digest="empty"))
-    assert not past.of(sequence([], digest="empty"))
+    assert not past.of(owner_of(sequence([], digest="empty")))
 
 
 def test_a_sequence_that_was_never_looked_at_leaves_nothing() -> None:

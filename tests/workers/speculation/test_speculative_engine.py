@@ -161,7 +161,7 @@ def test_a_text_that_repeats_is_drafted_from_itself(fleet, prompt) -> None:
         num_steps += 1
     assert stepped.tokens["a"] == [9] * 60
     assert num_steps < 30
-    assert not speculation._acceptances._by_sequence and not drafter._indexes
+    assert not speculation._acceptances._by_sequence and not drafter._followed
 
 
 def test_what_was_wrong_is_drafted_less(fleet, prompt, plain) -> None:
