@@ -44,10 +44,10 @@ class NgramDrafter:
         num_left = INDEXED_TOKENS
         for sequence, num_known, most in wanted:
             text = self._followed.get(sequence) or self._follow(sequence)
-            past = self._past.of(text.owner)
-            num_left -= _index_some(sequence.tokens, num_known, text.index, past, num_left)
-            is_read = text.index.num_indexed == num_known
-            drafts.append(_draft(sequence.tokens, text.index, past, num_known, most) if is_read else [])
+            index, past = text.index, self._past.of(text.owner)
+            num_left -= _index_some(sequence.tokens, num_known, index, past, num_left)
+            is_read = index.num_indexed == num_known
+            drafts.append(_draft(sequence.tokens, index, past, num_known, most) if is_read else [])
         return drafts
 
     def read(self, sequences: Iterable[Sequence]) -> None:
@@ -82,25 +82,26 @@ def _index_some(tokens: Many[int], end: int, index: NgramIndex, past: Many[PastT
 def _draft(tokens: Many[int], index: NgramIndex, texts: Many[PastText], end: int, most: int) -> list[int]:
     """Returns the draft behind a sequence's tokens, which end at `end` and are indexed, from these or from past
     texts."""
-    draft, longest = list[int](), 0
-    own = index.find(tokens, tokens, end, index.last_hash)
-    if own is not None:
-        draft, longest = _copied(tokens, own.place, end, most), own.length
+    place, longest = index.find(tokens, tokens, end, index.last_hash)
+    draft = _copied(tokens, place, end, most) if longest else []
     for text in texts:
         if longest == index.max_length:
             break
-        match = text.index.find(text.tokens, tokens, end, index.last_hash)
-        if match is not None and match.length > longest:
-            found = _until_end(text.tokens[match.place : match.place + most])
+        place, length = text.index.find(text.tokens, tokens, end, index.last_hash)
+        if length > longest:
+            found = _until_end(text.tokens[place : place + most])
             if found:
-                draft, longest = found, match.length
+                draft, longest = found, length
     return draft
 
 
 def _copied(tokens: Many[int], place: int, end: int, count: int) -> list[int]:
     """Returns the tokens from `place` on. Where these reach `end`, the copy is continued: a text that repeats a phrase
     goes on repeating it."""
-    draft = list(tokens[place : min(place + count, end)])
+    draft = list(tokens[place : place + count])
+    if place + count <= end:
+        return draft
+    del draft[end - place :]
     while len(draft) < count:
         draft += draft[: count - len(draft)]
     return draft

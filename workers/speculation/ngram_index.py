@@ -10,16 +10,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
 
 WINDOW = 1 << 15  # Most recent tokens among which matches are found.
 MOST_PLACES = 16  # Places that one search compares, the most recent first.
 NOWHERE = -1
-
-
-class Match(NamedTuple):
-    place: int  # Number of the text's tokens up to the end of those that match.
-    length: int  # Number of tokens that match.
 
 
 class NgramIndex:
@@ -58,9 +52,9 @@ class NgramIndex:
             last[entry] = place
         self.last_hash = key
 
-    def find(self, text: Sequence[int], tokens: Sequence[int], end: int, last_hash: int) -> Match | None:
-        """Returns the longest match of the last tokens before `end`, or None. Of equally long ones it is the most
-        recent.
+    def find(self, text: Sequence[int], tokens: Sequence[int], end: int, last_hash: int) -> tuple[int, int]:
+        """Returns the longest match of the last tokens before `end`: the number of the text's tokens up to its end, and
+        the number of its own tokens, which is 0 if there is none. Of equally long ones it is the most recent.
 
         The text may be `tokens` itself. What ends at the text's end is no match, since nothing follows it.
 
@@ -72,16 +66,20 @@ class NgramIndex:
         most = min(self.max_length, end)
         place = self._last[last_hash & mask] if end >= self._min_length else NOWHERE
         found, longest = NOWHERE, self._min_length - 1
+        whole = tokens[end - most : end]
         for _ in range(MOST_PLACES):
             if place < oldest:
                 break
             if place < num_indexed:
+                # Lists are compared at once, since they are often equal. An array is not equal to any list.
+                if place >= most and text[place - most : place] == whole:
+                    return place, most
                 length, limit = 0, min(most, place)
                 while length < limit and text[place - 1 - length] == tokens[end - 1 - length]:
                     length += 1
                 if length > longest:
                     found, longest = place, length
-                    if length == self.max_length:
+                    if length == most:
                         break
             place = before[place & mask]
-        return None if found == NOWHERE else Match(found, longest)
+        return (NOWHERE, 0) if found == NOWHERE else (found, longest)
