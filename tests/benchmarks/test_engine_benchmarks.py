@@ -150,7 +150,8 @@ def test_a_moving_load_is_measured_in_each_stage_and_as_a_whole(
 ) -> None:
     words = ("--streams", "1", "3", "1", "--adapters", "2", "--right", "0.5", "--prompt", "16", "--tokens", "8")
     results = run(monkeypatch, tmp_path, speculative_load, *words, "--repeats", "1", *ONE_THREAD)
-    assert [case.settings["streams"] for case in results.cases] == [1, 3, 1, "all"]
+    stages = [(case.settings["drafts"], case.settings["streams"]) for case in results.cases]
+    assert stages == [(drafts, streams) for drafts in ("0.5", "none") for streams in (1, 3, 1, "all")]
     for case in results.cases:
         assert case.figures.keys() == speculative_load.UNITS.keys()
         assert case.figures["ratio"] == pytest.approx(case.figures["tokens_per_s"] / case.figures["plain_tokens_per_s"])

@@ -140,10 +140,11 @@ function fill() {
 
 /** Writes the choices in a view into the address, without adding an entry to the browser's history. */
 function readdress(view, query) {
-  if (under === null || under.section !== view || detail.isOpen) return;
+  if (under === null || under.section !== view) return;
   const hash = address(view, "", query);
   under = { ...under, query: readAddress(hash).query, hash };
-  history.replaceState(null, "", hash);
+  const now = readAddress(location.hash); // The viewer may have followed a link whose event has not arrived yet.
+  if (now.name === "" && sectionOf(now.view, now.name) === view) history.replaceState(null, "", hash);
 }
 
 byId("pause").addEventListener("click", () => {

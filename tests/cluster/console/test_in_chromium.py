@@ -147,6 +147,23 @@ def test_an_administrator_pins_unpins_prefetches_and_verifies(
     shared_server.http.delete("/v1/adapters/console-pins").raise_for_status()
 
 
+def test_a_choice_that_takes_effect_behind_a_click_does_not_undo_it(
+    open_page: Open, shared_server: SharedServer, tiny_model: Path
+) -> None:
+    push(shared_server, "console-late", tiny_model.parent / "a2")
+    page = open_page("adapters", key=ADMIN_KEY)
+    page.evaluate("""() => {
+      const order = document.getElementById("order");
+      order.value = "busiest";
+      location.hash = "#/adapters/console-late";  // as a click does; its event comes later
+      order.dispatchEvent(new Event("change"));
+    }""")
+    page.wait_for_selector("#detail .versions")
+    page.keyboard.press("Escape")
+    page.wait_for_url("**/console#/adapters?order=busiest")
+    shared_server.http.delete("/v1/adapters/console-late").raise_for_status()
+
+
 def test_a_folder_that_is_no_adapter_is_refused_before_it_is_sent(open_page: Open, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("nothing")
     page = open_page("adapters", key=ADMIN_KEY)
