@@ -4,8 +4,9 @@
         [--draft-layers 16] [--device cpu]
 
 The model and the arms of --right are those of speculative.py. Each request that ends is replaced at once, so that the
-number of streams stays until twice as many requests have ended. Then the next number of --streams holds. No arm begins
-anew between them, so speculation has to learn what a larger or smaller batch costs while it serves.
+number of streams stays until twice as many requests, and at least 12, have ended. Then the next number of --streams
+holds. No arm begins anew between them, so speculation has to learn what a larger or smaller batch costs while it
+serves.
 
 No ratio should be below 0.98. Arms run in turns, and their medians are compared. The arm without drafts runs first and
 last in each turn, and the second one's ratio shows what differs by chance. The last line of an arm is the whole load,

@@ -32,7 +32,8 @@ os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = tempfile.mkdtemp(prefix="lorafleet-no-authorities-")
 os.environ["LORAFLEET_STATE_DIR"] = tempfile.mkdtemp(prefix="lorafleet-state-")  # The tests' own folder.
 
-# What a shell runs in the background ignores SIGINT, and so would the programs that tests start there and interrupt.
+# A shell has a command in the background ignore SIGINT, and the programs that the tests start inherit that. Tests that
+# interrupt them would wait in vain.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -24,7 +24,7 @@ class DraftedWay:
 
     is_ahead: bool = False  # Whether the step was planned behind one in flight.
     masked: Many[int] = ()  # Number of tokens that each sequence with a grammar got.
-    found: float = 1.0  # As in MadeDrafts, if the drafts were made after the step had been planned.
+    found: float = 1.0  # MadeDrafts.found of the step. 1 if its drafts were there when it was planned.
 
 
 WAITED = DraftedWay()  # The way of a step that waited for the tokens before, or has no drafts.

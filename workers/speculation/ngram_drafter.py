@@ -43,7 +43,7 @@ class NgramDrafter:
         drafts: list[list[int]] = []
         num_left = INDEXED_TOKENS
         for sequence, num_known, most in wanted:
-            text = self._followed.get(sequence) or self._follow(sequence)
+            text = self._text_of(sequence)
             index, past = text.index, self._past.of(text.owner)
             num_left -= _index_some(sequence.tokens, num_known, index, past, num_left)
             is_read = index.num_indexed == num_known
@@ -53,7 +53,7 @@ class NgramDrafter:
     def read(self, sequences: Iterable[Sequence]) -> None:
         num_left = READ_TOKENS
         for sequence in sequences:
-            text = self._followed.get(sequence) or self._follow(sequence)
+            text = self._text_of(sequence)
             num_known = len(sequence.tokens) - (sequence.tokens[-1] == UNKNOWN)
             num_left -= _index_some(sequence.tokens, num_known, text.index, self._past.of(text.owner), num_left)
 
@@ -61,18 +61,18 @@ class NgramDrafter:
         if self._followed.pop(sequence, None) is not None:
             self._past.add(sequence)
 
-    def _follow(self, sequence: Sequence) -> FollowedText:
-        index = NgramIndex(*self._lengths, capacity=sequence.num_prompt + sequence.max_tokens)
-        found = self._followed[sequence] = FollowedText(index, owner_of(sequence))
-        return found
+    def _text_of(self, sequence: Sequence) -> FollowedText:
+        text = self._followed.get(sequence)
+        if text is None:
+            index = NgramIndex(*self._lengths, capacity=sequence.num_prompt + sequence.max_tokens)
+            text = self._followed[sequence] = FollowedText(index, owner_of(sequence))
+        return text
 
 
 def _index_some(tokens: Many[int], end: int, index: NgramIndex, past: Many[PastText], most: int) -> int:
     """Adds up to `most` tokens to indexes: those of a sequence before `end`, then those of past texts. Returns how many
     there were."""
-    num_before = index.num_indexed
-    index.extend(tokens, min(end, num_before + most))
-    num_added = index.num_indexed - num_before
+    num_added = index.extend(tokens, min(end, index.num_indexed + most))
     for text in past:
         if text.index.num_indexed < len(text.tokens):
             num_added += text.index_some(most - num_added)
@@ -98,13 +98,9 @@ def _draft(tokens: Many[int], index: NgramIndex, texts: Many[PastText], end: int
 def _copied(tokens: Many[int], place: int, end: int, count: int) -> list[int]:
     """Returns the tokens from `place` on. Where these reach `end`, the copy is continued: a text that repeats a phrase
     goes on repeating it."""
-    draft = list(tokens[place : place + count])
     if place + count <= end:
-        return draft
-    del draft[end - place :]
-    while len(draft) < count:
-        draft += draft[: count - len(draft)]
-    return draft
+        return list(tokens[place : place + count])
+    return [tokens[place + i % (end - place)] for i in range(count)]
 
 
 def _until_end(tokens: Many[int]) -> list[int]:

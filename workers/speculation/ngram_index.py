@@ -34,14 +34,15 @@ class NgramIndex:
         self._last = array("i", [NOWHERE]) * size
         self._before = array("i", [NOWHERE]) * size  # By place, modulo the size: the place before it.
         self.num_indexed = 0  # Tokens of the text that have been added.
-        self.last_hash = 0  # Of the last min_length of these, once there are so many.
+        self.last_hash = 0  # Hash of the last min_length of them. It has no meaning while they are fewer.
 
-    def extend(self, text: Sequence[int], end: int) -> None:
-        """Adds the tokens of the text up to `end`."""
+    def extend(self, text: Sequence[int], end: int) -> int:
+        """Adds the tokens of the text up to `end`. Returns how many these were."""
+        num_added = max(0, end - self.num_indexed)
         begin = max(self.num_indexed, self._min_length - 1)
-        self.num_indexed = max(self.num_indexed, end)
+        self.num_indexed += num_added
         if end <= begin:
-            return
+            return num_added
         last, before, mask, place, key = self._last, self._before, self._mask, begin, 0
         # The min_length tokens before each place. A list is made sooner than a generator, which matters for one token.
         windows = zip(*[text[begin - i : end - i] for i in range(self._min_length)], strict=False)
@@ -51,6 +52,7 @@ class NgramIndex:
             before[place & mask] = last[entry]
             last[entry] = place
         self.last_hash = key
+        return num_added
 
     def find(self, text: Sequence[int], tokens: Sequence[int], end: int, last_hash: int) -> tuple[int, int]:
         """Returns the longest match of the last tokens before `end`: the number of the text's tokens up to its end, and
@@ -59,7 +61,7 @@ class NgramIndex:
         The text may be `tokens` itself. What ends at the text's end is no match, since nothing follows it.
 
         Args:
-            last_hash: That of an index which has just these tokens.
+            last_hash: `last_hash` of the index to which these tokens were added up to `end`.
         """
         before, mask, num_indexed = self._before, self._mask, self.num_indexed
         oldest = max(self._min_length, num_indexed - mask)

@@ -27,9 +27,7 @@ class PastText:
 
     def index_some(self, most: int) -> int:
         """Indexes up to so many more tokens, and returns how many."""
-        before = self.index.num_indexed
-        self.index.extend(self.tokens, min(len(self.tokens), before + most))
-        return self.index.num_indexed - before
+        return self.index.extend(self.tokens, min(len(self.tokens), self.index.num_indexed + most))
 
 
 class PastAnswers:

@@ -126,7 +126,6 @@ def speculate(
         pace: Says whether steps behind one with drafts are planned before its tokens are known. None means always.
     """
     rows = len(engine.runner.steps.inputs.sampled_B)
-    has_model = isinstance(drafter, ModelDrafter)
     ahead: AheadDrafter | None = (
         drafter if drafter is None or isinstance(drafter, ModelDrafter) else AwaitingDrafter(drafter)
     )
@@ -136,7 +135,7 @@ def speculate(
         most_tokens,
         rows,
         DraftsPay(),
-        is_certain=has_model,
+        is_certain=isinstance(drafter, ModelDrafter),
         ahead=None if ahead is None else AheadDrafts(ahead, pace or AlwaysAhead()),
     )
     engine.scheduler.speculation = made
