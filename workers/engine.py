@@ -30,6 +30,7 @@ from lorafleet.workers.schedule.sequence import Sequence
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
 from lorafleet.workers.speculation.ahead_pace import WAITED
 from lorafleet.workers.speculation.speculation import Speculation
+from lorafleet.workers.step.interruption import IsInterrupted, never
 from lorafleet.workers.step.runner import ModelRunner, Sampled
 from lorafleet.workers.step.step_pipeline import StepPipeline
 from lorafleet.workers.step_outputs import StepOutputs
@@ -144,15 +145,19 @@ class Engine:
         """
         return self._controls.take(control)
 
-    def step(self) -> StepOutputs:
-        """Launches the next step. Returns the tokens of the step before if steps overlap, otherwise its own."""
+    def step(self, is_interrupted: IsInterrupted = never) -> StepOutputs:
+        """Launches the next step. Returns the tokens of the step before if steps overlap, otherwise its own.
+
+        Without work, it does what the start has left for idle time, and gives that up soon after is_interrupted() has
+        become True.
+        """
+        self.runner.steps.late.run(is_idle=not self.has_work, is_interrupted=is_interrupted)
         outputs = self._advance()
         self._controls.answer()
         self.scheduler.memory.step_ended()
         return outputs
 
     def _advance(self) -> StepOutputs:
-        self.runner.steps.late.run(is_idle=not self.has_work)
         began_s = time.perf_counter()
         outputs = StepOutputs(self._fail_all(self._adapters.poll()) + self._fail_all(self._pending.poll()))
         if self.pipeline.has_drafts:  # The device must count what it accepts before others can follow.

@@ -75,6 +75,10 @@ class WorkerSocket:
         with contextlib.suppress(BlockingIOError, OSError):  # full: a wake is pending; closed: no thread waits
             self._wake_sender.send(b"\0")
 
+    def has_input(self) -> bool:
+        """Returns whether receive() would return at once."""
+        return bool(self._poller.poll(0))
+
     def receive(self, wait_ms: int) -> list[ClientBatch]:
         """Returns the batches that have arrived. If there are none, waits up to wait_ms, or until wake()."""
         ready = dict(self._poller.poll(wait_ms))
