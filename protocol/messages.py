@@ -73,8 +73,8 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     tenant: str = ""  # Tenants are scheduled in turns; all callers without a tenant count as "".
     traced: bool = False  # If set, the outputs include SequenceTimes.
     returns_experts: bool = False  # If set, the outputs include the experts of all tokens.
-    # What the client demands: a push switches no request that is for one exact version, and none to an earlier version
-    # that is for the least one. The base answers neither.
+    # What the client demands: a push neither switches nor aborts a request that is for one exact version, nor, if it
+    # goes back to an earlier version, one that is for the least one. The base answers neither.
     version_demand: VersionDemand = "any"
 
 
