@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.transport.addresses import RankAddresses
 from lorafleet.workers.adapters.base_layout import BaseLayout
 from lorafleet.workers.auto_options import base_dtype, choose_device
+from lorafleet.workers.bases.read_files import ReadFiles
 from lorafleet.workers.bases.weights import Progress, held_tensors
 from lorafleet.workers.model_loading import digest_of, load_model, refill_model, served_model_config
 from lorafleet.workers.models.engine_model import EngineModel
@@ -36,6 +36,7 @@ class LoadedBase:
     dtype: torch.dtype
     device: torch.device
     digest: str  # weights_digest of this rank's part
+    files: ReadFiles
     gate: WeightsGate = field(default_factory=WeightsGate)
 
 
@@ -50,6 +51,7 @@ def load_base(
     device = choose_device(config)
     check_fixed_order(config, device)
     folder = Path(config.model)
+    files = ReadFiles(folder)
 
     def join() -> TPGroup:
         assert (addresses is None) == (config.tensor_parallel_size == 1)
@@ -59,12 +61,16 @@ def load_base(
         shard = find_shard(config, rank)  # raises before the other ranks are waited for
         generic = load_generic(config, shard, join(), device)
         dtype = generic.embed_tokens.weight.dtype
-        return LoadedBase(generic, generic.config.layout(), generic.held_tensors(), None, dtype, device, digest_of(generic))
+        return LoadedBase(generic, generic.config.layout(), generic.held_tensors(), None, dtype, device, digest_of(generic), files)
     model_config = served_model_config(config)
     dtype = base_dtype(config, model_config, folder)
     Shard.of(model_config, rank, config.tensor_parallel_size)  # raises before the other ranks are waited for
     check_division(config, model_config)  # as above
     model = load_model(config, model_config, join(), dtype, device, progress)
-    reload = partial(refill_model, config, model, model_config)
-    digest = digest_of(model)
-    return LoadedBase(model, BaseLayout.of(model_config), held_tensors(model), reload, dtype, device, digest)
+    layout, held, digest = BaseLayout.of(model_config), held_tensors(model), digest_of(model)
+
+    def reload() -> None:
+        files.renew()
+        refill_model(config, model, model_config)
+
+    return LoadedBase(model, layout, held, reload, dtype, device, digest, files)

@@ -228,5 +228,5 @@ def _base_weights(config: EngineConfig, base: LoadedBase) -> BaseWeights | None:
     routers = frozenset[str]() if experts is None else experts.router_modules
     # Engine names begin with "model." where a decoder of transformers has another name of its own too.
     names = base.layout.names if base.layout.has_root else ModuleNames(root="")
-    files = FileWeights(Path(config.model), base.dtype, tied, quantization, names, routers)
-    return MovedWeights(files, base.device, base.gate) if base.device.type == "cuda" else files
+    files = FileWeights(Path(config.model), base.dtype, tied, quantization, names, routers, base.files)
+    return MovedWeights(files, base.device, base.gate)
