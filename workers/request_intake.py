@@ -24,7 +24,9 @@ class RequestIntake:
         self._seeds = random.Random(seed)
 
     def eos_token_ids(self, request: EngineRequest) -> list[int]:
-        return self._hello.eos_token_ids if request.vocabulary is None else request.vocabulary.eos_token_ids
+        if request.vocabulary is not None:
+            return request.vocabulary.eos_token_ids
+        return self._hello.ends(request.base_eos_id)
 
     def make_sequence(self, request: EngineRequest) -> Sequence:
         params, prompt = request.params, request.prompt_token_ids
