@@ -46,7 +46,7 @@ class AdapterLanguages:
         self._reader = LanguageReader(
             tokenizer,
             hello.vocab_size,
-            hello.eos_token_ids,
+            hello.ends(tokenizer.eos_token_id),
             self.templates,
             self._encoders,
             rope_positions=hello.rope_positions,

@@ -46,7 +46,8 @@ class AbortRequests(msgspec.Struct, frozen=True, tag=True):
 class SupersedeAdapter(msgspec.Struct, frozen=True, tag=True):
     """Moves the requests for an adapter's former versions to its new one, or ends them.
 
-    It concerns the requests that used the adapter's own name: an alias may stand for an old version on purpose.
+    It concerns the requests that used the adapter's own name and did not demand the former version: an alias may stand
+    for an old version on purpose.
     """
 
     lora: LoRARequest  # The new version.

@@ -61,7 +61,7 @@ class Engine:
         self._overlap = overlap
         self._structured = structured
         self._pending = PendingGrammars(structured, scheduler)
-        self._intake = RequestIntake(hello, runner.loras, seed)
+        self._intake = RequestIntake(hello, runner.memory.base, runner.loras, seed)
         self._admission = QueueAdmission(
             scheduler, max_queued_requests, max_queued_tokens, num_apart=self._pending.__len__
         )

@@ -124,8 +124,6 @@ class EngineControls:
         switches, self._switches = self._switches, []
         for lora, done in switches:
             for sequence in self._superseded_by(lora):
-                if not _allows(sequence, lora):
-                    continue
                 try:
                     self._switch(sequence, lora)
                 except LorafleetError as error:
@@ -154,7 +152,8 @@ class EngineControls:
         return mode == "keep" or not self._scheduler.num_started
 
     def _superseded_by(self, lora: LoRARequest) -> list[Sequence]:
-        """Returns the sequences that use another version of this adapter by the same name."""
+        """Returns the sequences that use another version of this adapter by the same name, and whose clients do not
+        demand to finish with it."""
         return [
             sequence
             for sequence in self._sequences.values()
@@ -162,6 +161,7 @@ class EngineControls:
             and sequence.lora.lora_name == lora.lora_name
             and sequence.lora.digest != lora.digest
             and sequence.pooling is None
+            and _allows(sequence, lora)
         ]
 
     def _switch(self, sequence: Sequence, lora: LoRARequest) -> None:
@@ -185,7 +185,8 @@ class EngineControls:
 
 
 def _allows(sequence: Sequence, lora: LoRARequest) -> bool:
-    """Returns whether the client's demand allows a switch. If not, the sequence ends with its version."""
+    """Returns whether the client's demand allows that a push switches or aborts the sequence. If not, the sequence
+    finishes with its version."""
     assert sequence.lora is not None
     demand = sequence.version_demand
     return demand == "any" or (demand == "least" and lora.version >= sequence.lora.version)

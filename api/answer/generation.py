@@ -104,6 +104,7 @@ class Sample:
         self._engine = state.engine
         self._group = group
         self._tokenizer = tokenizer
+        self._base_eos_id = state.texts.tokenizer.eos_token_id
         record = SequenceRecord(index, len(self.prompt.token_ids), counts_prompt)
         self._observer = SequenceObserver(state.telemetry, state.access, group.trace, group.name, task.model, record)
         self._processor = OutputProcessor(task.model.tokenizer, self.prompt.token_ids, params)
@@ -187,6 +188,7 @@ class Sample:
             params=self.params,
             lora=self.model.lora,
             vocabulary=self.model.language.vocabulary,
+            base_eos_id=self._base_eos_id,
             language=self.model.language.digest,
             context_length=self.model.language.context_length,
             group=group.name,
