@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.transport.addresses import RankAddresses
 from lorafleet.workers.adapters.base_layout import BaseLayout
 from lorafleet.workers.auto_options import base_dtype, choose_device
-from lorafleet.workers.bases.checkpoint import read_model_config
+from lorafleet.workers.bases.checkpoint import check_same_tables, read_model_config
 from lorafleet.workers.bases.quantization import resolved
 from lorafleet.workers.bases.weights import Progress, held_tensors
 from lorafleet.workers.model_loading import fill_model, load_model
@@ -67,5 +66,9 @@ def load_base(
     Shard.of(model_config, rank, config.tensor_parallel_size)  # raises before the other ranks are waited for
     check_division(config, model_config)  # as above
     model = load_model(config, model_config, join(), dtype, device, progress)
-    reload = partial(fill_model, config, model)
+
+    def reload() -> None:
+        check_same_tables(folder, model_config)
+        fill_model(config, model)
+
     return LoadedBase(model, BaseLayout.of(model_config), held_tensors(model), reload, dtype, device)
