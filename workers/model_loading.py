@@ -12,7 +12,7 @@ from torch import nn
 
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import ConfigError
-from lorafleet.workers.bases.checkpoint import read_model_config
+from lorafleet.workers.bases.checkpoint import check_same_tables, read_model_config
 from lorafleet.workers.bases.checkpoint_model import CheckpointModel
 from lorafleet.workers.bases.model_config import ModelConfig
 from lorafleet.workers.bases.quantization import resolved
@@ -67,6 +67,7 @@ def fill_model(config: EngineConfig, model: CheckpointModel, progress: Progress 
 def refill_model(config: EngineConfig, model: CheckpointModel, served: ModelConfig) -> None:
     """Fills the model that was built from the configuration `served` again, with the weights that the checkpoint has
     now. Raises ConfigError if these are of another configuration."""
+    check_same_tables(Path(config.model), served)
     if served_model_config(config) != served:
         raise ConfigError(
             f"{config.model} has the configuration of another model than when the server started. Put the former "
@@ -85,4 +86,3 @@ def served_model_config(config: EngineConfig) -> ModelConfig:
 def digest_of(model: nn.Module) -> str:
     """Returns the digest of this rank's weights."""
     return weights_digest([*model.named_parameters(), *model.named_buffers()])
-

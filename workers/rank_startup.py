@@ -228,5 +228,6 @@ def _base_weights(config: EngineConfig, base: LoadedBase) -> BaseWeights | None:
     routers = frozenset[str]() if experts is None else experts.router_modules
     # Engine names begin with "model." where a decoder of transformers has another name of its own too.
     names = base.layout.names if base.layout.has_root else ModuleNames(root="")
-    files = FileWeights(Path(config.model), base.dtype, tied, quantization, names, routers, base.files)
+    stored_names = model.config.stored_names
+    files = FileWeights(Path(config.model), base.dtype, tied, quantization, names, routers, stored_names, base.files)
     return MovedWeights(files, base.device, base.gate)

@@ -73,6 +73,7 @@ class BaseLayout:
     hidden_size: int
     attention_heads: tuple[int, int]  # (query heads, KV heads)
     tied: bool = False  # the head is the embedding
+    is_only_called_tied: bool = False  # it is another tensor, but config.json, which PEFT believes, calls them tied
     biased: frozenset[str] = frozenset()  # linears with a bias, of which the head may be one
     absorbed: frozenset[str] = frozenset()  # linears that are never applied as such, see Projection.is_absorbed
     norms: Mapping[str, int] = field(default_factory=dict)  # size of each norm
@@ -99,6 +100,7 @@ class BaseLayout:
             hidden_size=config.hidden_size,
             attention_heads=(first.num_heads, first.num_kv_heads),
             tied=config.tie_word_embeddings,
+            is_only_called_tied=config.is_only_called_tied,
             biased=frozenset(
                 [
                     *(module for module, projection in projections.items() if projection.has_bias),
@@ -119,6 +121,11 @@ class BaseLayout:
             can_scale_norms=not config.norm.has_bias
             and all(layer.norms in (NORMS_BEFORE, NORMS_AROUND) for layer in config.layers),
         )
+
+    @property
+    def ties_adapters(self) -> bool:
+        """Whether PEFT ties the head's trained tokens to the embedding's, and what ensure_weight_tying asks for."""
+        return self.tied or self.is_only_called_tied
 
     def targetable(self, module: str) -> bool:
         """Returns whether the base has this module and an adapter's tensors can be for it."""

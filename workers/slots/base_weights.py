@@ -23,6 +23,7 @@ from lorafleet.workers.bases.formats.checkpoint_format import LinearTensors
 from lorafleet.workers.bases.module_names import COMMON_NAMES, ModuleNames
 from lorafleet.workers.bases.quantization import Quantization
 from lorafleet.workers.bases.read_files import ReadFiles
+from lorafleet.workers.bases.stored_names import AS_WRITTEN, StoredNames
 from lorafleet.workers.bases.stored_tensors import TensorInMemory, checkpoint_files
 from lorafleet.workers.bases.text_part import text_name
 from lorafleet.workers.models.engine_model import EngineModel
@@ -63,6 +64,7 @@ class FileWeights:
         quantization: The quantization of the linears as they are served.
         names: The names of the checkpoint's modules.
         routers: The linears that are not quantized, see ExpertsConfig.router_modules.
+        stored_names: How names in the files differ from those of the checkpoint's class.
         files: The files as they were when the base was read. None: as they are now.
     """
 
@@ -74,6 +76,7 @@ class FileWeights:
         quantization: Quantization | None = None,
         names: ModuleNames = COMMON_NAMES,
         routers: frozenset[str] = frozenset(),
+        stored_names: StoredNames = AS_WRITTEN,
         files: ReadFiles | None = None,
     ) -> None:
         self._read_files = files or ReadFiles(folder)
@@ -83,6 +86,7 @@ class FileWeights:
         self._quantization = quantization
         self._module_names = names
         self._routers = routers
+        self._stored_names = stored_names
         self._files: dict[str, tuple[Path, str]] = {}
         self._num_reads = 0  # As of ReadFiles, when _files was filled.
 
@@ -131,7 +135,9 @@ class FileWeights:
             self._num_reads = self._read_files.num_reads
             paths = checkpoint_files(self._folder)
             self._files = {
-                self._module_names.engine_name(text_name(key)): (path, key) for path in paths for key in _keys(path)
+                self._module_names.engine_name(text_name(self._stored_names.written(key))): (path, key)
+                for path in paths
+                for key in _keys(path)
             }
         return self._files
 

@@ -1,8 +1,8 @@
 """Checks an adapter's changes of the embedding and the head, and builds their forms.
 
 An adapter can replace them (modules_to_save, or a resized vocabulary), replace rows of them (trained tokens), and add
-LoRA to them. If the base ties the two, PEFT also ties replacements of the base's own weight and trained tokens of the
-embedding. It ties LoRA and modules_to_save only with ensure_weight_tying.
+LoRA to them. If the base's two are one tensor, what replaces the base's own weight is for both. If config.json calls
+them tied, PEFT also ties trained tokens of the embedding, and LoRA and modules_to_save with ensure_weight_tying.
 
 If the base's head has a bias, PEFT saves one with every table that replaces the head's, and with the option bias.
 """
@@ -74,11 +74,11 @@ def take_vocabulary(
 ) -> VocabularyChanges:
     """Takes the tensors of embedding and head out of `named` and checks their shapes. Any left there are stray."""
     tables = {name: Table() for name in TABLES}
-    tied = base.layout.tied
-    together = tied and helper.flag("ensure_weight_tying")
+    tied, called_tied = base.layout.tied, base.layout.ties_adapters
+    together = called_tied and helper.flag("ensure_weight_tying")
     saved = [name for name in TABLES if helper.saves(peft_name(name))]
     targeted = [name for name in TABLES if _is_targeted(helper, name)]
-    tokens = trained_tokens(helper, tied)
+    tokens = trained_tokens(helper, called_tied)
     if together:
         saved, targeted = (list(TABLES) if names else [] for names in (saved, targeted))
     twice: list[tuple[str, str]] = []
@@ -92,13 +92,14 @@ def take_vocabulary(
             table.target.saved_bias = table.bias
     for name, own in tokens.items():
         tables[name].tokens = own
-        tables[name].rows = _take_rows(name, named.by_module.get(name, {}), helper, own == tokens.get(EMBEDDING), tied)
+        is_shared = called_tied and own == tokens.get(EMBEDDING)
+        tables[name].rows = _take_rows(name, named.by_module.get(name, {}), helper, is_shared)
     if together and len(set(tokens.values())) > 1:
         raise AdapterMalformed("ensure_weight_tying is set, but the head's trained tokens are not the embedding's.")
-    copies = [table.tensor for table in tables.values() if table.tensor and (table.is_copy or together)]
-    same = (copies[0], copies[1]) if tied and len(copies) == 2 else None
+    copies = [t.tensor for t in tables.values() if t.tensor and (tied if t.is_copy else together)]
+    same = (copies[0], copies[1]) if len(copies) == 2 else None
     _share(tables, tied, saved)
-    if tied and HEAD in tokens and tables[HEAD].rows is None:
+    if called_tied and HEAD in tokens and tables[HEAD].rows is None:
         tables[HEAD].rows = tables[EMBEDDING].rows
     if tied and tables[HEAD].target is not None and tables[HEAD].tensor is None and mutates(helper):
         raise AdapterUnsupported(
@@ -156,11 +157,11 @@ def _target(
     return Target(name, (0, 0), own, named.shared, infos, helper, base, max_rank)
 
 
-def _take_rows(name: str, leaves: dict[str, str], helper: PEFTHelper, is_same: bool, tied: bool) -> str | None:
+def _take_rows(name: str, leaves: dict[str, str], helper: PEFTHelper, is_shared: bool) -> str | None:
     leaf = ROWS if helper.method == "TRAINABLE_TOKENS" else TOKEN_ROWS
     if leaf in leaves:
         return leaves.pop(leaf)
-    if tied and name == HEAD and is_same:  # PEFT saves only the embedding's
+    if name == HEAD and is_shared:  # PEFT saves only the embedding's
         return None
     raise AdapterMalformed(f"adapter_config.json has trained tokens of {name}, but the weights file has no {leaf}.")
 
