@@ -174,7 +174,7 @@ def _about(name: str) -> Iterator[None]:
 def _check_rank_limit(parts: AdapterParts, name: str, limit: int) -> None:
     module, rank = max(parts.ranks.items(), key=lambda item: item[1], default=("", 0))
     if rank > limit:
-        own = parts.helper.rank_of(module)
+        own = parts.own_rank(module)
         served = "" if rank == own else f" (the rank at which {parts.kind.label} with r={own} is served)"
         raise RankTooLarge(
             f"adapter {name!r} has rank {rank}{served}; this server allows lora.max_lora_rank={limit}. "
