@@ -77,6 +77,12 @@ ACROSS = [
     Limit("texts of all pairs of `/score` and `/rerank` with a head", chars(limits.MAX_PAIR_CHARS), "", REFUSED),
     Limit("numbers that a classification head computes", limits.MAX_HEAD_VALUES, "", REFUSED),
     Limit("tokens of the words of `bad_words`, in all spellings", limits.MAX_BAD_WORDS_TOKENS, "", REFUSED),
+    Limit(
+        "texts of the answer's format, `stop` and `bad_words`, for each prompt x n",
+        chars(limits.MAX_SENT_CHARS),
+        "",
+        REFUSED,
+    ),
     Limit("ids of `allowed_token_ids` and `bad_words`, for each prompt x n", limits.MAX_LISTED_IDS, "", REFUSED),
     Limit(
         "prompt and answer",
@@ -92,7 +98,16 @@ ACROSS = [
     ),
     Limit("parts and calls of all messages", limits.MAX_PARTS, "", REFUSED),
     Limit("schema, regex, grammar, choices together", size(limits.MAX_SOURCE_BYTES), "", REFUSED),
-    Limit("grammars in Lark of all custom tools", size(limits.MAX_LARK_BYTES), "", REFUSED),
+    Limit("regular expressions of all custom tools together", chars(limits.MAX_SOURCE_BYTES), "", REFUSED),
+    Limit(
+        "grammar that a structural tag or strict functions become, each use of a text counted",
+        chars(limits.MAX_SOURCE_BYTES),
+        "",
+        REFUSED,
+    ),
+    Limit(
+        "trigger, begin, end, separator or constant of a structural tag", chars(limits.MAX_TAG_TEXT_CHARS), "", REFUSED
+    ),
     Limit(
         "values in a schema, `chat_template_kwargs` or a field without effect",
         f"{limits.MAX_JSON_VALUES:,}, {limits.MAX_JSON_DEPTH} levels",
