@@ -17,6 +17,7 @@ from lorafleet.cluster.directory.directory_timing import TIMING
 from lorafleet.cluster.proxy import haproxy_answers, haproxy_config, haproxy_sessions
 from lorafleet.cluster.serve import residency_metrics, serve_environment
 from lorafleet.offline.batch import batch_input
+from lorafleet.offline.batch.answering import Pace
 from lorafleet.protocol import limits
 from lorafleet.protocol.kv_events_config import KVEventsConfig
 from lorafleet.workers.kv_events import event_publisher
@@ -232,6 +233,13 @@ BATCHES = [
     Limit("files of one tenant", batch_bounds.MAX_FILES_OF_ONE, "", RATE),
     Limit("life of a file", f"{seconds(batch_bounds.DEFAULT_LIVES_S)}, or `expires_after`", "", "404 `file_not_found`"),
     Limit("lines of a batch", batch_bounds.MAX_LINES, "", FAILED),
+    Limit("commas, opening brackets and colons of a line", "those of a body", "", FAILED),
+    Limit(
+        "bytes of the lines of a batch that are sent at a time",
+        f"{size(Pace(1).most_bytes)}; a longer line is sent alone",
+        "",
+        "further ones wait",
+    ),
     Limit("line", f"{batch_input.MAX_LINE_BYTES:,} bytes", "", FAILED),
     Limit("faults that a batch lists", batch_bounds.MAX_ERRORS, "", "further ones are not shown"),
     Limit("answer of a line", size(batch_bounds.MAX_ANSWER_BYTES), "", "the line's error is `answer_too_large`"),
