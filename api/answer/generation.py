@@ -32,7 +32,7 @@ from lorafleet.api.telemetry.sequence_record import SequenceRecord
 from lorafleet.api.telemetry.traced import NO_TRACE, Trace, trace_of
 from lorafleet.api.text.output import Delta, OutputProcessor
 from lorafleet.protocol.errors import EngineDead, InvalidRequest, LorafleetError
-from lorafleet.protocol.limits import MAX_LISTED_IDS, MAX_PROMPT_TOKENS, MAX_SAMPLES
+from lorafleet.protocol.limits import MAX_LISTED_IDS, MAX_PROMPT_TOKENS, MAX_SAMPLES, MAX_SENT_CHARS
 from lorafleet.protocol.lora_request import check_generates
 from lorafleet.protocol.messages import EngineRequest, HeadTask, Pooling, TokenizerFile, VersionDemand
 from lorafleet.protocol.sampling_params import SamplingParams
@@ -302,6 +302,14 @@ def group_of(request_id: str, tasks: Sequence[Task], deadline: RequestDeadline, 
             f"allowed_token_ids and bad_words have {num_listed} token ids in total, counted once for each of the "
             f"{total} answers; at most {MAX_LISTED_IDS} are allowed in one request. Ask for fewer answers at a time, "
             "or shorten the lists.",
+            "n",
+        )
+    num_chars = sum(task.params.n * task.params.num_chars for task in tasks)
+    if num_chars > MAX_SENT_CHARS:
+        raise InvalidRequest(
+            f"the format, `stop` and `bad_words` have {num_chars} characters in total, counted once for each of the "
+            f"{total} answers; at most {MAX_SENT_CHARS} are allowed in one request. Ask for fewer answers at a time, "
+            "or shorten these texts.",
             "n",
         )
     return SampleGroup(f"{request_id}-{next(_numbers)}", total, num_tokens, deadline, trace)

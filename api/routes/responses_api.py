@@ -72,7 +72,7 @@ _REASONING_FIELDS = ("thinking_token_budget", "chat_template_kwargs")
 async def responses(state: AppState, request: Request) -> Response:
     deadline = RequestDeadline.of(request, state.config.queue_timeout_s)
     body = await read_body(state, request, ResponsesRequest)
-    structured = _structured(body)
+    structured = await run_by_size(state.long_work, request, lambda: _structured(body))
     _check_logprobs(body)
     check_store(state.stored, body)
     history = await read_history(state, request, body)
@@ -81,7 +81,9 @@ async def responses(state: AppState, request: Request) -> Response:
         started = await start_chat(state, request, chat, deadline, "resp_", structured)
     except InvalidRequest as error:
         raise _in_its_own_words(error) from None
-    entry = new_entry(state.stored, request, body, started.id, history)
+    entry = await run_by_size(
+        state.long_work, request, lambda: new_entry(state.stored, request, body, started.id, history)
+    )
     keep = Keeping(state.stored.store, entry)
     summarizes = body.reasoning is not None and body.reasoning.summary is not None
     items = ResponseItems(summarizes=summarizes, packs_reasoning=PACKED_REASONING in (body.include or ()))

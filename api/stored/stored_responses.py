@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import msgspec
 
-from lorafleet.api.answer.responses import encode_json
 from lorafleet.api.stored.response_query import AskReplicas, ResponseFound, ResponseQuery
 from lorafleet.api.stored.response_store import ResponseStore, StoredResponse
 from lorafleet.protocol.errors import InvalidRequest, ResponseNotFound
@@ -89,11 +87,19 @@ def own_items(given: object) -> Items:
     return [{"role": "user", "content": given}] if isinstance(given, str) else list(given)  # type: ignore[call-overload]  # messages_of has checked it
 
 
+class _Ended(msgspec.Struct):
+    """The part of a response that a conversation needs."""
+
+    status: str
+    output: msgspec.Raw
+
+
 def _conversation(entry: StoredResponse) -> bytes:
+    """Joins the lists of items as they are written, without reading them."""
     if not entry.content:
         return b""
-    response = msgspec.json.decode(entry.content)
-    if response["status"] not in ("completed", "incomplete"):
+    response = msgspec.json.decode(entry.content, type=_Ended)
+    if response.status not in ("completed", "incomplete"):
         return b""
-    lists = [msgspec.json.decode(items) for items in (entry.history, entry.own_input) if items]
-    return encode_json([*itertools.chain(*lists), *response["output"]])
+    lists = [entry.history, entry.own_input, bytes(response.output)]
+    return b"[" + b",".join(inner for items in lists if (inner := items.strip()[1:-1].strip())) + b"]"
