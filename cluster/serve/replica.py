@@ -12,6 +12,7 @@ import sys
 from fastapi import FastAPI
 
 from lorafleet.api.stored.response_query import ResponseFound, ResponseQuery
+from lorafleet.cluster.batches.batch_records import callers_of
 from lorafleet.cluster.batches.line_post import LineAnswerer, LinePost, LineReply
 from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.console.view import ReplicaQuery, ReplicaView, Viewer
@@ -56,7 +57,7 @@ class EngineReplica:
             raise StartFailed(cause) from None
         state = self._parts.state
         assert state is not None
-        self._lines = LineAnswerer(app, state.access.gate.caller_of_id)
+        self._lines = LineAnswerer(app, callers_of(state.access.gate))
         return app
 
     async def check_health(self) -> None:
