@@ -33,6 +33,10 @@ class Tenants(Protocol):
         """Returns the reserved prefix of a public name, spelled as in the name, or "" if it has none."""
         ...
 
+    def id_of_tenant(self, name: str) -> str:
+        """Returns the id of the tenant that has this name now."""
+        ...
+
     def place_of(self, tenant: str, source: str) -> str | None:
         """Returns the tenant's source that a folder or URI lies in: a folder's real path, or the beginning of a URI.
 
@@ -53,6 +57,9 @@ class NoTenants:
 
     def kept_prefix(self, _: str) -> str:
         return ""
+
+    def id_of_tenant(self, name: str) -> str:
+        return name
 
     def place_of(self, _: str, __: str) -> None:
         return None

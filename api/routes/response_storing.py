@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 
 from lorafleet.api.access.body_budget import count_with_body
-from lorafleet.api.access.caller import caller_of, whose
+from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.caller_admission import add_admission, detach_admissions
 from lorafleet.api.answer.responses import encode_json
 from lorafleet.api.app_state import AppState
@@ -63,7 +63,7 @@ async def read_history(state: AppState, request: Request, body: ResponsesRequest
     """
     if body.previous_response_id is None:
         return b""
-    items = await state.stored.conversation(whose(caller_of(request)), body.previous_response_id)
+    items = await state.stored.conversation(caller_of(request).owner, body.previous_response_id)
     count_with_body(request.scope, len(items))
     return items
 
@@ -74,7 +74,7 @@ def new_entry(
     """Returns the entry of a response that will be stored, or None."""
     if body.store is False or not stored.is_on:
         return None
-    owner = whose(caller_of(request))
+    owner = caller_of(request).owner
     return StoredResponse(response_id, owner, history, encode_json(own_items(body.input)))
 
 

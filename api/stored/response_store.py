@@ -21,7 +21,7 @@ _OVERHEAD_BYTES = 1024  # The objects of an entry take about so much.
 @dataclass(slots=True)
 class StoredResponse:
     response_id: str
-    owner: str
+    owner: str  # See Caller.owner.
     history: bytes  # JSON list of the items of the conversation before this response's own input; empty if none.
     own_input: bytes  # JSON list of the items of the request's own input.
     content: bytes = b""  # JSON of the response; empty while it is generated.

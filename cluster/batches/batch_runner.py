@@ -14,10 +14,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from lorafleet.api.access.caller import Caller
 from lorafleet.cluster.batches import batch_bounds as bounds
 from lorafleet.cluster.batches.batch_care import BatchCare
-from lorafleet.cluster.batches.batch_records import BatchRecord, Ending
+from lorafleet.cluster.batches.batch_records import BatchRecord, Ending, FindCaller
 from lorafleet.cluster.batches.batch_store import BatchName, BatchStore
 from lorafleet.cluster.batches.batch_work import BATCH_TIMING, BatchTiming, BatchWork
 from lorafleet.cluster.batches.line_post import LineTransport, PostLine
@@ -34,7 +33,7 @@ class BatchRunner:
 
     Args:
         take_turn: Takes or renews the lease for BATCH_TURN_S, and returns whether this replica holds it.
-        find_caller: Finds the caller of a key's public name, or None if the key is no longer valid.
+        find_caller: Finds who sends a batch's lines, or None if its key is no longer valid or not the owner's.
         post: Has one line answered by any replica.
         most_lines: Lines of all batches in flight.
     """
@@ -43,7 +42,7 @@ class BatchRunner:
         self,
         store: BatchStore,
         take_turn: Callable[[], Awaitable[bool]],
-        find_caller: Callable[[str], Caller | None],
+        find_caller: FindCaller,
         post: PostLine,
         most_lines: int,
         timing: BatchTiming = BATCH_TIMING,
@@ -128,7 +127,7 @@ class BatchRunner:
         loop = asyncio.get_running_loop()
 
         def make_sender(retry_s: float) -> LineSender:
-            transport = LineTransport(self._post, record.key_id, loop, self._places, LINE_S)
+            transport = LineTransport(self._post, record.caller, loop, self._places, LINE_S)
             options = SenderOptions(
                 "http://localhost", None, self._most_lines, retry_s, max_answer_bytes=bounds.MAX_ANSWER_BYTES
             )
@@ -137,7 +136,7 @@ class BatchRunner:
         work = BatchWork(
             self._store,
             record,
-            lambda: self._find_caller(record.key_id) is not None,
+            lambda: self._find_caller(record.caller) is not None,
             make_sender,
             self._most_lines,
             self._finishing,

@@ -174,7 +174,9 @@ class BatchWork:
         if not self._may_go_on():
             self._faults = (
                 BatchFault(
-                    "invalid_api_key", "The API key of the batch was revoked, has expired, or has lost the scope infer."
+                    "invalid_api_key",
+                    "The API key of the batch was revoked, was given to another tenant, has expired, or has lost the "
+                    "scope infer.",
                 ),
             )
             return "failed"

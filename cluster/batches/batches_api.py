@@ -94,7 +94,6 @@ def _create(store: BatchStore, caller: Caller, body: BatchRequest) -> BatchRecor
     record = BatchRecord(
         new_id("batch_", now_s),
         owner,
-        caller.key_id,
         body.endpoint,
         body.input_file_id,
         body.completion_window,
@@ -102,6 +101,7 @@ def _create(store: BatchStore, caller: Caller, body: BatchRequest) -> BatchRecor
         int(now_s) + bounds.WINDOW_S,
         body.metadata,
         bounds.DEFAULT_LIVES_S if lives is None else lives.seconds,
+        caller.key_mark,
     )
     store.add(record)
     return record

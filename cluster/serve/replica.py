@@ -12,6 +12,7 @@ import sys
 from fastapi import FastAPI
 
 from lorafleet.api.stored.response_query import ResponseFound, ResponseQuery
+from lorafleet.cluster.batches.batch_records import callers_of
 from lorafleet.cluster.batches.line_post import LineAnswerer, LinePost, LineReply
 from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.console.view import ReplicaQuery, ReplicaView, Viewer
@@ -23,6 +24,7 @@ from lorafleet.cluster.serve.autoscaling import autoscaling_metrics
 from lorafleet.cluster.serve.replica_parts import ReplicaParts
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import LorafleetError, Overloaded
+from lorafleet.protocol.private_files import keep_private
 
 SILENT_S = 2.0  # An engine that has sent nothing for this long gets no new requests. It sends something every second.
 
@@ -37,6 +39,7 @@ class EngineReplica:
     def __init__(self, args: AppArgs, config: EngineConfig, deployment: str) -> None:
         """Prepares the replica without starting it. `deployment` is the same for all replicas of one `serve run`,
         however often each is replaced."""
+        keep_private()
         ingress.listen_on_node_address()
         sys.setswitchinterval(SWITCH_S)  # Threads write /metrics and long answers while the event loop runs.
         self._parts = ReplicaParts(args, config, deployment)
@@ -56,7 +59,7 @@ class EngineReplica:
             raise StartFailed(cause) from None
         state = self._parts.state
         assert state is not None
-        self._lines = LineAnswerer(app, state.access.gate.caller_of_id)
+        self._lines = LineAnswerer(app, callers_of(state.access.gate))
         return app
 
     async def check_health(self) -> None:

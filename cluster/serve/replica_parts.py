@@ -24,6 +24,7 @@ from lorafleet.api.stored.response_query import ResponseFound, ResponseQuery
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.cluster.admin.pushing import AdapterAdmin
 from lorafleet.cluster.batches.batch_metrics import BatchMetrics
+from lorafleet.cluster.batches.batch_records import callers_of
 from lorafleet.cluster.batches.batch_routes import batch_routes
 from lorafleet.cluster.batches.batch_runner import BatchRunner
 from lorafleet.cluster.batches.batch_store import BatchStore
@@ -223,7 +224,7 @@ class ReplicaParts:
         if args.batch_store is None:
             return batch_routes()
         store = BatchStore(await asyncio.to_thread(open_store, args.batch_store, "batch_store"))
-        find_caller, posts = state.access.gate.caller_of_id, ReplicaPosts(all_replicas())
+        find_caller, posts = callers_of(state.access.gate), ReplicaPosts(all_replicas())
         runner = BatchRunner(store, self.link.take_batch_turn, find_caller, posts, args.batch_concurrency)
         state.telemetry.metrics.add(BatchMetrics(runner))
         self._tasks.start(runner.keep_running())

@@ -48,19 +48,41 @@ class KeyRing(Collector):
         self._seen = self._read_signature()
         self._settling: _Signature | None = None
         self._num_reloads = {"ok": 0, "failed": 0}
+        self._present: set[str] = set()  # Tenants in the file.
+        self._left: set[str] = set()  # Tenants that were in it before.
         self.broken = ""  # Why the current file is not active; "" if it is.
         self._adopt(parse(source, "LORAFLEET_API_KEYS") if self._path is None else read(self._path))
 
     def _adopt(self, file: KeyFile) -> None:
+        callers = {key.hash.removeprefix(HASH_PREFIX): (file.caller_of(key), key) for key in file.keys}
         self.keys: Mapping[str, KnownKey] = {
-            key.hash.removeprefix(HASH_PREFIX): KnownKey(key.caller, key.expires_s) for key in file.keys
+            digest: KnownKey(caller, key.expires_s) for digest, (caller, key) in callers.items()
         }
-        self.entries: Mapping[str, KeyEntry] = {key.id: key for key in file.keys}
-        self.tenants: Mapping[str, TenantEntry] = file.tenants
-        self._owners = outermost_prefixes(owners_of(file.tenants))
+        self.entries: Mapping[str, KeyEntry] = {caller.key_mark: key for caller, key in callers.values()}
+        self.tenants: Mapping[str, TenantEntry] = {file.tenant_id(name): file.tenants[name] for name in file.tenants}
+        self._holders = {name: file.tenant_id(name) for name in file.tenants}
+        self._owners = outermost_prefixes((prefix, self._holders[name]) for prefix, name in owners_of(file.tenants))
+        self._watch_returns(file.tenant_ids)
 
-    def tenant(self, name: str | None) -> TenantEntry:
-        return self.tenants.get(name or "", _NOTHING_SAID)
+    def _watch_returns(self, present: set[str]) -> None:
+        """Warns of tenants that had left the file and are in it again. They are the same tenants, unless the file says
+        that others have their names now."""
+        for tenant in sorted(present & self._left):
+            logger.warning(
+                "API keys: tenant %r had left the file, and is in it again. It is taken for the same tenant, whose "
+                "adapters and files its keys open. If it is another one of that name, give it a `holder` of its own "
+                "under `tenants`, such as %d.",
+                tenant,
+                self.tenant(tenant).holder + 1,
+            )
+        self._left = (self._left | self._present) - present
+        self._present = present
+
+    def tenant(self, tenant_id: str | None) -> TenantEntry:
+        return self.tenants.get(tenant_id or "", _NOTHING_SAID)
+
+    def id_of_tenant(self, name: str) -> str:
+        return self._holders.get(name, name)
 
     def owner_of_name(self, name: str) -> str | None:
         return self._kept(name)[1]
