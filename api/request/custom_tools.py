@@ -6,10 +6,10 @@ they contain. A grammar becomes a pattern of the parameter, which the machinery 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from lorafleet.api.access.work_threads import CHECKS, in_turn
 from lorafleet.api.request.lark_expression import expression_of
 from lorafleet.api.request.tool_bodies import CustomTool, FunctionDefinition, GrammarToolFormat, Tool
 from lorafleet.api.request.whole_expression import fault_of_expression
@@ -28,7 +28,7 @@ async def as_functions(tools: Sequence[Tool | CustomTool]) -> list[Tool]:
             "Shorten them, or send fewer tools.",
             "tools",
         )
-    return await asyncio.to_thread(_converted, tools) if num_bytes else _converted(tools)
+    return await in_turn(CHECKS, _converted, tools) if num_bytes else _converted(tools)
 
 
 def _lark_bytes(tool: Tool | CustomTool) -> int:

@@ -205,10 +205,11 @@ def wide(token: int) -> TokenOutput:
 async def taken_from(stream: OutputStream) -> list[TokenOutput]:
     """Takes what waits, up to the error."""
     taken: list[TokenOutput] = []
-    with pytest.raises(ClientTooSlow):
+    try:
         while True:
             taken.append(await stream.get())
-    return taken
+    except ClientTooSlow:
+        return taken
 
 
 async def test_a_sequence_whose_client_does_not_read_is_aborted_and_its_client_gets_what_was_kept_and_the_error() -> (
