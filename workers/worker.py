@@ -200,7 +200,7 @@ class EngineLoop(threading.Thread):
                 batch.adapter_moves = self._engine.loras.take_moves()
             self._stats_due_s, self._sent_moves = now + STATS_PERIOD_S, moves
         self._sent_idle = is_idle
-        self._socket.send(batch)
+        self._socket.send(batch, lambda: self._stopping)
         self._replies = []
 
 

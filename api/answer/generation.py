@@ -37,6 +37,8 @@ from lorafleet.protocol.lora_request import check_generates
 from lorafleet.protocol.messages import EngineRequest, HeadTask, Pooling, TokenizerFile, VersionDemand
 from lorafleet.protocol.sampling_params import SamplingParams
 
+# Deltas of the samples of one request that wait for its stream. What comes after waits as outputs, which are bounded.
+_MAX_MERGED = 64
 _numbers = itertools.count()  # Clients may give two requests the same ID; the engine needs distinct IDs.
 
 
@@ -212,7 +214,7 @@ def merged(samples: Sequence[Sample]) -> AsyncGenerator[tuple[Sample, Delta], No
 
 
 async def _merged(samples: Sequence[Sample]) -> AsyncGenerator[tuple[Sample, Delta], None]:
-    queue: asyncio.Queue[tuple[Sample, Delta | Exception]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[Sample, Delta | Exception]] = asyncio.Queue(_MAX_MERGED)
     tasks: list[asyncio.Task[None]] = []
     try:
         async for sample in in_turns(samples):
@@ -234,9 +236,9 @@ async def _pump(sample: Sample, queue: asyncio.Queue[tuple[Sample, Delta | Excep
     try:
         async with aclosing(sample.run()) as deltas:
             async for item in deltas:
-                queue.put_nowait(item)
+                await queue.put(item)
     except Exception as error:
-        queue.put_nowait((sample, error))
+        await queue.put((sample, error))
 
 
 def _score_alone(delta: Delta) -> Delta:

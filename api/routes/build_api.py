@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorafleet import __version__
 from lorafleet.api.access.audit import audited
-from lorafleet.api.access.caller import Caller, Needed, inner_caller, sent_key, set_caller
+from lorafleet.api.access.caller import Caller, Needed, inner_caller, sent_key, set_caller, whose
 from lorafleet.api.access.caller_admission import (
     MAX_AUXILIARY,
     MAX_UPLOADS,
@@ -27,6 +27,7 @@ from lorafleet.api.access.caller_admission import (
     admissions_of,
     give_back,
 )
+from lorafleet.api.access.work_threads import work_for
 from lorafleet.api.answer.elsewhere import RETRY_STATUS, meant_status, retry_id
 from lorafleet.api.answer.error_responses import internal_error_response, on_http_exception, on_lorafleet_error
 from lorafleet.api.answer.gathered_writes import GatheredWrites
@@ -132,6 +133,7 @@ AUXILIARY = frozenset(
 )
 # Routes that change something although their method is GET: SGLang's clients flush so.
 CHANGING_GETS = frozenset(("/flush_cache",))
+_READING = frozenset(("GET", "HEAD"))  # A route of GET answers HEAD too.
 # Routes that query all replicas.
 OF_ALL = frozenset(("/metrics", "/v1/console/state", "/v1/console/adapters/{name:path}"))
 
@@ -169,7 +171,7 @@ def _endpoint(
         state = get_state()
         if state is None:
             raise Overloaded("This replica is starting; try again in a moment.")
-        if needed in ("admin", "loading") and (request.method != "GET" or path in CHANGING_GETS):
+        if needed in ("admin", "loading") and (request.method not in _READING or path in CHANGING_GETS):
             return await audited(request, state.access.audit, lambda: admitted(state, request))
         return await admitted(state, request)
 
@@ -178,8 +180,11 @@ def _endpoint(
         if caller is None:
             if needed != "open" and not state.access.gate.has_keys:
                 state.config.origins.check(request.headers)
+                if path in CHANGING_GETS and request.method in _READING:
+                    state.config.origins.check_change(request.headers)
             caller = state.access.gate.caller(sent_key(request.headers), needed)
         set_caller(request.scope, caller)
+        work_for(whose(caller))
         if needed != "open":
             await _admit(state, request, path, needed, caller)
         for name, value in request.path_params.items():

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lorafleet.api.access.fair_threads import be_modest
+from lorafleet.api.access.work_threads import CATALOGUE_FILES, PUSHED_BYTES, in_turn, work_for
 from lorafleet.cluster.admin.adapter_changes import AdapterChanges
 from lorafleet.cluster.admin.engine_orders import EngineOrders
 from lorafleet.cluster.admin.push_intake import ContentIntake, taking_in, working_on
@@ -46,7 +47,7 @@ from lorafleet.protocol.errors import (
     OutcomeUnknown,
     Overloaded,
 )
-from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, SealedAdapter
+from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, SealedAdapter, turn_group
 from lorafleet.protocol.names import check_full_name, tenant_of
 
 # Seconds after a push until the requests that resolved the name before it have reached their engines.
@@ -79,10 +80,15 @@ class Registration:
         self._pool = ThreadPoolExecutor(PUSH_THREADS, "push-bytes", be_modest)
         self._quota = StorageQuota(directory.catalogue)
 
+    def _begin(self, name: str) -> None:
+        """Checks the full name of an adapter that is pushed. The work on the push takes the turns of its owner."""
+        check_full_name(name, self._base_names)
+        work_for(turn_group(tenant_of(name), None))
+
     async def push_memory(self, name: str, memory: SealedAdapter, terms: PushTerms) -> AdapterRecord:
         """Pushes an adapter from memory that a trainer on this node has sealed. Raises AdapterMissing if the memory
         is on another node."""
-        check_full_name(name, self._base_names)
+        self._begin(name)
         content = map_sealed(memory)
         if content is None:
             raise AdapterMissing("the memory with the adapter is on another node, or is closed.")
@@ -99,10 +105,10 @@ class Registration:
             config: Content of adapter_config.json.
             weights: Content of a safetensors file.
         """
-        check_full_name(name, self._base_names)
+        self._begin(name)
         view = weights.data
         async with taking_in(config, len(view), self._catalogue.store, self._pool) as intake:
-            await asyncio.to_thread(intake.add, view)
+            await in_turn(PUSHED_BYTES, intake.add, view)
             return await self._push_content(name, intake.content, await intake.seal(), terms)
 
     async def _push_content(
@@ -115,7 +121,7 @@ class Registration:
 
     async def _publish(self, content: ContentIntake, digest: str) -> None:
         await content.written()
-        await asyncio.to_thread(content.publish, digest)
+        await in_turn(CATALOGUE_FILES, content.publish, digest)
 
     async def push_folder(self, name: str, path: str, terms: PushTerms) -> AdapterRecord:
         """Pushes an adapter from a folder that this process can read."""
@@ -130,13 +136,13 @@ class Registration:
 
     async def _put_and_push(self, name: str, put: Callable[[], str], terms: PushTerms) -> AdapterRecord:
         """Pushes the adapter whose files `put` puts into the store; it returns their digest."""
-        check_full_name(name, self._base_names)
-        return await self.push(RegisterAdapter(name, await asyncio.to_thread(put), terms))
+        self._begin(name)
+        return await self.push(RegisterAdapter(name, await in_turn(CATALOGUE_FILES, put), terms))
 
     async def push(self, pushed: RegisterAdapter) -> AdapterRecord:
         """Loads the adapter on some replicas, then registers it and moves its alias. A repeated push changes
         nothing."""
-        check_full_name(pushed.name, self._base_names)
+        self._begin(pushed.name)
         await self._removals.wait_until_freed(pushed.name)
         try:
             async with self._files.in_use(pushed.digest) as lock:
@@ -181,7 +187,7 @@ class Registration:
                 "request would use it. Set `activate`, or leave `in_flight` out.",
                 "in_flight",
             )
-        if not await asyncio.to_thread(self._catalogue.store.has_files, pushed.digest):
+        if not await in_turn(CATALOGUE_FILES, self._catalogue.store.has_files, pushed.digest):
             raise AdapterMissing(f"the catalogue has no files with digest {pushed.digest[:12]}…; push them first.")
         version = await self._load(pushed)
 

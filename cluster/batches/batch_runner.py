@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from lorafleet.api.access.work_threads import UPKEEP, in_turn
 from lorafleet.cluster.batches import batch_bounds as bounds
 from lorafleet.cluster.batches.batch_care import BatchCare
 from lorafleet.cluster.batches.batch_records import BatchRecord, Ending, FindCaller
@@ -88,14 +89,14 @@ class BatchRunner:
             self._stop()
             return
         running = set(self._running)
-        open_names = await asyncio.to_thread(self._store.open_names)
+        open_names = await in_turn(UPKEEP, self._store.open_names)
         self.num_open = len(open_names)
         self._failed_s = {name: self._failed_s[name] for name in open_names if name in self._failed_s}
         # One that has ended since the list was read is still in it.
         waiting = [name for name in open_names if name not in running]
         while (name := self._next(waiting)) is not None:
             waiting.remove(name)
-            record = await asyncio.to_thread(self._store.find, name.owner, name.batch_id)
+            record = await in_turn(UPKEEP, self._store.find, name.owner, name.batch_id)
             if record is not None:
                 self._start(name, record)
         self._care.start_if_due()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 from ray import serve
 
+from lorafleet.api.access.work_threads import UPKEEP, in_turn
 from lorafleet.api.app_state import AppState
 from lorafleet.api.languages import AdapterLanguages
 from lorafleet.api.routes.build_api import Route, build_api
@@ -108,9 +109,9 @@ class ReplicaParts:
         membership = self.link.membership
         tenancy = self._tenancy = make_tenancy(self._args, self.replica_id, membership.admit)
         await membership.publish_progress(f"loading {self.config.model} on {self.config.device}")
-        tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.from_folder, self._args.model))
+        tokenizer = asyncio.create_task(in_turn(UPKEEP, Tokenizer.from_folder, self._args.model))
         engine = self.engine = await self._start_engine()
-        store = await asyncio.to_thread(open_store, self.link.place.uri)
+        store = await in_turn(UPKEEP, open_store, self.link.place.uri)
         base_names, sources = self._args.base_names, self._files.store
         receivers = TensorReceivers(self._args.push_hosts, engine.hello.device, self._ask_members)
         admin = self._admin = AdapterAdmin(
@@ -190,10 +191,10 @@ class ReplicaParts:
             await self._admin.receivers.close()
             self._admin.close()
         if self._tracing is not None:
-            await asyncio.to_thread(self._tracing.close)
+            await in_turn(UPKEEP, self._tracing.close)
         if self._tenancy is not None:
             self._tenancy.close()
-        await asyncio.to_thread(self._files.close)
+        await in_turn(UPKEEP, self._files.close)
         if self.engine is not None:
             await self.engine.close()
         await self.link.close()
@@ -223,7 +224,7 @@ class ReplicaParts:
         args = self._args
         if args.batch_store is None:
             return batch_routes()
-        store = BatchStore(await asyncio.to_thread(open_store, args.batch_store, "batch_store"))
+        store = BatchStore(await in_turn(UPKEEP, open_store, args.batch_store, "batch_store"))
         find_caller, posts = callers_of(state.access.gate), ReplicaPosts(all_replicas())
         runner = BatchRunner(store, self.link.take_batch_turn, find_caller, posts, args.batch_concurrency)
         state.telemetry.metrics.add(BatchMetrics(runner))
@@ -247,7 +248,7 @@ class ReplicaParts:
             return None
         info = await obey(self._checking, order)
         if order.kind == "drop":
-            await asyncio.to_thread(self._files.store.forget, order.lora.digest)
+            await in_turn(UPKEEP, self._files.store.forget, order.lora.digest)
         return info
 
     async def _watch_ranks(self, engine: EngineClient) -> None:

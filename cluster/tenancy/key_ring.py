@@ -19,6 +19,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from lorafleet.api.access.gate import KnownKey
+from lorafleet.api.access.work_threads import on_duty
 from lorafleet.api.backend import StorageLimits
 from lorafleet.cluster.tenancy.key_file import (
     HASH_PREFIX,
@@ -122,7 +123,7 @@ class KeyRing(Collector):
         """Polls the file for changes. Never returns, unless the keys come from text."""
         while self._path is not None:
             await asyncio.sleep(POLL_S)
-            await asyncio.to_thread(self.look)
+            await on_duty(self.look)
 
     def look(self) -> None:
         """Reads the file again if it has changed, and has not changed further since the last poll."""

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lorafleet.api.access.work_threads import BATCH_LINES, in_turn
 from lorafleet.offline.batch.batch_answers import LineAnswer, write_answer
 from lorafleet.offline.batch.batch_input import BatchContents, BatchLine
 from lorafleet.offline.batch.line_sender import LineSender
@@ -116,7 +117,7 @@ async def answer_lines(
 
     async def send_all() -> None:
         async with asyncio.TaskGroup() as tasks:
-            while (line := await asyncio.to_thread(next, lines, None)) is not None:
+            while (line := await in_turn(BATCH_LINES, next, lines, None)) is not None:
                 await places.take(len(line.body))
                 tasks.create_task(answer(line))
 
@@ -188,7 +189,7 @@ async def _record_all(
         ended = found[-1] is None
         group = [one for one in found if one is not None]
         if group:
-            await asyncio.to_thread(record.record, group)
+            await in_turn(BATCH_LINES, record.record, group)
             on_progress(record.now)
 
 

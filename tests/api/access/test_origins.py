@@ -10,11 +10,15 @@ from typing import Any
 import httpx
 import pytest
 from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
 
 from lorafleet.api.access.access import Access
+from lorafleet.api.access.audit import begin
 from lorafleet.api.access.caller import ANONYMOUS
 from lorafleet.api.access.gate import Gate, KnownKey
 from lorafleet.api.access.origins import Origins
+from lorafleet.api.app_state import AppState
 from lorafleet.api.routes.build_api import build_api
 from lorafleet.cluster.config import AppArgs
 
@@ -40,6 +44,35 @@ async def test_reading_is_refused_to_other_sites_too(http: httpx.AsyncClient, pa
     assert (await http.get(path, headers={"origin": "https://evil.example"})).status_code == 403
     assert (await http.get(path, headers={"host": "evil.example:8000"})).status_code == 403
     assert (await http.get(path)).status_code == 200
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-mode": "no-cors"},
+        {"user-agent": "Mozilla/5.0 (X11; Linux x86_64)"},
+    ],
+)
+async def test_an_image_of_another_site_s_page_flushes_no_cache(
+    front: AppState, method: str, headers: dict[str, str]
+) -> None:
+    flushed: list[str] = []
+
+    async def flush(_: AppState, request: Request) -> Response:
+        await begin(request)
+        flushed.append(request.method)
+        return Response()
+
+    routes: list[Any] = [("GET", "/flush_cache", "loading", flush), ("POST", "/flush_cache", "loading", flush)]
+    transport = httpx.ASGITransport(build_api(lambda: front, routes))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        refused = await http.request(method, "/flush_cache", headers=headers)
+        assert (refused.status_code, flushed) == (403, [])
+        assert (await http.get("/flush_cache")).status_code == 200  # A program, as SGLang's clients.
+        assert (await http.post("/flush_cache", headers=headers)).status_code == 200  # From a page it has an Origin.
+    assert flushed == ["GET", "POST"]
 
 
 async def test_a_name_that_was_made_to_lead_here_is_refused(http: httpx.AsyncClient) -> None:
