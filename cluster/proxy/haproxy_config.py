@@ -68,7 +68,7 @@ class Ingress:
     client_s: int = CLIENT_S
     body_s: int = BODY_S
     wait_for_silent_s: int = WAIT_FOR_SILENT_S
-    waiting: WaitingRoom = WaitingRoom()
+    waiting: WaitingRoom = field(default_factory=WaitingRoom)
     error_files: Mapping[int, str] = field(default_factory=dict)  # HAProxy's responses, by the status of its error.
 
     @property

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import state
 from ray.serve import Application
 from ray.serve._private import constants, replica
 from ray.serve.context import _get_global_client
@@ -86,7 +87,7 @@ def num_running(deployment: str) -> int:
 
 def free_resources() -> list[dict[str, float]]:
     """Returns the free resources of each node."""
-    return list(ray._private.state.available_resources_per_node().values())
+    return list(state.available_resources_per_node().values())  # type: ignore[no-untyped-call]  # Ray's own omission
 
 
 def answer_health_checks(is_well: Callable[[], bool]) -> None:

@@ -18,7 +18,7 @@ SOCKET_NAME = "next.sock"  # It lies beside the configuration.
 EXPECTED_S = 60  # Until a start of replicas has been seen.
 ONWARD = "onward"  # Name of the backend that leads to the HAProxy that has taken over.
 WAITED_HEADER = "x-lorafleet-waited-ms"
-NOT_WAITING_PATHS = ("/health", "/health_generate", "/liveness", "/ping", "/version", "/metrics", "/finish_session")
+NOT_WAITING_PATHS = ("/health", "/health_generate", "/liveness", "/ping", "/version", "/metrics")
 
 _BACKEND = re.compile(r"^    use_backend (\S+) if is_\1$", re.MULTILINE)
 _FIRST_CHOICE = re.compile(r"^    use_backend ", re.MULTILINE)
@@ -34,7 +34,9 @@ class WaitingRoom:
     max_per_address: int = 256  # Of one address of clients.
     max_per_key: int = 128  # Of one API key.
     wait_s: int = 180  # Longest time that a request waits.
-    expected_s: int = EXPECTED_S  # Retry-After of what is rejected: how long the application was last without a replica.
+    expected_s: int = (
+        EXPECTED_S  # Retry-After of what is rejected: how long the application was last without a replica.
+    )
 
     def add_to(self, config: str, *, twin: str, condition: str) -> str:
         """Returns the configuration of HAProxy with the rules by which requests wait.
@@ -63,11 +65,11 @@ class WaitingRoom:
             "    acl onward var(txn.onward) -m found",
         ]
         for name in backends:
-            none_is_up = f"{{ nbsrv({name}) eq 0 }} {{ nbsrv({name}{twin}) eq 0 }}"
+            has_none = f"{{ var(txn.app) -m str {name} }} {{ nbsrv({name}) eq 0 }} {{ nbsrv({name}{twin}) eq 0 }}"
+            may_wait = f"{has_none} !asks_for_state{condition}"
             rules += [
                 f"    http-request set-var(txn.app) str({name}) if is_{name} !{{ var(txn.app) -m found }}",
-                f"    http-request lua.wait_for_replica {name},{name}{twin} {bounds} if {{ var(txn.app) -m str {name} }} "
-                f"{none_is_up} !asks_for_state{condition}",
+                f"    http-request lua.wait_for_replica {name},{name}{twin} {bounds} if {may_wait}",
             ]
         answer = replica_starts(self.expected_s).rule()
         return [*rules, f"    http-request return {answer} if {{ var(txn.no_room) -m found }}"]

@@ -101,7 +101,10 @@ def replicas(args: AppArgs, config: EngineConfig) -> serve.Deployment:
 
 
 def _surge_percent(args: AppArgs, bundles: list[dict[str, float]]) -> int:
+    """Returns how many replicas of this version may start beside those that run, as surge_percent() does."""
     running = ingress.num_running(REPLICAS)
+    if running == 0:
+        return 0
     wanted = min(max(running, args.num_replicas), args.most_replicas)
     return surge_percent(wanted, running, num_fitting(bundles, ingress.free_resources()))
 
