@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import state
 from ray.serve import Application
 from ray.serve._private import constants, replica
 from ray.serve.context import _get_global_client
@@ -63,13 +64,30 @@ def application_status(name: str) -> tuple[str, str]:
 
 
 def watch_haproxy() -> None:
-    """Makes Serve's controller start our manager of HAProxy in place of its own. Serve calls this when its
-    controller starts."""
+    """Makes Serve's controller start our manager of HAProxy in place of its own, and keep an application reachable
+    while its next version is built. Serve calls this when its controller starts."""
     from ray.serve._private import controller  # Only the controller's process has imported it already.
 
     from lorafleet.cluster.proxy.haproxy_manager import Manager
+    from lorafleet.cluster.proxy.serves_controller import keep_ingress
 
     vars(controller)["HAProxyManager"] = Manager
+    keep_ingress()
+
+
+def num_running(deployment: str) -> int:
+    """Returns the number of replicas that run in the deployments of this name. If several applications have one, it
+    is that of the smallest, since Serve does not tell a builder the name of its application."""
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return 0
+    running = ray.get(client._controller._all_running_replicas.remote())
+    return min((len(replicas) for id, replicas in running.items() if id.name == deployment), default=0)
+
+
+def free_resources() -> list[dict[str, float]]:
+    """Returns the free resources of each node."""
+    return list(state.available_resources_per_node().values())  # type: ignore[no-untyped-call]  # Ray's own omission
 
 
 def answer_health_checks(is_well: Callable[[], bool]) -> None:

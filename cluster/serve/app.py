@@ -19,7 +19,7 @@ from lorafleet.cluster.proxy import ingress
 from lorafleet.cluster.proxy.exposure import check_exposure, check_tls
 from lorafleet.cluster.routing.router import AdapterRouter, AffinityRouter
 from lorafleet.cluster.serve.replica import EngineReplica
-from lorafleet.cluster.serve.resources import FRONT_CPUS, check_gpus, replica_bundles
+from lorafleet.cluster.serve.resources import FRONT_CPUS, check_gpus, num_fitting, replica_bundles, surge_percent
 from lorafleet.cluster.serve.serve_environment import PROXY_MIDDLEWARES
 from lorafleet.protocol.engine_config import Device, EngineConfig
 from lorafleet.protocol.errors import ConfigError
@@ -27,6 +27,7 @@ from lorafleet.protocol.errors import ConfigError
 HEALTH_PERIOD_S = 0.5  # Serve replaces a replica after three failed checks.
 HEALTH_TIMEOUT_S = 15.0
 MAX_START_ATTEMPTS = 3
+REPLICAS = "EngineReplica"  # Name of the replicas' deployment.
 QUIET = LoggingConfig(enable_access_log=False)  # A line for every request costs 0.1 ms; /metrics counts requests.
 MAX_ROUTED = 10_000  # Requests that may wait for a router's answer.
 
@@ -77,13 +78,15 @@ def node_gpus() -> list[int]:
 
 def replicas(args: AppArgs, config: EngineConfig) -> serve.Deployment:
     """Returns the deployment of the replicas."""
+    bundles = replica_bundles(args, config.device)
     return serve.deployment(
-        name="EngineReplica",
+        name=REPLICAS,
         **_scaling(args),
+        max_surge_percent=_surge_percent(args, bundles),
         max_ongoing_requests=args.max_ongoing_requests,
         max_constructor_retry_count=MAX_START_ATTEMPTS,
         ray_actor_options={"num_cpus": FRONT_CPUS},
-        placement_group_bundles=replica_bundles(args, config.device),
+        placement_group_bundles=bundles,
         placement_group_strategy="STRICT_PACK",  # The processes communicate over Unix sockets.
         request_router_config=RequestRouterConfig(
             request_router_class=AffinityRouter,  # type: ignore[arg-type]  # Serve's annotation is of what it stores
@@ -95,6 +98,15 @@ def replicas(args: AppArgs, config: EngineConfig) -> serve.Deployment:
         graceful_shutdown_timeout_s=ingress.open_s() + args.drain_timeout,  # Serve counts from the order to stop.
         logging_config=QUIET,
     )(serve.ingress()(EngineReplica))
+
+
+def _surge_percent(args: AppArgs, bundles: list[dict[str, float]]) -> int:
+    """Returns how many replicas of this version may start beside those that run, as surge_percent() does."""
+    running = ingress.num_running(REPLICAS)
+    if running == 0:
+        return 0
+    wanted = min(max(running, args.num_replicas), args.most_replicas)
+    return surge_percent(wanted, running, num_fitting(bundles, ingress.free_resources()))
 
 
 def _scaling(args: AppArgs) -> dict[str, Any]:
@@ -119,6 +131,9 @@ def _scaling(args: AppArgs) -> dict[str, Any]:
 
 def router() -> serve.Deployment:
     """Returns the deployment that HAProxy asks for a replica."""
-    return serve.deployment(name="AdapterRouter", max_ongoing_requests=MAX_ROUTED, ray_actor_options={"num_cpus": 0})(
-        serve.ingress()(AdapterRouter)
-    )
+    return serve.deployment(
+        name="AdapterRouter",
+        max_ongoing_requests=MAX_ROUTED,
+        ray_actor_options={"num_cpus": 0},
+        max_surge_percent=100,  # It needs no room, so the new one is there before the former one stops.
+    )(serve.ingress()(AdapterRouter))

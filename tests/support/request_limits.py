@@ -15,6 +15,7 @@ from lorafleet.cluster.batches import batch_bounds
 from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.directory.directory_timing import TIMING
 from lorafleet.cluster.proxy import haproxy_answers, haproxy_config, haproxy_sessions
+from lorafleet.cluster.proxy.waiting_room import WaitingRoom
 from lorafleet.cluster.serve import residency_metrics, serve_environment
 from lorafleet.offline.batch import batch_input
 from lorafleet.offline.batch.answering import Pace
@@ -117,7 +118,19 @@ ACROSS = [
     ),
     Limit("adapters in a mix", limits.MAX_MIXED, "", REFUSED),
 ]
+WAITING = WaitingRoom()
+STARTING = "429 `replica_starting`"
 QUEUES = [
+    Limit("requests that wait at HAProxy while there is no replica", WAITING.max_requests, "", STARTING),
+    Limit("those of one API key", WAITING.max_per_key, "", STARTING),
+    Limit("those of one address", WAITING.max_per_address, "", STARTING),
+    Limit(
+        "bytes that HAProxy holds of one of them",
+        size(2 * serve_environment.ROUTED_BODY_BYTES),
+        "",
+        "the rest stays with the client until there is a replica",
+    ),
+    Limit("time that a request waits for a replica to start", seconds(WAITING.wait_s), "", STARTING),
     Limit(
         "requests that a replica accepts at a time",
         default("max_ongoing_requests"),

@@ -54,3 +54,15 @@ def test_the_builder_that_serve_calls_takes_keys_from_the_environment(monkeypatc
     built = call_user_app_builder_with_args_if_necessary(app.build, {"model": "m", "max_loras": 3, "tp": 1})
     args, config, _ = built._bound_deployment.init_args
     assert (args.admin_key, args.max_loras, config.lora.max_loras, config.device) == ("of-the-environment", 3, 3, "cpu")
+
+
+@pytest.mark.parametrize(("running", "free_cpus", "percent"), [(0, 8.0, 0), (1, 0.1, 0), (1, 8.0, 100), (4, 0.5, 50)])
+def test_new_replicas_start_beside_those_that_run_where_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, running: int, free_cpus: float, percent: int
+):
+    monkeypatch.setattr(app.ingress, "num_running", lambda name: running * (name == "EngineReplica"))
+    monkeypatch.setattr(app.ingress, "free_resources", lambda: [{"CPU": free_cpus}])
+    args = parse_args({"model": "m", "num_replicas": max(running, 1)})
+    deployment = app.replicas(args, args.engine_config())
+    assert deployment._deployment_config.max_surge_percent == percent
+    assert app.router()._deployment_config.max_surge_percent == 100
