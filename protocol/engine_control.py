@@ -72,4 +72,21 @@ class WakeEngine(msgspec.Struct, frozen=True, tag=True):
     tags: tuple[MemoryTag, ...] = ALL_MEMORY
 
 
-EngineControl = PauseEngine | ResumeEngine | AbortRequests | SupersedeAdapter | FlushPrefixes | SleepEngine | WakeEngine
+class BoundQueue(msgspec.Struct, frozen=True, tag=True):
+    """Changes the bounds of the queue. Requests that wait already stay. A deploy with other options gives this order,
+    and no trainer."""
+
+    max_requests: int | None  # None: no bound.
+    max_tokens: int | None
+
+
+EngineControl = (
+    PauseEngine
+    | ResumeEngine
+    | AbortRequests
+    | SupersedeAdapter
+    | FlushPrefixes
+    | SleepEngine
+    | WakeEngine
+    | BoundQueue
+)

@@ -70,7 +70,14 @@ class Engine:
         self.statistics = EngineStatistics(runner, scheduler, self._admission, self._answers)
         self._sequences: dict[str, Sequence] = {}  # unfinished ones, by request id
         self._controls = EngineControls(
-            scheduler, self.pipeline, self._intake, self._pending, self._sequences, weak(self.abort), runner
+            scheduler,
+            self.pipeline,
+            self._intake,
+            self._admission,
+            self._pending,
+            self._sequences,
+            weak(self.abort),
+            runner,
         )
 
     @property

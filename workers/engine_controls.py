@@ -15,6 +15,7 @@ from typing import Literal
 
 from lorafleet.protocol.engine_control import (
     AbortRequests,
+    BoundQueue,
     EngineControl,
     FlushPrefixes,
     PauseEngine,
@@ -29,6 +30,7 @@ from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.messages import TokenOutput
 from lorafleet.workers.pending_grammars import PendingGrammars
 from lorafleet.workers.request_intake import RequestIntake
+from lorafleet.workers.schedule.admission import QueueAdmission
 from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.schedule.sequence import Sequence
 from lorafleet.workers.sleep.engine_sleep import EngineSleep
@@ -50,6 +52,7 @@ class EngineControls:
         scheduler: Scheduler,
         pipeline: StepPipeline,
         intake: RequestIntake,
+        admission: QueueAdmission,
         pending: PendingGrammars,
         sequences: Mapping[str, Sequence],
         abort: Callable[[str], None],
@@ -60,6 +63,7 @@ class EngineControls:
         self._scheduler = scheduler
         self._pipeline = pipeline
         self._intake = intake
+        self._admission = admission
         self._pending = pending
         self._sequences = sequences
         self._abort = abort
@@ -111,6 +115,8 @@ class EngineControls:
                 self._end(self._superseded_by(lora))
             case FlushPrefixes():
                 self._scheduler.memory.flush()
+            case BoundQueue(max_requests, max_tokens):
+                self._admission.set_bounds(max_requests, max_tokens)
         done.set_result(None)
         return done
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -37,6 +36,7 @@ from lorafleet.api.app_state import AppState
 from lorafleet.api.routes.chat import chat
 from lorafleet.api.routes.classify import classify
 from lorafleet.api.routes.completions import completions
+from lorafleet.api.routes.cross_origin import CrossOrigin
 from lorafleet.api.routes.docs import docs_routes
 from lorafleet.api.routes.embeddings import embeddings, pooling
 from lorafleet.api.routes.generate import generate
@@ -144,9 +144,8 @@ def build_api(
     get_state: GetState,
     more_routes: Sequence[Route] = (),
     tracing: Tracing | None = None,
-    allowed_origins: Sequence[str] = (),
 ) -> FastAPI:
-    """Builds the app for all routes. `allowed_origins` are the sites whose pages may read the answers in a browser."""
+    """Builds the app for all routes."""
     # docs.py serves the OpenAPI document and its page, because FastAPI cannot describe plain routes.
     api = FastAPI(title="lorafleet", version=__version__, redirect_slashes=False, openapi_url=None)
     routes = (*ROUTES, *more_routes)
@@ -158,9 +157,12 @@ def build_api(
     api.add_middleware(CountRequests, get_state=get_state)
     if tracing is not None:
         api.add_middleware(tracing.layer)
-    if allowed_origins:
-        api.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
+    api.add_middleware(CrossOrigin, allowed=lambda: _allowed_origins(get_state()))
     return api
+
+
+def _allowed_origins(state: AppState | None) -> tuple[str, ...]:
+    return () if state is None else state.config.origins.allowed
 
 
 def _endpoint(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -37,12 +37,12 @@ class FilesApi:
 
     Args:
         store: None if --batch-store is not set; all routes then say so.
-        max_bytes: Bytes that the files of all tenants may have.
+        most_bytes: Returns the bytes that the files of all tenants may have.
     """
 
-    def __init__(self, store: BatchStore | None, max_bytes: int) -> None:
+    def __init__(self, store: BatchStore | None, most_bytes: Callable[[], int]) -> None:
         self._store = store
-        self._max_bytes = max_bytes
+        self._most_bytes = most_bytes
 
     def routes(self) -> list[Route]:
         return [
@@ -108,7 +108,7 @@ class FilesApi:
         the same time do not see each other, so they may exceed the bounds once."""
         names, owner = store.files.names(), owner_of(caller)
         own = [name for name in names if name.owner == owner]
-        of_one, most_of_one = sum(name.num_bytes for name in own), int(bounds.MAX_BYTES_OF_ONE * self._max_bytes)
+        of_one, most_of_one = sum(name.num_bytes for name in own), int(bounds.MAX_BYTES_OF_ONE * self._most_bytes())
         if len(own) >= bounds.MAX_FILES_OF_ONE:
             raise QuotaExceeded(
                 f"{whose(caller)} has {len(own)} files; at most {bounds.MAX_FILES_OF_ONE} are allowed. Delete some."
@@ -118,9 +118,9 @@ class FilesApi:
                 f"The files of {whose(caller)} would have {of_one + num_bytes} bytes; at most {most_of_one} are "
                 "allowed. Delete files that are not needed, or ask the operator to raise --batch-store-bytes."
             )
-        if sum(name.num_bytes for name in names) + num_bytes > self._max_bytes:
+        if sum(name.num_bytes for name in names) + num_bytes > self._most_bytes():
             raise QuotaExceeded(
-                f"The files of all tenants would have more than {self._max_bytes} bytes. Ask the operator to raise "
+                f"The files of all tenants would have more than {self._most_bytes()} bytes. Ask the operator to raise "
                 "--batch-store-bytes, or try again when files have expired."
             )
 

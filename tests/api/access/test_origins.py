@@ -127,7 +127,7 @@ async def test_with_keys_the_key_decides(http: httpx.AsyncClient, front: Any) ->
 @pytest.fixture
 async def with_cors(front: Any) -> AsyncIterator[httpx.AsyncClient]:
     front.config = dataclasses.replace(front.config, origins=Origins((APP,)))
-    api: Any = build_api(lambda: front, allowed_origins=(APP,))
+    api: Any = build_api(lambda: front)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://localhost") as client:
         yield client
 
@@ -139,6 +139,17 @@ async def test_browsers_are_told_which_origins_may_read_answers(with_cors: httpx
     response = await with_cors.options("/v1/completions", headers=preflight | {"origin": "https://evil.example"})
     assert response.status_code == 400 and "access-control-allow-origin" not in response.headers
     assert (await asked(with_cors, origin=APP)).headers["access-control-allow-origin"] == APP
+
+
+async def test_browsers_are_told_of_origins_that_change_while_the_server_runs(
+    with_cors: httpx.AsyncClient, front: Any
+) -> None:
+    front.change_config(dataclasses.replace(front.config, origins=Origins(("https://other.example",))))
+    assert "access-control-allow-origin" not in (await asked(with_cors, origin=APP)).headers
+    told = (await asked(with_cors, origin="https://other.example")).headers
+    assert told["access-control-allow-origin"] == "https://other.example"
+    front.change_config(dataclasses.replace(front.config, origins=Origins()))
+    assert "access-control-allow-origin" not in (await asked(with_cors, origin="https://other.example")).headers
 
 
 @pytest.mark.parametrize("origin", ["app.example.org", "https://app.example.org/", "https://", "", "null"])

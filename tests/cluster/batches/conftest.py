@@ -59,7 +59,7 @@ class House:
             for tenant in TENANTS
         }
         self.front.access = Access(Gate(keys=lambda: dict(self.keys)))
-        self.api = build_api(lambda: self.front, batch_routes(self.store, MAX_BYTES))
+        self.api = build_api(lambda: self.front, batch_routes(self.store, lambda: MAX_BYTES))
         self.answerer = LineAnswerer(self.api, callers_of(self.front.access.gate))
 
     def runner(self, post: PostLine | None = None, most_lines: int = 4, timing: BatchTiming = QUICK) -> BatchRunner:
