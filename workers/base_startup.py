@@ -61,7 +61,9 @@ def load_base(
         shard = find_shard(config, rank)  # raises before the other ranks are waited for
         generic = load_generic(config, shard, join(), device)
         dtype = generic.embed_tokens.weight.dtype
-        return LoadedBase(generic, generic.config.layout(), generic.held_tensors(), None, dtype, device, digest_of(generic), files)
+        return LoadedBase(
+            generic, generic.config.layout(), generic.held_tensors(), None, dtype, device, digest_of(generic), files
+        )
     model_config = served_model_config(config)
     dtype = base_dtype(config, model_config, folder)
     Shard.of(model_config, rank, config.tensor_parallel_size)  # raises before the other ranks are waited for

@@ -77,7 +77,10 @@ def refill_model(config: EngineConfig, model: CheckpointModel, served: ModelConf
 
 
 def served_model_config(config: EngineConfig) -> ModelConfig:
-    """Returns the configuration in the folder `config.model`, with the quantization that is served. Raises ConfigError."""
+    """Returns the configuration in the folder `config.model`, with the quantization that is served.
+
+    Raises ConfigError.
+    """
     read = read_model_config(Path(config.model))
     return replace(read, quantization=resolved(read.quantization, config.quantization))
 
@@ -85,4 +88,3 @@ def served_model_config(config: EngineConfig) -> ModelConfig:
 def digest_of(model: nn.Module) -> str:
     """Returns the digest of this rank's weights."""
     return weights_digest([*model.named_parameters(), *model.named_buffers()])
-

@@ -14,6 +14,7 @@ from typing import IO
 
 from starlette.requests import Request
 
+from lorafleet.api.request.parsing import check_encoding
 from lorafleet.cluster.admin.pushing import AdapterAdmin, as_store_error
 from lorafleet.protocol.adapter_formats.adapter_files import (
     BIN_NAME,
@@ -38,6 +39,7 @@ MAX_TAR_HEADERS = 4 * len(UPLOADED_NAMES)  # A file may have several pax headers
 async def unpacked(request: Request, admin: AdapterAdmin, name: str) -> AsyncIterator[Path]:
     """Unpacks the body, a tar, into a temporary folder, and yields the folder. Only the files that stage() may read are
     unpacked. `name` is the full name of the adapter that they belong to."""
+    check_encoding(request)
     with tempfile.TemporaryDirectory(prefix="lorafleet-upload-") as folder:
         size = 0
         with tempfile.TemporaryFile(dir=folder) as packed:

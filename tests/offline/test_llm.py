@@ -195,7 +195,9 @@ def test_an_engine_that_was_closed_has_given_its_memory_back_when_the_next_one_s
         gc.enable()
 
 
-@pytest.mark.parametrize("beside_adapter", [(), ("tokenizer.json", "tokenizer_config.json"), ("tokenizer_config.json",)])
+@pytest.mark.parametrize(
+    "beside_adapter", [(), ("tokenizer.json", "tokenizer_config.json"), ("tokenizer_config.json",)]
+)
 @pytest.mark.parametrize("configured", [{}, {"eos_token_id": 5}, {"eos_token_id": [5, 6]}], ids=str)
 def test_answers_end_at_the_tokenizers_eos_as_well_for_the_base_and_adapters_alike(
     fleet, tmp_path, beside_adapter, configured

@@ -199,6 +199,8 @@ def test_parts_and_levels_that_do_not_exist_are_refused(
 def test_sglangs_routes_load_replace_and_unload(http: httpx.Client, made: Any) -> None:
     body = {"lora_name": "steps", "lora_path": str(made.adapters["all"])}
     assert http.post("/load_lora_adapter", json=body).json()["loaded_adapters"] == {"steps": body["lora_path"]}
+    # The server reads its own copy, whose path is not what the owner gave.
+    assert http.get("/v1/models/steps").json()["root"] == body["lora_path"]
     assert http.post("/load_lora_adapter", json=body | {"load_inplace": False}).status_code == 400
     body["lora_path"] = str(made.adapters["qv"])
     assert http.post("/load_lora_adapter", json=body).json()["success"]
