@@ -46,6 +46,9 @@ class LoRARequest(msgspec.Struct, frozen=True):
     # that was just pushed.
     memory: SealedAdapter | None = None
     version: int = 0  # Number of the version in the catalogue. 0: it has none, as for a mix, or none yet.
+    # The path or URI that the owner gave, or the name if there was none: model pages show it in the place of lora_path,
+    # which may lie in a store of the server. "": lora_path is what the owner gave.
+    origin: str = ""
 
 
 class LoRAPart(msgspec.Struct, frozen=True):

@@ -62,6 +62,12 @@ class Status(TypedDict):
 
 
 @exactly
+class Awake(Status):
+    base_changed: bool  # Whether the checkpoint had other weights than before the sleep.
+    base_digest: str  # Of the weights that answer now.
+
+
+@exactly
 class StatusMessage(Status):
     message: str
 

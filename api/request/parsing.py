@@ -34,6 +34,7 @@ async def read_body(state: AppState, request: Request, model: type[Body]) -> Bod
     InvalidRequest errors.
     """
     _check_content_type(request)
+    check_encoding(request)
     held = HeldBody(state.body_budget, caller_of(request))
     set_body(request.scope, held)
     add_admission(request.scope, held)
@@ -70,6 +71,16 @@ def _check_content_type(request: Request) -> None:
         said = f"is {cut(given)!r}" if given else "is missing"
         raise UnsupportedMediaType(
             f"The header Content-Type {said}; send JSON with `Content-Type: {JSON}` (curl: -H 'content-type: {JSON}')."
+        )
+
+
+def check_encoding(request: Request) -> None:
+    """Rejects compressed bodies, of which a few bytes may become any number."""
+    given = request.headers.get("content-encoding", "")
+    if given.strip().lower() not in ("", "identity"):
+        raise UnsupportedMediaType(
+            f"The header Content-Encoding is {cut(given)!r}, but this server reads bodies as they are. Send the body "
+            "uncompressed, without this header."
         )
 
 

@@ -13,7 +13,11 @@ from typing import IO
 
 from starlette.requests import Request
 
+<<<<<<< HEAD
 from lorafleet.api.access.work_threads import PUSHED_BYTES, in_turn
+=======
+from lorafleet.api.request.parsing import check_encoding
+>>>>>>> chat
 from lorafleet.cluster.admin.pushing import AdapterAdmin, as_store_error
 from lorafleet.protocol.adapter_formats.adapter_files import (
     BIN_NAME,
@@ -38,6 +42,7 @@ MAX_TAR_HEADERS = 4 * len(UPLOADED_NAMES)  # A file may have several pax headers
 async def unpacked(request: Request, admin: AdapterAdmin, name: str) -> AsyncIterator[Path]:
     """Unpacks the body, a tar, into a temporary folder, and yields the folder. Only the files that stage() may read are
     unpacked. `name` is the full name of the adapter that they belong to."""
+    check_encoding(request)
     with tempfile.TemporaryDirectory(prefix="lorafleet-upload-") as folder:
         size = 0
         with tempfile.TemporaryFile(dir=folder) as packed:

@@ -11,7 +11,11 @@ from starlette.requests import Request
 from lorafleet.api.access.body_budget import BodyBudget, HeldBody
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.caller_admission import add_admission
+<<<<<<< HEAD
 from lorafleet.api.access.work_threads import PUSHED_BYTES, in_turn
+=======
+from lorafleet.api.request.parsing import check_encoding
+>>>>>>> chat
 from lorafleet.cluster.admin.push_intake import PushIntake
 from lorafleet.protocol.adapter_formats.announced_tensors import AnnouncedPush
 from lorafleet.protocol.adapter_formats.tensor_push import (
@@ -74,6 +78,7 @@ async def read_announced(request: Request, from_device: bool) -> AnnouncedPush:
 
 
 def _declared_size(request: Request) -> int:
+    check_encoding(request)
     declared = request.headers.get("content-length", "")
     if not declared.isdecimal() or not int(declared):
         raise InvalidRequest("A push of tensors must have a body and its length in the header Content-Length.")

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import Message
 
-from lorafleet.api.request.parsing import parse_object
+from lorafleet.api.request.parsing import check_encoding, parse_object
 from lorafleet.cluster.batches import batch_bounds as bounds
 from lorafleet.cluster.batches.batch_bodies import UploadFields
 from lorafleet.protocol.errors import BodyTimeout, BodyTooLarge, InvalidRequest, UnsupportedMediaType
@@ -38,6 +38,7 @@ async def read_upload(request: Request) -> AsyncIterator[UploadedFile]:
     given = request.headers.get("content-type", "")
     if given.partition(";")[0].strip().lower() != _FORM:
         raise UnsupportedMediaType(f"The header Content-Type is {cut(given)!r}; send the file as {_FORM}.")
+    check_encoding(request)
     bounded = Request(request.scope, _Counted(request).receive)
     try:
         async with asyncio.timeout(bounds.MAX_UPLOAD_S):

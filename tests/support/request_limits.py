@@ -65,6 +65,7 @@ BODY = [
     ),
     Limit("colons in a body, texts included", limits.MAX_BODY_COLONS, "", "413 `body_too_large`"),
     Limit("content type of a body", "application/json", "", "415 `unsupported_media_type`"),
+    Limit("content encoding of a body", "none", "", "415 `unsupported_media_type`"),
     Limit("fields of an object", limits.MAX_OBJECT_FIELDS, "", REFUSED),
     Limit("numbers in JSON", limits.JSON_NUMBER, "", "400"),
     Limit("`X-Request-Id`", f"{chars(limits.MAX_REQUEST_ID_CHARS)}, printable", "", REFUSED),
