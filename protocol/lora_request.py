@@ -46,6 +46,7 @@ class LoRARequest(msgspec.Struct, frozen=True):
     # that was just pushed.
     memory: SealedAdapter | None = None
     version: int = 0  # Number of the version in the catalogue. 0: it has none, as for a mix, or none yet.
+    left_out: tuple[str, ...] = ()  # As AdapterInfo's, once the adapter was read; () before.
 
 
 class LoRAPart(msgspec.Struct, frozen=True):
@@ -96,3 +97,5 @@ class AdapterInfo(msgspec.Struct, frozen=True):
     context_length: int | None = None
     # "classify" or "token_classify" if it has a classification head of its own, which it is for. "": it generates.
     head_task: str = ""
+    # Its parts for pictures or sound, such as "visual", which are not served, since no text passes through them.
+    left_out: tuple[str, ...] = ()

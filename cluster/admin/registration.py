@@ -205,7 +205,7 @@ class Registration:
         homes = await self._homes(pushed.name, pushed.terms)
         [info, *_] = await self._replicas.order_all("load", lora, homes)
         assert info is not None
-        return msgspec.structs.replace(version, rank=info.rank, num_bytes=info.num_bytes)
+        return msgspec.structs.replace(version, rank=info.rank, num_bytes=info.num_bytes, left_out=info.left_out)
 
     async def preload(self, pushed: PreloadAdapter) -> None:
         """Loads content in memory on those of the push's replicas that can map it. Other replicas, and those that find
@@ -283,6 +283,7 @@ def _seeded(adapter: AdapterRecord, lora: LoRARequest, info: AdapterInfo) -> Ada
         known.created_s if known else time.time(),
         location=lora.lora_path,
         base_model_name=lora.base_model_name,
+        left_out=info.left_out,
     )
     if known is None:
         return moved(with_version(adapter, version), lora.lora_name, (Share(version.number, 1.0),), time.time())

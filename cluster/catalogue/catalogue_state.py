@@ -161,7 +161,8 @@ class CatalogueState:
     def request(self, name: str, version: VersionRecord) -> LoRARequest:
         path = version.location or self._files_uri(version.digest)
         number, base = adapter_number(name), version.base_model_name
-        return LoRARequest(name, number, path, version.digest, base, version=version.number)
+        left_out = version.left_out
+        return LoRARequest(name, number, path, version.digest, base, version=version.number, left_out=left_out)
 
     def _set_users(self, digest: str, users: tuple[str, ...]) -> None:
         if users:
