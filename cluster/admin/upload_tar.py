@@ -13,11 +13,8 @@ from typing import IO
 
 from starlette.requests import Request
 
-<<<<<<< HEAD
 from lorafleet.api.access.work_threads import PUSHED_BYTES, in_turn
-=======
 from lorafleet.api.request.parsing import check_encoding
->>>>>>> chat
 from lorafleet.cluster.admin.pushing import AdapterAdmin, as_store_error
 from lorafleet.protocol.adapter_formats.adapter_files import (
     BIN_NAME,

@@ -11,11 +11,8 @@ from starlette.requests import Request
 from lorafleet.api.access.body_budget import BodyBudget, HeldBody
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.caller_admission import add_admission
-<<<<<<< HEAD
 from lorafleet.api.access.work_threads import PUSHED_BYTES, in_turn
-=======
 from lorafleet.api.request.parsing import check_encoding
->>>>>>> chat
 from lorafleet.cluster.admin.push_intake import PushIntake
 from lorafleet.protocol.adapter_formats.announced_tensors import AnnouncedPush
 from lorafleet.protocol.adapter_formats.tensor_push import (

@@ -26,6 +26,7 @@ class VersionRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     location: str = ""  # Folder or URI that every replica reads it from; "" if the catalogue's store has its files.
     base_model_name: str | None = None
     metadata: dict[str, str] = {}
+    left_out: tuple[str, ...] = ()  # Its parts for pictures or sound, which are not served, such as "visual".
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True, gc=False):

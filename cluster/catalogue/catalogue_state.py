@@ -167,7 +167,9 @@ class CatalogueState:
         path = version.location or self._files_uri(version.digest)
         number, base = adapter_number(name), version.base_model_name
         origin = version.location or (version.source if _is_place(version.source) else name)
-        return LoRARequest(name, number, path, version.digest, base, version=version.number, origin=origin)
+        return LoRARequest(
+            name, number, path, version.digest, base, version=version.number, origin=origin, left_out=version.left_out
+        )
 
     def _set_users(self, digest: str, users: tuple[str, ...]) -> None:
         if users:
