@@ -115,6 +115,7 @@ ACROSS = [
         "",
         REFUSED,
     ),
+    Limit("models that the prompts of `/generate` name", limits.MAX_NAMED_MODELS, "", REFUSED),
     Limit("adapters in a mix", limits.MAX_MIXED, "", REFUSED),
 ]
 QUEUES = [
