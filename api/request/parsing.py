@@ -19,6 +19,7 @@ from lorafleet.api.app_state import AppState
 from lorafleet.api.request.bounds import OVER_BOUND
 from lorafleet.api.request.fields import Tolerant, without_no_ops
 from lorafleet.protocol.errors import BodyTimeout, BodyTooLarge, InvalidRequest, UnsupportedMediaType
+from lorafleet.protocol.header_numbers import header_number
 from lorafleet.protocol.json_counts import JsonCounts
 from lorafleet.protocol.limits import MAX_BODY_READ_S, cut
 
@@ -85,9 +86,9 @@ def check_encoding(request: Request) -> None:
 
 
 async def _read_bytes(request: Request, limit: int, held: HeldBody) -> bytes:
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
-        raise _too_large(declared, limit)
+    declared = header_number(request.headers.get("content-length", ""))
+    if declared is not None and declared > limit:
+        raise _too_large(str(declared), limit)
     try:
         async with asyncio.timeout(MAX_BODY_READ_S):
             return await _read_parts(request, limit, held)

@@ -23,6 +23,7 @@ from lorafleet.protocol.adapter_formats.tensor_push import (
     part_length,
 )
 from lorafleet.protocol.errors import BodyTimeout, BodyTooLarge, InvalidRequest
+from lorafleet.protocol.header_numbers import header_number
 
 MAX_READ_S = 300.0  # Time from the request's head to the last byte of its body.
 
@@ -76,10 +77,9 @@ async def read_announced(request: Request, from_device: bool) -> AnnouncedPush:
 
 def _declared_size(request: Request) -> int:
     check_encoding(request)
-    declared = request.headers.get("content-length", "")
-    if not declared.isdecimal() or not int(declared):
+    size = header_number(request.headers.get("content-length", ""))
+    if not size:
         raise InvalidRequest("A push of tensors must have a body and its length in the header Content-Length.")
-    size = int(declared)
     if size > MAX_PUSH_BYTES:
         raise BodyTooLarge(
             f"The body has {size} bytes; a push from memory may have at most {MAX_PUSH_BYTES}. Upload the adapter's "

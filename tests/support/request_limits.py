@@ -8,7 +8,7 @@ from lorafleet.api.access import caller_admission as request_admission
 from lorafleet.api.access.fair_threads import LONG_WORK
 from lorafleet.api.request import prompts
 from lorafleet.api.routes import response_storing
-from lorafleet.api.stored import response_store
+from lorafleet.api.stored import response_store, stored_responses
 from lorafleet.api.telemetry import recent, traffic_history
 from lorafleet.api.text import templates, tokenizing
 from lorafleet.cluster.batches import batch_bounds
@@ -56,6 +56,12 @@ BODY = [
         f"{seconds(response_store.MAX_STORED_S)}",
         flag("response_store_bytes"),
         "the oldest response of the tenant that has most is dropped",
+    ),
+    Limit(
+        "queries for stored responses that a replica sends to all others at a time",
+        f"{stored_responses.ASKED.running}; {stored_responses.ASKED.waiting} of one tenant wait",
+        "",
+        BUSY,
     ),
     Limit("responses of one tenant in the background, on a replica", response_storing.MAX_BACKGROUND, "", BUSY),
     Limit("connections of one address", haproxy_config.CONNECTIONS_PER_CLIENT, "", "connection closed"),
@@ -117,6 +123,7 @@ ACROSS = [
         "",
         REFUSED,
     ),
+    Limit("models that the prompts of `/generate` name", limits.MAX_NAMED_MODELS, "", REFUSED),
     Limit("adapters in a mix", limits.MAX_MIXED, "", REFUSED),
 ]
 WAITING = WaitingRoom()
