@@ -19,6 +19,7 @@ from ray import serve
 
 from lorafleet.api.access.work_threads import UPKEEP, in_turn
 from lorafleet.api.app_state import AppState
+from lorafleet.api.freed_memory import keep_returning_memory
 from lorafleet.api.languages import AdapterLanguages
 from lorafleet.api.routes.build_api import build_api
 from lorafleet.api.stored.response_query import ResponseFound, ResponseQuery
@@ -127,6 +128,7 @@ class ReplicaParts:
             f"KV cache {engine.hello.kv_cache_tokens} tokens"
         )
         self._tasks.start(self._watch_ranks(engine))
+        self._tasks.start(keep_returning_memory())
         await load_modules(catalog, self._args.lora_modules, membership)
         await membership.become_ready()
         self._tasks.start(keep_reporting(engine, membership, self._cpu_loras, self.config.max_num_seqs))
