@@ -183,7 +183,9 @@ class Registration:
             )
         if not await asyncio.to_thread(self._catalogue.store.has_files, pushed.digest):
             raise AdapterMissing(f"the catalogue has no files with digest {pushed.digest[:12]}…; push them first.")
-        version = await self._load(pushed)
+        stored_bytes = await asyncio.to_thread(self._catalogue.store.files_bytes, pushed.digest)
+        self._quota.check_bytes(pushed.name, stored_bytes, pushed.terms)
+        version = msgspec.structs.replace(await self._load(pushed), stored_bytes=stored_bytes)
 
         def decide(present: AdapterRecord | None) -> AdapterRecord | None:
             lock.check()

@@ -26,6 +26,9 @@ class VersionRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     location: str = ""  # Folder or URI that every replica reads it from; "" if the catalogue's store has its files.
     base_model_name: str | None = None
     metadata: dict[str, str] = {}
+    # Bytes of all its files in the catalogue's store: weights as they were pushed, tokenizer files, template and draft.
+    # 0 if the store has none of them, or if the record is older than this field.
+    stored_bytes: int = 0
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -82,9 +85,10 @@ def with_version(adapter: AdapterRecord, version: VersionRecord) -> AdapterRecor
     return msgspec.structs.replace(adapter, versions=(*adapter.versions, version))
 
 
-def num_bytes_of(adapter: AdapterRecord) -> int:
-    """Returns the bytes of all versions; versions with the same digest count once."""
-    return sum({version.digest: version.num_bytes for version in adapter.versions}.values())
+def stored_bytes_of(adapter: AdapterRecord) -> int:
+    """Returns the bytes that all versions take where they are stored; versions with the same digest count once. Those
+    of which the size of the files is not known count with their matrices."""
+    return sum({version.digest: version.stored_bytes or version.num_bytes for version in adapter.versions}.values())
 
 
 def next_number(adapter: AdapterRecord) -> int:

@@ -17,7 +17,7 @@ from lorafleet.cluster.catalogue.catalogue_records import (
     Entry,
     RemovalRecord,
     VersionRecord,
-    num_bytes_of,
+    stored_bytes_of,
 )
 from lorafleet.cluster.catalogue.name_index import NameIndex
 from lorafleet.cluster.catalogue.packed import Packed, PackedAdapters, unpack
@@ -89,7 +89,7 @@ class CatalogueState:
         for digest in _digests(entry):
             self._set_users(digest, (*self.users(digest), name))
         if tenant is not None and not entry.removing:
-            self._owned.setdefault(tenant, {})[name] = num_bytes_of(entry)
+            self._owned.setdefault(tenant, {})[name] = stored_bytes_of(entry)
         if entry.pinned_replicas:
             self.pinned.add(name)
         if entry.removing:
