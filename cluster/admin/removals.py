@@ -63,6 +63,10 @@ class Removals:
                 )
             freeing.result()
 
+    def is_freeing(self, name: str) -> bool:
+        """Returns whether this server is removing the adapter."""
+        return name in self._freeing
+
     async def wait_until_freed(self, name: str) -> None:
         """Waits until a removal of the name has ended, if there is one. Raises Overloaded after REMOVE_S seconds."""
         while (freeing := self._freeing.get(name)) is not None:
