@@ -8,6 +8,6 @@ from lorafleet.cluster.batches.batches_api import BatchesApi
 from lorafleet.cluster.batches.files_api import FilesApi
 
 
-def batch_routes(store: BatchStore | None = None, max_bytes: int = 0) -> list[Route]:
+def batch_routes(store: BatchStore | None = None) -> list[Route]:
     """Returns the routes, which answer that --batch-store is not set if there is no store."""
-    return [*FilesApi(store, max_bytes).routes(), *BatchesApi(store).routes()]
+    return [*FilesApi(store).routes(), *BatchesApi(store).routes()]

@@ -139,6 +139,7 @@ class BatchRunner:
             lambda: self._find_caller(record.caller) is not None,
             make_sender,
             self._most_lines,
+            lambda: min(bounds.MAX_OUTPUT_BYTES, self._store.quota.left(record.owner)),
             self._finishing,
             self._timing,
         )

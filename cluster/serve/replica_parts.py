@@ -223,12 +223,12 @@ class ReplicaParts:
         args = self._args
         if args.batch_store is None:
             return batch_routes()
-        store = BatchStore(await asyncio.to_thread(open_store, args.batch_store, "batch_store"))
+        store = BatchStore(await asyncio.to_thread(open_store, args.batch_store, "batch_store"), args.batch_store_bytes)
         find_caller, posts = callers_of(state.access.gate), ReplicaPosts(all_replicas())
         runner = BatchRunner(store, self.link.take_batch_turn, find_caller, posts, args.batch_concurrency)
         state.telemetry.metrics.add(BatchMetrics(runner))
         self._tasks.start(runner.keep_running())
-        return batch_routes(store, args.batch_store_bytes)
+        return batch_routes(store)
 
     async def _scrape(self) -> bytes:
         return await scrape_all(all_replicas(), self.render_metrics, self.link.render_metrics)
