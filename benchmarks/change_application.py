@@ -1,10 +1,11 @@
-"""Changes the application of a `lorafleet serve` that runs on this machine, as `serve deploy` and a scaler do.
+"""Changes the application of a `lorafleet serve` that runs on this machine, as a changed file and a scaler do.
 
     python benchmarks/change_application.py PID replace                      # all replicas, one after another
     python benchmarks/change_application.py PID replace max_model_len=4096   # by replicas with another option
     python benchmarks/change_application.py PID scale 1                      # afterwards: the number of replicas
 
-It returns when Serve has done so. Serve sets the number of replicas for programs only if the application was deployed
+It returns when Serve has done so, or fails with Serve's message. `replace` writes the changed options to a file as they
+are, and deploys it by `serve run`. Serve sets the number of replicas for programs only if the application was deployed
 so, which `replace` does. PID is the server's. benchmarks/chaos.py runs this under load.
 """
 
@@ -15,14 +16,18 @@ import json
 import logging
 import os
 import re
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 APP, REPLICAS = "lorafleet", "EngineReplica"
+BUILDER = "lorafleet.cluster.serve.app:build"
 RAYLET = "raylet/raylet"
 GCS_ADDRESS = re.compile(r"--gcs-address=(\S+)")
 MAX_REPLICAS = 64
@@ -53,24 +58,53 @@ def connect(pid: int) -> None:
     """Connects to the server's own Ray, with its settings and its token, which Serve reads from the environment."""
     raylet = find_raylet(pid)
     os.environ.update(raylet.environ())
+    os.environ["RAY_ADDRESS"] = gcs_address(raylet.cmdline())  # For `serve run`.
     import ray
 
-    ray.init(gcs_address(raylet.cmdline()), namespace="serve", log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(os.environ["RAY_ADDRESS"], namespace="serve", log_to_driver=False, logging_level=logging.ERROR)
 
 
 def replace(changes: dict[str, Any]) -> None:
-    """Deploys the application again, with its settings and these changes."""
-    from ray import serve
+    """Deploys the application with its options and these changes from a file, by `serve run`. Waits until all replicas
+    are replaced. Raises SystemExit with Serve's message if it cannot be deployed."""
     from ray.serve.context import _get_global_client
 
-    from lorafleet.cluster.config import parse_args
-    from lorafleet.cluster.serve.app import build
-
-    info, _ = _get_global_client().get_deployment_info(REPLICAS, APP)
+    client: Any = _get_global_client()
+    info, _ = client.get_deployment_info(REPLICAS, APP)
     args = info.replica_config.init_args[0]
-    changed = parse_args({"model": args.model} | changes)
-    args = args.model_copy(update={name: getattr(changed, name) for name in changes})
-    serve.run_many([serve.RunTarget(build(args), APP, "/", external_scaler_enabled=True)])
+    before_s = _deployed_s(client)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "changed.yaml"
+        file.write_text(json.dumps(serve_file(args.model_dump(mode="json", exclude_unset=True) | changes)))
+        program = Path(sys.executable).with_name("serve")
+        subprocess.run([program, "run", "--non-blocking", file], check=True)
+    wait_until_deployed(client, before_s)
+
+
+def serve_file(args: dict[str, Any]) -> dict[str, Any]:
+    """Returns the content of a file for Ray Serve that deploys the application with these options."""
+    application = {"name": APP, "route_prefix": "/", "import_path": BUILDER, "args": args}
+    return {"applications": [application | {"external_scaler_enabled": True}]}
+
+
+def _deployed_s(client: Any) -> float:
+    deployed_s: float = client.get_serve_status(APP).app_status.deployment_timestamp
+    return deployed_s
+
+
+def wait_until_deployed(client: Any, before_s: float) -> None:
+    """Waits until what was deployed after `before_s` runs. Raises SystemExit with Serve's message if it failed."""
+    deadline_s = time.monotonic() + DONE_S
+    while True:
+        status = client.get_serve_status(APP).app_status
+        if status.deployment_timestamp > before_s:
+            if status.status == "RUNNING":
+                return
+            if status.status == "DEPLOY_FAILED":
+                sys.exit(f"Serve could not deploy the application: {status.message}")
+        if time.monotonic() > deadline_s:
+            sys.exit(f"after {DONE_S:.0f} s the application is {status.status}: {status.message}")
+        time.sleep(POLL_S)
 
 
 def scale(count: int) -> None:
@@ -80,7 +114,8 @@ def scale(count: int) -> None:
     from ray.serve._private.common import DeploymentID
     from ray.serve.context import _get_global_client
 
-    controller = _get_global_client()._controller
+    client: Any = _get_global_client()
+    controller = client._controller
     ray.get(controller.update_deployment_replicas.remote(DeploymentID(REPLICAS, APP), count))
     deadline_s = time.monotonic() + DONE_S
     while (states := serve.status().applications[APP].deployments[REPLICAS].replica_states) != {"RUNNING": count}:

@@ -30,8 +30,8 @@ class Gate:
 
     Args:
         admin_key: The operator's key, which opens everything; None if there is none.
-        keys: Returns the valid keys by the sha256 of each, in another mapping once they have changed; None if the server
-            runs without keys.
+        keys: Returns the valid keys by the sha256 of each, in another mapping once they have changed. None if the
+            server runs without keys.
     """
 
     def __init__(
@@ -40,11 +40,15 @@ class Gate:
         keys: Callable[[], Mapping[str, KnownKey]] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._admin_digest = None if admin_key is None else _digest(admin_key)
         self._keys = keys
         self._clock = clock
         self._indexed: Mapping[str, KnownKey] = {}  # The keys that _by_mark has.
         self._by_mark: Mapping[str, KnownKey] = {}
+        self.set_admin_key(admin_key)
+
+    def set_admin_key(self, admin_key: str | None) -> None:
+        """Makes this the operator's key from the next request on."""
+        self._admin_digest = None if admin_key is None else _digest(admin_key)
 
     @property
     def has_keys(self) -> bool:

@@ -6,10 +6,10 @@ full names (protocol/names.py), and clients use bare names. The operator sees al
 
 from __future__ import annotations
 
-import asyncio
 from typing import Protocol
 
 from lorafleet.api.access.caller import Caller
+from lorafleet.api.access.work_threads import CHECKS, in_turn
 from lorafleet.api.backend import AdapterCatalog, StorageLimits
 from lorafleet.protocol.errors import Forbidden, ModelNotFound
 from lorafleet.protocol.lora_request import LoRARequest, turn_group
@@ -168,7 +168,7 @@ async def check_source(tenants: Tenants, caller: Caller, source: str) -> str | N
     """
     if caller.tenant is None:
         return None
-    place = await asyncio.to_thread(tenants.place_of, caller.tenant, source)
+    place = await in_turn(CHECKS, tenants.place_of, caller.tenant, source)
     if place is None:
         raise Forbidden(
             f"Tenant {caller.tenant!r} may not let the server read {source!r}. Upload the adapter's files with "

@@ -25,6 +25,7 @@ class ResponseFound(msgspec.Struct, frozen=True):
     in_background: bool
     events: list[bytes] = []
     streams: bool = False  # Whether the response has events.
+    num_dropped: int = 0  # The first events, which are not kept any more.
 
 
 # Asks all replicas. Raises Overloaded if none has the response but not all have answered.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import shutil
 import tarfile
@@ -14,6 +13,7 @@ from typing import IO
 
 from starlette.requests import Request
 
+from lorafleet.api.access.work_threads import PUSHED_BYTES, in_turn
 from lorafleet.cluster.admin.pushing import AdapterAdmin, as_store_error
 from lorafleet.cluster.admin.staging_room import FILE_NAMES
 from lorafleet.cluster.admin.storage_quota import StorageQuota
@@ -63,7 +63,7 @@ async def unpacked(request: Request, admin: AdapterAdmin, name: str, terms: Push
                     staged.add(UPLOAD_COPIES * (size - counted))
                     counted = size
                 with as_store_error():
-                    await asyncio.to_thread(packed.write, part)
+                    await in_turn(PUSHED_BYTES, packed.write, part)
             packed.seek(0)
             await admin.run_in_turn(name, lambda: unpack(packed, Path(folder)))
         staged.remove(counted)  # The tar is gone, and the files are left.

@@ -3,6 +3,8 @@ outputs alike."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lorafleet.api.access.caller import Caller, whose
 from lorafleet.cluster.batches import batch_bounds as bounds
 from lorafleet.cluster.batches.batch_records import owner_of
@@ -14,13 +16,21 @@ class BatchQuota:
     """The limits of one store. Its calls block.
 
     Args:
-        max_bytes: Bytes of all files (--batch-store-bytes). One owner may have a share of them.
+        most_bytes: Returns the bytes of all files (--batch-store-bytes), which may change. One owner may have a share
+            of them.
     """
 
-    def __init__(self, files: BatchFiles, max_bytes: int) -> None:
+    def __init__(self, files: BatchFiles, most_bytes: Callable[[], int]) -> None:
         self._files = files
-        self._max_bytes = max_bytes
-        self._most_of_one = int(bounds.MAX_BYTES_OF_ONE * max_bytes)
+        self._most_bytes = most_bytes
+
+    @property
+    def _max_bytes(self) -> int:
+        return self._most_bytes()
+
+    @property
+    def _most_of_one(self) -> int:
+        return int(bounds.MAX_BYTES_OF_ONE * self._most_bytes())
 
     def check_upload(self, caller: Caller, num_bytes: int) -> None:
         """Raises QuotaExceeded if the caller, or all callers together, would have too many files or bytes. Uploads at

@@ -35,14 +35,14 @@ class BatchStore:
     """The batches of all tenants, `files`, and the `quota` of both.
 
     Args:
-        max_bytes: Bytes of all files.
+        most_bytes: Returns the bytes that all files may have.
         clock: Seconds since 1970, the same on all nodes. None stands for a SteadyClock.
     """
 
-    def __init__(self, store: Store, max_bytes: int, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, store: Store, most_bytes: Callable[[], int], clock: Callable[[], float] | None = None) -> None:
         self.clock = SteadyClock() if clock is None else clock
         self.files = BatchFiles(store, self.clock)
-        self.quota = BatchQuota(self.files, max_bytes)
+        self.quota = BatchQuota(self.files, most_bytes)
         self._store = store
 
     def add(self, record: BatchRecord) -> None:

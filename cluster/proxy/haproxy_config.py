@@ -4,7 +4,8 @@
 - Each client has bounds on time, headers and connections, so that it cannot take what others need.
 - Without a router, HAProxy chooses a replica by itself. A request whose answer has not begun is sent to another
   replica once, if it is safe to repeat.
-- If every replica is too busy to answer its health checks in time, requests wait for one instead of being rejected.
+- If every replica is too busy to answer its health checks in time, or there is none, requests wait for one instead of
+  being rejected (waiting_room.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 
 from lorafleet.api.answer.elsewhere import MEANT_HEADER, RETRY_HEADER, RETRY_STATUS
 from lorafleet.cluster.proxy.haproxy_answers import HEADERS_TOO_LARGE, MAX_HEADER_BYTES
+from lorafleet.cluster.proxy.waiting_room import WaitingRoom
 
 EDITED = "# edited by lorafleet\n"
 REPEATABLE_PATHS = (  # POST requests that change nothing, so that two replicas may try to answer one.
@@ -43,6 +45,7 @@ BODY_S = 30  # Seconds for the beginning of its body, which the router sees and 
 CLIENT_S = 60  # Seconds without progress while a client sends the rest of a body or reads an answer.
 CONNECTIONS_PER_CLIENT = 1024  # HAProxy accepts 4096 in all.
 WAIT_FOR_SILENT_S = 15  # While all replicas are silent, each gets requests until it has been silent this long.
+STREAM_S = 86_400  # A HAProxy that was replaced by a reload has so long to finish its streams. Serve's is 120 s.
 PATIENT = "-patient"  # Suffix of the name of the backend that is used then.
 
 
@@ -65,6 +68,7 @@ class Ingress:
     client_s: int = CLIENT_S
     body_s: int = BODY_S
     wait_for_silent_s: int = WAIT_FOR_SILENT_S
+    waiting: WaitingRoom = field(default_factory=WaitingRoom)
     error_files: Mapping[int, str] = field(default_factory=dict)  # HAProxy's responses, by the status of its error.
 
     @property
@@ -89,7 +93,8 @@ def edit(config: str, ingress: Ingress) -> str:
     config = _edit_listeners(config, ingress)
     config = _edit_clients(config, ingress)
     config = _edit_start(_edit_replicas(_edit_errors(config, ingress.error_files)))
-    return EDITED + _add_patient_backends(config, ingress.wait_for_silent_s)
+    config = _add_patient_backends(config, ingress.wait_for_silent_s)
+    return EDITED + ingress.waiting.add_to(config, twin=PATIENT, condition=" has_key" if ingress.needs_key else "")
 
 
 def _edit_listeners(config: str, ingress: Ingress) -> str:
@@ -108,13 +113,12 @@ def _edit_listeners(config: str, ingress: Ingress) -> str:
 
 
 def _bounds_of_clients(ingress: Ingress) -> str:
-    too_large = _quoted(HEADERS_TOO_LARGE.body)
     return f"""
     stick-table type ipv6 size 100k expire 10m store conn_cur
     tcp-request connection track-sc0 src
     tcp-request connection reject if {{ sc_conn_cur(0) gt {ingress.connections_per_client} }}
     acl large_headers req.hdrs,length gt {MAX_HEADER_BYTES}
-    http-request return status 431 content-type application/json string {too_large} if large_headers
+    http-request return {HEADERS_TOO_LARGE.rule()} if large_headers
     acl repeatable method GET HEAD OPTIONS
     acl repeatable path {" ".join(REPEATABLE_PATHS)}
     acl has_key req.hdr(authorization) -m found
@@ -129,7 +133,8 @@ def _edit_clients(config: str, ingress: Ingress) -> str:
     config = _replace(
         config, r"^(    timeout) client \d+s$", rf"\1 client {ingress.client_s}s\n\1 http-request {ingress.headers_s}s"
     )
-    routed = " repeatable has_key" if ingress.needs_key else " repeatable"
+    config = _replace(config, r"^(    hard-stop-after) \d+s$", rf"\1 {STREAM_S}s")
+    routed = " repeatable has_key !onward" if ingress.needs_key else " repeatable !onward"
     if not re.search(r"^    http-request lua\.", config, re.MULTILINE):  # There are no replicas yet.
         return config
     config = _replace(
@@ -204,11 +209,6 @@ def _add_patient_backends(config: str, silent_s: int) -> str:
         config = first.sub(rf"{use}\n\g<0>", config, count=1)
         config = f"{config.rstrip()}\nbackend {name}{PATIENT}\n{patient}\n"
     return config
-
-
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
 
 
 def _replace(config: str, pattern: str, by: str | Callable[[re.Match[str]], str]) -> str:

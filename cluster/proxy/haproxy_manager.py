@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ from typing import Any
 import ray
 from ray.serve._private import haproxy as serves
 
+from lorafleet.cluster.proxy.haproxy import EXPECTED_VARIABLE
 from lorafleet.cluster.proxy.haproxy_sessions import free_waiting
+from lorafleet.cluster.proxy.replica_gaps import ReplicaGaps
 
 LOOK_S = 0.2  # Seconds between two checks of HAProxy.
 ANSWER_S = 0.5  # Seconds that HAProxy has to answer on its admin socket.
@@ -30,11 +34,20 @@ ServesManager: Any = serves.HAProxyManager.__ray_metadata__.modified_class  # ty
 
 class WatchedHAProxyManager(ServesManager):  # type: ignore[misc]  # Ray gives no type
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._gaps = ReplicaGaps()
         super().__init__(*args, **kwargs)
         self._unanswered = 0  # Checks in a row that HAProxy has not answered,
         self._idle = 0  # and those of them between which it has not run either.
         self._activity: Activity | None = None
         self._watching = self.event_loop.create_task(self._watch())
+
+    def update_target_groups(self, target_groups: Sequence[Any]) -> None:
+        """Takes the applications and their replicas from the controller. HAProxy is reloaded with them, and with the
+        time after which clients should try again."""
+        with_replicas = {group.app_name for group in target_groups if group.targets}
+        self._gaps.update({group.app_name for group in target_groups}, with_replicas)
+        os.environ[EXPECTED_VARIABLE] = str(self._gaps.expected_s)
+        super().update_target_groups(target_groups)
 
     async def _update_haproxy_backends(self) -> None:
         """Updates HAProxy only once the replicas are known. Serve's fallback may be known before them, and HAProxy

@@ -70,13 +70,13 @@ def running(
     environment: dict[str, str],
     router: int | None = None,
     fallback: int | None = None,
-    bounds: dict[str, int] | None = None,
+    bounds: dict[str, Any] | None = None,
 ) -> Iterator[tuple[int, int]]:
     """Its process id, which becomes HAProxy's, and its port. bounds: fields of Ingress, in place of its defaults."""
     port = free_port()
     config = serves_config(folder, backends, port, router, fallback)
     if bounds is not None:
-        ingress = replace(haproxy.read_ingress(environment, folder), **bounds)  # type: ignore[arg-type]
+        ingress = replace(haproxy.read_ingress(environment, folder), **bounds)
         config.write_text(edit(config.read_text(), ingress))
     process = start(config, environment)
     try:

@@ -15,8 +15,10 @@ from lorafleet.cluster.batches import batch_bounds
 from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.directory.directory_timing import TIMING
 from lorafleet.cluster.proxy import haproxy_answers, haproxy_config, haproxy_sessions
+from lorafleet.cluster.proxy.waiting_room import WaitingRoom
 from lorafleet.cluster.serve import residency_metrics, serve_environment
 from lorafleet.offline.batch import batch_input
+from lorafleet.offline.batch.answering import Pace
 from lorafleet.protocol import limits
 from lorafleet.protocol.kv_events_config import KVEventsConfig
 from lorafleet.workers.kv_events import event_publisher
@@ -77,6 +79,12 @@ ACROSS = [
     Limit("texts of all pairs of `/score` and `/rerank` with a head", chars(limits.MAX_PAIR_CHARS), "", REFUSED),
     Limit("numbers that a classification head computes", limits.MAX_HEAD_VALUES, "", REFUSED),
     Limit("tokens of the words of `bad_words`, in all spellings", limits.MAX_BAD_WORDS_TOKENS, "", REFUSED),
+    Limit(
+        "texts of the answer's format, `stop` and `bad_words`, for each prompt x n",
+        chars(limits.MAX_SENT_CHARS),
+        "",
+        REFUSED,
+    ),
     Limit("ids of `allowed_token_ids` and `bad_words`, for each prompt x n", limits.MAX_LISTED_IDS, "", REFUSED),
     Limit(
         "prompt and answer",
@@ -92,7 +100,16 @@ ACROSS = [
     ),
     Limit("parts and calls of all messages", limits.MAX_PARTS, "", REFUSED),
     Limit("schema, regex, grammar, choices together", size(limits.MAX_SOURCE_BYTES), "", REFUSED),
-    Limit("grammars in Lark of all custom tools", size(limits.MAX_LARK_BYTES), "", REFUSED),
+    Limit("regular expressions of all custom tools together", chars(limits.MAX_SOURCE_BYTES), "", REFUSED),
+    Limit(
+        "grammar that a structural tag or strict functions become, each use of a text counted",
+        chars(limits.MAX_SOURCE_BYTES),
+        "",
+        REFUSED,
+    ),
+    Limit(
+        "trigger, begin, end, separator or constant of a structural tag", chars(limits.MAX_TAG_TEXT_CHARS), "", REFUSED
+    ),
     Limit(
         "values in a schema, `chat_template_kwargs` or a field without effect",
         f"{limits.MAX_JSON_VALUES:,}, {limits.MAX_JSON_DEPTH} levels",
@@ -101,7 +118,19 @@ ACROSS = [
     ),
     Limit("adapters in a mix", limits.MAX_MIXED, "", REFUSED),
 ]
+WAITING = WaitingRoom()
+STARTING = "429 `replica_starting`"
 QUEUES = [
+    Limit("requests that wait at HAProxy while there is no replica", WAITING.max_requests, "", STARTING),
+    Limit("those of one API key", WAITING.max_per_key, "", STARTING),
+    Limit("those of one address", WAITING.max_per_address, "", STARTING),
+    Limit(
+        "bytes that HAProxy holds of one of them",
+        size(2 * serve_environment.ROUTED_BODY_BYTES),
+        "",
+        "the rest stays with the client until there is a replica",
+    ),
+    Limit("time that a request waits for a replica to start", seconds(WAITING.wait_s), "", STARTING),
     Limit(
         "requests that a replica accepts at a time",
         default("max_ongoing_requests"),
@@ -217,6 +246,13 @@ BATCHES = [
     Limit("files of one tenant", batch_bounds.MAX_FILES_OF_ONE, "", RATE),
     Limit("life of a file", f"{seconds(batch_bounds.DEFAULT_LIVES_S)}, or `expires_after`", "", "404 `file_not_found`"),
     Limit("lines of a batch", batch_bounds.MAX_LINES, "", FAILED),
+    Limit("commas, opening brackets and colons of a line", "those of a body", "", FAILED),
+    Limit(
+        "bytes of the lines of a batch that are sent at a time",
+        f"{size(Pace(1).most_bytes)}; a longer line is sent alone",
+        "",
+        "further ones wait",
+    ),
     Limit("line", f"{batch_input.MAX_LINE_BYTES:,} bytes", "", FAILED),
     Limit("faults that a batch lists", batch_bounds.MAX_ERRORS, "", "further ones are not shown"),
     Limit("answer of a line", size(batch_bounds.MAX_ANSWER_BYTES), "", "the line's error is `answer_too_large`"),

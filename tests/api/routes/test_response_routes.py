@@ -209,6 +209,44 @@ async def test_responses_in_the_background_are_bounded(async_client: openai.Asyn
     assert (await ended(async_client, again)).status == "completed"
 
 
+@pytest.mark.parametrize("as_header", [False, True])
+async def test_an_id_given_twice_loses_no_response(
+    async_client: openai.AsyncOpenAI, engine: Any, as_header: bool
+) -> None:
+    more: Any = {"extra_headers": {"X-Request-Id": "mine"}} if as_header else {"extra_body": {"request_id": "mine"}}
+    name = "X-Request-Id" if as_header else "request_id"
+    create = async_client.responses.create
+    engine.hold_after = 2
+    begun = await create(model="sql", input="hi", background=True, **more)
+    for background in (True, False):
+        with pytest.raises(openai.BadRequestError, match=f"`{name}` is 'mine'"):
+            await create(model="sql", input="hi", background=background, **more)
+    assert len(engine.running) == 1
+    engine.released = True
+    done = await ended(async_client, begun)
+    assert (done.id, done.status) == ("resp_mine", "completed")
+    with pytest.raises(openai.BadRequestError, match="stored already"):
+        await create(model="sql", input="hi", **more)
+    unstored = await create(model="sql", input="hi", store=False, **more)
+    assert unstored.id == done.id
+    await async_client.responses.delete(done.id)
+    waiting = [asyncio.create_task(create(model="sql", input="hi", **more)) for _ in range(2)]
+    ends = await asyncio.gather(*waiting, return_exceptions=True)
+    assert sorted(isinstance(end, openai.BadRequestError) for end in ends) == [False, True]
+
+
+async def test_a_response_in_the_background_that_outgrows_the_store_fails_and_says_why(
+    http: httpx.AsyncClient, serve: Any
+) -> None:
+    serve(response_store_bytes=30_000)  # Half of it has no room for the logprobs of the answer.
+    body = {"model": "sql", "input": "hi", "background": True, "stream": True, "top_logprobs": 20}
+    answer = await http.post("/v1/responses", json={**body, "include": ["message.output_text.logprobs"]})
+    [*_, last] = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    event = json.loads(last)
+    assert event["error"]["param"] == "starting_after"
+    assert "no longer stored" in event["error"]["message"]
+
+
 async def test_responses_belong_to_their_tenant(http: httpx.AsyncClient, serve: Any) -> None:
     scopes: Any = frozenset(("infer",))
     callers = {

@@ -138,7 +138,7 @@ def house(store: Store) -> Iterator[House]:
     engine = ScriptedEngine(tokenizer)
     front = make_state(FrontConfig(("llama",), str(MODEL)), tokenizer, engine, MemoryCatalog())
     clock: list[Callable[[], float]] = [lambda: 0.0]
-    made = House(BatchStore(store, MAX_BYTES, lambda: clock[0]()), front, engine)
+    made = House(BatchStore(store, lambda: MAX_BYTES, lambda: clock[0]()), front, engine)
     clock[0] = lambda: made.now_s
     yield made
     front.close()

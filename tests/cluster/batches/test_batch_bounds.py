@@ -51,13 +51,13 @@ async def test_output_files_count_as_files_of_their_tenant(house: House) -> None
             await hold.wait()
         return await house.answerer.answer(line)
 
-    house.store.quota = BatchQuota(house.store.files, 2 * (len(jsonl(lines)) + 1000))
+    house.store.quota = BatchQuota(house.store.files, lambda: 2 * (len(jsonl(lines)) + 1000))
     batch = await created(client, lines)
     async with house.running(house.runner(post, most_lines=1)):
         batch = await ended(client, batch.id)
     assert (batch.status, batch.errors.data[0].code) == ("failed", "output_too_large")
     assert 0 < batch.request_counts.completed <= 6 and batch.output_file_id is not None
-    house.store.quota = BatchQuota(house.store.files, 2)
+    house.store.quota = BatchQuota(house.store.files, lambda: 2)
     with pytest.raises(openai.RateLimitError, match="leave no room for the output of a batch"):
         await client.batches.create(
             input_file_id=batch.input_file_id, endpoint="/v1/chat/completions", completion_window="24h"

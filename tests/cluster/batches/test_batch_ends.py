@@ -155,6 +155,19 @@ async def test_a_batch_whose_key_has_lost_its_scope_fails(house: House) -> None:
     assert not house.engine.requests
 
 
+async def test_a_line_that_would_be_slow_to_parse_fails_its_batch_by_the_bound(house: House) -> None:
+    client, line = house.client(), chat_line(1)
+    line["body"]["user"] = ":" * 140_000
+    batch = await created(client, [chat_line(0), line])
+    async with house.running():
+        batch = await ended(client, batch.id)
+    assert batch.status == "failed"
+    [fault] = batch.errors.data
+    assert (fault.code, fault.line) == ("invalid_line", 2)
+    assert "131072 colons" in fault.message
+    assert not house.engine.requests
+
+
 async def test_a_batch_that_ends_while_the_store_lists_it_ends_once(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:

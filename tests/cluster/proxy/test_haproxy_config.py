@@ -9,6 +9,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import httpx
@@ -20,6 +21,7 @@ from lorafleet.cluster.proxy import haproxy
 from lorafleet.cluster.proxy.haproxy_answers import MAX_HEADER_BYTES
 from lorafleet.cluster.proxy.haproxy_config import REPEATABLE_PATHS
 from lorafleet.cluster.proxy.haproxy_sessions import free_waiting, waiting_sessions
+from lorafleet.cluster.proxy.waiting_room import NOT_WAITING_PATHS, WaitingRoom
 from lorafleet.cluster.routing.route_app import NUM_BYTES_HEADER
 from lorafleet.cluster.serve.serve_environment import ROUTED_BODY_BYTES
 from tests.cluster.haproxies import ANSWER_S, running, serves_config, start, wait_until
@@ -230,19 +232,84 @@ async def test_a_call_that_may_not_be_repeated_ends_where_its_replica_stays_sile
     wait_until(lambda: not behind.is_down(behind.replicas.index(replica)))
 
 
-def test_where_all_replicas_are_down_the_client_gets_503_at_once_and_not_what_serves_proxy_says(tmp_path: Path) -> None:
+def test_while_no_replica_is_up_requests_wait_for_one_and_probes_do_not(tmp_path: Path) -> None:
+    body = b"x" * (4 * ROUTED_BODY_BYTES)
     with (
         toys(saying("r0"), choosing("r0"), saying("Serve's own proxy")) as [replica, router, proxy],
-        running(tmp_path, [replica.port], {}, router.port, proxy.port) as (_, port),
+        running(tmp_path, [replica.port], {}, router.port, proxy.port, {"client_s": 1}) as (_, port),
+        ThreadPoolExecutor() as pool,
     ):
         url = f"http://127.0.0.1:{port}"
         wait_until(lambda: httpx.post(url + PATH).text == "r0")
         replica.is_well = False
-        wait_until(lambda: httpx.post(url + PATH).text != "r0")
-        for answer in (httpx.post(url + PATH), httpx.get(f"{url}/v1/models"), httpx.post(f"{url}/v1/admin/adapters")):
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
-            assert answer.headers["retry-after"] == "1"
+        wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
+        replica.seen.clear()
+        asked = [
+            pool.submit(httpx.request, method, url + path, content=body, timeout=ANSWER_S)
+            for method, path in (("POST", PATH), ("GET", "/v1/models"), ("POST", "/v1/admin/adapters"))
+        ]
+        assert not wait(asked, timeout=2).done, "they wait longer than client_s"
+        answer = httpx.get(f"{url}/health")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+        assert answer.headers["retry-after"] == "1"
+        assert replica.seen == []
+        replica.is_well = True
+        assert [one.result().text for one in asked] == ["r0"] * 3
+        assert [len(sent) for path, sent in replica.seen if path != "/health"] == [len(body)] * 3
         assert proxy.seen == []
+
+
+def test_requests_that_wait_when_haproxy_is_reloaded_are_answered_by_the_new_replica(tmp_path: Path) -> None:
+    with (
+        toys(saying("former"), saying("new"), choosing("r0")) as [former, new, router],
+        running(tmp_path, [former.port], {}, router.port) as (_, port),
+        ThreadPoolExecutor() as pool,
+    ):
+        url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: httpx.post(url + PATH).text == "former")
+        former.is_well = False
+        wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
+        asked = [pool.submit(httpx.post, url + PATH, content=b"{}", timeout=ANSWER_S) for _ in range(3)]
+        assert not wait(asked, timeout=1).done
+        successor = start(serves_config(tmp_path, [new.port], port, router.port), {})
+        try:
+            assert [one.result().text for one in asked] == ["new"] * 3
+        finally:
+            successor.terminate()
+            successor.wait(ANSWER_S)
+
+
+def test_what_waits_is_bounded_in_number_and_time_and_learns_when_to_try_again(tmp_path: Path) -> None:
+    room = WaitingRoom(str(tmp_path / "next.sock"), max_requests=3, max_per_key=2, wait_s=4, expected_s=28)
+    with (
+        toys(saying("r0"), choosing("r0")) as [replica, router],
+        running(tmp_path, [replica.port], {}, router.port, bounds={"waiting": room}) as (_, port),
+        ThreadPoolExecutor() as pool,
+    ):
+        url = f"http://127.0.0.1:{port}{PATH}"
+        replica.is_well = False
+        wait_until(lambda: httpx.get(f"http://127.0.0.1:{port}/health").status_code == 503)
+
+        def ask(key: str) -> Future[httpx.Response]:
+            return pool.submit(httpx.post, url, headers={"authorization": key}, timeout=ANSWER_S)
+
+        asked = [ask("Bearer a") for _ in range(3)]
+        [beyond] = wait(asked, return_when=FIRST_COMPLETED).done
+        others = [ask("Bearer b") for _ in range(2)]
+        [beyond_all] = wait(others, return_when=FIRST_COMPLETED).done
+        assert [one.done() for one in asked].count(True) == 1, "the others still wait"
+        for one in (beyond, beyond_all, *asked, *others):
+            answer = one.result()
+            assert (answer.status_code, answer.json()["error"]["code"]) == (429, "replica_starting")
+            assert answer.headers["retry-after"] == "28"
+        replica.is_well = True
+        wait_until(lambda: httpx.post(url).text == "r0")
+
+
+def test_probes_and_metrics_are_what_does_not_wait_for_a_replica() -> None:
+    assert set(NOT_WAITING_PATHS) == {
+        path for method, path, needed, _ in ROUTES if method == "GET" and needed in ("open", "metrics")
+    }
 
 
 def test_before_serve_has_named_the_application_the_client_gets_503_and_not_404(tmp_path: Path) -> None:
@@ -265,7 +332,7 @@ def test_where_every_replica_is_silent_requests_are_sent_to_one_until_it_has_bee
         refusing.is_well = False
         try:
             wait_until(lambda: httpx.post(url + PATH).text == "ok")
-            wait_until(lambda: httpx.post(url + PATH).status_code == 503)
+            wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
         finally:
             silent.is_awake.set()
         wait_until(lambda: httpx.post(url + PATH).text == "ok")

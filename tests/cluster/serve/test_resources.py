@@ -3,7 +3,14 @@ import os
 import pytest
 
 from lorafleet.cluster.config import AppArgs, parse_args
-from lorafleet.cluster.serve.resources import FRONT_CPUS, check_gpus, replica_bundles, with_cpu_threads
+from lorafleet.cluster.serve.resources import (
+    FRONT_CPUS,
+    check_gpus,
+    num_fitting,
+    replica_bundles,
+    surge_percent,
+    with_cpu_threads,
+)
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import ConfigError
 
@@ -16,6 +23,41 @@ def test_a_replica_has_a_bundle_for_its_front_and_one_for_each_rank():
     assert replica_bundles(args(num_cpus=2), "cpu") == [{"CPU": FRONT_CPUS}, {"CPU": 2.0}]
     rank = {"CPU": 2.0, "GPU": 1.0}
     assert replica_bundles(args(num_cpus=2, tp=3), "cuda") == [{"CPU": FRONT_CPUS}, rank, rank, rank]
+
+
+@pytest.mark.parametrize(
+    ("free", "num"),
+    [
+        ([], 0),
+        ([{"CPU": 8.0}], 0),
+        ([{"CPU": 8.0, "GPU": 3.0}], 1),
+        ([{"CPU": 2.1, "GPU": 2.0}], 1),
+        ([{"CPU": 2.0, "GPU": 2.0}], 0),
+        ([{"CPU": 4.2, "GPU": 8.0}, {"CPU": 64.0, "GPU": 1.0}, {"CPU": 64.0, "GPU": 5.0}], 4),
+    ],
+)
+def test_a_replica_fits_where_one_node_has_all_that_it_needs(free, num):
+    assert num_fitting(replica_bundles(args(num_cpus=1, tp=2), "cuda"), free) == num
+
+
+@pytest.mark.parametrize(
+    ("wanted", "running", "fitting", "percent"),
+    [
+        (1, 1, 0, 0),  # The only replica stops before the next one starts.
+        (1, 1, 1, 100),
+        (1, 2, 1, 100),
+        (2, 1, 1, 0),  # The second one takes the room: nothing is left beside.
+        (2, 1, 2, 50),
+        (2, 1, 9, 100),
+        (3, 3, 1, 33),
+        (8, 8, 3, 37),
+        (200, 200, 1, 1),
+    ],
+)
+def test_as_many_replicas_start_beside_the_former_ones_as_there_is_room_for(wanted, running, fitting, percent):
+    assert surge_percent(wanted, running, fitting) == percent
+    num_beside = -(-percent * wanted // 100)  # as Serve rounds
+    assert num_beside <= max(0, fitting - max(0, wanted - running)) or percent == 1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""An application that is deployed with another option replaces its replicas one by one, and answers meanwhile.
+"""An application that is deployed again from a file answers meanwhile: with another option, if it cannot be built, and
+if its replicas do not start.
 
 This is the last file of shared_server's, whose replicas have other processes and another option afterwards.
 """
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 from tests.cluster.conftest import SharedServer
+from tests.cluster.haproxies import wait_until
 
 pytestmark = pytest.mark.xdist_group("shared_server")
 PROGRAM = Path(__file__).parents[3] / "benchmarks" / "change_application.py"
@@ -33,35 +35,63 @@ async def ask(http: httpx.AsyncClient, name: str, num_tokens: int) -> str:
     return "".join(choice["text"] for choice in choices)
 
 
-async def replace_under_load(server: SharedServer) -> list[tuple[str, str]]:
-    """Returns the names and answers of closed loops that began before the change and ended after it."""
+async def deploy_under_load(server: SharedServer, *changes: str) -> tuple[str, list[tuple[str, str]]]:
+    """Deploys a file with these changes. Returns why that failed, if it did, and the names and answers of closed loops
+    that began before the change and ended after it."""
     async with httpx.AsyncClient(base_url=server.running.url, timeout=300, trust_env=False) as http:
         answers = [(name, await ask(http, name, 32)) for name in NAMES]
-        words = [PROGRAM, str(server.running.pid), "replace", f"max_model_len={CHANGED_LEN}"]
-        change = await asyncio.create_subprocess_exec(sys.executable, *words)
-        replaced = asyncio.create_task(change.wait())
+        words = [str(PROGRAM), str(server.running.pid), "replace", *changes]
+        change = await asyncio.create_subprocess_exec(sys.executable, *words, stderr=asyncio.subprocess.PIPE)
+        deployed = asyncio.create_task(change.communicate())
         long = [asyncio.create_task(ask(http, name, 300)) for name in NAMES]
 
         async def loop(name: str) -> None:
-            while not replaced.done():
+            while not deployed.done():
                 answers.append((name, await ask(http, name, 32)))
 
-        await asyncio.gather(replaced, *long, *map(loop, NAMES))
+        await asyncio.gather(deployed, *long, *map(loop, NAMES))
         answers += [(name, await ask(http, name, 32)) for name in NAMES]
-    assert change.returncode == 0
-    return answers
+    return "" if change.returncode == 0 else deployed.result()[1].decode(), answers
 
 
-def test_no_answer_is_lost_or_changed_while_replicas_with_another_option_take_over(shared_server: SharedServer) -> None:
-    def model_len() -> int:
-        found: int = shared_server.http.get("/v1/models").json()["data"][0]["max_model_len"]
-        return found
+def workers(server: SharedServer) -> set[int]:
+    return set(server.running.processes("WorkerActor"))
 
-    workers = set(shared_server.running.processes("WorkerActor"))
-    assert len(workers) == 2 and model_len() != CHANGED_LEN
-    answers = asyncio.run(replace_under_load(shared_server))
+
+def model_len(server: SharedServer) -> int:
+    found: int = server.http.get("/v1/models").json()["data"][0]["max_model_len"]
+    return found
+
+
+def assert_right(answers: list[tuple[str, str]]) -> None:
     assert len(answers) > 3 * len(NAMES)
     assert len(set(answers)) == len(NAMES), "each adapter has one answer"
     assert len({text for _, text in answers}) > 1, "the adapters can be told apart"
-    assert model_len() == CHANGED_LEN
-    assert not workers & set(shared_server.running.processes("WorkerActor")), "no replica is of before"
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ("max_modle_len=400", "unknown argument 'max_modle_len'; did you mean 'max_model_len'?"),
+        ("model=/no/such/model", "EngineReplica"),
+    ],
+)
+def test_a_file_that_cannot_be_deployed_leaves_everything_as_it_is(
+    shared_server: SharedServer, change: str, cause: str
+) -> None:
+    before = workers(shared_server)
+    failed, answers = asyncio.run(deploy_under_load(shared_server, change))
+    assert "Serve could not deploy the application" in failed and cause in failed
+    assert_right(answers)
+    wait_until(lambda: workers(shared_server) == before)
+    assert len(before) == 2
+
+
+def test_no_answer_is_lost_or_changed_while_replicas_with_another_option_take_over(shared_server: SharedServer) -> None:
+    before = workers(shared_server)
+    assert len(before) == 2 and model_len(shared_server) != CHANGED_LEN
+    failed, answers = asyncio.run(deploy_under_load(shared_server, f"max_model_len={CHANGED_LEN}"))
+    assert not failed
+    assert_right(answers)
+    assert model_len(shared_server) == CHANGED_LEN
+    wait_until(lambda: not before & workers(shared_server))

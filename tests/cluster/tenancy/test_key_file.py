@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from lorafleet.api.access.gate import Gate
+from lorafleet.api.access.work_threads import CHECKS, FILES, UPKEEP, in_turn
 from lorafleet.cluster.cli.cli import app
 from lorafleet.cluster.tenancy import key_file
 from lorafleet.cluster.tenancy.key_file import parse, read
 from lorafleet.cluster.tenancy.key_ring import KeyRing
 from lorafleet.cluster.tenancy.key_text import check_key, digest_of, make_key
+from lorafleet.cluster.tenancy.usage_log import UsageLog
 from lorafleet.protocol.errors import ConfigError, Forbidden, InvalidAdapterName, InvalidRequest, Unauthorized
 from lorafleet.protocol.names import check_full_name
 
@@ -105,6 +109,30 @@ def test_making_and_revoking_keys_takes_effect_without_a_restart(file: Path) -> 
     with pytest.raises(Unauthorized, match="revoked"):
         gate.caller(first, "infer")
     assert "has no key 'first'; it has second" in refused("revoke", str(file), "first")
+
+
+async def test_a_revoked_key_is_refused_and_use_is_written_while_a_tenant_occupies_all_threads(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = lorafleet("create", str(file), "--id", "app")
+    ring, usage, synced = KeyRing(str(file)), UsageLog(tmp_path / "usage", "r"), threading.Event()
+    monkeypatch.setattr(os, "fsync", lambda _: synced.set())
+    usage.lines.add(b"{}")
+    go, loop = threading.Event(), asyncio.get_running_loop()
+    held = [loop.run_in_executor(None, go.wait) for _ in range(64)]
+    held += [asyncio.ensure_future(in_turn(kind, go.wait)) for kind in (CHECKS, FILES, UPKEEP) for _ in range(20)]
+    duties = [asyncio.create_task(ring.follow()), asyncio.create_task(usage.lines.keep_syncing())]
+    lorafleet("revoke", str(file), "app")
+    try:
+        async with asyncio.timeout(60):
+            while digest_of(key) in ring.keys or not synced.is_set():  # noqa: ASYNC110  # Threads change both.
+                await asyncio.sleep(0.05)
+    finally:
+        go.set()
+        for duty in duties:
+            duty.cancel()
+        await asyncio.gather(*held, *duties, return_exceptions=True)
+    usage.lines.close()
 
 
 @pytest.mark.parametrize("wrong", ["keys: [", "[]", "keys: [{id: a}]", "", None, b"\xff\xfe"])
