@@ -25,6 +25,7 @@ class Version(msgspec.Struct, frozen=True, omit_defaults=True):
     base_model_name: str | None = None
     metadata: dict[str, str] = {}
     left_out: tuple[str, ...] = ()  # Its parts for pictures or sound, which are not served, such as "visual".
+    stored_bytes: int = 0  # Size of its files in the catalogue, which counts for the tenant's limit; 0 if it has none.
 
 
 class Move(msgspec.Struct, frozen=True):

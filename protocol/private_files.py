@@ -43,11 +43,12 @@ def keep_private() -> None:
     os.umask(0o077)
 
 
-def make_folder(path: Path, modes: FileModes = PRIVATE) -> None:
-    """Creates a folder and those above it that are missing. Folders that exist keep their modes. Raises OSError."""
+def make_folder(path: Path, modes: FileModes = PRIVATE, *, parents: bool = True) -> None:
+    """Creates a folder, and those above it that are missing if `parents` is set. Folders that exist keep their modes.
+    Raises OSError."""
     if path.is_dir():
         return
-    if path.parent != path:
+    if parents and path.parent != path:
         make_folder(path.parent, modes)
     with contextlib.suppress(FileExistsError):  # Another process has just created it.
         path.mkdir(0o700)

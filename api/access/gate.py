@@ -30,8 +30,8 @@ class Gate:
 
     Args:
         admin_key: The operator's key, which opens everything; None if there is none.
-        keys: Returns the valid keys by the sha256 of each, in another mapping once they have changed; None if the server
-            runs without keys.
+        keys: Returns the valid keys by the sha256 of each, in another mapping once they have changed. None if the
+            server runs without keys.
     """
 
     def __init__(

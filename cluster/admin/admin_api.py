@@ -174,7 +174,7 @@ class _AdminApi:
     async def upload(self, front: AppState, request: Request) -> Adapter:
         verb = await _begin_upload(request, parse_query(request, UploadQuery))
         full = _pushed_name(front, request, verb.name, verb.tenant)
-        async with unpacked(request, self._admin, full) as folder:
+        async with unpacked(request, self._admin, full, self._terms(front, request, verb, full)) as folder:
             return await self._push(front, request, verb, str(folder))
 
     @_describe(verbs.UploadTensors, body=TensorBytes, query=TensorsQuery)
@@ -198,7 +198,7 @@ class _AdminApi:
         """Pushes the tensors from wherever the query says. Returns the version's digest besides."""
         admin = self._admin
         if query.group is None and query.device is None:
-            async with received(request, admin.tensor_budget, admin.take_in) as intake:
+            async with received(request, admin.tensor_budget, admin.intake_of(full, terms)) as intake:
                 return await admin.push_taken_in(full, intake, terms)
         push = await read_announced(request, from_device=query.device is not None)
         if query.device is not None:

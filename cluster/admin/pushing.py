@@ -16,7 +16,9 @@ from typing import Protocol, TypeVar
 from lorafleet.api.access.fair_threads import FairThreads, be_modest
 from lorafleet.cluster.admin.downloading import AdapterDownloads
 from lorafleet.cluster.admin.push_intake import PushIntake, taking_in
-from lorafleet.cluster.admin.upload_tensors import tensor_budget
+from lorafleet.cluster.admin.staging_room import StagingRoom, folder_bytes
+from lorafleet.cluster.admin.storage_quota import StorageQuota
+from lorafleet.cluster.admin.upload_tensors import OpenIntake, tensor_budget
 from lorafleet.cluster.catalogue.catalogue_files import stage
 from lorafleet.cluster.catalogue.catalogue_store import Store
 from lorafleet.cluster.receiving.group_orders import GroupDone, GroupLeave, GroupOrder
@@ -83,6 +85,7 @@ class AdapterAdmin:
         self._followers = ThreadPoolExecutor(FOLLOWERS, "push-bytes", be_modest)
         self.downloads = AdapterDownloads(sources)
         self.tensor_budget = tensor_budget()
+        self.staging = StagingRoom()
         self.receivers = receivers or TensorReceivers()
 
     async def run_in_turn(self, name: str, work: Callable[[], T]) -> T:
@@ -107,20 +110,26 @@ class AdapterAdmin:
         check_full_name(name, self._base_names)
 
         def put() -> str:
-            return self._put_files(path, within)
+            return self._put_files(name, path, within, terms)
 
         return await self._register(name, await self.run_in_turn(name, put), put, terms)
 
-    def _put_files(self, path: str, within: str | None) -> str:
-        with self._sources.open(path) as source, tempfile.TemporaryDirectory(prefix="lorafleet-push-") as folder:
-            digest = stage(AdapterFolder.at(source, within), Path(folder))
-            self._store.put_files(digest, Path(folder))
-            return digest
+    def _put_files(self, name: str, path: str, within: str | None, terms: PushTerms) -> str:
+        with self._sources.open(path) as source, self.staging.staging(name) as staged:
+            adapter = AdapterFolder.at(source, within)
+            num_bytes = folder_bytes(adapter.path)
+            StorageQuota.check_bytes(name, num_bytes, terms)
+            staged.add(num_bytes)
+            with tempfile.TemporaryDirectory(prefix="lorafleet-push-") as folder:
+                digest = stage(adapter, Path(folder))
+                self._store.put_files(digest, Path(folder))
+                return digest
 
     async def push_tensors(self, name: str, read: Callable[[], PushedTensors], terms: PushTerms) -> tuple[str, Adapter]:
         """Pushes the adapter that `read` returns in a thread. Returns its digest besides. Raises AdapterError."""
         self.check_name(name)
         pushed = await self.run_in_turn(name, read)
+        StorageQuota.check_bytes(name, len(pushed.config) + len(pushed.weights), terms)
         async with taking_in(pushed.config, len(pushed.weights), self._store, self._followers) as intake:
             await self.run_in_turn(name, lambda: intake.add(pushed.weights))
             return await self.push_taken_in(name, intake, terms)
@@ -129,10 +138,15 @@ class AdapterAdmin:
         """Raises InvalidAdapterName if no adapter may have this full name."""
         check_full_name(name, self._base_names)
 
-    def take_in(self, config: bytes, weights_bytes: int) -> AbstractAsyncContextManager[PushIntake]:
-        """Opens an intake with checksums for an adapter that comes from memory; see taking_in(). Raises
-        AdapterMalformed if the weights have too few bytes."""
-        return taking_in(config, weights_bytes, self._store, self._followers, TensorSums(weights_bytes))
+    def intake_of(self, name: str, terms: PushTerms) -> OpenIntake:
+        """Returns what opens an intake with checksums for an adapter that comes from memory; see taking_in(). It raises
+        AdapterMalformed if the weights have too few bytes, and QuotaExceeded if the tenant may not store so many."""
+
+        def take_in(config: bytes, weights_bytes: int) -> AbstractAsyncContextManager[PushIntake]:
+            StorageQuota.check_bytes(name, len(config) + weights_bytes, terms)
+            return taking_in(config, weights_bytes, self._store, self._followers, TensorSums(weights_bytes))
+
+        return take_in
 
     async def push_taken_in(self, name: str, intake: PushIntake, terms: PushTerms) -> tuple[str, Adapter]:
         """Pushes an adapter whose bytes have all arrived. Returns its digest besides. Raises AdapterError.

@@ -4,6 +4,7 @@ written to the catalogue, and the adapter's name moves to it."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import tempfile
 import time
@@ -55,7 +56,13 @@ from lorafleet.protocol.names import check_full_name, tenant_of
 SETTLE_S = 1.0
 PUSH_THREADS = 3  # They hash and write the content of pushes from memory.
 
+MAX_TURNS = 3  # Attempts at one push whose name is removed meanwhile.
+
 logger = logging.getLogger("lorafleet.cluster")
+
+
+class _RemovalBegan(Exception):
+    """This server has begun to remove the name of a push."""
 
 
 class Registration:
@@ -144,10 +151,8 @@ class Registration:
         """Loads the adapter on some replicas, then registers it and moves its alias. A repeated push changes
         nothing."""
         self._begin(pushed.name)
-        await self._removals.wait_until_freed(pushed.name)
         try:
-            async with self._files.in_use(pushed.digest) as lock:
-                adapter = await self._load_and_register(pushed, lock)
+            adapter = await self._register_in_turn(pushed)
         except OutcomeUnknown:
             raise  # The log may name the files, so they must stay.
         except LorafleetError:
@@ -157,6 +162,19 @@ class Registration:
         await self._removals.prune(adapter)
         logger.info("adapter %s: %s pushed from %s", pushed.name, pushed.digest[:12], pushed.terms.source)
         return self._changes.find(pushed.name)
+
+    async def _register_in_turn(self, pushed: RegisterAdapter) -> AdapterRecord:
+        """Registers the adapter, after removals of its name that are under way. If one begins meanwhile, the push waits
+        for its end and is tried again."""
+        for _ in range(MAX_TURNS):
+            await self._removals.wait_until_freed(pushed.name)
+            with contextlib.suppress(_RemovalBegan):
+                async with self._files.in_use(pushed.digest) as lock:
+                    return await self._load_and_register(pushed, lock)
+        raise Overloaded(
+            f"adapter {pushed.name!r} was removed {MAX_TURNS} times while it was being pushed. Stop removing it, and "
+            "push it again."
+        )
 
     async def _supersede(self, adapter: AdapterRecord, pushed: RegisterAdapter) -> None:
         """Ends or switches the requests that a former version is answering, if the push says so."""
@@ -190,12 +208,16 @@ class Registration:
             )
         if not await in_turn(CATALOGUE_FILES, self._catalogue.store.has_files, pushed.digest):
             raise AdapterMissing(f"the catalogue has no files with digest {pushed.digest[:12]}…; push them first.")
-        version = await self._load(pushed)
+        stored_bytes = await in_turn(CATALOGUE_FILES, self._catalogue.store.files_bytes, pushed.digest)
+        self._quota.check_bytes(pushed.name, stored_bytes, pushed.terms)
+        version = msgspec.structs.replace(await self._load(pushed), stored_bytes=stored_bytes)
 
         def decide(present: AdapterRecord | None) -> AdapterRecord | None:
             lock.check()
             self._check_free(pushed)
             if present is not None and present.removing:
+                if self._removals.is_freeing(pushed.name):
+                    raise _RemovalBegan
                 raise Overloaded(f"adapter {pushed.name!r} is being removed by another server. Try again in a moment.")
             adapter = _registered(present or self._new(pushed.name), version, pushed.terms.activate)
             if adapter == present:

@@ -63,6 +63,10 @@ class Removals:
                 )
             freeing.result()
 
+    def is_freeing(self, name: str) -> bool:
+        """Returns whether this server is removing the adapter."""
+        return name in self._freeing
+
     async def unlist(self, name: str) -> None:
         """Removes an adapter that is no longer listed in lora_modules, without waiting. It may be listed again."""
         unmarked = await self._changes.edit(

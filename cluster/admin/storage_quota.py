@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lorafleet.cluster.catalogue.catalogue import Catalogue
-from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, num_bytes_of
+from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, stored_bytes_of
 from lorafleet.protocol.admin_verbs import PushTerms
 from lorafleet.protocol.errors import QuotaExceeded
 from lorafleet.protocol.names import tenant_of
@@ -20,16 +20,23 @@ class StorageQuota:
             return
         owned = self._catalogue.state.owned(tenant)
         others = {name: size for name, size in owned.items() if name != adapter.name}
-        num_bytes = sum(others.values()) + num_bytes_of(adapter)
+        num_bytes = sum(others.values()) + stored_bytes_of(adapter)
         if terms.max_adapters is not None and len(others) + 1 > terms.max_adapters:
             raise QuotaExceeded(
                 f"Tenant {tenant!r} would have {len(others) + 1} adapters; its limit is {terms.max_adapters}. Remove "
                 "one, or ask the operator to raise the limit `adapters`.",
                 "name",
             )
-        if terms.max_bytes is not None and num_bytes > terms.max_bytes:
+        self.check_bytes(adapter.name, num_bytes, terms)
+
+    @staticmethod
+    def check_bytes(name: str, num_bytes: int, terms: PushTerms) -> None:
+        """Raises QuotaExceeded if this number of bytes alone is more than the owning tenant may have."""
+        tenant = tenant_of(name)
+        if tenant is not None and terms.max_bytes is not None and num_bytes > terms.max_bytes:
             raise QuotaExceeded(
-                f"Tenant {tenant!r} would have {num_bytes} bytes of adapters; its limit is {terms.max_bytes}. Remove "
-                "adapters that are not needed, or ask the operator to raise the limit `adapter_bytes`.",
+                f"Tenant {tenant!r} would have {num_bytes} bytes of adapters, with all files of all versions; its "
+                f"limit is {terms.max_bytes}. Remove adapters that are not needed, or ask the operator to raise the "
+                "limit `adapter_bytes`.",
                 "name",
             )

@@ -16,6 +16,8 @@ from starlette.requests import Request
 from lorafleet.api.access.work_threads import PUSHED_BYTES, in_turn
 from lorafleet.api.request.parsing import check_encoding
 from lorafleet.cluster.admin.pushing import AdapterAdmin, as_store_error
+from lorafleet.cluster.admin.staging_room import FILE_NAMES
+from lorafleet.cluster.admin.storage_quota import StorageQuota
 from lorafleet.protocol.adapter_formats.adapter_files import (
     BIN_NAME,
     CONFIG_NAME,
@@ -24,34 +26,56 @@ from lorafleet.protocol.adapter_formats.adapter_files import (
     OPTIONAL_NAMES,
     SAFETENSORS_NAME,
 )
+from lorafleet.protocol.admin_verbs import PushTerms
 from lorafleet.protocol.errors import AdapterMalformed, BodyTooLarge
+from lorafleet.protocol.header_numbers import header_number
 from lorafleet.protocol.limits import cut
 from lorafleet.protocol.strict_json import shown
 
 MAX_UPLOAD_BYTES = MAX_CONFIG_BYTES + MAX_WEIGHTS_BYTES + sum(OPTIONAL_NAMES.values())
-UPLOADED_NAMES = frozenset((CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME, *OPTIONAL_NAMES))
+
+UPLOAD_COPIES = 2  # The tar, and the files in it.
+MAX_TAR_BYTES = 64 << 10  # Bytes of a usual tar besides those of an adapter's files.
 
 MAX_DESCRIPTION_BYTES = 64 << 10  # Largest pax header of a file in an uploaded tar: its times and owner.
-MAX_TAR_HEADERS = 4 * len(UPLOADED_NAMES)  # A file may have several pax headers, and each of them counts.
+MAX_TAR_HEADERS = 4 * len(FILE_NAMES)  # A file may have several pax headers, and each of them counts.
 
 
 @asynccontextmanager
-async def unpacked(request: Request, admin: AdapterAdmin, name: str) -> AsyncIterator[Path]:
+async def unpacked(request: Request, admin: AdapterAdmin, name: str, terms: PushTerms) -> AsyncIterator[Path]:
     """Unpacks the body, a tar, into a temporary folder, and yields the folder. Only the files that stage() may read are
-    unpacked. `name` is the full name of the adapter that they belong to."""
+    unpacked. `name` is the full name of the adapter that they belong to.
+
+    The bytes that the client declares, or else those that arrive, are counted before they are written. Raises
+    BodyTooLarge, and QuotaExceeded for an upload that is larger than all that its tenant may store.
+    """
     check_encoding(request)
-    with tempfile.TemporaryDirectory(prefix="lorafleet-upload-") as folder:
-        size = 0
+    with (
+        admin.staging.staging(name) as staged,
+        tempfile.TemporaryDirectory(prefix="lorafleet-upload-") as folder,
+    ):
+        size, counted = 0, header_number(request.headers.get("content-length", "")) or 0
+        _check_size(name, counted, terms)
+        staged.add(UPLOAD_COPIES * counted)
         with tempfile.TemporaryFile(dir=folder) as packed:
             async for part in request.stream():
                 size += len(part)
-                if size > MAX_UPLOAD_BYTES:
-                    raise BodyTooLarge(f"The upload has more than {MAX_UPLOAD_BYTES} bytes; no adapter is that large.")
+                if size > counted:
+                    _check_size(name, size, terms)
+                    staged.add(UPLOAD_COPIES * (size - counted))
+                    counted = size
                 with as_store_error():
                     await in_turn(PUSHED_BYTES, packed.write, part)
             packed.seek(0)
             await admin.run_in_turn(name, lambda: unpack(packed, Path(folder)))
+        staged.remove(counted)  # The tar is gone, and the files are left.
         yield Path(folder)
+
+
+def _check_size(name: str, num_bytes: int, terms: PushTerms) -> None:
+    if num_bytes > MAX_UPLOAD_BYTES:
+        raise BodyTooLarge(f"The upload has more than {MAX_UPLOAD_BYTES} bytes; no adapter is that large.")
+    StorageQuota.check_bytes(name, num_bytes - MAX_TAR_BYTES, terms)
 
 
 def _check_headers(packed: IO[bytes]) -> None:
@@ -76,7 +100,7 @@ def unpack(packed: IO[bytes], folder: Path) -> None:
         with tarfile.open(fileobj=packed, mode="r:") as tar:
             for member in tar:
                 content = tar.extractfile(member) if member.isreg() and not member.issparse() else None
-                if content is None or member.name not in UPLOADED_NAMES:
+                if content is None or member.name not in FILE_NAMES:
                     raise AdapterMalformed(
                         f"the upload contains {shown(member.name)}; it must be an uncompressed tar of {CONFIG_NAME} "
                         f"and {SAFETENSORS_NAME} (or {BIN_NAME}), optionally with {', '.join(OPTIONAL_NAMES)}, and "

@@ -140,6 +140,7 @@ class BatchRunner:
             lambda: self._find_caller(record.caller) is not None,
             make_sender,
             self.places.most,
+            lambda: min(bounds.MAX_OUTPUT_BYTES, self.store.quota.left(record.owner)),
             self._finishing,
             self._timing,
         )

@@ -17,6 +17,7 @@ import msgspec
 
 from lorafleet.cluster.batches.batch_bounds import BATCH_LIVES_S
 from lorafleet.cluster.batches.batch_log import BatchLog, LogEntry
+from lorafleet.cluster.batches.batch_quota import BatchQuota
 from lorafleet.cluster.batches.batch_records import BatchRecord, BatchStage, id_time_s
 from lorafleet.cluster.batches.file_store import ABANDONED_S, BatchFiles
 from lorafleet.cluster.catalogue.catalogue_store import Store
@@ -31,15 +32,17 @@ class BatchName:
 
 
 class BatchStore:
-    """The batches of all tenants, and `files`.
+    """The batches of all tenants, `files`, and the `quota` of both.
 
     Args:
+        most_bytes: Returns the bytes that all files may have.
         clock: Seconds since 1970, the same on all nodes. None stands for a SteadyClock.
     """
 
-    def __init__(self, store: Store, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, store: Store, most_bytes: Callable[[], int], clock: Callable[[], float] | None = None) -> None:
         self.clock = SteadyClock() if clock is None else clock
         self.files = BatchFiles(store, self.clock)
+        self.quota = BatchQuota(self.files, most_bytes)
         self._store = store
 
     def add(self, record: BatchRecord) -> None:

@@ -49,6 +49,7 @@ class BatchWork:
         may_go_on: Returns whether the API key of the batch is still valid.
         make_sender: Makes a sender that gives up on a line after a number of seconds.
         most_lines: Lines that are sent at a time.
+        most_bytes: Returns the bytes that the answers may have; it is called once, when the run begins.
         finishing: Held while output files are written.
     """
 
@@ -59,6 +60,7 @@ class BatchWork:
         may_go_on: Callable[[], bool],
         make_sender: Callable[[float], LineSender],
         most_lines: int,
+        most_bytes: Callable[[], int],
         finishing: threading.Lock,
         timing: BatchTiming = BATCH_TIMING,
     ) -> None:
@@ -68,9 +70,11 @@ class BatchWork:
         self._may_go_on = may_go_on
         self._make_sender = make_sender
         self._most_lines = most_lines
+        self._most_bytes = most_bytes
         self._finishing = finishing
         self._timing = timing
         self._faults: tuple[BatchFault, ...] = ()
+        self._output_bytes = 0  # As of the run's beginning.
 
     def run(self) -> Ending | None:
         """Returns how the batch has ended, or None if it must be continued by a later run. Raises LorafleetError if
@@ -83,6 +87,7 @@ class BatchWork:
         if journal.stage.has_ended:
             self._store.end(record, journal.stage)
             return journal.stage.ending
+        self._output_bytes = self._most_bytes()
         with tempfile.TemporaryFile() as file:
             ending = self._fetch_input(file)
             contents = None if ending is not None else self._validate(journal, file)
@@ -181,8 +186,11 @@ class BatchWork:
                 ),
             )
             return "failed"
-        if journal.stage.num_bytes > bounds.MAX_OUTPUT_BYTES:
-            message = f"The answers have more than {bounds.MAX_OUTPUT_BYTES} bytes. Split the input."
+        if journal.stage.num_bytes > self._output_bytes:
+            message = (
+                f"The answers have more than {self._output_bytes} bytes, the most that one batch may write now. Split "
+                "the input, or delete files that are not needed."
+            )
             self._faults = (BatchFault("output_too_large", message),)
             return "failed"
         return None

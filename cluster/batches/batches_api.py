@@ -83,6 +83,7 @@ def _create(store: BatchStore, caller: Caller, body: BatchRequest) -> BatchRecor
         raise InvalidRequest(
             f"The purpose of `input_file_id` is {file.purpose!r}; it must be 'batch'.", "input_file_id"
         )
+    store.quota.check_batch(caller)
     num_open = len(store.open_names(owner))
     if num_open >= bounds.MAX_OPEN_OF_ONE or not store.drop_oldest(owner, bounds.MAX_BATCHES_OF_ONE):
         raise QuotaExceeded(

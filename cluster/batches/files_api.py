@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from lorafleet.api.access.caller import Caller, caller_of, whose
+from lorafleet.api.access.caller import Caller, caller_of
 from lorafleet.api.access.caller_admission import MAX_UPLOADS, add_admission
 from lorafleet.api.access.work_threads import FILES, in_turn
 from lorafleet.api.answer.responses import json_response
@@ -28,21 +28,15 @@ from lorafleet.cluster.batches.batch_records import FileRecord, is_id, new_id, o
 from lorafleet.cluster.batches.batch_store import BatchStore, needed
 from lorafleet.cluster.batches.file_store import BatchFiles
 from lorafleet.cluster.batches.upload_form import UploadedFile, read_upload
-from lorafleet.protocol.errors import BatchFileNotFound, InvalidRequest, QuotaExceeded
+from lorafleet.protocol.errors import BatchFileNotFound, InvalidRequest
 from lorafleet.protocol.limits import cut
 
 
 class FilesApi:
-    """The routes of files.
+    """The routes of files. `store` is None if --batch-store is not set; all routes then say so."""
 
-    Args:
-        store: None if --batch-store is not set; all routes then say so.
-        most_bytes: Returns the bytes that the files of all tenants may have.
-    """
-
-    def __init__(self, store: BatchStore | None, most_bytes: Callable[[], int]) -> None:
+    def __init__(self, store: BatchStore | None) -> None:
         self._store = store
-        self._most_bytes = most_bytes
 
     def routes(self) -> list[Route]:
         return [
@@ -57,8 +51,11 @@ class FilesApi:
     async def create_file(self, state: AppState, request: Request) -> Response:
         store, caller = needed(self._store), caller_of(request)
         add_admission(request.scope, state.work_bounds.enter("uploads of files", MAX_UPLOADS, caller))
+        quota, declared = store.quota, request.headers.get("content-length", "")
+        if declared.isdecimal():  # Before it is written to the temporary folder.
+            await in_turn(FILES, quota.check_upload, caller, max(0, int(declared) - bounds.MAX_FORM_BYTES))
         async with read_upload(request) as upload:
-            await in_turn(FILES, self._check_quota, store, caller, upload.num_bytes)
+            await in_turn(FILES, quota.check_upload, caller, upload.num_bytes)
             record = _record_of(store, caller, upload)
             await in_turn(FILES, store.files.add, record, upload.content)
         return json_response(shown_file(record))
@@ -102,27 +99,6 @@ class FilesApi:
     async def _find(self, request: Request) -> FileRecord:
         files, file_id = needed(self._store).files, request.path_params["file_id"]
         return await in_turn(FILES, find_file, files, owner_of(caller_of(request)), file_id)
-
-    def _check_quota(self, store: BatchStore, caller: Caller, num_bytes: int) -> None:
-        """Raises QuotaExceeded if the caller, or all callers together, would have too many files or bytes. Uploads at
-        the same time do not see each other, so they may exceed the bounds once."""
-        names, owner = store.files.names(), owner_of(caller)
-        own = [name for name in names if name.owner == owner]
-        of_one, most_of_one = sum(name.num_bytes for name in own), int(bounds.MAX_BYTES_OF_ONE * self._most_bytes())
-        if len(own) >= bounds.MAX_FILES_OF_ONE:
-            raise QuotaExceeded(
-                f"{whose(caller)} has {len(own)} files; at most {bounds.MAX_FILES_OF_ONE} are allowed. Delete some."
-            )
-        if of_one + num_bytes > most_of_one:
-            raise QuotaExceeded(
-                f"The files of {whose(caller)} would have {of_one + num_bytes} bytes; at most {most_of_one} are "
-                "allowed. Delete files that are not needed, or ask the operator to raise --batch-store-bytes."
-            )
-        if sum(name.num_bytes for name in names) + num_bytes > self._most_bytes():
-            raise QuotaExceeded(
-                f"The files of all tenants would have more than {self._most_bytes()} bytes. Ask the operator to raise "
-                "--batch-store-bytes, or try again when files have expired."
-            )
 
 
 def find_file(files: BatchFiles, owner: str, file_id: str, param: str | None = None) -> FileRecord:

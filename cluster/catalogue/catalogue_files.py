@@ -17,14 +17,16 @@ from lorafleet.protocol.adapter_formats.adapter_files import (
     read_config,
     read_through,
 )
+from lorafleet.protocol.adapter_formats.draft_files import check_draft
 
 
 def stage(path: str | os.PathLike[str], target: Path) -> str:
     """Copies config, weights, tokenizer files and a draft LoRA, and nothing else, into an existing folder.
 
-    Returns their digest. Raises AdapterError.
+    Returns their digest. Raises AdapterError, for a draft whose header is wrong before anything is read whole.
     """
     folder = AdapterFolder.at(path)
+    check_draft(folder)
     config = read_config(folder)
     with open_weights(folder) as weights, opened_optional(folder) as optional:
         digest = read_through(config, optional, weights, target)

@@ -27,6 +27,9 @@ class VersionRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     base_model_name: str | None = None
     metadata: dict[str, str] = {}
     left_out: tuple[str, ...] = ()  # Its parts for pictures or sound, which are not served, such as "visual".
+    # Bytes of all its files in the catalogue's store: weights as they were pushed, tokenizer files, template and draft.
+    # 0 if the store has none of them, or if the record is older than this field.
+    stored_bytes: int = 0
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -88,9 +91,10 @@ def version_of_digest(adapter: AdapterRecord, digest: str) -> VersionRecord | No
     return next((version for version in adapter.versions if version.digest == digest), None)
 
 
-def num_bytes_of(adapter: AdapterRecord) -> int:
-    """Returns the bytes of all versions; versions with the same digest count once."""
-    return sum({version.digest: version.num_bytes for version in adapter.versions}.values())
+def stored_bytes_of(adapter: AdapterRecord) -> int:
+    """Returns the bytes that all versions take where they are stored; versions with the same digest count once. Those
+    of which the size of the files is not known count with their matrices."""
+    return sum({version.digest: version.stored_bytes or version.num_bytes for version in adapter.versions}.values())
 
 
 def next_number(adapter: AdapterRecord) -> int:

@@ -18,7 +18,7 @@ from lorafleet.cluster.catalogue.catalogue_records import (
     Entry,
     RemovalRecord,
     VersionRecord,
-    num_bytes_of,
+    stored_bytes_of,
 )
 from lorafleet.cluster.catalogue.name_index import NameIndex
 from lorafleet.cluster.catalogue.packed import Packed, PackedAdapters, unpack
@@ -93,8 +93,8 @@ class CatalogueState:
             self._owner[name if alias == name else alias] = name  # Both share one string.
         for digest in _digests(entry):
             self._set_users(digest, (*self.users(digest), name))
-        if tenant is not None and not entry.removing:
-            self._owned.setdefault(tenant, {})[name] = num_bytes_of(entry)
+        if tenant is not None:
+            self._owned.setdefault(tenant, {})[name] = stored_bytes_of(entry)
         if entry.pinned_replicas:
             self.pinned.add(name)
         if entry.removing:
@@ -123,7 +123,8 @@ class CatalogueState:
         return None if name is None else self.adapters[name]
 
     def owned(self, tenant: str) -> dict[str, int]:
-        """Returns the bytes of each of the tenant's adapters, by full name."""
+        """Returns the bytes of each of the tenant's adapters, by full name, also of those that are being removed, since
+        their files are still stored."""
         return self._owned.get(tenant, {})
 
     def owner_name(self, alias: str) -> str | None:

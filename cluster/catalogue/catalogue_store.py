@@ -72,6 +72,10 @@ class Store(Protocol):
         """Returns whether all files of the digest are there."""
         ...
 
+    def files_bytes(self, digest: str) -> int:
+        """Returns the bytes of all files of the digest; 0 if there are none."""
+        ...
+
     def stored_digests(self) -> list[str]:
         """Returns the digests that have files, whether complete or not."""
         ...

@@ -127,6 +127,12 @@ class FolderStore:
     def has_files(self, digest: str) -> bool:
         return (self._files / digest).is_dir()
 
+    def files_bytes(self, digest: str) -> int:
+        try:
+            return sum(path.stat().st_size for path in stored_files(self._files / digest).values())
+        except OSError as error:
+            raise _failed(f"the files of adapter {digest[:12]} cannot be read", self.uri, error) from error
+
     def stored_digests(self) -> list[str]:
         return [key.rpartition("/")[2] for key in self.keys("adapters/")]
 
@@ -168,8 +174,8 @@ class FolderDraft:
         self._modes = modes
         self._open: dict[str, BinaryIO] = {}
         with self._errors():
-            make_folder(files, modes)
-            make_folder(aside, modes)
+            make_folder(files, modes, parents=False)
+            make_folder(aside, modes, parents=False)
 
     def write(self, name: str, content: bytes | memoryview) -> None:
         with self._errors():
@@ -184,7 +190,7 @@ class FolderDraft:
         """Copies a file, whose name may begin with a folder."""
         target = self._aside / name
         with self._errors():
-            make_folder(target.parent, self._modes)
+            make_folder(target.parent, self._modes, parents=False)
             os.close(create_file(target, self._modes))
             shutil.copyfile(source, target)  # It keeps the mode of a file that is there.
             sync(target)

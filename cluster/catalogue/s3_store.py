@@ -68,11 +68,19 @@ class S3Store:
             return content
 
     def keys(self, prefix: str) -> list[str]:
+        return sorted(self._sizes(prefix))
+
+    def files_bytes(self, digest: str) -> int:
+        return sum(self._sizes(f"adapters/{digest}/").values())
+
+    def _sizes(self, prefix: str) -> dict[str, int]:
+        """Returns the bytes of each object with the prefix, by its key."""
         with self._errors(f"{prefix} cannot be listed"):
             pages = self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=self._bucket, Prefix=self._key(prefix)
             )
-            return sorted(item["Key"].removeprefix(self._prefix) for page in pages for item in page.get("Contents", ()))
+            found = [item for page in pages for item in page.get("Contents", ())]
+            return {item["Key"].removeprefix(self._prefix): item["Size"] for item in found}
 
     def delete(self, key: str) -> None:
         with self._errors(f"{key} cannot be deleted"):

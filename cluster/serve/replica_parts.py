@@ -158,7 +158,7 @@ class ReplicaParts:
             state, engine, tenancy, catalog, admin, membership, self._files.store, lookups, runner
         )
         await admin.unlist([module.name for module in self._args.lora_modules])
-        batches = batch_routes(None if runner is None else runner.store, lambda: self._args.batch_store_bytes)
+        batches = batch_routes(None if runner is None else runner.store)
         routes = routes_beside(admin, console, self._start_quality(state, store), batches)
         return build_api(lambda: state, routes, tracing)
 
@@ -248,7 +248,8 @@ class ReplicaParts:
         args = self._args
         if args.batch_store is None:
             return None
-        store = BatchStore(await in_turn(UPKEEP, open_store, args.batch_store, "batch_store"))
+        opened = await in_turn(UPKEEP, open_store, args.batch_store, "batch_store")
+        store = BatchStore(opened, lambda: self._args.batch_store_bytes)
         find_caller, posts = callers_of(state.access.gate), ReplicaPosts(all_replicas())
         runner = BatchRunner(store, self.link.take_batch_turn, find_caller, posts, args.batch_concurrency)
         state.telemetry.metrics.add(BatchMetrics(runner))

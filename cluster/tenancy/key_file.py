@@ -84,9 +84,8 @@ class RateLimits(_Strict):
 
 class TenantLimits(RateLimits):
     adapters: int | None = Field(default=None, ge=0, le=MAX_LIMIT)
-    adapter_bytes: int | None = Field(
-        default=None, ge=0, le=MAX_LIMIT_BYTES
-    )  # For all versions of its adapters, in the serving dtype.
+    # For all files of all versions of its adapters, as they are stored.
+    adapter_bytes: int | None = Field(default=None, ge=0, le=MAX_LIMIT_BYTES)
 
 
 class TenantEntry(_Strict):

@@ -53,7 +53,7 @@ def write_everything(root: Path, files: dict[str, bytes]) -> None:
     draft.publish("b" * 64)
     draft.discard()
     record = FileRecord(new_id("file-", 1.8e9), "0" * 32, 7, 1_800_000_000, 1_800_086_400, "in.jsonl", "batch")
-    BatchStore(FolderStore(root / "batches"), lambda: 1.8e9).files.add(record, io.BytesIO(b"prompts"))
+    BatchStore(FolderStore(root / "batches"), lambda: 1 << 20, lambda: 1.8e9).files.add(record, io.BytesIO(b"prompts"))
     cache = AdapterCache(root / "fetched" / "adapters", 1 << 20)
     with cache.draft(
         {name: len(data) for name, data in files.items()}, FetchDeadline(60.0, "it", threading.Event())

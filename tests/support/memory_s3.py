@@ -65,7 +65,7 @@ class MemoryS3:
         folders = sorted({key[: key.index("/", len(Prefix)) + 1] for key in keys if "/" in key[len(Prefix) :]})
         yield {"CommonPrefixes": [{"Prefix": folder} for folder in folders]} if Delimiter else {}
         for key in [] if Delimiter else keys:
-            yield {"Contents": [{"Key": key}]}
+            yield {"Contents": [{"Key": key, "Size": len(self.objects[key][0])}]}
 
     def _found(self, key: str) -> tuple[bytes, dict[str, str]]:
         if key not in self.objects:

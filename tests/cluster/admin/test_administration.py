@@ -44,6 +44,7 @@ from lorafleet.protocol.errors import (
     InvalidRequest,
     ModelNotFound,
     Overloaded,
+    QuotaExceeded,
 )
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from tests.cluster.directory import conftest
@@ -222,6 +223,42 @@ async def test_removal_waits_for_requests_and_frees_every_replica_and_the_store(
         assert cluster.stored == set() and not any(engine.held for engine in engines)
         assert await cluster.admin.list_adapters() == []
         assert numbers(await cluster.push("sql", make("x"))) == [1]
+
+
+async def test_a_push_beside_a_removal_of_its_name_waits_for_its_end(cluster: Cluster, make: Any) -> None:
+    """Also if the removal begins while the push is loading its version."""
+
+    class RemovedMeanwhile(Engine):
+        async def load_adapter(self, lora: LoRARequest) -> AdapterInfo:
+            info = await super().load_adapter(lora)
+            if info.digest == second and first in self.busy:
+                await cluster.admin.remove("sql", wait_s=0)
+                asyncio.get_running_loop().call_later(0.05, self.busy.pop(first).set)
+            return info
+
+    first, second = (folder_digest(Path(make(name))) for name in ("x", "y"))
+    engine = RemovedMeanwhile()
+    async with cluster.replicas(engine) as view:
+        await cluster.push("sql", make("x"))
+        engine.busy[first] = asyncio.Event()
+        pushed = await cluster.push("sql", make("y"))
+        assert [version.digest for version in pushed.versions] == [second] and first not in engine.busy
+        assert (await view.resolve("sql")).digest == second
+        assert cluster.stored == {second}
+
+
+async def test_an_adapter_that_is_being_removed_still_counts_for_its_tenant(cluster: Cluster, make: Any) -> None:
+    engine = Engine()
+    async with cluster.replicas(engine):
+        most = len("{}") + len("x")  # config and weights
+        digest = (await cluster.push("~acme/one", make("x"), max_bytes=most)).versions[0].digest
+        engine.busy[digest] = asyncio.Event()
+        await cluster.admin.remove("~acme/one", wait_s=0)
+        with pytest.raises(QuotaExceeded, match="with all files of all versions"):
+            await cluster.push("~acme/two", make("y"), max_bytes=most)
+        engine.busy.pop(digest).set()
+        await cluster.admin.remove("~acme/one", wait_s=5)
+        await cluster.push("~acme/two", make("y"), max_bytes=most)
 
 
 async def test_no_lock_is_kept_of_digests_that_were_pushed_once(cluster: Cluster, make: Any) -> None:

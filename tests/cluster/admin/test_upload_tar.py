@@ -10,7 +10,9 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from lorafleet.client.packing import pack
 from lorafleet.client.unpacking import Unpacker
@@ -20,6 +22,11 @@ from lorafleet.cluster.catalogue.catalogue_files import stage
 from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.protocol.adapter_formats.adapter_files import folder_digest, stored_files
 from lorafleet.protocol.errors import AdapterMalformed
+
+DRAFT = {
+    "adapter_config.json": b'{"peft_type": "LORA"}',
+    "adapter_model.safetensors": save({"a": np.zeros(2, np.float32)}),
+}
 
 
 def tar_of(fill: Callable[[tarfile.TarFile], object], form: int = tarfile.PAX_FORMAT) -> bytes:
@@ -63,8 +70,8 @@ def test_a_draft_lora_goes_the_whole_way_and_is_part_of_the_digest(tmp_path: Pat
         (own / name).write_bytes(content)
     without = folder_digest(own)
     (own / "draft").mkdir()
-    for name, content in plain.items():
-        (own / "draft" / name).write_bytes(content + b" of the draft")
+    for name, content in DRAFT.items():
+        (own / "draft" / name).write_bytes(content)
     digest = folder_digest(own)
     assert digest != without
 
@@ -82,6 +89,32 @@ def test_a_draft_lora_goes_the_whole_way_and_is_part_of_the_digest(tmp_path: Pat
     tar.close()
     assert folder_digest(target) == digest
     assert stored_files(target).keys() == stored_files(own).keys()
+
+
+@pytest.mark.parametrize(
+    ("nonsense", "cause"),
+    [
+        ({"adapter_config.json": b'{"x": 1}'}, "has the peft_type None"),
+        ({"adapter_config.json": b"[]"}, "draft/adapter_config.json"),
+        ({"adapter_model.safetensors": b""}, "is truncated"),
+        ({"adapter_model.safetensors": b"x" * 1000}, "is not a safetensors file"),
+        ({"adapter_model.safetensors": DRAFT["adapter_model.safetensors"] + bytes(1 << 20)}, "belong to no tensor"),
+        ({"adapter_model.safetensors": save({})}, "has no tensors"),
+    ],
+)
+def test_a_draft_that_cannot_be_one_is_rejected_before_anything_is_copied(
+    tmp_path: Path, nonsense: dict[str, bytes], cause: str
+) -> None:
+    own, staged = tmp_path / "own", tmp_path / "staged"
+    (own / "draft").mkdir(parents=True)
+    staged.mkdir()
+    (own / "adapter_config.json").write_bytes(b"{}")
+    (own / "adapter_model.safetensors").write_bytes(b"weights")
+    for name, content in (DRAFT | nonsense).items():
+        (own / "draft" / name).write_bytes(content)
+    with pytest.raises(AdapterMalformed, match=cause):
+        stage(own, staged)
+    assert not list(staged.iterdir())
 
 
 def test_half_a_draft_lora_is_rejected(tmp_path: Path) -> None:

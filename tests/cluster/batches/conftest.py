@@ -59,7 +59,7 @@ class House:
             for tenant in TENANTS
         }
         self.front.access = Access(Gate(keys=lambda: dict(self.keys)))
-        self.api = build_api(lambda: self.front, batch_routes(self.store, lambda: MAX_BYTES))
+        self.api = build_api(lambda: self.front, batch_routes(self.store))
         self.answerer = LineAnswerer(self.api, callers_of(self.front.access.gate))
 
     def runner(self, post: PostLine | None = None, most_lines: int = 4, timing: BatchTiming = QUICK) -> BatchRunner:
@@ -138,7 +138,7 @@ def house(store: Store) -> Iterator[House]:
     engine = ScriptedEngine(tokenizer)
     front = make_state(FrontConfig(("llama",), str(MODEL)), tokenizer, engine, MemoryCatalog())
     clock: list[Callable[[], float]] = [lambda: 0.0]
-    made = House(BatchStore(store, lambda: clock[0]()), front, engine)
+    made = House(BatchStore(store, lambda: MAX_BYTES, lambda: clock[0]()), front, engine)
     clock[0] = lambda: made.now_s
     yield made
     front.close()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+
 import httpx
 import openai
 import pytest
 
 from lorafleet.api.routes.build_api import build_api
 from lorafleet.cluster.batches import batch_bounds as bounds
+from lorafleet.cluster.batches.batch_quota import BatchQuota
 from lorafleet.cluster.batches.batch_routes import batch_routes
-from tests.cluster.batches.conftest import House, chat_line, created, ended
+from lorafleet.cluster.batches.line_post import LinePost, LineReply
+from tests.cluster.batches.conftest import MAX_BYTES, House, chat_line, created, ended, jsonl
 
 
 async def test_an_upload_is_refused_by_name(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +77,38 @@ async def test_a_filename_that_is_a_path_or_acts_on_terminals_is_refused(house: 
 async def test_an_upload_without_a_boundary_is_refused(house: House, given: str) -> None:
     answer = await upload(house, f"multipart/form-data{given}", b"a")
     assert answer.status_code == 400 and "boundary" in answer.json()["error"]["message"]
+async def test_output_files_count_as_files_of_their_tenant(house: House) -> None:
+    """One input may be used by many batches, whose outputs are stored as well."""
+    client, lines, hold = house.client(), [chat_line(number) for number in range(8)], asyncio.Event()
+
+    async def post(line: LinePost) -> LineReply:
+        if b"number 6" in line.body:
+            await hold.wait()
+        return await house.answerer.answer(line)
+
+    house.store.quota = BatchQuota(house.store.files, lambda: 2 * (len(jsonl(lines)) + 1000))
+    batch = await created(client, lines)
+    async with house.running(house.runner(post, most_lines=1)):
+        batch = await ended(client, batch.id)
+    assert (batch.status, batch.errors.data[0].code) == ("failed", "output_too_large")
+    assert 0 < batch.request_counts.completed <= 6 and batch.output_file_id is not None
+    house.store.quota = BatchQuota(house.store.files, lambda: 2)
+    with pytest.raises(openai.RateLimitError, match="leave no room for the output of a batch"):
+        await client.batches.create(
+            input_file_id=batch.input_file_id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+
+
+async def test_an_upload_beyond_the_quota_is_not_read(house: House) -> None:
+    async def never() -> AsyncIterator[bytes]:
+        raise AssertionError("the body was read")
+        yield b""
+
+    headers = {"authorization": "Bearer key of acme", "content-type": "multipart/form-data; boundary=x"}
+    headers["content-length"] = str(MAX_BYTES)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(house.api), base_url="http://localhost") as http:
+        refused = await http.post("/v1/files", content=never(), headers=headers)
+    assert refused.status_code == 429 and "--batch-store-bytes" in refused.text
 
 
 async def test_a_tenant_has_bounded_files_and_batches(house: House, monkeypatch: pytest.MonkeyPatch) -> None:

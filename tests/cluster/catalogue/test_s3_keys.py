@@ -21,7 +21,8 @@ class Bucket:
         return self
 
     def paginate(self, **place: str) -> Iterator[dict[str, Any]]:
-        yield {"Contents": [{"Key": key} for key in self._contents if key.startswith(place["Prefix"])]}
+        found = {key: content for key, content in self._contents.items() if key.startswith(place["Prefix"])}
+        yield {"Contents": [{"Key": key, "Size": len(content)} for key, content in found.items()]}
 
     def download_file(self, _bucket: str, key: str, path: str) -> None:
         Path(path).write_bytes(self._contents[key])

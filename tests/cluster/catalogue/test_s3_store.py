@@ -100,6 +100,7 @@ def test_files_are_complete_or_absent(store: S3Store, tmp_path: Path) -> None:
     (folder / "draft" / "adapter_model.safetensors").write_bytes(b"for the draft model")
     digest = folder_digest(folder)
     store.put_files(digest, folder)
+    assert store.files_bytes(digest) == sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     store.fetch_files(digest, back)
     assert folder_digest(back) == digest
     assert (back / "draft" / "adapter_model.safetensors").read_bytes() == b"for the draft model"

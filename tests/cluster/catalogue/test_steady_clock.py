@@ -71,7 +71,7 @@ def test_a_suspend_of_the_machine_is_no_jump(monkeypatch: pytest.MonkeyPatch, ca
 @pytest.mark.parametrize("jump_s", [31 * DAY_S, -31 * DAY_S])
 def test_files_and_uploads_outlive_a_jump_of_the_clock(tmp_path: Path, jump_s: float) -> None:
     machine, root = Machine(), FolderStore(tmp_path)
-    store = BatchStore(root, machine.clock)
+    store = BatchStore(root, lambda: 1 << 30, machine.clock)
 
     def add() -> FileRecord:
         now_s = int(store.clock())

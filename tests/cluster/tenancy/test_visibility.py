@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from safetensors.torch import load_file
 
 from lorafleet.api.access.caller import Caller
 from lorafleet.api.routes.build_api import ROUTES
+from lorafleet.client.packing import pack
 from lorafleet.client.shared_memory import shared_tensors
 from lorafleet.client.tensor_packing import pack_shared
 from lorafleet.cluster.admin.admin_api import admin_routes
 from lorafleet.cluster.admin.download_api import MAX_DOWNLOADS
+from lorafleet.cluster.admin.upload_tar import MAX_TAR_BYTES, MAX_UPLOAD_BYTES
 from lorafleet.cluster.tenancy.usage_sums import summed
 from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
 from lorafleet.protocol.lora_request import LoRARequest
@@ -32,6 +35,12 @@ KINDS = ("all", "qv", "regex", "layers")
 @pytest.fixture
 def adapters(fleet: Callable[[str], Any]) -> dict[str, Path]:
     return {kind: fleet("llama3").adapters[kind] for kind in KINDS}
+
+
+def pack_folder(folder: Path) -> bytes:
+    packed = io.BytesIO()
+    pack(folder, packed)
+    return packed.getvalue()
 
 
 async def answers(house: House, adapters: dict[str, Path]) -> dict[str | None, list[int]]:
@@ -480,6 +489,56 @@ async def test_a_folder_whose_name_is_no_text_fails_the_request_for_it_alone(
             assert answer.status_code in statuses, answer.text
         listed = await house.ask("operator", "GET", "/v1/models")
         assert listed.status_code == 200 and listed.json()["data"]
+
+
+async def test_all_files_of_all_versions_count_as_bytes_of_a_tenant(
+    house: House, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """A draft, a tokenizer file and each version that is kept, as they are on the disk."""
+    full, folder = tmp_path / "full", house.folder / "catalogue" / "adapters"
+    shutil.copytree(adapters["qv"], full)
+    (full / "draft").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(adapters["all"] / name, full / "draft" / name)
+    (full / "chat_template.jinja").write_text("x" * 100_000)
+    plain = sum((adapters["qv"] / name).stat().st_size for name in ("adapter_config.json", "adapter_model.safetensors"))
+    house.tenants = {"acme": {"limits": {"adapter_bytes": plain}, "sources": [str(tmp_path)]}}
+    async with house.open():
+        for body in (pack_folder(full), pack_folder(adapters["regex"]) + pack_folder(full)):
+            refused = await house.ask("acme", "PUT", "/v1/adapters/one/files", content=body)
+            assert refused.status_code == 429 and "with all files of all versions" in refused.text
+        refused = await house.ask("acme", "POST", "/v1/adapters", {"name": "one", "source": str(full)})
+        assert refused.status_code == 429 and f"its limit is {plain}" in refused.text
+        assert not folder.exists() or not list(folder.iterdir()), "nothing of it was stored"
+        pushed = await house.push("acme", "one", adapters["qv"])
+        assert pushed.status_code == 200, pushed.text
+        [version] = pushed.json()["versions"]
+        assert version["stored_bytes"] == plain == sum(path.stat().st_size for path in folder.rglob("*.*"))
+        assert (await house.push("acme", "one", adapters["qv"])).status_code == 200, "the same bytes count once"
+        refused = await house.push("acme", "one", adapters["layers"])
+        assert refused.status_code == 429, "the version before is still kept"
+
+
+async def test_an_upload_that_can_never_be_stored_is_not_read(house: House) -> None:
+    house.tenants = {"acme": {"limits": {"adapter_bytes": 1000}}}
+
+    async def never() -> AsyncIterator[bytes]:
+        raise AssertionError("the body was read")
+        yield b""
+
+    async with house.open():
+        for declared, status in ((MAX_TAR_BYTES + 1001, 429), (MAX_UPLOAD_BYTES + 1, 413)):
+            headers = {"authorization": f"Bearer {house.keys['acme']}", "content-length": str(declared)}
+            refused = await house.http.put("/v1/adapters/one/files", content=never(), headers=headers)
+            assert refused.status_code == status, refused.text
+
+        async def endless() -> AsyncIterator[bytes]:
+            while True:
+                yield bytes(1 << 20)
+
+        headers = {"authorization": f"Bearer {house.keys['acme']}"}
+        refused = await house.http.put("/v1/adapters/one/files", content=endless(), headers=headers)
+        assert refused.status_code == 429 and "its limit is 1000" in refused.text
 
 
 async def test_the_next_tenant_of_a_name_gets_nothing_of_the_former(house: House, adapters: dict[str, Path]) -> None:
