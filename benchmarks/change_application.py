@@ -65,7 +65,7 @@ def connect(pid: int) -> None:
 
 
 def replace(changes: dict[str, Any]) -> None:
-    """Deploys the application with its options and these changes from a file, by `serve run`. Waits until all replicas
+    """Deploys the application with the options that were deployed last and these changes from a file, by `serve run`. Waits until all replicas
     are replaced. Raises SystemExit with Serve's message if it cannot be deployed."""
     from ray.serve.context import _get_global_client
 
