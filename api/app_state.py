@@ -43,10 +43,21 @@ class AppState:
     long_work: FairThreads = field(default_factory=_long_work)  # Runs what would delay the event loop.
     model_pages: ModelPages = field(default_factory=ModelPages)  # Pages of /v1/models.
 
+    def change_config(self, config: FrontConfig) -> None:
+        """Serves later requests with this configuration. It may differ from the former one in bounds, in the origins,
+        and in whether adapters may be loaded at run time: other fields were read when the services were built."""
+        self.config = config
+        self.body_budget.max_bytes = body_budget_bytes(config)
+        self.stored.store.max_bytes = config.response_store_bytes
+
     def close(self) -> None:
         """Stops the threads and processes that tokenize, render templates and do long work."""
         self.texts.close()
         self.long_work.close()
+
+
+def body_budget_bytes(config: FrontConfig) -> int:
+    return max(MAX_BODIES_BYTES, 2 * config.max_body_bytes)
 
 
 def make_state(
@@ -79,6 +90,6 @@ def make_state(
         ),
         TextService(config, tokenizer, engine, languages),
         telemetry,
-        BodyBudget(max(MAX_BODIES_BYTES, 2 * config.max_body_bytes)),
+        BodyBudget(body_budget_bytes(config)),
         StoredResponses(ResponseStore(config.response_store_bytes), ask_replicas),
     )

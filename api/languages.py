@@ -25,7 +25,7 @@ from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, turn_group
 from lorafleet.protocol.names import tenant_of
 from lorafleet.sandbox.job_turns import JobTurns, NoRoom, TurnLimits
 
-NUM_THREADS = 8  # More than are read at a time, because remote adapters are fetched first and wait for the network.
+MAX_LANGUAGES_FETCHED = 8  # Adapters whose files are fetched at a time.
 MAX_LANGUAGES_READ = 2  # Languages read at a time; a tokenizer file may have 64 MiB.
 MAX_LANGUAGES_WAITING = 128  # Languages of one tenant that may wait to be read.
 
@@ -46,7 +46,7 @@ class AdapterLanguages:
         self._reader = LanguageReader(
             tokenizer,
             hello.vocab_size,
-            hello.eos_token_ids,
+            hello.ends(tokenizer.eos_token_id),
             self.templates,
             self._encoders,
             rope_positions=hello.rope_positions,
@@ -54,7 +54,9 @@ class AdapterLanguages:
         self.base = self._reader.base
         self._engine = engine
         self._open_files = open_files
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="adapter-language")
+        self._fetch_pool = ThreadPoolExecutor(MAX_LANGUAGES_FETCHED, thread_name_prefix="language-fetch")
+        self._fetch_turns = JobTurns(TurnLimits(MAX_LANGUAGES_FETCHED, MAX_LANGUAGES_WAITING))
+        self._pool = ThreadPoolExecutor(MAX_LANGUAGES_READ + 1, thread_name_prefix="adapter-language")
         self._turns = JobTurns(TurnLimits(MAX_LANGUAGES_READ, MAX_LANGUAGES_WAITING))
         self._cache = LanguageCache()
         self._under_way: dict[str, asyncio.Task[Language]] = {}
@@ -99,6 +101,7 @@ class AdapterLanguages:
             await self.of(msgspec.structs.replace(lora, digest=info.digest), turn_group(tenant, lora))
 
     def close(self) -> None:
+        self._fetch_pool.shutdown(wait=False, cancel_futures=True)
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.templates.close()
         self._encoders.close()
@@ -119,21 +122,24 @@ class AdapterLanguages:
     async def _read(self, lora: LoRARequest, group: str) -> Language:
         """Fetches the adapter's files and reads its language.
 
-        Only reading is scheduled by group, because it costs processor time and memory. Fetching waits for the network.
+        Groups take turns for both. Fewer languages are read than fetched, since reading costs processor time and memory
+        while fetching waits for the network.
         """
         run = asyncio.get_running_loop().run_in_executor
         files = self._open_files(lora.lora_path, lora.digest)
-        folder = await run(self._pool, files.__enter__)
         try:
-            async with self._turns.turn(group):
-                return await run(self._pool, self._read_folder, folder, lora)
+            async with self._fetch_turns.turn(group):
+                folder = await run(self._fetch_pool, files.__enter__)
+            try:
+                async with self._turns.turn(group):
+                    return await run(self._pool, self._read_folder, folder, lora)
+            finally:
+                await run(self._pool, files.__exit__, None, None, None)
         except NoRoom as full:
             raise QueueFull(
                 f"The tokenizer and template of {lora.lora_name!r} cannot be read now: {full}. Try again later.",
                 retry_after_s=self._turns.retry_after_s,
             ) from None
-        finally:
-            await run(self._pool, files.__exit__, None, None, None)
 
     def _read_folder(self, folder: Path, lora: LoRARequest) -> Language:
         return self._reader.read(AdapterFolder.at(folder, lora.within))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 
+from lorafleet.api.access.work_threads import CHECKS, in_turn
 from lorafleet.api.backend import EngineBackend
 from lorafleet.api.front_config import FrontConfig
 from lorafleet.api.languages import AdapterLanguages
@@ -61,7 +61,7 @@ class TextService:
     async def tokenizer_file(self, model: ServedModel) -> TokenizerFile:
         """Returns a file of the model's tokenizer for the engine's grammars, and writes it if it does not exist yet."""
         known = self._tokenizer_files.known(model.tokenizer)
-        return known if known is not None else await asyncio.to_thread(self._tokenizer_files.of, model.tokenizer)
+        return known if known is not None else await in_turn(CHECKS, self._tokenizer_files.of, model.tokenizer)
 
     def tool_format(self, model: ServedModel) -> KnownFormat | None:
         """Returns the format in which the model writes tool calls, or None if it is unknown."""

@@ -69,6 +69,7 @@ RUNS = (
     Run("delta_rule", "delta_rule.py", 120),
     Run("structured_decode", "structured_decode.py --layers 32 --hidden 4096 --steps 200", 420, writes_json=False),
     Run("start_times", "start_times.py --fresh --switch-s 150", 360, writes_json=False),
+    Run("first_minute", "first_minute.py", 420, writes_json=False),
     Run("step_watching", "step_watching.py --batches 1 64 --generated 256", 420),
     Run("rank_sum", "rank_sum.py", 240, num_gpus=2),
     Run("tensor_parallel_2", "tensor_parallel.py --sizes 1 2", 600, num_gpus=2),

@@ -7,7 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -150,7 +150,11 @@ def _digest(folder: Path) -> str:
     weights = next((name for name in (SAFETENSORS_NAME, BIN_NAME) if (folder / name).exists()), None)
     if weights is None or not (folder / CONFIG_NAME).exists():
         raise DownloadError(f"the server's tar has no {CONFIG_NAME} or no weights, so it is not an adapter.")
-    optional = {name: (folder / name).read_bytes() for name in OPTIONAL_NAMES if (folder / name).exists()}
-    with (folder / weights).open("rb", buffering=0) as stream:
-        file = OpenFile(weights, stream, os.fstat(stream.fileno()))
-        return read_through((folder / CONFIG_NAME).read_bytes(), optional, file)
+    with ExitStack() as stack:
+
+        def opened(name: str) -> OpenFile:
+            stream = stack.enter_context((folder / name).open("rb", buffering=0))
+            return OpenFile(name, stream, os.fstat(stream.fileno()))
+
+        optional = {name: opened(name) for name in OPTIONAL_NAMES if (folder / name).exists()}
+        return read_through((folder / CONFIG_NAME).read_bytes(), optional, opened(weights))

@@ -40,7 +40,7 @@ from lorafleet.protocol.engine_config import (
 )
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.lora_config import LoRAConfig, LoRAOptions
-from lorafleet.protocol.options import options_of, values_of
+from lorafleet.protocol.options import Change, options_of, values_of
 from lorafleet.protocol.sources import CACHE_BYTES, HTTPConfig, HubConfig, S3Config, SourcesConfig
 from lorafleet.protocol.tool_call_formats import ReasoningFormat, ToolCallFormat
 
@@ -155,7 +155,7 @@ class AppArgs(
     served_model_name: Annotated[list[str], BeforeValidator(_as_list)] = Field(
         [], description="Names that requests use for the base model. Default: the model's path."
     )
-    lora_modules: Annotated[list[Module], BeforeValidator(_as_list)] = Field(
+    lora_modules: Annotated[list[Module], BeforeValidator(_as_list), Change.IN_REPLICA] = Field(
         [], description='Adapters served from the start: name=path, or JSON with "name", "path", "base_model_name".'
     )
     chat_template: str | None = Field(None, description="File with a Jinja chat template. Default: the tokenizer's.")
@@ -179,15 +179,15 @@ class AppArgs(
         "first requests need not wait. Useful if the cluster's host memory holds a good part of the "
         "catalogue.",
     )
-    allow_runtime_lora_updating: bool = Field(
+    allow_runtime_lora_updating: Annotated[bool, Change.IN_REPLICA] = Field(
         False, description="Enable /v1/load_lora_adapter and /v1/unload_lora_adapter. Trusted networks only."
     )
-    push_hosts: Annotated[list[PushHost], BeforeValidator(_as_list)] = Field(
+    push_hosts: Annotated[list[PushHost], BeforeValidator(_as_list), Change.IN_REPLICA] = Field(
         [],
         description="Hosts of trainers whose process groups replicas may join to receive adapters: names, addresses, "
         "or networks such as 10.0.0.0/8. Default: this machine only.",
     )
-    lora_resolver_dir: str | None = Field(
+    lora_resolver_dir: Annotated[str | None, Change.IN_REPLICA] = Field(
         None, description="Folder of adapters. Each is served by the name of its folder when it is first requested."
     )
     lora_resolver_s3: Annotated[S3Config | None, _parse_source("uri")] = Field(
@@ -205,7 +205,7 @@ class AppArgs(
         description="Adapters on the Hugging Face hub: the repos allowed, such as 'org/*', or JSON with allow, repo, "
         "revision, endpoint, timeout_s, max_bytes.",
     )
-    lora_resolvers: Annotated[list[str], BeforeValidator(_as_list)] = Field(
+    lora_resolvers: Annotated[list[str], BeforeValidator(_as_list), Change.IN_REPLICA] = Field(
         [],
         description="Order in which unknown adapters are looked up; the first hit wins: filesystem, s3, http, "
         "hub and installed plugins. Resolvers that are configured but not named here are tried "
@@ -233,7 +233,7 @@ class AppArgs(
         "on the head node.",
     )
 
-    admin_key: str | None = Field(
+    admin_key: Annotated[str | None, Change.IN_REPLICA] = Field(
         None,
         repr=False,
         min_length=8,
@@ -241,7 +241,7 @@ class AppArgs(
         "it. Without it, only API keys of the scope admin open /v1/adapters.",
     )
 
-    api_keys: Annotated[str | None, BeforeValidator(_absolute)] = Field(
+    api_keys: Annotated[str | None, BeforeValidator(_absolute), Change.IN_REPLICA] = Field(
         None,
         repr=False,
         description="YAML or JSON file of API keys and tenants, which every node has at this path. `lorafleet "
@@ -259,14 +259,16 @@ class AppArgs(
         description="Folder of the audit log, in which replicas record administrative requests. Default with "
         "admin_key or api_keys: audit/ in the same place.",
     )
-    allowed_origins: Annotated[list[Origin], BeforeValidator(_as_list)] = Field(
+    allowed_origins: Annotated[list[Origin], BeforeValidator(_as_list), Change.IN_REPLICA] = Field(
         [],
         description="Sites whose pages may use the server from a browser, such as https://app.example.org, or * "
         "for all. Without keys, requests from pages of other sites are rejected, and so are requests whose "
         "Host is neither an address nor localhost.",
     )
-    insecure_without_keys: bool = Field(False, description="Start without API keys even if open to the network.")
-    insecure_without_ray_token: bool = Field(
+    insecure_without_keys: Annotated[bool, Change.IN_REPLICA] = Field(
+        False, description="Start without API keys even if open to the network."
+    )
+    insecure_without_ray_token: Annotated[bool, Change.BY_SERVE] = Field(
         False, description="Start even if the address is open to the network and Ray requires no token."
     )
 
@@ -320,7 +322,7 @@ class AppArgs(
             )
         _check_modules(self.lora_modules, self.base_names)
         if not self.enable_lora:
-            self._check_no_loras()
+            _check_no_loras(self)
         if self.fill_cpu_loras and self.routing != "affinity":
             raise ValueError(
                 f"routing={self.routing} places no adapters, so fill_cpu_loras has no effect; remove it, or use "
@@ -328,14 +330,6 @@ class AppArgs(
             )
         _check_resolvers(self.lora_resolvers, self._configured_resolvers)
         return self
-
-    def _check_no_loras(self) -> None:
-        fields = AppArgs.model_fields
-        unused = [name for name in LORA_ONLY if getattr(self, name) != fields[name].get_default()]
-        if unused:
-            raise ValueError(
-                f"{', '.join(unused)} has no effect without enable_lora; leave it out, or enable adapters."
-            )
 
     @property
     def base_names(self) -> list[str]:
@@ -363,8 +357,9 @@ class AppArgs(
 
     @property
     def has_neighbors(self) -> bool:
-        """Whether replicas on other nodes are asked for adapters, which takes several replicas."""
-        return self.lora_neighbors and self.enable_lora and self.most_replicas > 1
+        """Whether replicas on other nodes are asked for adapters. One replica alone is ready for them too, since a
+        deploy may add others."""
+        return self.lora_neighbors and self.enable_lora
 
     @property
     def resolver_templates(self) -> dict[str, str]:
@@ -397,6 +392,13 @@ class AppArgs(
             kv_events=self.kv_events_config,
             most_replicas=self.most_replicas,
         )
+
+
+def _check_no_loras(args: AppArgs) -> None:
+    fields = AppArgs.model_fields
+    unused = [name for name in LORA_ONLY if getattr(args, name) != fields[name].get_default()]
+    if unused:
+        raise ValueError(f"{', '.join(unused)} has no effect without enable_lora; leave it out, or enable adapters.")
 
 
 def parse_args(values: dict[str, Any]) -> AppArgs:

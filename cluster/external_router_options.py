@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from lorafleet.cluster.json_text import parse_json
 from lorafleet.protocol.kv_events_config import KVEventsConfig
+from lorafleet.protocol.options import Change
 
 
 def _parse(value: Any) -> Any:
@@ -28,7 +29,7 @@ class ExternalRouterOptions(BaseModel, frozen=True):
         'JSON as in vLLM: {"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557"}, and publisher, '
         "replay_endpoint, buffer_steps, hwm, max_queue_size, topic. Default: no events.",
     )
-    insecure_kv_events: bool = Field(
+    insecure_kv_events: Annotated[bool, Change.BY_SERVE] = Field(
         False,
         description="Publish KV events even on an address that is open to the network. They have the tokens of all "
         "prompts and answers, and whoever reaches the port receives them.",

@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import BaseModel, Field, model_validator
 
 from lorafleet.cluster.routing.rule_names import RoutingRule
 from lorafleet.protocol.engine_config import QueuedRequests, QueuedTokens
 from lorafleet.protocol.limits import MAX_BODY_BYTES, RESPONSE_STORE_BYTES
+from lorafleet.protocol.options import Change
 
 
 class ReplicaOptions(BaseModel, frozen=True):
     """The part of AppArgs (cluster/config.py) that concerns replicas."""
 
-    num_replicas: int = Field(1, ge=1, description="Number of replicas. Each holds the whole base model.")
-    max_replicas: int | None = Field(
+    num_replicas: Annotated[int, Change.BY_SERVE] = Field(
+        1, ge=1, description="Number of replicas. Each holds the whole base model."
+    )
+    max_replicas: Annotated[int | None, Change.BY_SERVE] = Field(
         None, ge=1, description="Largest number of replicas under load. Default: num_replicas, without autoscaling."
     )
-    target_load: float = Field(
+    target_load: Annotated[float, Change.BY_SERVE] = Field(
         0.7,
         gt=0,
         le=1,
         description="With max_replicas: target share of each replica's sequences and KV tokens in use, 0 to 1.",
     )
-    upscale_delay_s: float = Field(
+    upscale_delay_s: Annotated[float, Change.BY_SERVE] = Field(
         30.0,
         ge=0,
         allow_inf_nan=False,
         description="With max_replicas: seconds of sustained overload before a replica is added.",
     )
-    downscale_delay_s: float = Field(
+    downscale_delay_s: Annotated[float, Change.BY_SERVE] = Field(
         600.0,
         ge=0,
         allow_inf_nan=False,
@@ -45,30 +48,30 @@ class ReplicaOptions(BaseModel, frozen=True):
     num_cpus: float = Field(
         0.1, gt=0, allow_inf_nan=False, description="CPUs that Ray reserves for each worker. Fractions are allowed."
     )
-    max_ongoing_requests: int = Field(
+    max_ongoing_requests: Annotated[int, Change.BY_SERVE] = Field(
         1024, ge=1, description="Maximum number of requests that Ray Serve sends to one replica at a time."
     )
     # An engine has no such bounds by default.
-    max_queued_requests: QueuedRequests = 512
-    max_queued_tokens: QueuedTokens = 2_000_000
-    queue_timeout: float | None = Field(
+    max_queued_requests: Annotated[QueuedRequests, Change.IN_REPLICA] = 512
+    max_queued_tokens: Annotated[QueuedTokens, Change.IN_REPLICA] = 2_000_000
+    queue_timeout: Annotated[float | None, Change.IN_REPLICA] = Field(
         None,
         ge=0,
         allow_inf_nan=False,
         description="Seconds that a request may wait to start before it is rejected with 429 and Retry-After. Its "
         "X-Queue-Timeout-Seconds header overrides this. Default: no limit.",
     )
-    drain_timeout: float = Field(
+    drain_timeout: Annotated[float, Change.BY_SERVE] = Field(
         300.0,
         ge=1,
         allow_inf_nan=False,
         description="Seconds that a replica that is stopped, since fewer are needed or its node is drained, has to end "
         "the answers that it has begun. Those that take longer are cut off.",
     )
-    max_body_bytes: int = Field(
+    max_body_bytes: Annotated[int, Change.IN_REPLICA] = Field(
         MAX_BODY_BYTES, ge=1, description="Largest request body in bytes. Larger ones are rejected with 413."
     )
-    response_store_bytes: int = Field(
+    response_store_bytes: Annotated[int, Change.IN_REPLICA] = Field(
         RESPONSE_STORE_BYTES, ge=0, description="Bytes of /v1/responses' answers that each replica stores; 0: none."
     )
 

@@ -277,7 +277,8 @@ class LLM:
             elif info.vocab_size is not None or info.context_length is not None:
                 vocabulary = None
                 if info.vocab_size is not None:
-                    vocabulary = Vocabulary(info.vocab_size, self._engine.hello.eos_token_ids)
+                    ends = self._engine.hello.ends(self.tokenizer.eos_token_id)
+                    vocabulary = Vocabulary(info.vocab_size, ends)
                 self._languages[info.digest] = Language(self.tokenizer, vocabulary, context_length=info.context_length)
         return self._adapters[key]
 
@@ -286,7 +287,7 @@ class LLM:
         reader = LanguageReader(
             self.tokenizer,
             hello.vocab_size,
-            hello.eos_token_ids,
+            hello.ends(self.tokenizer.eos_token_id),
             self._templates,
             self._encoders,
             rope_positions=hello.rope_positions,
@@ -321,6 +322,7 @@ class LLM:
                     params=sample_params,
                     lora=lora,
                     vocabulary=vocabulary,
+                    base_eos_id=self.tokenizer.eos_token_id,
                     language="" if language is None else language.digest,
                     context_length=None if language is None else language.context_length,
                     returns_experts=shape is not None,

@@ -352,7 +352,18 @@ class SeedAdapter(Verb[Seeded], frozen=True):
 
     lora: LoRARequest
     info: AdapterInfo
-    application: str  # Identifies the deployment, so that its restarts leave later changes alone.
+    application: str  # Identifies the application, so that restarts of its replicas leave later changes alone.
+
+
+class Unlisted(msgspec.Struct, frozen=True):
+    names: list[str]  # The adapters that were removed.
+
+
+class UnlistAdapters(Verb[Unlisted], frozen=True):
+    """Removes the adapters that an application has listed in lora_modules before, and lists no more."""
+
+    application: str  # As in SeedAdapter.
+    listed: tuple[str, ...]  # The adapters that it lists now.
 
 
 class TakeLease(Verb[bool], frozen=True):
@@ -400,6 +411,7 @@ DirectoryVerb = (
     | PushBytes
     | PushFolder
     | SeedAdapter
+    | UnlistAdapters
     | TakeLease
     | ControlEngines
 )

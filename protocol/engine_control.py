@@ -46,7 +46,8 @@ class AbortRequests(msgspec.Struct, frozen=True, tag=True):
 class SupersedeAdapter(msgspec.Struct, frozen=True, tag=True):
     """Moves the requests for an adapter's former versions to its new one, or ends them.
 
-    It concerns the requests that used the adapter's own name: an alias may stand for an old version on purpose.
+    It concerns the requests that used the adapter's own name and did not demand the former version: an alias may stand
+    for an old version on purpose.
     """
 
     lora: LoRARequest  # The new version.
@@ -71,4 +72,21 @@ class WakeEngine(msgspec.Struct, frozen=True, tag=True):
     tags: tuple[MemoryTag, ...] = ALL_MEMORY
 
 
-EngineControl = PauseEngine | ResumeEngine | AbortRequests | SupersedeAdapter | FlushPrefixes | SleepEngine | WakeEngine
+class BoundQueue(msgspec.Struct, frozen=True, tag=True):
+    """Changes the bounds of the queue. Requests that wait already stay. A deploy with other options gives this order,
+    and no trainer."""
+
+    max_requests: int | None  # None: no bound.
+    max_tokens: int | None
+
+
+EngineControl = (
+    PauseEngine
+    | ResumeEngine
+    | AbortRequests
+    | SupersedeAdapter
+    | FlushPrefixes
+    | SleepEngine
+    | WakeEngine
+    | BoundQueue
+)

@@ -37,6 +37,7 @@
     │   ├── StoreRefused         the store has certainly not carried out a write
     │   ├── OutcomeUnknown       a change may or may not be in the catalogue's log
     │   └── CatalogueDamaged     an object of the catalogue is lost, or its bytes differ from what was written
+    ├── ClientTooSlow            too much of a stream waits for its client, so it ends
     ├── LogUnwritable            the audit or usage log cannot be written, and unlogged actions are not allowed
     └── EngineDead               the engine loop stopped; the replica is being replaced
 
@@ -239,6 +240,10 @@ class OutcomeUnknown(StoreError):
 
 
 class CatalogueDamaged(StoreError):
+    pass
+
+
+class ClientTooSlow(LorafleetError):
     pass
 
 

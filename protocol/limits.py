@@ -101,6 +101,8 @@ MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_BAD_WORDS = 512
 MAX_BAD_WORD_CHARS = 128
 MAX_BAD_WORDS_TOKENS = 16_384  # All spellings of a request's words. Each takes some bytes of the GPU for each answer.
+# Formats, stops and bad words of one request, counted once for each prompt x n, since the engine gets them as often.
+MAX_SENT_CHARS = 32 << 20
 MAX_LISTED_IDS = 1 << 21  # Allowed and banned token ids of one request, counted once for each prompt x n.
 MAX_LOGPROBS = 20
 # Which probabilities logprobs are of: the model's own, or those with which the token was drawn. vLLM's names.
@@ -161,7 +163,7 @@ JSON_NUMBER = Range(-1e308, 1e308)
 # -- structured output ------------------------------------------------------------------------------------------------
 
 MAX_SOURCE_BYTES = 1 << 20  # A schema, regex, grammar or list of choices.
-MAX_LARK_BYTES = 64 << 10  # Grammars in Lark of a request's tools together. Reading them takes 0.3 s in a thread.
+MAX_TAG_TEXT_CHARS = 4096  # One trigger, begin, end, separator or constant text of a structural tag.
 MAX_CHOICES = 10_000
 MAX_TRIGGERS = 64  # All text is searched for each of them.
 MAX_TAGS = 1024  # Structures or tags in one part of a structural tag.

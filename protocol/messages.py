@@ -57,6 +57,9 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     lora: LoRARequest | None = None
     # The adapter's own, from AdapterInfo and its tokenizer's files. None: the base's.
     vocabulary: Vocabulary | None = None
+    # The eos token of the base's tokenizer, which ends answers beside EngineHello.eos_token_ids. Not read if there is a
+    # vocabulary. None: the tokenizer has none.
+    base_eos_id: int | None = None
     language: str = ""  # AdapterInfo.language of the files that the prompt was tokenized with.
     context_length: int | None = None  # AdapterInfo.context_length, by the same files. None: the base's context.
     group: str = ""  # Shared by all sequences of one client request; "" for a single sequence.
@@ -73,8 +76,8 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     tenant: str = ""  # Tenants are scheduled in turns; all callers without a tenant count as "".
     traced: bool = False  # If set, the outputs include SequenceTimes.
     returns_experts: bool = False  # If set, the outputs include the experts of all tokens.
-    # What the client demands: a push switches no request that is for one exact version, and none to an earlier version
-    # that is for the least one. The base answers neither.
+    # What the client demands: a push neither switches nor aborts a request that is for one exact version, nor, if it
+    # goes back to an earlier version, one that is for the least one. The base answers neither.
     version_demand: VersionDemand = "any"
 
 
@@ -370,7 +373,7 @@ class EngineHello(msgspec.Struct, frozen=True):
     vocab_size: int  # The base's.
     max_model_len: int  # Largest number of tokens of a prompt and its answer together, for the base.
     kv_cache_tokens: int  # Number of tokens that the KV cache holds.
-    eos_token_ids: list[int]  # The base's tokens that end an answer.
+    eos_token_ids: list[int]  # The tokens that end an answer by the base's generation_config.json or config.json.
     hidden_size: int = 0  # Dimensions of an embedding.
     falls_back_to_base: bool = False  # Whether the base answers if an adapter fails to load.
     rope_positions: int = 0  # Number of tokens that the base's rope would be for without scaling.
@@ -381,6 +384,13 @@ class EngineHello(msgspec.Struct, frozen=True):
     routed: RoutedShape | None = None  # None: the experts of tokens are not recorded.
     logprobs_mode: LogprobsMode = "raw_logprobs"  # The mode of requests that do not name one.
     device: str = "cpu"  # UUID of rank 0's GPU, as nvidia-smi shows it; "cpu" without a GPU.
+
+    def ends(self, base_eos_id: int | None) -> list[int]:
+        """Returns all tokens that end the base's answers: those of its configuration, and the eos token of its
+        tokenizer, as far as the model has it."""
+        if base_eos_id is None or base_eos_id in self.eos_token_ids or not 0 <= base_eos_id < self.vocab_size:
+            return self.eos_token_ids
+        return [*self.eos_token_ids, base_eos_id]
 
     def context_limit(self, context_length: int | None) -> int:
         """Returns max_model_len for an adapter whose own context length is given; None if it has the base's."""

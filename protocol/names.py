@@ -8,6 +8,10 @@ lists on the command line.
 An adapter that belongs to a tenant has the prefix "~tenant/" wherever the names of all tenants meet: in the
 catalogue, in logs and metrics. No client can request a name with this prefix: each client uses the bare names of its
 own adapters.
+
+The prefix has the tenant's id, not its name, because the operator may give a name to another tenant later. The id of
+the first holder of a name is the name itself, and that of the second is "name@2". No name has an "@", so an id is never
+given again.
 """
 
 from __future__ import annotations
@@ -22,8 +26,11 @@ MAX_NAME_CHARS = 256
 OWNED = "~"  # Sorts after every name without a tenant.
 PAST_ALL = "\x7f"  # Sorts after every full name.
 
+MAX_HOLDER = 10**6  # Largest number of a holder of a tenant's name.
+
 _TENANT = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
-_FULL = re.compile(rf"{OWNED}([a-z0-9][a-z0-9_-]{{0,63}})/([A-Za-z0-9_][A-Za-z0-9._@/-]*)")
+_TENANT_ID = re.compile(rf"{_TENANT.pattern}(?:@(?!1$)[1-9][0-9]{{0,6}})?")
+_FULL = re.compile(rf"{OWNED}([a-z0-9][a-z0-9_-]{{0,63}}(?:@[0-9]{{1,7}})?)/([A-Za-z0-9_][A-Za-z0-9._@/-]*)")
 _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]*")
 
 
@@ -48,7 +55,7 @@ def check_full_name(name: str, base_names: Collection[str] = ()) -> None:
     """Checks the name of an adapter that may belong to a tenant. Raises InvalidAdapterName."""
     tenant = tenant_of(name)
     if tenant is not None:
-        check_tenant(tenant)
+        check_tenant_id(tenant)
     check_adapter_name(bare_name(name), base_names)
 
 
@@ -59,6 +66,21 @@ def check_tenant(tenant: str) -> None:
             "begin with a letter or a digit.",
             "tenant",
         )
+
+
+def check_tenant_id(tenant: str) -> None:
+    """Checks what tenant_id() makes. Raises InvalidAdapterName."""
+    if not _TENANT_ID.fullmatch(tenant):
+        raise InvalidAdapterName(
+            f"the tenant {shown(tenant)} must be a tenant's name, or a name and the number of its holder such as "
+            "'acme@2'.",
+            "tenant",
+        )
+
+
+def tenant_id(name: str, holder: int) -> str:
+    """Returns the identity of the tenant that is the holder number `holder`, from 1, of a tenant's name."""
+    return name if holder == 1 else f"{name}@{holder}"
 
 
 def full_name(tenant: str | None, name: str) -> str:

@@ -7,6 +7,7 @@ and the parameters of LLM (offline/llm.py) are derived from its fields.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -21,6 +22,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MEMORY_GIB = Range(0, 1 << 20)  # Sizes of memory that options may have. A larger one would overflow what allocates it.
+
+
+class Change(enum.Enum):
+    """Marks an option that a deploy changes without replacing replicas. It is metadata of the option's type.
+
+    An option without a mark belongs to what a replica is built from: a change of it replaces all replicas.
+    """
+
+    IN_REPLICA = "Running replicas take the new value."
+    BY_SERVE = "Ray Serve takes the new value, or only the deploy itself reads it."
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,6 +132,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.allowed_token_ids or ()) + sum(map(len, self.bad_words_token_ids or ()))
 
     @property
+    def num_chars(self) -> int:
+        """Number of characters of the texts, which the engine gets once for each sequence."""
+        source = "" if self.structured_outputs is None else self.structured_outputs.source
+        return len(source) + sum(map(len, self.stop_strings)) + sum(map(len, self.bad_words or ()))
+
+    @property
     def penalizes(self) -> bool:
         """Whether the logits depend on the previous tokens."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)

@@ -21,6 +21,7 @@ from lorafleet.protocol.limits import (
     MAX_SOURCE_BYTES,
     cut,
 )
+from lorafleet.protocol.text_budget import TextBudget
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "tagged"]
 
@@ -131,6 +132,7 @@ def choice(choices: Sequence[str], param: str) -> StructuredOutputs:
         raise InvalidRequest(f"`{param}` must be a list of at least one string, and none may be empty.", param)
     if len(choices) > MAX_CHOICES:
         raise InvalidRequest(f"`{param}` has {len(choices)} choices; at most {MAX_CHOICES} are allowed.", param)
+    TextBudget(param, what="as JSON").value(list(choices), param)
     source = json.dumps(list(dict.fromkeys(choices)), ensure_ascii=False)
     return StructuredOutputs("choice", _check_size(source, param), param=param)
 
@@ -141,20 +143,29 @@ def grammar(text: str, param: str) -> StructuredOutputs:
 
 
 def tagged(lark: str, parts: Sequence[JsonPart], param: str) -> StructuredOutputs:
-    """Returns the format for a Lark grammar that lacks the rules of the parts."""
+    """Returns the format for a Lark grammar that lacks the rules of the parts.
+
+    All parts are counted before any is written, since several may share one large value, such as the definitions of a
+    schema.
+    """
+    budget = TextBudget(param)
+    budget.text(lark)
     for part in parts:
-        _json_of(part.schema, part.where)
-    source = json.dumps([lark, msgspec.to_builtins(parts)], ensure_ascii=False)
+        budget.value(part.schema, part.where)
+    source = _dumped([lark, msgspec.to_builtins(parts)], param)
     return StructuredOutputs("tagged", _check_size(source, param), param=param)
 
 
 def _json_of(schema: object, param: str) -> str:
-    check_depth(schema, param)
+    TextBudget(param, what="as JSON").value(schema, param)
+    return _check_size(_dumped(schema, param), param)
+
+
+def _dumped(value: object, param: str) -> str:
     try:
-        source = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:
         raise InvalidRequest(f"`{param}` holds NaN or Infinity, which JSON does not have.", param) from None
-    return _check_size(source, param)
 
 
 def _check_keys(given: dict[str, object], known: Sequence[str], param: str) -> None:

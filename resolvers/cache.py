@@ -24,6 +24,7 @@ from pathlib import Path
 
 from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
 from lorafleet.protocol.errors import AdapterChanged, AdapterError, AdapterTooLarge, AdapterUnavailable, ConfigError
+from lorafleet.protocol.private_files import create_file, make_folder
 from lorafleet.resolvers.deadline import FetchDeadline
 from lorafleet.resolvers.durable import sync
 from lorafleet.resolvers.locks import holding_folder, locked
@@ -45,9 +46,8 @@ class AdapterCache:
             folder / name for name in ("adapters", "sources", "drafts", "locks")
         )
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for part in (self._adapters, self._sources, self._drafts, self._locks):
-                part.mkdir(mode=0o700, exist_ok=True)
+                make_folder(part)
         except OSError as error:
             raise ConfigError(f"the adapter cache {str(folder)!r} cannot be created: {error.strerror}.") from error
 
@@ -90,8 +90,8 @@ class AdapterCache:
             held = lock.enter_context(holding_folder(folder, shared=False))
             assert held, "nobody else knows this folder"
             for name, size in sizes.items():
-                (folder / name).parent.mkdir(exist_ok=True)
-                with (folder / name).open("xb") as file:
+                make_folder((folder / name).parent)
+                with open(create_file(folder / name), "wb") as file:
                     file.truncate(size)
         try:
             yield folder

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lorafleet.protocol.adapter_formats.adapter_files import AdapterFolder, read_config
@@ -17,6 +18,8 @@ from lorafleet.protocol.errors import AdapterChanged, AdapterError, AdapterMissi
 from lorafleet.protocol.lora_request import LoRARequest, adapter_number
 from lorafleet.protocol.names import check_adapter_name
 from lorafleet.resolvers.trained_base import is_for_base
+
+THREADS = 2  # Lookups at a time, so that a folder that does not answer holds up nothing but lookups.
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +39,12 @@ class FilesystemResolver:
                 f"the LoRA resolver's directory {str(path)!r} is not a folder. Create it or name another."
             )
         self._directory = path.resolve()
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="lora-folder")
         self._base_model_names = frozenset(base_model_names)
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
         check_adapter_name(lora_name)
-        return await asyncio.to_thread(self._find, base_model_name, lora_name)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._find, base_model_name, lora_name)
 
     def _find(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
         folder = self._folder(lora_name)

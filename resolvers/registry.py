@@ -21,8 +21,8 @@ ENTRY_POINT_GROUP = "lorafleet.resolvers"
 class LoRAResolverRegistry:
     """The resolvers by name, asked in the order of their registration: the first hit wins."""
 
-    def __init__(self) -> None:
-        self.metrics = ResolverMetrics()
+    def __init__(self, metrics: ResolverMetrics | None = None) -> None:
+        self.metrics = metrics or ResolverMetrics()
         self._resolvers: dict[str, LoRAResolver] = {}
 
     def register(self, name: str, resolver: LoRAResolver) -> None:

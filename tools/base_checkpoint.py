@@ -26,6 +26,7 @@ from lorafleet.workers.slots.base_weights import FileWeights
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
     file: Path
+    key: str  # Its name in the file, which may differ from the one that the checkpoint's class writes.
     entry: Entry
 
 
@@ -35,7 +36,7 @@ class BaseModel:
 
     folder: Path
     config: ModelConfig
-    tensors: Mapping[str, CheckpointTensor]  # By name, in the order of the files.
+    tensors: Mapping[str, CheckpointTensor]  # By the name that the class writes, in the order of the files.
     _open: Mapping[Path, Any]
 
     @classmethod
@@ -53,14 +54,23 @@ class BaseModel:
         with ExitStack() as stack:
             files = {path: stack.enter_context(_opened(path)) for path in checkpoint_files(folder)}
             tensors = {
-                name: CheckpointTensor(path, entry) for path, f in files.items() for name, entry in _entries(path, f)
+                config.stored_names.written(key): CheckpointTensor(path, key, entry)
+                for path, f in files.items()
+                for key, entry in _entries(path, f)
             }
             yield cls(folder, config, tensors, files)
 
     def for_reader(self, dtype: torch.dtype) -> Base:
         """Returns the base in the form that the adapter reader needs, with weights of this dtype."""
         config = self.config
-        weights = FileWeights(self.folder, dtype, config.tie_word_embeddings, config.quantization, config.names)
+        weights = FileWeights(
+            self.folder,
+            dtype,
+            config.tie_word_embeddings,
+            config.quantization,
+            config.names,
+            stored_names=config.stored_names,
+        )
         return Base(BaseLayout.of(config), weights, self.folder.name)
 
     def stored_name(self, name: str) -> str:
@@ -69,7 +79,7 @@ class BaseModel:
 
     def value(self, name: str) -> Tensor:
         stored = self.tensors[name]
-        tensor: Tensor = self._open[stored.file].get_tensor(name)
+        tensor: Tensor = self._open[stored.file].get_tensor(stored.key)
         return tensor
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from lorafleet.tools.expert_deltas import expert_delta, num_experts
 from lorafleet.tools.new_folder import new_folder
 from lorafleet.tools.safetensors_file import Entry, write_safetensors
 from lorafleet.workers.adapters.forms import AdapterForms, ExpertsForm, LinearForm, StackedLowRank, VocabForm
+from lorafleet.workers.bases.text_part import untied_flags
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -203,7 +205,8 @@ def _plan_vocabulary(plan: _Plan, forms: AdapterForms) -> None:
     if plan.base.config.tie_word_embeddings:
         plan.untied = not torch.equal(tables[EMBEDDING](), tables[HEAD]())
     if embedding is not None:
-        plan.makers[EMBEDDING], plan.shapes[EMBEDDING] = tables[EMBEDDING], shape
+        own_name = plan.base.stored_name(EMBEDDING)
+        plan.makers[own_name], plan.shapes[own_name] = tables[EMBEDDING], shape
     if plan.untied or (head is not None and not plan.base.config.tie_word_embeddings):
         plan.makers[HEAD], plan.shapes[HEAD] = tables[HEAD], shape
 
@@ -226,12 +229,19 @@ def _table(stored_VD: Tensor, form: VocabForm | None, *, is_head: bool) -> Tenso
 
 def _write_weights(plan: _Plan, folder: Path, dtype: torch.dtype | None) -> int:
     """Writes the weights, split into files as the base's are, and returns their size in bytes. A head that was tied
-    to the embedding is written to the embedding's file."""
-    entries = {name: _entry(plan, name, stored.entry, dtype) for name, stored in plan.base.tensors.items()}
-    files = {name: stored.file.name for name, stored in plan.base.tensors.items()}
+    to the embedding is written to the embedding's file. A copy of the embedding as the head is left out, since it would
+    have to change with it."""
+    stored = {
+        name: tensor
+        for name, tensor in plan.base.tensors.items()
+        if not (plan.base.config.tie_word_embeddings and name == HEAD)
+    }
+    entries = {name: _entry(plan, name, tensor.entry, dtype) for name, tensor in stored.items()}
+    files = {name: tensor.file.name for name, tensor in stored.items()}
     if plan.untied:
-        entries[HEAD] = _entry(plan, HEAD, plan.base.tensors[EMBEDDING].entry, dtype)
-        files[HEAD] = files[EMBEDDING]
+        own_name = plan.base.stored_name(EMBEDDING)
+        entries[HEAD] = _entry(plan, HEAD, stored[own_name].entry, dtype)
+        files[HEAD] = files[own_name]
     for file in dict.fromkeys(files.values()):
         here = {name: entries[name] for name in entries if files[name] == file}
         write_safetensors(folder / file, here, partial(_made, plan, entries))
@@ -262,18 +272,18 @@ def _made(plan: _Plan, entries: Mapping[str, Entry], name: str) -> Tensor:
 
 
 def _vocab_size(plan: _Plan) -> int | None:
-    rows = plan.shapes.get(EMBEDDING, plan.shapes.get(HEAD))
+    rows = plan.shapes.get(plan.base.stored_name(EMBEDDING), plan.shapes.get(HEAD))
     return None if rows is None or rows[0] == plan.base.config.vocab_size else rows[0]
 
 
 def _write_config(plan: _Plan, folder: Path, dtype: torch.dtype | None) -> None:
-    config: dict[str, object] = json.loads((plan.base.folder / "config.json").read_text(encoding="utf-8"))
+    config: dict[str, Any] = json.loads((plan.base.folder / "config.json").read_text(encoding="utf-8"))
     config.pop("auto_map", None)  # It names code that is not copied.
     vocab_size = _vocab_size(plan)
     if vocab_size is not None:
         config["vocab_size"] = vocab_size
-    if plan.untied:
-        config["tie_word_embeddings"] = False
+    if plan.untied or plan.base.config.is_only_called_tied:
+        config |= untied_flags(config)
     if dtype is not None:
         config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

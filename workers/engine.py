@@ -30,6 +30,7 @@ from lorafleet.workers.schedule.sequence import Sequence
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
 from lorafleet.workers.speculation.ahead_pace import WAITED
 from lorafleet.workers.speculation.speculation import Speculation
+from lorafleet.workers.step.interruption import IsInterrupted, never
 from lorafleet.workers.step.runner import ModelRunner, Sampled
 from lorafleet.workers.step.step_pipeline import StepPipeline
 from lorafleet.workers.step_outputs import StepOutputs
@@ -60,7 +61,7 @@ class Engine:
         self._overlap = overlap
         self._structured = structured
         self._pending = PendingGrammars(structured, scheduler)
-        self._intake = RequestIntake(hello, runner.loras, seed)
+        self._intake = RequestIntake(hello, runner.memory.base, runner.loras, seed)
         self._admission = QueueAdmission(
             scheduler, max_queued_requests, max_queued_tokens, num_apart=self._pending.__len__
         )
@@ -69,7 +70,14 @@ class Engine:
         self.statistics = EngineStatistics(runner, scheduler, self._admission, self._answers)
         self._sequences: dict[str, Sequence] = {}  # unfinished ones, by request id
         self._controls = EngineControls(
-            scheduler, self.pipeline, self._intake, self._pending, self._sequences, weak(self.abort), runner
+            scheduler,
+            self.pipeline,
+            self._intake,
+            self._admission,
+            self._pending,
+            self._sequences,
+            weak(self.abort),
+            runner,
         )
 
     @property
@@ -144,15 +152,19 @@ class Engine:
         """
         return self._controls.take(control)
 
-    def step(self) -> StepOutputs:
-        """Launches the next step. Returns the tokens of the step before if steps overlap, otherwise its own."""
+    def step(self, is_interrupted: IsInterrupted = never) -> StepOutputs:
+        """Launches the next step. Returns the tokens of the step before if steps overlap, otherwise its own.
+
+        Without work, it does what the start has left for idle time, and gives that up soon after is_interrupted() has
+        become True.
+        """
+        self.runner.steps.late.run(is_idle=not self.has_work, is_interrupted=is_interrupted)
         outputs = self._advance()
         self._controls.answer()
         self.scheduler.memory.step_ended()
         return outputs
 
     def _advance(self) -> StepOutputs:
-        self.runner.steps.late.run(is_idle=not self.has_work)
         began_s = time.perf_counter()
         outputs = StepOutputs(self._fail_all(self._adapters.poll()) + self._fail_all(self._pending.poll()))
         if self.pipeline.has_drafts:  # The device must count what it accepts before others can follow.

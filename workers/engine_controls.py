@@ -15,6 +15,7 @@ from typing import Literal
 
 from lorafleet.protocol.engine_control import (
     AbortRequests,
+    BoundQueue,
     EngineControl,
     FlushPrefixes,
     PauseEngine,
@@ -29,6 +30,7 @@ from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.messages import TokenOutput
 from lorafleet.workers.pending_grammars import PendingGrammars
 from lorafleet.workers.request_intake import RequestIntake
+from lorafleet.workers.schedule.admission import QueueAdmission
 from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.schedule.sequence import Sequence
 from lorafleet.workers.sleep.engine_sleep import EngineSleep
@@ -50,6 +52,7 @@ class EngineControls:
         scheduler: Scheduler,
         pipeline: StepPipeline,
         intake: RequestIntake,
+        admission: QueueAdmission,
         pending: PendingGrammars,
         sequences: Mapping[str, Sequence],
         abort: Callable[[str], None],
@@ -60,6 +63,7 @@ class EngineControls:
         self._scheduler = scheduler
         self._pipeline = pipeline
         self._intake = intake
+        self._admission = admission
         self._pending = pending
         self._sequences = sequences
         self._abort = abort
@@ -111,6 +115,8 @@ class EngineControls:
                 self._end(self._superseded_by(lora))
             case FlushPrefixes():
                 self._scheduler.memory.flush()
+            case BoundQueue(max_requests, max_tokens):
+                self._admission.set_bounds(max_requests, max_tokens)
         done.set_result(None)
         return done
 
@@ -124,8 +130,6 @@ class EngineControls:
         switches, self._switches = self._switches, []
         for lora, done in switches:
             for sequence in self._superseded_by(lora):
-                if not _allows(sequence, lora):
-                    continue
                 try:
                     self._switch(sequence, lora)
                 except LorafleetError as error:
@@ -154,7 +158,8 @@ class EngineControls:
         return mode == "keep" or not self._scheduler.num_started
 
     def _superseded_by(self, lora: LoRARequest) -> list[Sequence]:
-        """Returns the sequences that use another version of this adapter by the same name."""
+        """Returns the sequences that use another version of this adapter by the same name, and whose clients do not
+        demand to finish with it."""
         return [
             sequence
             for sequence in self._sequences.values()
@@ -162,6 +167,7 @@ class EngineControls:
             and sequence.lora.lora_name == lora.lora_name
             and sequence.lora.digest != lora.digest
             and sequence.pooling is None
+            and _allows(sequence, lora)
         ]
 
     def _switch(self, sequence: Sequence, lora: LoRARequest) -> None:
@@ -185,7 +191,8 @@ class EngineControls:
 
 
 def _allows(sequence: Sequence, lora: LoRARequest) -> bool:
-    """Returns whether the client's demand allows a switch. If not, the sequence ends with its version."""
+    """Returns whether the client's demand allows that a push switches or aborts the sequence. If not, the sequence
+    finishes with its version."""
     assert sequence.lora is not None
     demand = sequence.version_demand
     return demand == "any" or (demand == "least" and lora.version >= sequence.lora.version)

@@ -181,7 +181,7 @@ class FollowerLoop(threading.Thread):
                     self._memory.capture()
         except LorafleetError as raised:
             error = to_wire(raised)
-        self._socket.answer(MemoryMoved(error))
+        self._socket.answer(MemoryMoved(self.rank, self._memory.digest, error))
 
     def _move_blocks(self, order: BlockOrder) -> None:
         tiers = self._tiers[order.content]

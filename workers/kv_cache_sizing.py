@@ -17,6 +17,7 @@ from lorafleet.workers.attention.select import make_attention
 from lorafleet.workers.bases.model_config import ModelConfig
 from lorafleet.workers.bases.module_names import COMMON_NAMES
 from lorafleet.workers.bases.served_config import ServedConfig
+from lorafleet.workers.bases.stored_names import AS_WRITTEN
 from lorafleet.workers.bases.weights import read_kv_scales
 from lorafleet.workers.device.state_cache import StateCache
 from lorafleet.workers.kv_tiers.block_movers import STAGING_BYTES
@@ -310,8 +311,8 @@ def _kv_scales(config: EngineConfig, model: ServedConfig, spec: AttentionSpec) -
     if config.load_format == "dummy":
         return none
     has_cache = [layer.cache_layer is None for layer in spec.layers]
-    names = model.names if isinstance(model, ModelConfig) else COMMON_NAMES
-    scales = read_kv_scales(Path(config.model), dict(zip(model.attention_layers, has_cache, strict=True)), names)
+    names = (model.names, model.stored_names) if isinstance(model, ModelConfig) else (COMMON_NAMES, AS_WRITTEN)
+    scales = read_kv_scales(Path(config.model), dict(zip(model.attention_layers, has_cache, strict=True)), *names)
     if scales is None:
         return none
     if spec.kv_dtype != FP8:

@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from lorafleet.workers.auto_options import kv_dtype, lora_dtype
 from lorafleet.workers.base_startup import LoadedBase, load_base
 from lorafleet.workers.bases.module_names import ModuleNames
 from lorafleet.workers.bases.weights import Progress
+from lorafleet.workers.bases.weights_digest import digest_of_ranks
 from lorafleet.workers.kv_cache_sizing import (
     block_bytes,
 )
@@ -38,6 +40,7 @@ from lorafleet.workers.slots.base_weights import FileWeights, ModelWeights, Move
 from lorafleet.workers.slots.extra_memory import ExtraMemory
 from lorafleet.workers.slots.loader import AdapterLoader
 from lorafleet.workers.slots.model_manager import LoRAModelManager
+from lorafleet.workers.speculation.draft_heads import DraftHead, fill_head
 from lorafleet.workers.speculation.draft_model import DraftModel, load_drafting_model
 from lorafleet.workers.speculation.draft_steps import DraftSteps
 from lorafleet.workers.speculation.model_drafter import ModelDrafter
@@ -68,6 +71,7 @@ class Rank:
     pool: PoolStart | None  # None if adapters and KV blocks have fixed shares of memory
     drafter: ModelDrafter | None = None  # On rank 0, if a model drafts.
     draft_steps: DraftSteps | None = None  # Runs this rank's part of that model; None if it has none.
+    base_digest: str = ""  # Of the base's weights on all ranks.
 
     @property
     def least_blocks(self) -> int:
@@ -124,8 +128,23 @@ def build_rank(
         _bound_extra_memory(slots.extra_memory, base.model.group, base.device)
     name = Path(config.model).name
     log.info("rank %d is ready: %s on %s in %s, context %d", rank, name, base.device, base.dtype, max_model_len)
-    memory = RankMemory(steps, slots, list(tiers.values()), base.gate, base.reload, pool, head_steps)
-    return Rank(steps, slots, loader, tiers, memory, num_blocks, max_model_len, pool, drafter, draft_steps)
+    reload = None if base.reload is None else partial(_reload, config, base.reload, draft)
+    memory = RankMemory(steps, slots, list(tiers.values()), base.gate, reload, base.digest, pool, head_steps)
+    digest = digest_of_ranks(_gathered(base.digest, base.model.group, base.device))
+    return Rank(steps, slots, loader, tiers, memory, num_blocks, max_model_len, pool, drafter, draft_steps, digest)
+
+
+def _reload(config: EngineConfig, reload_base: Callable[[], None], draft: DraftModel | None) -> None:
+    """Reads this rank's part of the base's checkpoint again, with the head that drafts if it has one."""
+    reload_base()
+    if draft is not None and isinstance(draft.model, DraftHead) and draft.config.model == config.model:
+        fill_head(draft.config, draft.model)
+
+
+def _gathered(digest: str, group: TPGroup, device: torch.device) -> list[str]:
+    """Returns the digests of all ranks' parts of the base. Waits for all ranks."""
+    own = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8, device=device)
+    return [bytes(row).hex() for row in group.all_gather(own).tolist()]
 
 
 def _why_memory_is_fixed(config: EngineConfig, spec: AttentionSpec, draft: DraftModel | None) -> str | None:
@@ -209,5 +228,6 @@ def _base_weights(config: EngineConfig, base: LoadedBase) -> BaseWeights | None:
     routers = frozenset[str]() if experts is None else experts.router_modules
     # Engine names begin with "model." where a decoder of transformers has another name of its own too.
     names = base.layout.names if base.layout.has_root else ModuleNames(root="")
-    files = FileWeights(Path(config.model), base.dtype, tied, quantization, names, routers)
-    return MovedWeights(files, base.device, base.gate) if base.device.type == "cuda" else files
+    stored_names = model.config.stored_names
+    files = FileWeights(Path(config.model), base.dtype, tied, quantization, names, routers, stored_names, base.files)
+    return MovedWeights(files, base.device, base.gate)

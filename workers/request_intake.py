@@ -8,6 +8,7 @@ from lorafleet.protocol.errors import AdapterChanged, ContextOverflow, InvalidRe
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.messages import HEADS, EngineHello, EngineRequest, SequenceTimes
 from lorafleet.protocol.sampling_params import check_token_ids
+from lorafleet.workers.base_identity import BaseIdentity
 from lorafleet.workers.schedule.routed_rows import RoutedRows
 from lorafleet.workers.schedule.sequence import Sequence
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
@@ -16,13 +17,16 @@ from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
 class RequestIntake:
     """The intake of one engine. `seed` is for the requests that have none of their own."""
 
-    def __init__(self, hello: EngineHello, loras: WorkerLoRAManager | None, seed: int) -> None:
+    def __init__(self, hello: EngineHello, base: BaseIdentity, loras: WorkerLoRAManager | None, seed: int) -> None:
         self._hello = hello
+        self._base = base
         self._loras = loras
         self._seeds = random.Random(seed)
 
     def eos_token_ids(self, request: EngineRequest) -> list[int]:
-        return self._hello.eos_token_ids if request.vocabulary is None else request.vocabulary.eos_token_ids
+        if request.vocabulary is not None:
+            return request.vocabulary.eos_token_ids
+        return self._hello.ends(request.base_eos_id)
 
     def make_sequence(self, request: EngineRequest) -> Sequence:
         params, prompt = request.params, request.prompt_token_ids
@@ -46,6 +50,7 @@ class RequestIntake:
             priority=request.priority,
             pooling=request.pooling,
             cache_salt=request.cache_salt,
+            base=self._base,
             tenant=request.tenant,
             language=request.language,
             context_length=request.context_length,

@@ -14,6 +14,7 @@ from lorafleet.protocol.messages import EngineHello, LoRALimits
 from lorafleet.protocol.transport.addresses import RankAddresses
 from lorafleet.resolvers.neighbor_fetch import FindNeighbors
 from lorafleet.workers.attention.prompt_tiles import TILE_QUERIES
+from lorafleet.workers.base_identity import BaseIdentity
 from lorafleet.workers.bases.weights import Progress
 from lorafleet.workers.device.draft_verification import warm_up_verification
 from lorafleet.workers.engine import Engine
@@ -75,6 +76,7 @@ def build_engine(
             others.close()
         raise
     steps, model_config = rank.steps, rank.steps.model.config
+    base = BaseIdentity(rank.base_digest)
     is_recurrent, snapshots = steps.states is not None, None
     if steps.states is not None and steps.states.snapshot_slots:
         snapshots = StateSnapshots(steps.states.snapshot_slots)
@@ -93,7 +95,7 @@ def build_engine(
     if config.lora is not None and rank.slots is not None and rank.loader is not None:
         sharing = None if rank.pool is None else build_pool(rank.pool, kv, rank.slots.policy, budget, tiers)
         drafts = None if rank.drafter is None else rank.drafter.slots
-        loras = WorkerLoRAManager(config.lora, rank.slots, rank.loader, others, wake, sharing, drafts)
+        loras = WorkerLoRAManager(config.lora, rank.slots, rank.loader, others, wake, sharing, drafts, base)
     scheduler = Scheduler(
         kv,
         loras,
@@ -109,7 +111,7 @@ def build_engine(
         warm_up_sampling(model_config.vocab_size, steps.model.embed_tokens.weight.dtype, steps.device)
         if config.speculative_config is not None:
             warm_up_verification(steps.device)
-    memory = ReplicaMemory(rank.memory, others, wake)
+    memory = ReplicaMemory(rank.memory, base, others, wake)
     runner = ModelRunner(steps, memory, loras, config.block_size, config.logprobs_mode, others)
     overlap = steps.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
     hello = EngineHello(

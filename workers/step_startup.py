@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from lorafleet.protocol.engine_config import EngineConfig
-from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionSpec
+from lorafleet.workers.attention.attention_backend import AttentionBackend, AttentionSpec, KVCache
 from lorafleet.workers.attention.flashinfer_memory import flashinfer_bytes
 from lorafleet.workers.attention.flashinfer_modules import missing_modules
 from lorafleet.workers.attention.module_build import ModuleBuild, ModuleSource
@@ -77,7 +77,7 @@ def build_steps(
     )
     switching = None
     if modules:
-        attention = switching = SwitchingAttention(attention, lambda: make_attention(spec, caches))
+        attention = switching = SwitchingAttention(attention, partial(_make_beside_steps, spec, caches))
     if draft is not None:
         draft.attach(model, num_blocks + 1)  # before the graphs, which write features
     routed = None  # comes before the graphs, which write into it
@@ -151,6 +151,17 @@ def _late_modules(config: EngineConfig, spec: AttentionSpec, num_ranks: int) -> 
     ):
         return []
     return missing_modules(spec)
+
+
+def _make_beside_steps(spec: AttentionSpec, caches: list[KVCache]) -> AttentionBackend:
+    """Makes the best attention, in another thread than that of the steps. Its memory is ready for their stream when
+    this returns."""
+    if spec.device.type != "cuda":
+        return make_attention(spec, caches)
+    with torch.cuda.device(spec.device):
+        made = make_attention(spec, caches)
+        torch.cuda.synchronize()
+    return made
 
 
 def _late_bytes(config: EngineConfig, model: EngineModel, spec: AttentionSpec, most_tokens: int) -> int:

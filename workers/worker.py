@@ -127,7 +127,7 @@ class EngineLoop(threading.Thread):
             wait_ms = LATE_WORK_WAIT_MS if self._engine.fills_idle_time else IDLE_WAIT_MS
         batches = self._socket.receive(wait_ms)
         rejections = [output for batch in batches for output in self._accept(batch)]
-        outputs = self._engine.step()
+        outputs = self._engine.step(self._socket.has_input)
         outputs.others = rejections + outputs.others
         self._send(outputs, received=bool(batches))
         return self._engine.stalled and not batches
@@ -200,7 +200,7 @@ class EngineLoop(threading.Thread):
                 batch.adapter_moves = self._engine.loras.take_moves()
             self._stats_due_s, self._sent_moves = now + STATS_PERIOD_S, moves
         self._sent_idle = is_idle
-        self._socket.send(batch)
+        self._socket.send(batch, lambda: self._stopping)
         self._replies = []
 
 

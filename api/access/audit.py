@@ -30,8 +30,9 @@ class Audited(msgspec.Struct, frozen=True, omit_defaults=True):
     call: str  # ID of the call, which its two lines share.
     action: str  # Method, path and query.
     status: int = 0  # HTTP status of the answer; 0 (which is omitted) if the call begins.
-    key: str = ""  # ID of the API key; "" if no known key was sent.
-    tenant: str = ""
+    key: str = ""  # ID of the API key; "" if no known key was sent. Another key may have it later.
+    key_mark: str = ""  # Identity of the API key, which no other key ever has.
+    tenant: str = ""  # ID of the tenant, which no other tenant ever has.
     peer: str = ""  # Address of the caller, or of the proxy in front of it.
     forwarded_for: str = ""  # Address of the client according to the proxy.
     what: dict[str, str] = {}  # Names that the call gave in addition to its path.
@@ -78,6 +79,7 @@ class _Call:
             action=cut(f"{request.method} {request.url.path}{query}"),
             status=status,
             key=caller.key_id,
+            key_mark=caller.key_mark,
             tenant=caller.tenant or "",
             peer=request.client.host if request.client is not None else "",
             forwarded_for=cut(request.headers.get("x-forwarded-for", "")),

@@ -19,7 +19,7 @@ _BODY = "lorafleet.body"  # Key in the ASGI scope.
 
 class BodyBudget:
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._held: Counter[str] = Counter()  # Bytes by tenant, or by key if it has no tenant.
 
     def add(self, owner: str, num_bytes: int) -> None:
@@ -27,15 +27,15 @@ class BodyBudget:
 
         Raises QueueFull if the owner alone exceeds its half, and Overloaded if all owners together exceed the limit.
         """
-        if self._held[owner] + num_bytes > self._max_bytes // 2:
+        if self._held[owner] + num_bytes > self.max_bytes // 2:
             raise QueueFull(
                 f"The bodies of the requests of {owner} in progress on this replica have {self._held[owner]} bytes in "
-                f"total; at most {self._max_bytes // 2} are allowed. Wait for one of them to end, or send less."
+                f"total; at most {self.max_bytes // 2} are allowed. Wait for one of them to end, or send less."
             )
-        if self._held.total() + num_bytes > self._max_bytes:
+        if self._held.total() + num_bytes > self.max_bytes:
             raise Overloaded(
                 f"The bodies of all requests in progress on this replica have {self._held.total()} bytes in total; at "
-                f"most {self._max_bytes} are allowed. Try again later."
+                f"most {self.max_bytes} are allowed. Try again later."
             )
         self._held[owner] += num_bytes
 

@@ -25,10 +25,22 @@ _INNER_CALLER = "lorafleet.inner_caller"
 class Caller:
     """The sender of a request. Without a tenant it sees public adapters only, unless it is the operator."""
 
-    tenant: str | None = None  # None with the scope admin is the operator, who sees everything.
-    key_id: str = ""  # Public name of the key; "" without a key.
+    # ID of the tenant (names.py), which is never given again. None with the scope admin is the operator, who sees
+    # everything.
+    tenant: str | None = None
+    # Public name of the key, for messages and logs; "" without a key. Another key may have the name later.
+    key_id: str = ""
     scopes: frozenset[Scope] = frozenset()
     is_batch: bool = False  # Whether the request is a line of a batch, which starts after all other requests.
+    key_mark: str = ""  # Identity of the key, which no other key ever has; "" without a key.
+
+    @property
+    def owner(self) -> str:
+        """Identity of whoever owns what this caller stores. No one else is ever given it, whatever becomes of names."""
+        assert bool(self.key_id) == bool(self.key_mark), f"the key {self.key_id!r} has no identity"
+        if self.tenant is not None:
+            return f"tenant {self.tenant!r}"
+        return f"key {self.key_mark}" if self.key_mark else "clients without a key"
 
     @property
     def is_operator(self) -> bool:
@@ -69,7 +81,8 @@ def caller_of(request: Request) -> Caller:
 
 
 def whose(caller: Caller) -> str:
-    """Returns the tenant or key that shares a limit, as error messages name it."""
+    """Returns the tenant or key that shares a limit, as error messages name it. Nothing is stored under this text,
+    since a key's name may be given to another key: see Caller.owner."""
     if caller.tenant is not None:
         return f"tenant {caller.tenant!r}"
     return f"API key {caller.key_id!r}" if caller.key_id else "clients without a key"

@@ -94,6 +94,11 @@ class _Entered:
         self.end()
 
 
+def ending_with_request(end: Callable[[], None]) -> CallerAdmission:
+    """Returns an admission that only calls `end` when the request has ended."""
+    return _Entered(end)
+
+
 class WorkBounds:
     """Limits each caller's in-flight requests of an expensive kind on this replica.
 

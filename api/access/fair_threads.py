@@ -36,7 +36,9 @@ class FairThreads:
         try:
             return await asyncio.shield(job)
         except asyncio.CancelledError:
-            if not began.is_set():  # A job that began occupies its thread until it ends.
+            if began.is_set():  # A job that began occupies its thread until it ends.
+                job.add_done_callback(_forget)
+            else:
                 job.cancel()
             raise
 
@@ -53,6 +55,12 @@ class FairThreads:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _forget(job: asyncio.Task[T]) -> None:
+    """Takes note of the error of a job that nobody waits for any more, so that asyncio does not log it."""
+    if not job.cancelled():
+        job.exception()
 
 
 def be_modest() -> None:

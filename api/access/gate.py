@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from lorafleet.api.access.caller import ANONYMOUS, Caller, Needed
 from lorafleet.protocol.errors import Forbidden, Unauthorized
 
-ADMIN_KEY_ID = "admin-key"
-_ADMIN = Caller(None, ADMIN_KEY_ID, frozenset(("infer", "admin", "metrics")))
+# Its mark is not made of the key, so that what the operator stores stays the operator's when the key is changed.
+_ADMIN = Caller(None, "admin-key", frozenset(("infer", "admin", "metrics")), key_mark="operator")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class Gate:
 
     Args:
         admin_key: The operator's key, which opens everything; None if there is none.
-        keys: Returns the valid keys by the sha256 of each; None if the server runs without keys.
+        keys: Returns the valid keys by the sha256 of each, in another mapping once they have changed; None if the server
+            runs without keys.
     """
 
     def __init__(
@@ -39,9 +40,15 @@ class Gate:
         keys: Callable[[], Mapping[str, KnownKey]] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._admin_digest = None if admin_key is None else _digest(admin_key)
         self._keys = keys
         self._clock = clock
+        self._indexed: Mapping[str, KnownKey] = {}  # The keys that _by_mark has.
+        self._by_mark: Mapping[str, KnownKey] = {}
+        self.set_admin_key(admin_key)
+
+    def set_admin_key(self, admin_key: str | None) -> None:
+        """Makes this the operator's key from the next request on."""
+        self._admin_digest = None if admin_key is None else _digest(admin_key)
 
     @property
     def has_keys(self) -> bool:
@@ -66,25 +73,20 @@ class Gate:
             )
         return known.caller
 
-    def caller_of_id(self, key_id: str) -> Caller | None:
-        """Returns the caller whose key has this public name, or None if the key may no longer send inference requests:
-        it was revoked, has expired, or has lost the scope infer. "" is the caller without a key, whom only a server
-        without keys lets in."""
-        if key_id == ADMIN_KEY_ID:
+    def caller_with(self, key_mark: str) -> Caller | None:
+        """Returns the caller whose key has this mark, or None if the key may no longer send inference requests: it was
+        revoked, has expired, or has lost the scope infer. "" is the caller without a key, whom only a server without
+        keys lets in."""
+        if key_mark == _ADMIN.key_mark:
             return None if self._admin_digest is None else _ADMIN
         if self._keys is None:
-            return None if key_id else ANONYMOUS
-        now = self._clock()
-        return next(
-            (
-                known.caller
-                for known in self._keys().values()
-                if known.caller.key_id == key_id
-                and "infer" in known.caller.scopes
-                and (known.expires_s is None or known.expires_s > now)
-            ),
-            None,
-        )
+            return None if key_mark else ANONYMOUS
+        keys = self._keys()
+        if keys is not self._indexed:
+            self._indexed, self._by_mark = keys, {known.caller.key_mark: known for known in keys.values()}
+        known = self._by_mark.get(key_mark)
+        is_valid = known is not None and (known.expires_s is None or known.expires_s > self._clock())
+        return known.caller if known is not None and is_valid and "infer" in known.caller.scopes else None
 
     def _known(self, digest: str | None) -> KnownKey:
         """Looks up a key by its digest, because the time of such a lookup reveals nothing about the key."""

@@ -17,6 +17,7 @@ from lorafleet.protocol.errors import Forbidden
 from lorafleet.protocol.limits import cut
 
 ANY = "*"
+_BROWSER = "Mozilla/"  # Part of the User-Agent of every browser.
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,17 @@ class Origins:
                 "This server listens on the loopback interface and requires no API key, so it rejects requests for "
                 f"the host {cut(host)!r}. Send requests to localhost or to the server's address, start the server "
                 "with --allowed-origins and the origin of that name (http://NAME:PORT), or with --api-keys."
+            )
+
+    def check_change(self, headers: Headers) -> None:
+        """Raises Forbidden if a browser sent a GET that changes something. Pages of other sites can make a browser do
+        so, for example with an image, and such a request has no Origin."""
+        if ANY in self.allowed:
+            return
+        if any(header.startswith("sec-fetch-") for header in headers) or _BROWSER in headers.get("user-agent", ""):
+            raise Forbidden(
+                "A browser may not change this server with a GET, because any page can make it send one, and the "
+                "server requires no API key. Send a POST to the same path."
             )
 
     def _is_own(self, host: str) -> bool:

@@ -20,8 +20,8 @@ class TenantUsage(msgspec.Struct, frozen=True, omit_defaults=True):
 
     at_s: float  # Time when it ended, in seconds since 1970.
     request_id: str
-    tenant: str = ""
-    key: str = ""  # ID of the API key.
+    tenant: str = ""  # ID of the tenant, which no other tenant ever has.
+    key: str = ""  # ID of the API key, which another key may have later.
     adapter: str = ""  # Full name, or several joined by "+"; "" is the base model.
     digest: str = ""  # Digest of the version or mix that answered; "" if the base model answered.
     prompt_tokens: int = 0  # Counted for the first sample of a prompt only.
@@ -29,6 +29,7 @@ class TenantUsage(msgspec.Struct, frozen=True, omit_defaults=True):
     completion_tokens: int = 0
     ended: FinishReason = "stop"
     fell_back: bool = False  # The base model answered in place of a failed adapter.
+    key_mark: str = ""  # Identity of the API key, which no other key ever has.
 
 
 class UsageMeter(Protocol):

@@ -6,10 +6,10 @@ full names (protocol/names.py), and clients use bare names. The operator sees al
 
 from __future__ import annotations
 
-import asyncio
 from typing import Protocol
 
 from lorafleet.api.access.caller import Caller
+from lorafleet.api.access.work_threads import CHECKS, in_turn
 from lorafleet.api.backend import AdapterCatalog, StorageLimits
 from lorafleet.protocol.errors import Forbidden, ModelNotFound
 from lorafleet.protocol.lora_request import LoRARequest, turn_group
@@ -33,6 +33,10 @@ class Tenants(Protocol):
         """Returns the reserved prefix of a public name, spelled as in the name, or "" if it has none."""
         ...
 
+    def id_of_tenant(self, name: str) -> str:
+        """Returns the id of the tenant that has this name now."""
+        ...
+
     def place_of(self, tenant: str, source: str) -> str | None:
         """Returns the tenant's source that a folder or URI lies in: a folder's real path, or the beginning of a URI.
 
@@ -53,6 +57,9 @@ class NoTenants:
 
     def kept_prefix(self, _: str) -> str:
         return ""
+
+    def id_of_tenant(self, name: str) -> str:
+        return name
 
     def place_of(self, _: str, __: str) -> None:
         return None
@@ -161,7 +168,7 @@ async def check_source(tenants: Tenants, caller: Caller, source: str) -> str | N
     """
     if caller.tenant is None:
         return None
-    place = await asyncio.to_thread(tenants.place_of, caller.tenant, source)
+    place = await in_turn(CHECKS, tenants.place_of, caller.tenant, source)
     if place is None:
         raise Forbidden(
             f"Tenant {caller.tenant!r} may not let the server read {source!r}. Upload the adapter's files with "

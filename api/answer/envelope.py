@@ -20,6 +20,12 @@ def request_id(request: Request, prefix: str, given: str | None) -> str:
     return prefix + (given or _sent_id(request) or uuid.uuid4().hex)
 
 
+def given_id(request: Request, given: str | None) -> tuple[str, str] | None:
+    """Returns the ID that the client gives the request, and the name of the field or header; None if it gives none."""
+    sent = _sent_id(request)
+    return (given, "request_id") if given else None if sent is None else (sent, REQUEST_ID)
+
+
 def draw_key(request: Request, given: str | None, seed: int | None) -> str | None:
     """Returns the key that selects a version of a split: the client's request ID, else its seed, else None (random)."""
     named = given or _sent_id(request)

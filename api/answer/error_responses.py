@@ -33,6 +33,7 @@ from lorafleet.protocol.errors import (
     BodyTimeout,
     BodyTooLarge,
     CatalogueDamaged,
+    ClientTooSlow,
     ContextOverflow,
     DirectoryUnavailable,
     EngineDead,
@@ -123,6 +124,7 @@ TABLE: dict[type[LorafleetError], HttpError] = {
     StoreRefused: HttpError(503, "server_error", "store_error"),
     OutcomeUnknown: HttpError(503, "server_error", "store_error"),
     CatalogueDamaged: HttpError(500, "server_error", "catalogue_damaged"),
+    ClientTooSlow: HttpError(408, _INVALID, "client_too_slow"),
     EngineDead: HttpError(503, "server_error", "engine_dead"),
 }
 

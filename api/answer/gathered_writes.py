@@ -2,7 +2,7 @@
 
 A write to an idle reader wakes its process, which costs the kernel several times as much as the copy. If writes follow
 one another closely, the reader is still awake for most of them. Events of one stream that wait together become one
-write.
+write, up to a bound, after which the stream waits for the next turn.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from types import coroutine
 from typing import Any
 
 from starlette.types import Message, Send
+
+MAX_GATHERED_BYTES = 64 << 10  # Bytes of one stream that one turn of the event loop gathers, before its last body.
 
 
 class GatheredWrites:
@@ -40,34 +42,40 @@ class GatheredWrites:
 class StreamSender:
     """Sends the bodies of one stream: all but the last one in the next turn of the event loop.
 
-    A caller waits while the client is too slow to take the previous body, so at most the bodies of one turn are
-    buffered here. An error of a delayed write is raised by the next call.
+    A caller waits while the client is too slow to take the previous body, and for the next turn if this one has
+    gathered enough. So at most MAX_GATHERED_BYTES and one body are buffered here, and they are joined once. A stream
+    that has much to send lets others have their turns, also if its client has left. An error of a delayed write is
+    raised by the next call.
     """
 
-    __slots__ = ("_body", "_gathered", "_send", "_unfinished")
+    __slots__ = ("_bodies", "_gathered", "_num_bytes", "_send", "_unfinished")
 
     def __init__(self, send: Send, gathered: GatheredWrites) -> None:
         self._send = send
         self._gathered = gathered
-        self._body = b""  # The next turn writes it.
+        self._bodies: list[bytes] = []  # The next turn writes them.
+        self._num_bytes = 0  # Bytes of these.
         self._unfinished: asyncio.Future[None] | None = None  # A write that waits for the client, or that failed.
 
     async def __call__(self, message: Message) -> None:
         if self._unfinished is not None:
             unfinished, self._unfinished = self._unfinished, None
             await unfinished
+        body: bytes = message["body"]
         if not message["more_body"]:
-            body, self._body = self._body + message["body"], b""
-            await self._send({**message, "body": body})
-        elif self._body:
-            self._body += message["body"]
-        elif message["body"]:
-            self._body = message["body"]
-            self._gathered.add(self)
+            self._bodies.append(body)
+            await self._send({**message, "body": self._take()})
+        elif body:
+            if not self._bodies:
+                self._gathered.add(self)
+            self._bodies.append(body)
+            self._num_bytes += len(body)
+            if self._num_bytes >= MAX_GATHERED_BYTES:
+                await asyncio.sleep(0)  # The event loop calls write() before it resumes this.
 
     def write(self) -> None:
         """Writes the bodies that wait. It takes no task unless the client is slow."""
-        body, self._body = self._body, b""
+        body = self._take()
         if not body:
             return  # The last body took it along.
         writing = self._send({"type": "http.response.body", "body": body, "more_body": True}).__await__()
@@ -81,6 +89,10 @@ class StreamSender:
             self._unfinished.set_exception(error)
             return
         self._unfinished = loop.create_task(_rest(writing, awaited))
+
+    def _take(self) -> bytes:
+        bodies, self._bodies, self._num_bytes = self._bodies, [], 0
+        return bodies[0] if len(bodies) == 1 else b"".join(bodies)
 
 
 @coroutine

@@ -32,11 +32,13 @@ from lorafleet.api.telemetry.sequence_record import SequenceRecord
 from lorafleet.api.telemetry.traced import NO_TRACE, Trace, trace_of
 from lorafleet.api.text.output import Delta, OutputProcessor
 from lorafleet.protocol.errors import EngineDead, InvalidRequest, LorafleetError
-from lorafleet.protocol.limits import MAX_LISTED_IDS, MAX_PROMPT_TOKENS, MAX_SAMPLES
+from lorafleet.protocol.limits import MAX_LISTED_IDS, MAX_PROMPT_TOKENS, MAX_SAMPLES, MAX_SENT_CHARS
 from lorafleet.protocol.lora_request import check_generates
 from lorafleet.protocol.messages import EngineRequest, HeadTask, Pooling, TokenizerFile, VersionDemand
 from lorafleet.protocol.sampling_params import SamplingParams
 
+# Deltas of the samples of one request that wait for its stream. What comes after waits as outputs, which are bounded.
+_MAX_MERGED = 64
 _numbers = itertools.count()  # Clients may give two requests the same ID; the engine needs distinct IDs.
 
 
@@ -104,6 +106,7 @@ class Sample:
         self._engine = state.engine
         self._group = group
         self._tokenizer = tokenizer
+        self._base_eos_id = state.texts.tokenizer.eos_token_id
         record = SequenceRecord(index, len(self.prompt.token_ids), counts_prompt)
         self._observer = SequenceObserver(state.telemetry, state.access, group.trace, group.name, task.model, record)
         self._processor = OutputProcessor(task.model.tokenizer, self.prompt.token_ids, params)
@@ -187,6 +190,7 @@ class Sample:
             params=self.params,
             lora=self.model.lora,
             vocabulary=self.model.language.vocabulary,
+            base_eos_id=self._base_eos_id,
             language=self.model.language.digest,
             context_length=self.model.language.context_length,
             group=group.name,
@@ -210,7 +214,7 @@ def merged(samples: Sequence[Sample]) -> AsyncGenerator[tuple[Sample, Delta], No
 
 
 async def _merged(samples: Sequence[Sample]) -> AsyncGenerator[tuple[Sample, Delta], None]:
-    queue: asyncio.Queue[tuple[Sample, Delta | Exception]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[Sample, Delta | Exception]] = asyncio.Queue(_MAX_MERGED)
     tasks: list[asyncio.Task[None]] = []
     try:
         async for sample in in_turns(samples):
@@ -232,9 +236,9 @@ async def _pump(sample: Sample, queue: asyncio.Queue[tuple[Sample, Delta | Excep
     try:
         async with aclosing(sample.run()) as deltas:
             async for item in deltas:
-                queue.put_nowait(item)
+                await queue.put(item)
     except Exception as error:
-        queue.put_nowait((sample, error))
+        await queue.put((sample, error))
 
 
 def _score_alone(delta: Delta) -> Delta:
@@ -300,6 +304,14 @@ def group_of(request_id: str, tasks: Sequence[Task], deadline: RequestDeadline, 
             f"allowed_token_ids and bad_words have {num_listed} token ids in total, counted once for each of the "
             f"{total} answers; at most {MAX_LISTED_IDS} are allowed in one request. Ask for fewer answers at a time, "
             "or shorten the lists.",
+            "n",
+        )
+    num_chars = sum(task.params.n * task.params.num_chars for task in tasks)
+    if num_chars > MAX_SENT_CHARS:
+        raise InvalidRequest(
+            f"the format, `stop` and `bad_words` have {num_chars} characters in total, counted once for each of the "
+            f"{total} answers; at most {MAX_SENT_CHARS} are allowed in one request. Ask for fewer answers at a time, "
+            "or shorten these texts.",
             "n",
         )
     return SampleGroup(f"{request_id}-{next(_numbers)}", total, num_tokens, deadline, trace)

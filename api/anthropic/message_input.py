@@ -6,6 +6,8 @@ one role are joined, as Anthropic's servers join them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from lorafleet.api.answer.error_responses import in_own_words
@@ -36,6 +38,7 @@ _SWITCHES = ("enable_thinking", "thinking")
 _EFFORT = "reasoning_effort"
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 _DEFAULT_EFFORT = "high"
+_REASONING = "reasoning_content"
 
 ChatMessage = dict[str, object]
 
@@ -113,6 +116,10 @@ def _messages(given: list[AnthropicMessage]) -> list[ChatMessage]:
             _add_answer(messages, blocks, where)
         else:
             _add_turn(messages, message.role, blocks, where)
+    for made in messages:
+        reasoning = made.get(_REASONING)
+        if isinstance(reasoning, list):
+            made[_REASONING] = "\n\n".join(reasoning)
     return messages
 
 
@@ -139,10 +146,12 @@ def _add_texts(messages: list[ChatMessage], role: str, texts: list[str]) -> None
         messages.append({"role": role, "content": _content(texts)})
     else:
         before = last["content"]
-        last["content"] = [*(before if isinstance(before, list) else [_part(str(before))]), *map(_part, texts)]
+        parts = last["content"] = before if isinstance(before, list) else [_part(str(before))]
+        parts += map(_part, texts)
 
 
 def _add_answer(messages: list[ChatMessage], blocks: list[Block], where: str) -> None:
+    """Adds a message of the assistant, or extends the last one. Its texts of reasoning are joined at the end, once."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": []})
     last, texts, calls, reasoning = messages[-1], list[object](), list[object](), list[str]()
@@ -158,13 +167,13 @@ def _add_answer(messages: list[ChatMessage], blocks: list[Block], where: str) ->
     _extend(last, "content", texts)
     _extend(last, "tool_calls", calls)
     if reasoning:
-        before = [str(last["reasoning_content"])] if "reasoning_content" in last else []
-        last["reasoning_content"] = "\n\n".join([*before, *reasoning])
+        _extend(last, _REASONING, reasoning)
 
 
-def _extend(message: ChatMessage, name: str, entries: list[object]) -> None:
+def _extend(message: ChatMessage, name: str, entries: Sequence[object]) -> None:
     before = message.get(name)
-    joined = [*(before if isinstance(before, list) else ()), *entries]
+    joined: list[object] = before if isinstance(before, list) else []
+    joined += entries
     message[name] = joined or None
 
 

@@ -52,9 +52,8 @@ async def messages(state: AppState, request: Request) -> Response:
     body = await read_body(state, request, MessagesRequest)
     try:
         chat = await run_by_size(state.long_work, request, lambda: parse_object(as_chat(body), ConvertedChat))
-        started = await start_chat(
-            state, request, chat, deadline, "msg_", output_format(body), limits_answer_to_room=True
-        )
+        format = await run_by_size(state.long_work, request, lambda: output_format(body))
+        started = await start_chat(state, request, chat, deadline, "msg_", format, limits_answer_to_room=True)
     except InvalidRequest as error:
         raise in_anthropics_words(error) from None
     check_effort(body, state.texts.chat_template_of(started.samples[0].model))

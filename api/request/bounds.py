@@ -83,7 +83,7 @@ def range_schema(bounds: Range) -> dict[str, Any]:
 class AnyJSON:
     """A value of unknown shape, with bounds on the number of its values, their depth and their sizes."""
 
-    max_chars: int = limits.MAX_JSON_TEXT_CHARS  # Limit of each text in it.
+    max_chars: int = limits.MAX_JSON_TEXT_CHARS  # Limit of all keys and texts in it together.
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self._check, handler(source))
@@ -99,18 +99,23 @@ class AnyJSON:
 
 
 # JSON Schema has no keywords for these bounds.
-JSON_BOUNDS: dict[str, Any] = {"x-max-values": limits.MAX_JSON_VALUES, "x-max-depth": limits.MAX_JSON_DEPTH}
+JSON_BOUNDS: dict[str, Any] = {
+    "x-max-values": limits.MAX_JSON_VALUES,
+    "x-max-depth": limits.MAX_JSON_DEPTH,
+    "x-max-text": limits.MAX_JSON_TEXT_CHARS,
+}
 
 
 def json_schema(max_chars: int) -> dict[str, Any]:
     """Returns the schema of the values that fault_of_json() accepts."""
+    bounds = JSON_BOUNDS | {"x-max-text": max_chars}
     return {
         "anyOf": [
             {"type": ["boolean", "null"]},
             {"type": "number", **range_schema(limits.JSON_NUMBER)},
             {"type": "string", "maxLength": max_chars},
-            {"type": "array", "maxItems": limits.MAX_JSON_VALUES, **JSON_BOUNDS},
-            {"type": "object", "maxProperties": limits.MAX_JSON_VALUES, **JSON_BOUNDS},
+            {"type": "array", "maxItems": limits.MAX_JSON_VALUES, **bounds},
+            {"type": "object", "maxProperties": limits.MAX_JSON_VALUES, **bounds},
         ]
     }
 
@@ -120,12 +125,13 @@ def fault_of_json(value: object, max_chars: int) -> str | None:
 
     It visits the value level by level, so that depth needs no recursion.
     """
-    level, num_values = [value], 1
+    level, num_values, num_chars = [value], 1, 0
     for _ in range(limits.MAX_JSON_DEPTH):
         inner: list[object] = []
         for entry in level:
             if isinstance(entry, dict):
                 inner += entry.values()
+                num_chars += sum(map(len, entry))
                 if max(map(len, entry), default=0) > limits.MAX_JSON_KEY_CHARS:
                     return f"has a key of more than {limits.MAX_JSON_KEY_CHARS} characters, which is the limit"
             elif isinstance(entry, list):
@@ -133,11 +139,14 @@ def fault_of_json(value: object, max_chars: int) -> str | None:
             elif isinstance(entry, str):
                 if len(entry) > max_chars:
                     return f"has a string of {len(entry)} characters; at most {max_chars} are allowed"
+                num_chars += len(entry)
             elif isinstance(entry, int) and entry not in limits.JSON_NUMBER:
                 return f"has the number {shown_number(entry)}; it must be in {limits.JSON_NUMBER}"
         num_values += len(inner)
         if num_values > limits.MAX_JSON_VALUES:
             return f"has more than {limits.MAX_JSON_VALUES} values, which is the limit"
+        if num_chars > max_chars:
+            return f"has keys and strings of {num_chars} characters in total; at most {max_chars} are allowed"
         if not inner:
             return None
         level = inner

@@ -42,10 +42,13 @@ def free(markers: Collection[str], *, but: str = "") -> str:
     return "ANY" + "".join(f" & ~{terminal}" for terminal in refused)
 
 
-def up_to(rule: str, letters: str, special: Mapping[str, int], others: Collection[str] = (), *, but: str = "") -> str:
-    """Returns lines that define the rule: free text up to and including the first `letters`, without `others`."""
+def up_to(rule: str, letters: str, special: Mapping[str, int], *, but: str = "") -> str:
+    """Returns lines that define the rule: free text up to and including the first `letters`.
+
+    The free text does not match the terminal `but`.
+    """
     terminal = rule.upper()
     if letters in special:
-        return f"{rule}: {terminal} {marker(letters, special)}\n{terminal}: {free([letters, *others], but=but)}\n"
+        return f"{rule}: {terminal} {marker(letters, special)}\n{terminal}: {free([letters], but=but)}\n"
     # A lazy rule ends at the end of the first `letters`, whatever may follow.
-    return f"{rule}[lazy]: {terminal}\n{terminal}: (ANY {text(letters)}) & {free(others, but=but)}\n"
+    return f"{rule}[lazy]: {terminal}\n{terminal}: (ANY {text(letters)}) & {free((), but=but)}\n"

@@ -200,13 +200,14 @@ def delta_of(event: Event) -> dict[str, object]:
     return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
 
 
-async def read_tools(
-    texts: TextService, model: ServedModel, body: ChatRequest, text: StructuredOutputs | None
-) -> ToolUse:
-    """Reads the tools of a request. `text` is the format of answers that are not calls. Raises InvalidRequest."""
+def read_tools(texts: TextService, model: ServedModel, body: ChatRequest, text: StructuredOutputs | None) -> ToolUse:
+    """Reads the tools of a request. `text` is the format of answers that are not calls. Raises InvalidRequest.
+
+    This takes a time that grows with the body: see access/long_work.py.
+    """
     customs = frozenset(tool.custom.name for tool in body.tools or () if isinstance(tool, CustomTool))
     offered, choice = _offered(body)
-    tools = await as_functions(offered)
+    tools = as_functions(offered)
     parallel = body.parallel_tool_calls is not False
     use = replace(_use_of(texts, model, tools, choice, parallel, text), customs=customs)
     if isinstance(body, ConvertedChat) and use.tags is not None and model.tokenizer.id_of(use.tags.closing) is not None:

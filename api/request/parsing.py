@@ -19,7 +19,8 @@ from lorafleet.api.app_state import AppState
 from lorafleet.api.request.bounds import OVER_BOUND
 from lorafleet.api.request.fields import Tolerant, without_no_ops
 from lorafleet.protocol.errors import BodyTimeout, BodyTooLarge, InvalidRequest, UnsupportedMediaType
-from lorafleet.protocol.limits import MAX_BODY_BRACKETS, MAX_BODY_COLONS, MAX_BODY_COMMAS, MAX_BODY_READ_S, cut
+from lorafleet.protocol.json_counts import JsonCounts
+from lorafleet.protocol.limits import MAX_BODY_READ_S, cut
 
 JSON = "application/json"
 
@@ -88,19 +89,12 @@ async def _read_bytes(request: Request, limit: int, held: HeldBody) -> bytes:
 async def _read_parts(request: Request, limit: int, held: HeldBody) -> bytes:
     """Reads the body, and counts what is slow to parse in each part, so that the event loop can run between parts."""
     parts: list[bytes] = []
-    size = commas = brackets = colons = 0
+    size, counts = 0, JsonCounts("The body")
     async for part in request.stream():
         size += len(part)
-        commas += part.count(b",")
-        brackets += part.count(b"{") + part.count(b"[")
-        colons += part.count(b":")
         if size > limit:  # The body may come in chunks, without a declared length.
             raise _too_large(f"more than {limit}", limit)
-        if commas > MAX_BODY_COMMAS or brackets > MAX_BODY_BRACKETS or colons > MAX_BODY_COLONS:
-            raise BodyTooLarge(
-                f"The body has more than {MAX_BODY_COMMAS} commas, {MAX_BODY_BRACKETS} opening brackets and braces, "
-                f"or {MAX_BODY_COLONS} colons; those inside strings count too. Send fewer values in one request."
-            )
+        counts.add(part)
         held.add(len(part))
         parts.append(part)
     return b"".join(parts)

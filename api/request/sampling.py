@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 import msgspec
+from starlette.requests import Request
 
+from lorafleet.api.access.long_work import run_by_size
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.request_bodies import GenerationRequest
 from lorafleet.api.request.structured import read_structured
@@ -23,7 +25,13 @@ _SAME_NAMES = [name for name in SamplingParams.__struct_fields__ if name not in 
 
 
 async def read_params(
-    state: AppState, model: ServedModel, body: GenerationRequest, *, max_tokens: int | None, logprobs: int | None
+    state: AppState,
+    request: Request,
+    model: ServedModel,
+    body: GenerationRequest,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
 ) -> SamplingParams:
     """Returns the parameters of a whole request: `n` is as requested, and max_tokens is not yet fitted to a prompt."""
     given = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
@@ -34,7 +42,7 @@ async def read_params(
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("`stream_options` is allowed only if stream is true.", "stream_options")
     given |= {"max_tokens": max_tokens, "logprobs": logprobs, "logit_bias": read_logit_bias(body.logit_bias)}
-    given["structured_outputs"] = read_structured(model, body)
+    given["structured_outputs"] = await run_by_size(state.long_work, request, lambda: read_structured(model, body))
     params = SamplingParams(**{**state.config.generation_defaults, **given})
     params = await with_banned_tokens(state.texts, model, params)
     params.check_vocabulary(state.texts.vocab_size(model))

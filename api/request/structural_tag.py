@@ -10,20 +10,23 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from lorafleet.api.request import free_text
+from lorafleet.api.request.bounds import fault_of_json
 from lorafleet.protocol import structured_spec
 from lorafleet.protocol.errors import InvalidRequest
-from lorafleet.protocol.limits import MAX_TAGS, MAX_TRIGGERS
+from lorafleet.protocol.limits import MAX_JSON_TEXT_CHARS, MAX_TAG_TEXT_CHARS, MAX_TAGS, MAX_TRIGGERS, cut
 from lorafleet.protocol.structured_spec import JsonPart, StructuredOutputs
+from lorafleet.protocol.text_budget import TextBudget
 
-_SOME = msgspec.Meta(min_length=1)
 _SOME_PARTS = msgspec.Meta(min_length=1, max_length=MAX_TAGS)
-_Triggers = Annotated[list[Annotated[str, _SOME]], msgspec.Meta(min_length=1, max_length=MAX_TRIGGERS)]
+_Letters = Annotated[str, msgspec.Meta(max_length=MAX_TAG_TEXT_CHARS)]
+_Trigger = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TAG_TEXT_CHARS)]
+_Triggers = Annotated[list[_Trigger], msgspec.Meta(min_length=1, max_length=MAX_TRIGGERS)]
 
 
 class _Part(msgspec.Struct, forbid_unknown_fields=True, tag_field="type"):
@@ -31,7 +34,7 @@ class _Part(msgspec.Struct, forbid_unknown_fields=True, tag_field="type"):
 
 
 class _ConstString(_Part, tag="const_string"):
-    value: str
+    value: _Letters
 
 
 class _AnyText(_Part, tag="any_text"):
@@ -44,9 +47,9 @@ class _JsonSchema(_Part, tag="json_schema"):
 
 
 class _Tag(_Part, tag="tag"):
-    begin: str
+    begin: _Letters
     content: _Format
-    end: str
+    end: _Letters
 
 
 class _Sequence(_Part, tag="sequence"):
@@ -68,7 +71,7 @@ class _TriggeredTags(_Part, tag="triggered_tags"):
 
 class _TagsWithSeparator(_Part, tag="tags_with_separator"):
     tags: Annotated[list[_Tag], _SOME_PARTS]
-    separator: str
+    separator: _Letters
     at_least_one: bool = False
     stop_after_first: bool = False
 
@@ -82,9 +85,9 @@ class _Nested(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Structure(msgspec.Struct, forbid_unknown_fields=True):
-    begin: str
+    begin: _Letters
     schema: dict[str, Any] | bool
-    end: str
+    end: _Letters
 
 
 class _Flat(msgspec.Struct, forbid_unknown_fields=True):
@@ -107,15 +110,14 @@ def structural_tag(given: object, param: str, special: Mapping[str, int]) -> Str
 def _read(given: object, param: str) -> _Format:
     try:
         if isinstance(given, str):
-            given = json.loads(given)
-        structured_spec.check_depth(given, param)
+            given = _parsed(given, param)
         if not isinstance(given, dict) or "format" in given:
             return msgspec.convert(given, _Nested).format
         flat = msgspec.convert(given, _Flat)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(
             f"`{param}` must have either `format`, or both `triggers` (a list of strings) and `structures` (a list of "
-            f"objects with `begin`, `schema` and `end`): {error}.",
+            f"objects with `begin`, `schema` and `end`): {cut(str(error))}.",
             param,
         ) from None
     return _TriggeredTags(
@@ -124,14 +126,30 @@ def _read(given: object, param: str) -> _Format:
     )
 
 
+def _parsed(text: str, param: str) -> object:
+    """Parses a tag that is given as text. It has the bounds of one that is given as an object."""
+    given = json.loads(text)
+    fault = fault_of_json(given, MAX_JSON_TEXT_CHARS)
+    if fault is not None:
+        raise InvalidRequest(f"`{param}` {fault}.", param)
+    return given
+
+
 class _Writer:
-    """Collects the rules of a grammar: in `schemas` those of the JSON parts, and in `lines` all others."""
+    """Collects the rules of a grammar: in `schemas` those of the JSON parts, and in `lines` all others.
+
+    Everything is taken from one budget while it is made. Each trigger is written once, as a terminal that the rules of
+    the other triggers name.
+    """
 
     def __init__(self, param: str, special: Mapping[str, int]) -> None:
         self.lines: list[str] = []
         self.schemas: list[JsonPart] = []
         self._param = param
         self._special = special
+        names = "|".join(re.escape(name) for name in sorted(special, key=len, reverse=True))
+        self._tokens = re.compile(f"({names})") if names else None
+        self._budget = TextBudget(param)
         self._count = 0
 
     def part(self, part: _Format, *, last: bool) -> str:
@@ -141,6 +159,7 @@ class _Writer:
                 return self._text(part.value)
             case _JsonSchema():
                 number = len(self.schemas)
+                self._budget.value(part.json_schema, self._param)
                 self.schemas.append(JsonPart(f"json_{number}", part.json_schema, f"schema {number}"))
                 return f"json_{number}"
             case _Tag():
@@ -167,25 +186,25 @@ class _Writer:
         return f"{self.part(tag.content, last=last and not tag.end)} {self._text(tag.end)}"
 
     def _separated(self, part: _TagsWithSeparator) -> str:
-        any_tag = f"({' | '.join(self.part(tag, last=False) for tag in part.tags)})"
+        any_tag = self._budget.text(f"({' | '.join(self.part(tag, last=False) for tag in part.tags)})")
         tags = any_tag if part.stop_after_first else f"{any_tag} ({self._text(part.separator)} {any_tag})*"
         return f"({tags})" if part.at_least_one else f"({tags})?"
 
     def _triggered(self, part: _TriggeredTags) -> str:
         self._check_triggers(part)
+        within = {trigger: self._line(f"ANY {free_text.text(trigger)} ANY") for trigger in part.triggers}
         up_to = {
-            trigger: self._up_to(trigger, [other for other in part.triggers if other != trigger])
+            trigger: self._up_to(trigger, " | ".join(name for other, name in within.items() if other != trigger))
             for trigger in part.triggers
         }
         first, later = [], []
         for tag in part.tags:
             trigger = next(trigger for trigger in part.triggers if tag.begin.startswith(trigger))
             behind, rest = self._name(), tag.begin.removeprefix(trigger)
-            self.lines.append(f"{behind}: {self._text(rest)} {self._behind_begin(tag, last=False)}")
+            self._add(f"{behind}: {self._text(rest)} {self._behind_begin(tag, last=False)}")
             first.append(f"{self._text(trigger)} {behind}")
             later.append(f"{up_to[trigger]} {behind}")
-        text = self._name().upper()
-        self.lines.append(f"{text}: {free_text.free(part.triggers)}")
+        text = self._line(free_text.free((), but=" | ".join(within.values())))
         begin = f"({' | '.join(first if part.at_least_one else later)})"
         if part.stop_after_first:
             return begin if part.at_least_one else f"({begin} | {text})"
@@ -208,18 +227,26 @@ class _Writer:
                     f"{begin!r:.80} does not begin with any of the `triggers`; add one that it begins with"
                 )
 
-    def _up_to(self, letters: str, others: Collection[str] = ()) -> str:
+    def _up_to(self, letters: str, but: str = "") -> str:
         if letters not in self._special and any(name in letters for name in self._special):
             raise self._refused(f"free text must end with either text or a special token, but {letters!r:.80} has both")
         rule = self._name()
-        self.lines.append(free_text.up_to(rule, letters, self._special, others))
+        self._add(free_text.up_to(rule, letters, self._special, but=but))
         return rule
+
+    def _line(self, terminal: str) -> str:
+        """Adds the terminal, and returns its name."""
+        name = self._name().upper()
+        self._add(f"{name}: {terminal}")
+        return name
+
+    def _add(self, line: str) -> None:
+        self.lines.append(self._budget.text(line))
 
     def _text(self, letters: str) -> str:
         """Returns the expression of a text, with the special tokens that it contains."""
-        names = "|".join(re.escape(name) for name in sorted(self._special, key=len, reverse=True))
-        pieces = re.split(f"({names})", letters) if names else [letters]
-        return " ".join(free_text.marker(piece, self._special) for piece in pieces if piece)
+        pieces = self._tokens.split(letters) if self._tokens else [letters]
+        return self._budget.text(" ".join(free_text.marker(piece, self._special) for piece in pieces if piece))
 
     def _name(self) -> str:
         self._count += 1

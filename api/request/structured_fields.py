@@ -28,19 +28,20 @@ _FORMAT_SCHEMA = {
     "required": ["schema"],
     "additionalProperties": False,
 }
+_TAG_TEXT = {"type": "string", "maxLength": limits.MAX_TAG_TEXT_CHARS}
 _STRUCTURE = {
     "type": "object",
     "properties": {
-        "begin": SOURCE_SCHEMA,
+        "begin": _TAG_TEXT,
         "schema": {"anyOf": [_SCHEMA_OBJECT, {"type": "boolean"}]},
-        "end": SOURCE_SCHEMA,
+        "end": _TAG_TEXT,
     },
     "required": ["begin", "schema", "end"],
     "additionalProperties": False,
 }
 _PARTS = ["const_string", "any_text", "json_schema", "tag", "sequence", "or", "triggered_tags", "tags_with_separator"]
 _STRUCTURAL_FORMAT = _SCHEMA_OBJECT | {"properties": {"type": {"enum": _PARTS}}, "required": ["type"]}
-_TRIGGERS = {"type": "array", "items": SOURCE_SCHEMA, "minItems": 1, "maxItems": limits.MAX_TRIGGERS}
+_TRIGGERS = {"type": "array", "items": _TAG_TEXT, "minItems": 1, "maxItems": limits.MAX_TRIGGERS}
 _RESPONSE_FORMATS = [
     {
         "type": "object",

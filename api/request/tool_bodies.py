@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from lorafleet.api.request.body_fields import Description, Object, Source, ToolName
-from lorafleet.api.request.bounds import AtMost
+from lorafleet.api.request.bounds import AtMost, over_bound
 from lorafleet.api.request.fields import Strict
 from lorafleet.protocol import limits
 
@@ -24,9 +24,19 @@ class Tool(Strict):
     function: FunctionDefinition
 
 
+def _without_lark(syntax: object) -> object:
+    """Refuses Lark: a short grammar can stand for an expression of any length."""
+    if syntax == "lark":
+        raise over_bound(
+            "is 'lark', which this server does not support for the input of a custom tool; give a regular expression "
+            "with the syntax 'regex', or leave `format` out for free text"
+        )
+    return syntax
+
+
 class ToolGrammar(Strict):
     definition: Source = Field(min_length=1)
-    syntax: Literal["lark", "regex"]
+    syntax: Annotated[Literal["regex"], BeforeValidator(_without_lark)]
 
 
 class GrammarToolFormat(Strict):
@@ -41,7 +51,7 @@ class TextToolFormat(Strict):
 class CustomDefinition(Strict):
     name: ToolName = Field(min_length=1)
     description: Description | None = None
-    # The format of the input. A grammar in Lark must not be recursive.
+    # The format of the input; None: free text.
     format: Annotated[TextToolFormat | GrammarToolFormat, Field(discriminator="type")] | None = None
 
 

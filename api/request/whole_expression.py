@@ -19,7 +19,8 @@ def fault_of_expression(expression: str, flags: str = "") -> str | None:
     """
     is_verbose = "x" in flags or _VERBOSE.search(expression) is not None
     groups = classes = 0
-    for part in _PART.findall(expression):
+    for found in _PART.finditer(expression):
+        part = found[0]
         if part == "\\":
             return "a backslash at the end"
         if part[0] == "[":

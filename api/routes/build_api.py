@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorafleet import __version__
 from lorafleet.api.access.audit import audited
-from lorafleet.api.access.caller import Caller, Needed, inner_caller, sent_key, set_caller
+from lorafleet.api.access.caller import Caller, Needed, inner_caller, sent_key, set_caller, whose
 from lorafleet.api.access.caller_admission import (
     MAX_AUXILIARY,
     MAX_UPLOADS,
@@ -27,6 +26,7 @@ from lorafleet.api.access.caller_admission import (
     admissions_of,
     give_back,
 )
+from lorafleet.api.access.work_threads import work_for
 from lorafleet.api.answer.elsewhere import RETRY_STATUS, meant_status, retry_id
 from lorafleet.api.answer.error_responses import internal_error_response, on_http_exception, on_lorafleet_error
 from lorafleet.api.answer.gathered_writes import GatheredWrites
@@ -36,6 +36,7 @@ from lorafleet.api.app_state import AppState
 from lorafleet.api.routes.chat import chat
 from lorafleet.api.routes.classify import classify
 from lorafleet.api.routes.completions import completions
+from lorafleet.api.routes.cross_origin import CrossOrigin
 from lorafleet.api.routes.docs import docs_routes
 from lorafleet.api.routes.embeddings import embeddings, pooling
 from lorafleet.api.routes.generate import generate
@@ -132,6 +133,7 @@ AUXILIARY = frozenset(
 )
 # Routes that change something although their method is GET: SGLang's clients flush so.
 CHANGING_GETS = frozenset(("/flush_cache",))
+_READING = frozenset(("GET", "HEAD"))  # A route of GET answers HEAD too.
 # Routes that query all replicas.
 OF_ALL = frozenset(("/metrics", "/v1/console/state", "/v1/console/adapters/{name:path}"))
 
@@ -142,9 +144,8 @@ def build_api(
     get_state: GetState,
     more_routes: Sequence[Route] = (),
     tracing: Tracing | None = None,
-    allowed_origins: Sequence[str] = (),
 ) -> FastAPI:
-    """Builds the app for all routes. `allowed_origins` are the sites whose pages may read the answers in a browser."""
+    """Builds the app for all routes."""
     # docs.py serves the OpenAPI document and its page, because FastAPI cannot describe plain routes.
     api = FastAPI(title="lorafleet", version=__version__, redirect_slashes=False, openapi_url=None)
     routes = (*ROUTES, *more_routes)
@@ -156,9 +157,12 @@ def build_api(
     api.add_middleware(CountRequests, get_state=get_state)
     if tracing is not None:
         api.add_middleware(tracing.layer)
-    if allowed_origins:
-        api.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
+    api.add_middleware(CrossOrigin, allowed=lambda: _allowed_origins(get_state()))
     return api
+
+
+def _allowed_origins(state: AppState | None) -> tuple[str, ...]:
+    return () if state is None else state.config.origins.allowed
 
 
 def _endpoint(
@@ -169,7 +173,7 @@ def _endpoint(
         state = get_state()
         if state is None:
             raise Overloaded("This replica is starting; try again in a moment.")
-        if needed in ("admin", "loading") and (request.method != "GET" or path in CHANGING_GETS):
+        if needed in ("admin", "loading") and (request.method not in _READING or path in CHANGING_GETS):
             return await audited(request, state.access.audit, lambda: admitted(state, request))
         return await admitted(state, request)
 
@@ -178,8 +182,11 @@ def _endpoint(
         if caller is None:
             if needed != "open" and not state.access.gate.has_keys:
                 state.config.origins.check(request.headers)
+                if path in CHANGING_GETS and request.method in _READING:
+                    state.config.origins.check_change(request.headers)
             caller = state.access.gate.caller(sent_key(request.headers), needed)
         set_caller(request.scope, caller)
+        work_for(whose(caller))
         if needed != "open":
             await _admit(state, request, path, needed, caller)
         for name, value in request.path_params.items():

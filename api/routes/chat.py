@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.fair_threads import FairThreads
-from lorafleet.api.access.long_work import run_by_count
+from lorafleet.api.access.long_work import run_by_count, run_by_size
 from lorafleet.api.answer import completion_types as answers
 from lorafleet.api.answer.envelope import Envelope, draw_key, request_id
 from lorafleet.api.answer.error_responses import in_own_words
@@ -85,10 +85,10 @@ async def start_chat(
         )
     label_request(request.scope, state.telemetry.metrics.label(model.lora))
     demand = read_demand(model, body)
-    params = await read_chat_params(state, model, body)
-    tools = await read_tools(state.texts, model, body, structured_outputs or params.structured_outputs)
+    params = await read_chat_params(state, request, model, body)
+    tools = await read_chat_tools(state, request, model, body, structured_outputs or params.structured_outputs)
     prompt = await read_chat_prompt(state, request, model, body, tools)
-    params = tools.params(params, prompt.ending(model.tokenizer), model.tokenizer)
+    params = await with_answer_format(state, request, model, params, prompt, tools)
     asked = _asked(body)
     exact, at_most = (None, asked) if limits_answer_to_room else (asked, None)
     fit = fit_max_tokens(state.texts, model, len(prompt.token_ids), exact, at_most, "messages")
@@ -110,9 +110,24 @@ async def start_chat(
 
 async def count_prompt_tokens(state: AppState, request: Request, body: ChatRequest) -> int:
     model = await state.models.find(caller_of(request), body.model)
-    tools = await read_tools(state.texts, model, body, None)
+    tools = await read_chat_tools(state, request, model, body, None)
     text = await render_chat(state, request, model, body, tools.shown)
     return len(await encode(state.texts, model, text, add_special_tokens=False))
+
+
+async def read_chat_tools(
+    state: AppState, request: Request, model: ServedModel, body: ChatRequest, text: StructuredOutputs | None
+) -> ToolUse:
+    """Reads the tools. `text` is the format of answers that are not calls. Raises InvalidRequest."""
+    return await run_by_size(state.long_work, request, lambda: read_tools(state.texts, model, body, text))
+
+
+async def with_answer_format(
+    state: AppState, request: Request, model: ServedModel, params: SamplingParams, prompt: Prompt, tools: ToolUse
+) -> SamplingParams:
+    """Returns the parameters with the format of the whole answer: its reasoning, its calls and its text."""
+    end = prompt.ending(model.tokenizer)
+    return await run_by_size(state.long_work, request, lambda: tools.params(params, end, model.tokenizer))
 
 
 async def read_chat_prompt(
@@ -127,10 +142,11 @@ async def read_chat_prompt(
     return truncate(state.texts, model, Prompt(token_ids, text), body.truncate_prompt_tokens, _asked(body))
 
 
-async def read_chat_params(state: AppState, model: ServedModel, body: ChatRequest) -> SamplingParams:
+async def read_chat_params(state: AppState, request: Request, model: ServedModel, body: ChatRequest) -> SamplingParams:
     """Returns the sampling parameters of a chat request. Errors name the request's own fields."""
+    asked, logprobs = _asked(body), count_logprobs_asked(body)
     try:
-        return await read_params(state, model, body, max_tokens=_asked(body), logprobs=count_logprobs_asked(body))
+        return await read_params(state, request, model, body, max_tokens=asked, logprobs=logprobs)
     except InvalidRequest as error:
         raise in_own_words(error, _own_names(body)) from None
 

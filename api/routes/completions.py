@@ -54,7 +54,7 @@ async def completions(state: AppState, request: Request) -> Response:
     demand = read_demand(model, body)
     scoring = bool(body.echo) and body.max_tokens == 0  # OpenAI's way to ask for the prompt's logprobs only.
     asked = 1 if scoring else body.max_tokens
-    params = await _read_params(state, model, body, asked)
+    params = await _read_params(state, request, model, body, asked)
     prompts = await _read_prompts(state.texts, model, body)
     fits = [fit_max_tokens(state.texts, model, len(p.token_ids), asked, DEFAULT_MAX_TOKENS, "prompt") for p in prompts]
     priority = checked_priority(state.access.gate, model.caller, body.priority)
@@ -78,9 +78,9 @@ async def completions(state: AppState, request: Request) -> Response:
 
 
 async def _read_params(
-    state: AppState, model: ServedModel, body: CompletionRequest, max_tokens: int | None
+    state: AppState, request: Request, model: ServedModel, body: CompletionRequest, max_tokens: int | None
 ) -> SamplingParams:
-    params = await read_params(state, model, body, max_tokens=max_tokens, logprobs=body.logprobs)
+    params = await read_params(state, request, model, body, max_tokens=max_tokens, logprobs=body.logprobs)
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         return msgspec.structs.replace(params, prompt_logprobs=body.logprobs)
     return params

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.fair_threads import FairThreads
-from lorafleet.api.access.long_work import run_by_count
+from lorafleet.api.access.long_work import run_by_count, run_by_size
 from lorafleet.api.answer import token_types as answers
 from lorafleet.api.answer.encoded_list import EncodedList
 from lorafleet.api.answer.envelope import check_request_id, draw_key, request_id
@@ -60,7 +60,7 @@ async def generate(state: AppState, request: Request) -> Response:
     deadline = RequestDeadline.of(request, state.config.queue_timeout_s)
     body = await read_body(state, request, SGLangRequest)
     param, given, is_batch = _listed_prompts(body)
-    sampling = _read_sampling(body, len(given))
+    sampling = await run_by_size(state.long_work, request, lambda: _read_sampling(body, len(given)))
     async with deadline.while_finding_models(trace_of(request)):
         models = await _read_models(state, request, body, sampling)
     prompts = [
@@ -68,7 +68,7 @@ async def generate(state: AppState, request: Request) -> Response:
         for model, prompt in zip(models, given, strict=True)
     ]
     label_request(request.scope, state.telemetry.metrics.label(models[0].lora))
-    tasks = [_make_task(state, body, *parts) for parts in zip(prompts, models, sampling, strict=True)]
+    tasks = await run_by_size(state.long_work, request, lambda: _make_tasks(state, body, prompts, models, sampling))
     rids = _read_rids(request, body, len(prompts))
     samples = await make_samples(state, request, rids[0], tasks, deadline)
     ids = [rid for rid, task in zip(rids, tasks, strict=True) for _ in range(task.params.n)]
@@ -127,7 +127,10 @@ def _listed_prompts(body: SGLangRequest) -> tuple[str, list[object], bool]:
 
 
 def _read_sampling(body: SGLangRequest, num_prompts: int) -> list[SGLangSampling]:
-    given = _per_prompt(body.sampling_params, num_prompts, "sampling_params")
+    """Returns the parameters of each prompt. Prompts that share an object of the body share what is read from it."""
+    if not isinstance(body.sampling_params, list):
+        return [_read_one_sampling(body.sampling_params)] * num_prompts
+    given = _per_prompt(body.sampling_params, num_prompts, _SAMPLING)
     return [_read_one_sampling(entry) for entry in given]
 
 
@@ -148,7 +151,12 @@ async def _read_models(
     """Returns the model of each prompt: `lora_path` in either place, else `model`, else the base model."""
     outer = _per_prompt(body.lora_path, len(sampling), "lora_path")
     param = "sampling_params.lora_path"
-    inner = [_per_prompt(params.lora_path, len(sampling), param)[i] for i, params in enumerate(sampling)]
+    inner = [
+        _per_prompt(params.lora_path, len(sampling), param)[i]
+        if isinstance(params.lora_path, list)
+        else params.lora_path
+        for i, params in enumerate(sampling)
+    ]
     rids = _per_prompt(body.rid, len(sampling), "rid")
     models: dict[tuple[str | None, str | None], ServedModel] = {}
     asked: list[tuple[str | None, str | None]] = []
@@ -190,8 +198,31 @@ def _read_rids(request: Request, body: SGLangRequest, num_prompts: int) -> list[
     return [request_id(request, "", rid) for rid in rids]
 
 
+def _make_tasks(
+    state: AppState,
+    body: SGLangRequest,
+    prompts: Sequence[Prompt],
+    models: Sequence[ServedModel],
+    sampling: Sequence[SGLangSampling],
+) -> list[Task]:
+    """Returns a task for each prompt. Prompts of one model with the same parameters share them, and their format."""
+    found: dict[tuple[int, int], SamplingParams] = {}  # By the ids of the model and of the parameters in the body.
+    tasks: list[Task] = []
+    for prompt, model, given in zip(prompts, models, sampling, strict=True):
+        params = found.get((id(model), id(given)))
+        if params is None:
+            params = found[id(model), id(given)] = _params_of(state, model, body, given)
+        tasks.append(_make_task(state, body, prompt, model, given, params))
+    return tasks
+
+
 def _make_task(
-    state: AppState, body: SGLangRequest, prompt: Prompt, model: ServedModel, sampling: SGLangSampling
+    state: AppState,
+    body: SGLangRequest,
+    prompt: Prompt,
+    model: ServedModel,
+    sampling: SGLangSampling,
+    params: SamplingParams,
 ) -> Task:
     scoring = sampling.max_new_tokens == 0
     asked = 1 if scoring else sampling.max_new_tokens
@@ -199,7 +230,7 @@ def _make_task(
     return Task(
         prompt,
         model,
-        fitted(_params_of(state, model, body, sampling, asked), fit),
+        fitted(params, fit),
         scoring,
         version_demand=read_demand(model, body),
         names_weights=bool(body.return_weight_versions),
@@ -207,9 +238,8 @@ def _make_task(
     )
 
 
-def _params_of(
-    state: AppState, model: ServedModel, body: SGLangRequest, sampling: SGLangSampling, max_tokens: int | None
-) -> SamplingParams:
+def _params_of(state: AppState, model: ServedModel, body: SGLangRequest, sampling: SGLangSampling) -> SamplingParams:
+    """Returns the parameters, whose max_tokens is not yet fitted to a prompt."""
     given: dict[str, Any] = {
         ours: value for theirs, ours in _OUR_NAMES.items() if (value := getattr(sampling, theirs)) is not None
     }
@@ -221,6 +251,7 @@ def _params_of(
         "logit_bias": read_logit_bias(sampling.logit_bias),
         "structured_outputs": read_sglang_structured(model, sampling),
     }
+    max_tokens = 1 if sampling.max_new_tokens == 0 else sampling.max_new_tokens
     params = SamplingParams(**given, max_tokens=max_tokens)
     params.check_vocabulary(state.texts.vocab_size(model))
     return params

@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorafleet.api.access.caller import caller_of, whose
+from lorafleet.api.access.caller import caller_of
 from lorafleet.api.answer import responses_types
 from lorafleet.api.answer.responses import EventStream, json_response
 from lorafleet.api.app_state import AppState
@@ -108,7 +108,7 @@ async def list_input_items(state: AppState, request: Request) -> Response:
 
 
 def _query(request: Request, action: QueryAction, after: int = -1) -> ResponseQuery:
-    return ResponseQuery(whose(caller_of(request)), request.path_params["response_id"], action, after)
+    return ResponseQuery(caller_of(request).owner, request.path_params["response_id"], action, after)
 
 
 def _json(found: ResponseFound) -> Response:

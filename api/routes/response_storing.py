@@ -11,7 +11,8 @@ from starlette.requests import Request
 
 from lorafleet.api.access.body_budget import count_with_body
 from lorafleet.api.access.caller import caller_of, whose
-from lorafleet.api.access.caller_admission import add_admission, detach_admissions
+from lorafleet.api.access.caller_admission import add_admission, detach_admissions, ending_with_request
+from lorafleet.api.answer.envelope import given_id
 from lorafleet.api.answer.responses import encode_json
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.responses_bodies import ResponsesRequest
@@ -20,6 +21,7 @@ from lorafleet.api.stored.response_query import ResponseQuery
 from lorafleet.api.stored.response_store import ResponseStore, StoredResponse
 from lorafleet.api.stored.stored_responses import StoredResponses, own_items
 from lorafleet.protocol.errors import InvalidRequest
+from lorafleet.protocol.limits import cut
 
 MAX_BACKGROUND = 64  # Responses of one tenant or key that a replica generates in the background.
 
@@ -63,9 +65,29 @@ async def read_history(state: AppState, request: Request, body: ResponsesRequest
     """
     if body.previous_response_id is None:
         return b""
-    items = await state.stored.conversation(whose(caller_of(request)), body.previous_response_id)
+    items = await state.stored.conversation(caller_of(request).owner, body.previous_response_id)
     count_with_body(request.scope, len(items))
     return items
+
+
+async def claim_id(state: AppState, request: Request, body: ResponsesRequest, prefix: str) -> None:
+    """Reserves the ID of a response that will be stored, if the client has chosen it, until the request has ended.
+
+    Raises InvalidRequest if another response of the caller has it, since each could hide the other.
+    """
+    chosen = given_id(request, body.request_id)
+    if chosen is None or body.store is False or not state.stored.is_on:
+        return
+    [given, param], owner = chosen, whose(caller_of(request))
+    end = state.stored.claim(owner, prefix + given)
+    if end is not None:
+        add_admission(request.scope, ending_with_request(end))
+    if end is None or await state.stored.is_elsewhere(owner, prefix + given):
+        raise InvalidRequest(
+            f"`{param}` is {cut(repr(given))}, and a response of the ID {cut(repr(prefix + given))} is stored already "
+            f"or is being generated. Give another `{param}`, delete that response, or set `store` to false.",
+            param,
+        )
 
 
 def new_entry(
@@ -74,7 +96,7 @@ def new_entry(
     """Returns the entry of a response that will be stored, or None."""
     if body.store is False or not stored.is_on:
         return None
-    owner = whose(caller_of(request))
+    owner = caller_of(request).owner
     return StoredResponse(response_id, owner, history, encode_json(own_items(body.input)))
 
 
@@ -93,15 +115,25 @@ async def begin_run(
             store.put(entry)
 
     entry.streams = streams
-    entry.run = BackgroundRun(answer, end, records=streams)
+    entry.run = BackgroundRun(answer, lambda: store.fits(entry), end, records=streams)
     store.put(entry)
     await asyncio.sleep(0)  # A task that is canceled before it has begun would never end the admissions.
 
 
 async def stored_events(stored: StoredResponses, query: ResponseQuery) -> AsyncGenerator[bytes, None]:
-    """Yields the response's events after a number until it ends, from whichever replica generates it."""
+    """Yields the response's events after a number until it ends, from whichever replica generates it.
+
+    Raises InvalidRequest if some of them have been dropped.
+    """
     while True:
         found = await stored.find(query)
+        if query.after + 1 < found.num_dropped:
+            raise InvalidRequest(
+                f"The first {found.num_dropped} events of this response are no longer stored, because its tenant's "
+                f"responses are too large. Read the response without `stream` to get all of it, or set "
+                f"`starting_after` to {found.num_dropped - 1} or more to get the later events.",
+                "starting_after",
+            )
         if found.events:
             yield b"".join(found.events)
         elif not found.is_running:

@@ -46,6 +46,7 @@ from lorafleet.api.routes.response_storing import (
     Keeping,
     begin_run,
     check_store,
+    claim_id,
     new_entry,
     read_history,
     stored_events,
@@ -57,8 +58,10 @@ from lorafleet.api.stored.response_query import ResponseQuery
 from lorafleet.api.text.output import Delta
 from lorafleet.protocol import structured_spec
 from lorafleet.protocol.errors import InvalidRequest, LorafleetError
+from lorafleet.protocol.transport.unread_outputs import TOKEN_BYTES
 
 _CHAT_FIELDS = {"messages": "input", "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning"}
+_ID_PREFIX = "resp_"
 _REASONING_FIELDS = ("thinking_token_budget", "chat_template_kwargs")
 
 
@@ -72,16 +75,19 @@ _REASONING_FIELDS = ("thinking_token_budget", "chat_template_kwargs")
 async def responses(state: AppState, request: Request) -> Response:
     deadline = RequestDeadline.of(request, state.config.queue_timeout_s)
     body = await read_body(state, request, ResponsesRequest)
-    structured = _structured(body)
+    structured = await run_by_size(state.long_work, request, lambda: _structured(body))
     _check_logprobs(body)
     check_store(state.stored, body)
+    await claim_id(state, request, body, _ID_PREFIX)
     history = await read_history(state, request, body)
     try:
         chat = await run_by_size(state.long_work, request, lambda: parse_object(_as_chat(body, history), ChatRequest))
-        started = await start_chat(state, request, chat, deadline, "resp_", structured)
+        started = await start_chat(state, request, chat, deadline, _ID_PREFIX, structured)
     except InvalidRequest as error:
         raise _in_its_own_words(error) from None
-    entry = new_entry(state.stored, request, body, started.id, history)
+    entry = await run_by_size(
+        state.long_work, request, lambda: new_entry(state.stored, request, body, started.id, history)
+    )
     keep = Keeping(state.stored.store, entry)
     summarizes = body.reasoning is not None and body.reasoning.summary is not None
     items = ResponseItems(summarizes=summarizes, packs_reasoning=PACKED_REASONING in (body.include or ()))
@@ -235,16 +241,18 @@ class _Answer:
         try:
             async with aclosing(self._deltas(eager=bool(self.body.stream))) as deltas:
                 async for events in deltas:
-                    if events:
-                        yield events
+                    yield events
         except LorafleetError as error:
-            self.failure = error
-            yield self.end_early("failed")
+            yield self.end_early("failed", error)
             return
         yield self._closing()
 
-    def end_early(self, status: str) -> bytes:
-        self.ended_early = status
+    @property
+    def num_bytes(self) -> int:
+        return self.items.num_bytes + TOKEN_BYTES * len(self.token_ids)
+
+    def end_early(self, status: str, failure: LorafleetError | None = None) -> bytes:
+        self.ended_early, self.failure = status, failure
         closing = self.items.close("incomplete")
         self._end()
         return closing + self.items.event(f"response.{status}", response=self._response())

@@ -6,11 +6,14 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from lorafleet.api.answer.responses import encode_json
 from lorafleet.api.request.packed_reasoning import packed
 from lorafleet.api.tool_calls.parser import CallArguments, CallStart, Event, Reasoning, Text
 
 Item = dict[str, Any]
+_CALL_BYTES = 1024  # The item of a call, without its arguments.
 
 
 class ResponseItems:
@@ -24,6 +27,7 @@ class ResponseItems:
         self._summarizes = summarizes
         self._packs_reasoning = packs_reasoning
         self.items: list[Item] = []
+        self.num_bytes = 0  # About those of the texts and logprobs of the items.
         self._number = 0
         self._open: Item | None = None  # The last item, while it grows.
         self._logprobs: list[object] = []  # Logprobs of tokens whose text has not arrived yet.
@@ -33,11 +37,13 @@ class ResponseItems:
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
 
-    def add_logprobs(self, logprobs: Sequence[object]) -> None:
+    def add_logprobs(self, logprobs: Sequence[msgspec.Raw]) -> None:
         """Adds the logprobs of the next text's tokens or, at the end, of tokens without text."""
         self._logprobs += logprobs
+        self.num_bytes += sum(map(len, logprobs))
 
     def add(self, event: Event) -> bytes:
+        self.num_bytes += _CALL_BYTES if isinstance(event, CallStart) else len(event.text)
         if isinstance(event, Text):
             return self._add_text(event.text)
         if isinstance(event, Reasoning):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
 from lorafleet import __version__
 from lorafleet.api.access.caller import caller_of
+from lorafleet.api.access.work_threads import CHECKS, in_turn
 from lorafleet.api.answer import server_types
 from lorafleet.api.answer.responses import json_response
 from lorafleet.api.app_state import AppState
@@ -44,5 +43,5 @@ async def metrics(state: AppState, request: Request) -> Response:
     text = await state.telemetry.scrape()
     tenant = caller_of(request).tenant
     if tenant is not None:
-        text = await asyncio.to_thread(of_tenant, text, tenant)
+        text = await in_turn(CHECKS, of_tenant, text, tenant)
     return Response(text, media_type=CONTENT_TYPE_LATEST)

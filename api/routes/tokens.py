@@ -23,7 +23,6 @@ from lorafleet.api.answer.logprobs import chat_logprobs, vllm_prompt_logprobs
 from lorafleet.api.answer.responses import DONE, EventStream, WholeReply, event, json_response
 from lorafleet.api.answer.streaming import answer_headers, choice_events
 from lorafleet.api.app_state import AppState
-from lorafleet.api.request.function_tools import read_tools
 from lorafleet.api.request.parsing import read_body
 from lorafleet.api.request.priority import checked_priority
 from lorafleet.api.request.prompts import Prompt, fit_max_tokens, read_prompt
@@ -32,7 +31,13 @@ from lorafleet.api.request.request_deadline import RequestDeadline
 from lorafleet.api.request.sampling import fitted, read_logit_bias, with_banned_tokens
 from lorafleet.api.request.token_bodies import TokenSampling, TokensRequest
 from lorafleet.api.request.weight_demand import read_demand
-from lorafleet.api.routes.chat import count_logprobs_asked, read_chat_params, read_chat_prompt
+from lorafleet.api.routes.chat import (
+    count_logprobs_asked,
+    read_chat_params,
+    read_chat_prompt,
+    read_chat_tools,
+    with_answer_format,
+)
 from lorafleet.api.routes.operations import STARTING, describe
 from lorafleet.api.routes.tokenize import charge_auxiliary
 from lorafleet.api.served_model import ServedModel
@@ -170,10 +175,11 @@ async def render_chat_tokens(state: AppState, request: Request) -> Response:
     body = await read_body(state, request, ChatRequest)
     key = draw_key(request, body.request_id, body.seed)
     model = await state.models.find(caller_of(request), body.model, key, body.lora_weights)
-    params = await read_chat_params(state, model, body)
-    tools = await read_tools(state.texts, model, body, params.structured_outputs)
+    params = await read_chat_params(state, request, model, body)
+    tools = await read_chat_tools(state, request, model, body, params.structured_outputs)
     prompt: Prompt = await read_chat_prompt(state, request, model, body, tools)
-    if tools.params(params, prompt.ending(model.tokenizer), model.tokenizer).structured_outputs is not None:
+    answered = await with_answer_format(state, request, model, params, prompt, tools)
+    if answered.structured_outputs is not None:
         raise InvalidRequest(
             "A request whose answer must have a format cannot be rendered, since /inference/v1/generate takes no "
             "format. Leave the format and any budget for reasoning out, and let `tool_choice` be 'auto' or 'none'.",

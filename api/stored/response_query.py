@@ -13,7 +13,7 @@ QueryAction = Literal["read", "items", "conversation", "events", "cancel", "dele
 
 
 class ResponseQuery(msgspec.Struct, frozen=True):
-    owner: str  # The tenant or key that the response belongs to, as whose() names it.
+    owner: str  # Caller.owner of whoever the response belongs to.
     response_id: str
     action: QueryAction = "read"
     after: int = -1  # For `events`: the number of the last event that the client has.
@@ -25,6 +25,7 @@ class ResponseFound(msgspec.Struct, frozen=True):
     in_background: bool
     events: list[bytes] = []
     streams: bool = False  # Whether the response has events.
+    num_dropped: int = 0  # The first events, which are not kept any more.
 
 
 # Asks all replicas. Raises Overloaded if none has the response but not all have answered.

@@ -21,7 +21,7 @@ _OVERHEAD_BYTES = 1024  # The objects of an entry take about so much.
 @dataclass(slots=True)
 class StoredResponse:
     response_id: str
-    owner: str
+    owner: str  # See Caller.owner.
     history: bytes  # JSON list of the items of the conversation before this response's own input; empty if none.
     own_input: bytes  # JSON list of the items of the request's own input.
     content: bytes = b""  # JSON of the response; empty while it is generated.
@@ -35,8 +35,11 @@ class StoredResponse:
         return self.run is not None and self.run.is_running
 
     def measure(self) -> int:
-        events = sum(map(len, self.run.events)) if self.run is not None and self.streams else 0
-        return _OVERHEAD_BYTES + len(self.history) + len(self.own_input) + len(self.content) + events
+        """Returns the bytes of the entry. It takes the same time however long the answer is."""
+        running = (
+            0 if self.run is None else self.run.num_event_bytes + (0 if self.content else self.run.answer.num_bytes)
+        )
+        return _OVERHEAD_BYTES + len(self.history) + len(self.own_input) + len(self.content) + running
 
 
 class _Shelf:
@@ -50,6 +53,11 @@ class _Shelf:
         entry.num_bytes = entry.measure()
         self.entries[entry.response_id] = entry
         self.num_bytes += entry.num_bytes
+
+    def count_anew(self, entry: StoredResponse) -> None:
+        num_bytes = entry.measure()
+        self.num_bytes += num_bytes - entry.num_bytes
+        entry.num_bytes = num_bytes
 
     def pop(self, response_id: str) -> StoredResponse | None:
         entry = self.entries.pop(response_id, None)
@@ -65,7 +73,8 @@ class ResponseStore:
     """The responses of all owners.
 
     Args:
-        max_bytes: 0 stores nothing. Responses that are being generated count with their input, and are not evicted.
+        max_bytes: 0 stores nothing. Responses that are being generated count with what they have so far, and are not
+            evicted; those of one owner may have half of this.
     """
 
     def __init__(
@@ -92,6 +101,20 @@ class ResponseStore:
         self._shrink(lambda shelf: shelf.num_bytes, self.max_bytes)
         self._shrink(lambda shelf: len(shelf.entries), self._max_entries)
 
+    def fits(self, entry: StoredResponse) -> bool:
+        """Counts the bytes of a response that is being generated anew, and drops older ones to make room for it.
+
+        Returns False if it does not fit beside the other responses that are being generated.
+        """
+        shelf = self._shelves.get(entry.owner)
+        if shelf is None or shelf.entries.get(entry.response_id) is not entry:
+            return True  # It was deleted, and its run is about to end.
+        shelf.count_anew(entry)
+        while shelf.num_bytes > self.max_bytes // 2 and (oldest := shelf.oldest()) is not None:
+            shelf.pop(oldest.response_id)
+        self._shrink(lambda shelf: shelf.num_bytes, self.max_bytes)
+        return shelf.num_bytes <= self.max_bytes // 2 and self._num_bytes() <= self.max_bytes
+
     def get(self, owner: str, response_id: str) -> StoredResponse | None:
         self._drop_expired()
         shelf = self._shelves.get(owner)
@@ -103,6 +126,9 @@ class ResponseStore:
         if shelf is not None and not shelf.entries:
             del self._shelves[owner]
         return entry
+
+    def _num_bytes(self) -> int:
+        return sum(shelf.num_bytes for shelf in self._shelves.values())
 
     def _drop_expired(self) -> None:
         before_s = self._clock() - self._max_age_s

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from lorafleet.api.answer.responses import encode_json
 from lorafleet.api.stored.response_query import AskReplicas, ResponseFound, ResponseQuery
 from lorafleet.api.stored.response_store import ResponseStore, StoredResponse
-from lorafleet.protocol.errors import InvalidRequest, ResponseNotFound
+from lorafleet.protocol.errors import InvalidRequest, Overloaded, ResponseNotFound
 from lorafleet.protocol.limits import cut
 
 WAIT_FOR_EVENTS_S = 1.0  # How long a query for events waits for the first one.
@@ -29,6 +29,9 @@ class StoredResponses:
     def __init__(self, store: ResponseStore, ask_replicas: AskReplicas | None = None) -> None:
         self.store = store
         self._ask_replicas = ask_replicas
+        self._claimed: set[tuple[str, str]] = (
+            set()
+        )  # Owners and IDs of the responses that requests in flight will store.
 
     @property
     def is_on(self) -> bool:
@@ -46,6 +49,22 @@ class StoredResponses:
             )
         return found
 
+    def claim(self, owner: str, response_id: str) -> Callable[[], None] | None:
+        """Reserves an ID that a client has chosen. Returns the function that ends this, or None if it is taken here."""
+        claimed = (owner, response_id)
+        if claimed in self._claimed or self.store.get(owner, response_id) is not None:
+            return None
+        self._claimed.add(claimed)
+        return lambda: self._claimed.discard(claimed)
+
+    async def is_elsewhere(self, owner: str, response_id: str) -> bool:
+        """Returns whether another replica has the response. One that does not answer may have it as well."""
+        if self._ask_replicas is None:
+            return False
+        with suppress(Overloaded):
+            return await self._ask_replicas(ResponseQuery(owner, response_id)) is not None
+        return False
+
     async def find_here(self, query: ResponseQuery) -> ResponseFound | None:
         """Carries out a query if this replica has the response."""
         entry = self.store.get(query.owner, query.response_id)
@@ -61,7 +80,8 @@ class StoredResponses:
         content = _conversation(entry) if query.action == "conversation" else _current(entry)
         if query.action == "items":
             content = entry.own_input
-        return ResponseFound(content, entry.is_running, entry.run is not None, events, entry.streams)
+        num_dropped = 0 if entry.run is None else entry.run.num_dropped
+        return ResponseFound(content, entry.is_running, entry.run is not None, events, entry.streams, num_dropped)
 
     async def conversation(self, owner: str, response_id: str) -> bytes:
         """Returns the items of the conversation up to the end of a response. Raises InvalidRequest."""
@@ -89,11 +109,19 @@ def own_items(given: object) -> Items:
     return [{"role": "user", "content": given}] if isinstance(given, str) else list(given)  # type: ignore[call-overload]  # messages_of has checked it
 
 
+class _Ended(msgspec.Struct):
+    """The part of a response that a conversation needs."""
+
+    status: str
+    output: msgspec.Raw
+
+
 def _conversation(entry: StoredResponse) -> bytes:
+    """Joins the lists of items as they are written, without reading them."""
     if not entry.content:
         return b""
-    response = msgspec.json.decode(entry.content)
-    if response["status"] not in ("completed", "incomplete"):
+    response = msgspec.json.decode(entry.content, type=_Ended)
+    if response.status not in ("completed", "incomplete"):
         return b""
-    lists = [msgspec.json.decode(items) for items in (entry.history, entry.own_input) if items]
-    return encode_json([*itertools.chain(*lists), *response["output"]])
+    lists = [entry.history, entry.own_input, bytes(response.output)]
+    return b"[" + b",".join(inner for items in lists if (inner := items.strip()[1:-1].strip())) + b"]"

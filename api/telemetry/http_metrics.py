@@ -7,7 +7,6 @@ and record them once at their end, so a token costs next to nothing.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -22,6 +21,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from lorafleet.api.access.work_threads import on_duty
 from lorafleet.api.telemetry.adapter_labels import MAX_LABELS, OTHER, AdapterLabels
 from lorafleet.api.telemetry.engine_metrics import collect_engine
 from lorafleet.protocol.histogram import Bounds, Histogram, buckets, distribution_of
@@ -233,7 +233,7 @@ class Metrics:
     async def render(self) -> bytes:
         """Returns Prometheus' text format. It is written in a thread, because that takes longer than collecting and
         would delay streams."""
-        return await asyncio.to_thread(text_of, list(self.collect()))
+        return await on_duty(text_of, list(self.collect()))
 
     def collect(self) -> Iterator[Metric]:
         yield from collect_engine(self._stats(), self._replica)

@@ -124,4 +124,5 @@ class SequenceObserver:
             record.num_tokens,
             record.ended,
             fell_back,
+            caller.key_mark,
         )

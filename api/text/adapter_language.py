@@ -17,7 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from lorafleet.api.text.special_tokens import SPECIAL_NAME, TOKENIZER_CONFIG_NAME, SpecialTokens, read_special_tokens
+from lorafleet.api.text.special_tokens import (
+    SPECIAL_NAME,
+    TOKENIZER_CONFIG_NAME,
+    SpecialTokens,
+    eos_text,
+    read_special_tokens,
+)
 from lorafleet.api.text.templates import ChatTemplate, TemplateSandbox
 from lorafleet.api.text.token_table import TokenTable
 from lorafleet.api.text.tokenizer import Tokenizer
@@ -102,7 +108,7 @@ class LanguageReader:
 
     Args:
         vocab_size: Size of the base's vocabulary, which may be padded beyond that of its tokenizer.
-        eos_token_ids: Tokens that end the base's answers.
+        eos_token_ids: Tokens that end the base's answers, EngineHello.ends().
         rope_positions: EngineHello.rope_positions.
     """
 
@@ -202,8 +208,12 @@ class LanguageReader:
         return self._base_digests
 
     def _ends(self, files: Mapping[str, bytes], tokenizer: TokenTable) -> list[int]:
-        """Returns the end tokens from generation_config.json. Without that entry, they are the tokenizer's own eos
-        token and those of the base's that have the same name in both."""
+        """Returns the tokens that end the adapter's answers: those of generation_config.json, or without that entry
+        those of the base's that have the same name in both tokenizers; and the tokenizer's eos token in any case."""
+        given, own = self._configured_ends(files, tokenizer), self._eos_of(files, tokenizer)
+        return given if own is None or own in given else [*given, own]
+
+    def _configured_ends(self, files: Mapping[str, bytes], tokenizer: TokenTable) -> list[int]:
         if GENERATION_NAME in files:
             given = read_json_object(files[GENERATION_NAME], GENERATION_NAME).get("eos_token_id")
             if given is not None:
@@ -217,9 +227,15 @@ class LanguageReader:
         base = self.base.tokenizer
         if tokenizer is base:
             return self._eos_token_ids
-        kept = [i for i in self._eos_token_ids if tokenizer.token_name(i) == base.token_name(i) != ""]
-        own = tokenizer.eos_token_id
-        return kept if own is None or own in kept else [*kept, own]
+        return [i for i in self._eos_token_ids if tokenizer.token_name(i) == base.token_name(i) != ""]
+
+    def _eos_of(self, files: Mapping[str, bytes], tokenizer: TokenTable) -> int | None:
+        """Returns the eos token of the adapter's tokenizer. Without tokenizer.json, this is the base's, of which the
+        other files may name another token."""
+        text = None if TOKENIZER_NAME in files else eos_text(files)
+        eos = tokenizer.eos_token_id if text is None else tokenizer.special_texts.get(text, tokenizer.eos_token_id)
+        is_of_base = tokenizer is self.base.tokenizer
+        return None if is_of_base and eos is not None and eos >= self._vocab_size else eos
 
     def _template(self, files: Mapping[str, bytes], tokenizer: TokenTable) -> ChatTemplate | None:
         source = _template_in(files)

@@ -61,6 +61,15 @@ def read_special_tokens(files: Mapping[str, bytes]) -> SpecialTokens:
     return found if "added_tokens_decoder" in config else _merged(found, named)
 
 
+def eos_text(files: Mapping[str, bytes]) -> str | None:
+    """Returns the text of the eos token that the files name, or None. Raises AdapterError."""
+    for name in (SPECIAL_NAME, TOKENIZER_CONFIG_NAME):
+        value = _object(files, name).get("eos_token")
+        if value is not None:
+            return _token(value, "eos_token", name).content
+    return None
+
+
 def _object(files: Mapping[str, bytes], name: str) -> dict[str, object]:
     return read_json_object(files[name], name) if name in files else {}
 

@@ -15,6 +15,7 @@ from typing import Any
 from lorafleet.api.request import free_text
 from lorafleet.protocol import structured_spec
 from lorafleet.protocol.structured_spec import JsonPart, StructuredOutputs
+from lorafleet.protocol.text_budget import TextBudget
 
 OBJECT = r"/[ \t\n\r]*\{(?s:.*)/"  # Text that begins like a JSON object.
 _RULE = re.compile(r"\barguments_[0-9]+\b")
@@ -29,6 +30,15 @@ class Offer:
     parallel: bool = True  # Whether there may be more than one call.
     text: StructuredOutputs | None = None  # Format of an answer without calls. None: free text, also beside calls.
     parts: list[JsonPart] = field(default_factory=list)  # Schemas that a format's grammar adds as rules.
+    budget: TextBudget = field(default_factory=lambda: TextBudget("tools"))  # Counts the rules while they are made.
+    _spelled: dict[str, str] = field(default_factory=dict)
+
+    def spelled(self, letters: str) -> str:
+        """Returns letters of the format as texts and special tokens. Each text is searched for tokens only once."""
+        found = self._spelled.get(letters)
+        if found is None:
+            found = self._spelled[letters] = free_text.spelled(letters, self.special)
+        return found
 
     @property
     def rules(self) -> dict[str, str]:

@@ -52,28 +52,30 @@ def parameter_rules(rule: str, name: str, schema: dict[str, Any], syntax: Parame
         if required:
             raise _impossible(name, "requires properties that it does not define")
         return f"{rule}:\n" if schema.get("additionalProperties") is False else _any(rule, syntax, offer)
-    rules, places = "", list[str]()
+    rules, places = list[str](), list[str]()
     for i, (key, part) in enumerate(properties.items()):
         own = f"{rule}_{i}"
-        rules += _parameter(own, name, key, part, schema, syntax, offer)
+        rules.append(offer.budget.text(_parameter(own, name, key, part, schema, syntax, offer)))
         places.append(own)
-    return rules + _sequence(rule, places, [key in required for key in properties], syntax)
+    needed = {key for key in required if isinstance(key, str)}
+    rules.append(offer.budget.text(_sequence(rule, places, [key in needed for key in properties], syntax)))
+    return "".join(rules)
 
 
 def _sequence(rule: str, places: list[str], is_required: list[bool], syntax: ParameterSyntax) -> str:
     """Returns rules for the parameters in their order; `more` stands between two of them."""
-    rules = ""
+    rules = list[str]()
     for i in range(len(places) + 1):
         for begun in (False, True):
             this = rule if (i, begun) == (0, False) else f"{rule}_from_{i}_{int(begun)}"
             if i == len(places):
-                rules += f'{this}: ""\n'
+                rules.append(f'{this}: ""\n')
                 continue
             more = f"{free_text.text(syntax.more)} BLANKS? " if begun and syntax.more else ""
             taken = f"{more}{places[i]} BLANKS? {rule}_from_{i + 1}_1"
             skipped = "" if is_required[i] else f" | {rule}_from_{i + 1}_{int(begun)}"
-            rules += f"{this}: {taken}{skipped}\n"
-    return rules
+            rules.append(f"{this}: {taken}{skipped}\n")
+    return "".join(rules)
 
 
 def _parameter(
@@ -85,30 +87,35 @@ def _parameter(
     syntax: ParameterSyntax,
     offer: Offer,
 ) -> str:
+    offer.budget.value(schema, "tools")
+    definitions = {place: root[place] for place in ("$defs", "definitions") if place in root}
+    if isinstance(schema, dict) and "$ref" in schema:
+        offer.budget.value(resolved(schema, root), "tools")  # Each parameter has a copy of what it refers to.
     head = _head(free_text.text(key), syntax, offer)
     if syntax.after_text is not None and is_text(schema, root):
         return _text(rule, head, _content(name, key, resolved(schema, root)), syntax.after_text, syntax, offer)
     inner = schema
     if isinstance(schema, dict):
-        inner = schema | {place: root[place] for place in ("$defs", "definitions") if place in root}
+        offer.budget.value(definitions, "tools")
+        inner = schema | definitions
     return _json(rule, head, JsonPart(f"{rule}_json", inner, f"the parameter {key} of {name}"), syntax, offer)
 
 
 def _head(key: str, syntax: ParameterSyntax, offer: Offer) -> str:
-    before, after = (free_text.spelled(letters, offer.special) for letters in (syntax.before_key, syntax.after_key))
+    before, after = (offer.spelled(letters) for letters in (syntax.before_key, syntax.after_key))
     return f"{before} {key} {after}"
 
 
 def _json(rule: str, head: str, part: JsonPart, syntax: ParameterSyntax, offer: Offer) -> str:
     offer.parts.append(part)
-    end = f"BLANKS? {free_text.spelled(syntax.after_json, offer.special)}" if syntax.after_json else ""
+    end = f"BLANKS? {offer.spelled(syntax.after_json)}" if syntax.after_json else ""
     return f"{rule}: {head} BLANKS? {part.rule} {end}\n"
 
 
 def _text(rule: str, head: str, content: str, end: str, syntax: ParameterSyntax, offer: Offer) -> str:
     """Returns the rule of a text. `content` is a terminal for it, with the terminals that restrict it."""
     line = ' "\\n"' if syntax.has_lines else ""
-    before = f"{free_text.spelled(syntax.before_text, offer.special)}{line}"
+    before = f"{offer.spelled(syntax.before_text)}{line}"
     own = rule.upper()
     content = f"({content} & {free_text.free([end])})"
     if end in offer.special:

@@ -48,15 +48,12 @@ class XmlSyntax:
             after_json=self.after_value,
         )
 
-        def spell(letters: str) -> str:
-            return free_text.spelled(letters, offer.special)
-
         called, rules = list[str](), ""
         for i, (name, schema) in enumerate(offer.arguments.items()):
             rules += parameter_rules(f"parameters_{i}", name, schema, syntax, offer)
             called.append(
-                f"{spell(self.before_name)} {free_text.text(name)} {spell(self.after_name)} BLANKS? "
-                f"parameters_{i} BLANKS? {spell(self.end)}"
+                f"{offer.spelled(self.before_name)} {free_text.text(name)} {offer.spelled(self.after_name)} BLANKS? "
+                f"parameters_{i} BLANKS? {offer.spelled(self.end)}"
             )
         return " | ".join(called or ['"<"']) + "\n" + rules
 

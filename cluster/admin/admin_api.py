@@ -298,14 +298,14 @@ def _alias_name(front: AppState, request: Request, alias: str) -> str:
 def _pushed_name(front: AppState, request: Request, name: str, tenant: str | None) -> str:
     """Returns the full name of a pushed adapter. Raises Forbidden if the caller may not push for `tenant`."""
     caller = caller_of(request)
-    if tenant is None or tenant == caller.tenant:
+    if tenant is None or front.access.tenants.id_of_tenant(tenant) == caller.tenant:
         return front.models.catalog_of(caller).to_change(name)
     if not caller.is_operator:
         raise Forbidden(
             f"The API key {caller.key_id!r} belongs to tenant {caller.tenant!r}; it cannot push for {tenant!r}."
         )
     check_tenant(tenant)
-    return full_name(tenant, name)
+    return full_name(front.access.tenants.id_of_tenant(tenant), name)
 
 
 def _check_may_receive(request: Request, query: TensorsQuery) -> None:

@@ -13,6 +13,7 @@ import msgspec
 
 from lorafleet.cluster.admin.adapter_changes import AdapterChanges
 from lorafleet.cluster.admin.engine_orders import EngineOrders
+from lorafleet.cluster.admin.listed_adapters import ListedAdapters
 from lorafleet.cluster.admin.located_files import located
 from lorafleet.cluster.admin.pins import AdapterPins
 from lorafleet.cluster.admin.registration import Registration, moved_unless_there
@@ -55,6 +56,7 @@ class Administration:
         self._registration = Registration(
             directory, base_names, self._changes, self._replicas, files, self._removals, self._engines
         )
+        self._listed = ListedAdapters(directory, self._changes, self._removals, self._registration.check_owner)
         self._verification = Verification(directory.catalogue)
         self._leases = TaskLeases()
         self._files = files
@@ -110,7 +112,9 @@ class Administration:
                 await self.remove(name, wait_s)
                 return Removed("adapter", name, True)
             case verbs.SeedAdapter(lora, info, application):
-                return verbs.Seeded(await self._registration.seed(lora, info, application))
+                return verbs.Seeded(await self._listed.seed(lora, info, application))
+            case verbs.UnlistAdapters(application, listed):
+                return verbs.Unlisted(await self._listed.unlist(application, listed))
             case verbs.ControlEngines(control):
                 return verbs.Controlled(await self._engines.order_all(control))
             case verbs.TakeLease(task, replica_id, for_s):

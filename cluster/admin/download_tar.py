@@ -107,8 +107,7 @@ def _open_files(folder: AdapterFolder) -> Iterator[OpenFile]:
 
 def _digest(files: Sequence[OpenFile]) -> str:
     config, *optional, weights = files
-    contents = {file.name: file.stream.read(file.size) for file in optional}
-    return read_through(config.stream.read(config.size), contents, weights)
+    return read_through(config.stream.read(config.size), {file.name: file for file in optional}, weights)
 
 
 def _header(file: OpenFile) -> bytes:

@@ -6,7 +6,6 @@ this one. PUT /v1/adapters/NAME/tensors?group=GROUP (admin_api.py) has the optio
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 from starlette.requests import Request
@@ -15,6 +14,7 @@ from starlette.responses import Response
 from lorafleet.api.access.audit import begin
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.runtime_changes import check_may_control
+from lorafleet.api.access.work_threads import PUSHED_BYTES, in_turn
 from lorafleet.api.answer import server_types
 from lorafleet.api.answer.responses import json_response
 from lorafleet.api.app_state import AppState
@@ -91,7 +91,7 @@ class GroupApi:
         full = state.models.catalog_of(caller).to_change(body.lora_name)
         terms = limited_for_owner(PushTerms("distributed", replace=body.upsert, num_replicas=None), state, full)
         self._admin.check_name(full)
-        push = await asyncio.to_thread(_push_of, body)  # 20,000 tensors take 0.5 s.
+        push = await in_turn(PUSHED_BYTES, _push_of, body)  # 20,000 tensors take 0.5 s.
         await self._admin.order_group(GroupPush(body.group_name, full, push, terms, RECEIVE_S))
         logger.info("adapter %s loaded from the process group %s", body.lora_name, body.group_name)
         return json_response({"success": True, "error_message": "", "loaded_adapters": {body.lora_name: PLACE}})

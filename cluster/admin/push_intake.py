@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 
+from lorafleet.api.access.work_threads import PUSHED_BYTES, UPKEEP, in_turn
 from lorafleet.cluster.admin.following import ByteFollower
 from lorafleet.cluster.catalogue.catalogue_store import FilesDraft, Store
 from lorafleet.protocol.adapter_formats.adapter_files import CONFIG_NAME, SAFETENSORS_NAME, new_digest
@@ -78,7 +79,7 @@ class ContentIntake:
 
     async def close(self) -> None:
         await asyncio.gather(*(follower.stop() for follower in self._followers))
-        await asyncio.to_thread(self._draft.discard)
+        await in_turn(UPKEEP, self._draft.discard)
         self._weights = memoryview(b"")
 
     def _add_to_digest(self, start: int, end: int) -> None:
@@ -117,7 +118,7 @@ class PushIntake:
 
     async def seal(self) -> SealedAdapter:
         """Makes the memory final once digest() has returned. Other processes may map it until the intake ends."""
-        return await asyncio.to_thread(self._memory.seal)
+        return await in_turn(PUSHED_BYTES, self._memory.seal)
 
 
 @asynccontextmanager
@@ -134,7 +135,7 @@ async def taking_in(
         async with working_on(config, memory.weights, store, pool, sums) as content:
             yield PushIntake(memory, content)
     finally:
-        await asyncio.to_thread(memory.close)  # The system needs 0.1 s for each gigabyte.
+        await in_turn(UPKEEP, memory.close)  # The system needs 0.1 s for each gigabyte.
 
 
 @asynccontextmanager
@@ -142,7 +143,7 @@ async def working_on(
     config: bytes, weights: memoryview, store: Store, pool: Executor, sums: TensorSums | None = None
 ) -> AsyncIterator[ContentIntake]:
     """Opens the work on content in memory. Files that were not published are deleted at the end of the block."""
-    content = ContentIntake(config, weights, await asyncio.to_thread(store.draft), pool, sums)
+    content = ContentIntake(config, weights, await in_turn(PUSHED_BYTES, store.draft), pool, sums)
     try:
         yield content
     finally:

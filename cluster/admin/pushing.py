@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -25,7 +25,14 @@ from lorafleet.protocol.adapter_formats.adapter_files import AdapterFolder
 from lorafleet.protocol.adapter_formats.announced_tensors import AnnouncedPush
 from lorafleet.protocol.adapter_formats.tensor_push import PushedTensors, TensorSums
 from lorafleet.protocol.admin_answers import Adapter
-from lorafleet.protocol.admin_verbs import PreloadAdapter, PushTerms, RegisterAdapter, SeedAdapter, Verb
+from lorafleet.protocol.admin_verbs import (
+    PreloadAdapter,
+    PushTerms,
+    RegisterAdapter,
+    SeedAdapter,
+    UnlistAdapters,
+    Verb,
+)
 from lorafleet.protocol.errors import AdapterMissing, InvalidRequest, StoreRefused
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, turn_group
 from lorafleet.protocol.names import check_full_name, tenant_of
@@ -216,6 +223,10 @@ class AdapterAdmin:
 
     async def seed(self, lora: LoRARequest, info: AdapterInfo) -> LoRARequest | None:
         return (await self.administer(SeedAdapter(lora, info, self._application))).lora
+
+    async def unlist(self, listed: Collection[str]) -> list[str]:
+        """Removes the adapters that the application has listed before, except `listed`. Returns their names."""
+        return (await self.administer(UnlistAdapters(self._application, tuple(listed)))).names
 
 
 @contextmanager

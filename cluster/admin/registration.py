@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lorafleet.api.access.fair_threads import be_modest
+from lorafleet.api.access.work_threads import CATALOGUE_FILES, PUSHED_BYTES, in_turn, work_for
 from lorafleet.cluster.admin.adapter_changes import AdapterChanges
 from lorafleet.cluster.admin.engine_orders import EngineOrders
 from lorafleet.cluster.admin.push_intake import ContentIntake, taking_in, working_on
@@ -30,6 +31,7 @@ from lorafleet.cluster.catalogue.catalogue_records import (
     moved,
     next_number,
     taken,
+    version_of_digest,
     with_version,
 )
 from lorafleet.cluster.catalogue.stored_files import FileLock, StoredFiles
@@ -46,7 +48,7 @@ from lorafleet.protocol.errors import (
     OutcomeUnknown,
     Overloaded,
 )
-from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, SealedAdapter
+from lorafleet.protocol.lora_request import SealedAdapter, turn_group
 from lorafleet.protocol.names import check_full_name, tenant_of
 
 # Seconds after a push until the requests that resolved the name before it have reached their engines.
@@ -79,10 +81,15 @@ class Registration:
         self._pool = ThreadPoolExecutor(PUSH_THREADS, "push-bytes", be_modest)
         self._quota = StorageQuota(directory.catalogue)
 
+    def _begin(self, name: str) -> None:
+        """Checks the full name of an adapter that is pushed. The work on the push takes the turns of its owner."""
+        check_full_name(name, self._base_names)
+        work_for(turn_group(tenant_of(name), None))
+
     async def push_memory(self, name: str, memory: SealedAdapter, terms: PushTerms) -> AdapterRecord:
         """Pushes an adapter from memory that a trainer on this node has sealed. Raises AdapterMissing if the memory
         is on another node."""
-        check_full_name(name, self._base_names)
+        self._begin(name)
         content = map_sealed(memory)
         if content is None:
             raise AdapterMissing("the memory with the adapter is on another node, or is closed.")
@@ -99,10 +106,10 @@ class Registration:
             config: Content of adapter_config.json.
             weights: Content of a safetensors file.
         """
-        check_full_name(name, self._base_names)
+        self._begin(name)
         view = weights.data
         async with taking_in(config, len(view), self._catalogue.store, self._pool) as intake:
-            await asyncio.to_thread(intake.add, view)
+            await in_turn(PUSHED_BYTES, intake.add, view)
             return await self._push_content(name, intake.content, await intake.seal(), terms)
 
     async def _push_content(
@@ -115,7 +122,7 @@ class Registration:
 
     async def _publish(self, content: ContentIntake, digest: str) -> None:
         await content.written()
-        await asyncio.to_thread(content.publish, digest)
+        await in_turn(CATALOGUE_FILES, content.publish, digest)
 
     async def push_folder(self, name: str, path: str, terms: PushTerms) -> AdapterRecord:
         """Pushes an adapter from a folder that this process can read."""
@@ -130,13 +137,13 @@ class Registration:
 
     async def _put_and_push(self, name: str, put: Callable[[], str], terms: PushTerms) -> AdapterRecord:
         """Pushes the adapter whose files `put` puts into the store; it returns their digest."""
-        check_full_name(name, self._base_names)
-        return await self.push(RegisterAdapter(name, await asyncio.to_thread(put), terms))
+        self._begin(name)
+        return await self.push(RegisterAdapter(name, await in_turn(CATALOGUE_FILES, put), terms))
 
     async def push(self, pushed: RegisterAdapter) -> AdapterRecord:
         """Loads the adapter on some replicas, then registers it and moves its alias. A repeated push changes
         nothing."""
-        check_full_name(pushed.name, self._base_names)
+        self._begin(pushed.name)
         await self._removals.wait_until_freed(pushed.name)
         try:
             async with self._files.in_use(pushed.digest) as lock:
@@ -153,7 +160,7 @@ class Registration:
 
     async def _supersede(self, adapter: AdapterRecord, pushed: RegisterAdapter) -> None:
         """Ends or switches the requests that a former version is answering, if the push says so."""
-        in_flight, version = pushed.terms.in_flight, _version_of(adapter, pushed.digest)
+        in_flight, version = pushed.terms.in_flight, version_of_digest(adapter, pushed.digest)
         if in_flight == "finish" or version is None:
             return
         lora = self._catalogue.state.request(pushed.name, version)
@@ -181,7 +188,7 @@ class Registration:
                 "request would use it. Set `activate`, or leave `in_flight` out.",
                 "in_flight",
             )
-        if not await asyncio.to_thread(self._catalogue.store.has_files, pushed.digest):
+        if not await in_turn(CATALOGUE_FILES, self._catalogue.store.has_files, pushed.digest):
             raise AdapterMissing(f"the catalogue has no files with digest {pushed.digest[:12]}…; push them first.")
         version = await self._load(pushed)
 
@@ -227,69 +234,29 @@ class Registration:
         return AdapterRecord(name, tenant=tenant_of(name), seeded_by=removed.seeded_by if removed else None)
 
     def _check_free(self, pushed: RegisterAdapter) -> None:
-        self._check_owner(pushed.name)
+        self.check_owner(pushed.name)
         if not pushed.terms.replace and self._directory.names.served(pushed.name) is not None:
             raise AdapterExists(
                 f"The adapter {pushed.name!r} already exists; set `replace` to register a new version.", "name"
             )
 
-    def _check_owner(self, name: str) -> None:
+    def check_owner(self, name: str) -> None:
+        """Raises AdapterExists if the name is an alias of another adapter."""
         owner = self._catalogue.state.owner(name)
         if owner is not None and owner.name != name:
             raise taken(name, owner.name)
-
-    async def seed(self, lora: LoRARequest, info: AdapterInfo, application: str) -> LoRARequest | None:
-        """Registers an adapter of lora_modules that a replica has read from its own path. Known bytes add no version,
-        and new ones become a new version. Returns what its name stands for, or None if it was removed since the
-        application started."""
-
-        def decide(present: AdapterRecord | None) -> AdapterRecord | None:
-            if present is None:
-                self._check_owner(lora.lora_name)
-            elif present.seeded_by == application or present.removing:
-                return None
-            removed = self._catalogue.state.removed(lora.lora_name)
-            if removed is not None and removed.seeded_by == application:
-                return None
-            adapter = msgspec.structs.replace(present or AdapterRecord(lora.lora_name), seeded_by=application)
-            return _seeded(adapter, lora, info)
-
-        await self._catalogue.change(lora.lora_name, decide)
-        served = self._catalogue.state.served(lora.lora_name, 0)
-        return served.loras[0] if served is not None else None
 
 
 def _registered(adapter: AdapterRecord, version: VersionRecord, activate: bool) -> AdapterRecord:
     """Returns the adapter with the version, and with its own name moved to the version if `activate` is set or the name
     stands for nothing yet. Bytes that the adapter has already keep their number."""
-    known = _version_of(adapter, version.digest)
+    known = version_of_digest(adapter, version.digest)
     if known is None:
         known = msgspec.structs.replace(version, number=next_number(adapter))
         adapter = with_version(adapter, known)
     if activate or adapter.name not in adapter.aliases:
         return moved_unless_there(adapter, adapter.name, (Share(known.number, 1.0),))
     return adapter
-
-
-def _seeded(adapter: AdapterRecord, lora: LoRARequest, info: AdapterInfo) -> AdapterRecord:
-    """Returns the adapter with the version that a replica has read from its own path."""
-    known = _version_of(adapter, lora.digest)
-    version = VersionRecord(
-        known.number if known else next_number(adapter),
-        lora.digest,
-        lora.lora_path,
-        info.rank,
-        info.num_bytes,
-        known.created_s if known else time.time(),
-        location=lora.lora_path,
-        base_model_name=lora.base_model_name,
-    )
-    if known is None:
-        return moved(with_version(adapter, version), lora.lora_name, (Share(version.number, 1.0),), time.time())
-    if not known.location:  # The catalogue has its files.
-        return adapter
-    versions = tuple(version if present is known else present for present in adapter.versions)
-    return msgspec.structs.replace(adapter, versions=versions)  # Its path may have changed.
 
 
 def _new_version(pushed: RegisterAdapter | PreloadAdapter) -> VersionRecord:
@@ -305,10 +272,6 @@ def _new_version(pushed: RegisterAdapter | PreloadAdapter) -> VersionRecord:
         base_model_name=terms.base_model_name,
         metadata=terms.metadata,
     )
-
-
-def _version_of(adapter: AdapterRecord, digest: str) -> VersionRecord | None:
-    return next((version for version in adapter.versions if version.digest == digest), None)
 
 
 def moved_unless_there(adapter: AdapterRecord, alias: str, shares: tuple[Share, ...]) -> AdapterRecord:

@@ -63,6 +63,13 @@ class Removals:
                 )
             freeing.result()
 
+    async def unlist(self, name: str) -> None:
+        """Removes an adapter that is no longer listed in lora_modules, without waiting. It may be listed again."""
+        unmarked = await self._changes.edit(
+            name, lambda present: msgspec.structs.replace(_without_names(present), seeded_by=None)
+        )
+        self._start_freeing(unmarked)
+
     async def wait_until_freed(self, name: str) -> None:
         """Waits until a removal of the name has ended, if there is one. Raises Overloaded after REMOVE_S seconds."""
         while (freeing := self._freeing.get(name)) is not None:

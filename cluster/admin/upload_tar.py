@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import shutil
 import tarfile
@@ -14,6 +13,7 @@ from typing import IO
 
 from starlette.requests import Request
 
+from lorafleet.api.access.work_threads import PUSHED_BYTES, in_turn
 from lorafleet.cluster.admin.pushing import AdapterAdmin, as_store_error
 from lorafleet.protocol.adapter_formats.adapter_files import (
     BIN_NAME,
@@ -46,7 +46,7 @@ async def unpacked(request: Request, admin: AdapterAdmin, name: str) -> AsyncIte
                 if size > MAX_UPLOAD_BYTES:
                     raise BodyTooLarge(f"The upload has more than {MAX_UPLOAD_BYTES} bytes; no adapter is that large.")
                 with as_store_error():
-                    await asyncio.to_thread(packed.write, part)
+                    await in_turn(PUSHED_BYTES, packed.write, part)
             packed.seek(0)
             await admin.run_in_turn(name, lambda: unpack(packed, Path(folder)))
         yield Path(folder)

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from lorafleet.api.access.body_budget import BodyBudget, HeldBody
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.caller_admission import add_admission
+from lorafleet.api.access.work_threads import PUSHED_BYTES, in_turn
 from lorafleet.cluster.admin.push_intake import PushIntake
 from lorafleet.protocol.adapter_formats.announced_tensors import AnnouncedPush
 from lorafleet.protocol.adapter_formats.tensor_push import (
@@ -50,7 +51,7 @@ async def received(request: Request, budget: BodyBudget, open_intake: OpenIntake
     body = _Body(request, size)
     async with body.in_time():
         head_bytes = await body.read_head()
-        head = await asyncio.to_thread(PushHead.parse, head_bytes, body.missing_bytes)
+        head = await in_turn(PUSHED_BYTES, PushHead.parse, head_bytes, body.missing_bytes)
     async with open_intake(head.config, len(head.header) + body.missing_bytes) as intake:
         intake.add(head.header)
         async with body.in_time():
@@ -66,7 +67,7 @@ async def read_announced(request: Request, from_device: bool) -> AnnouncedPush:
     body = _Body(request, _declared_size(request))
     async with body.in_time():
         head = await body.read_head()
-        parsed = await asyncio.to_thread(AnnouncedPush.parse, head, from_device)
+        parsed = await in_turn(PUSHED_BYTES, AnnouncedPush.parse, head, from_device)
         if body.missing_bytes:
             raise InvalidRequest("The body must end with its head, since its tensors come from elsewhere.")
     return parsed

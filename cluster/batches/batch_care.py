@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 
+from lorafleet.api.access.work_threads import UPKEEP, in_turn
 from lorafleet.cluster.batches.batch_store import BatchStore
 
 CARE_S = 600.0  # Interval between deletions of what has expired.
@@ -43,7 +44,7 @@ class BatchCare:
 
     async def _run(self) -> None:
         try:
-            await asyncio.to_thread(self._delete)
+            await in_turn(UPKEEP, self._delete)
         except Exception as error:  # The store may be unavailable for a while.
             logger.warning("files and batches that have expired could not be deleted: %r", error)
 

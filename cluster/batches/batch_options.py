@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from lorafleet.cluster.store_uri import StoreUri
 from lorafleet.protocol.limits import BATCH_STORE_BYTES
+from lorafleet.protocol.options import Change
 
 
 def _absolute_folder(value: Any) -> Any:
@@ -25,12 +26,12 @@ class BatchOptions(BaseModel, frozen=True):
         description="Where /v1/files and /v1/batches store files: a folder that all nodes see, or s3://bucket/prefix. "
         "Default: these routes are off.",
     )
-    batch_store_bytes: int = Field(
+    batch_store_bytes: Annotated[int, Change.IN_REPLICA] = Field(
         BATCH_STORE_BYTES,
         ge=1,
         description="With batch_store: bytes of all files there. One tenant may use half of them.",
     )
-    batch_concurrency: int = Field(
+    batch_concurrency: Annotated[int, Change.IN_REPLICA] = Field(
         64,
         ge=1,
         le=4096,

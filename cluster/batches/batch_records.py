@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 
-from lorafleet.api.access.caller import Caller, whose
+from lorafleet.api.access.caller import Caller
+from lorafleet.api.access.gate import Gate
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 Ending = Literal["completed", "failed", "expired", "cancelled"]
@@ -35,7 +37,6 @@ class BatchRecord(msgspec.Struct, frozen=True):
 
     batch_id: str
     owner: str
-    key_id: str  # Public name of the API key whose tenant and limits the lines have; "" without a key.
     endpoint: str
     input_file_id: str
     completion_window: str
@@ -43,6 +44,25 @@ class BatchRecord(msgspec.Struct, frozen=True):
     expires_s: int  # End of the completion window.
     metadata: dict[str, str] | None
     output_lives_s: int  # Seconds for which the output files are stored.
+    # Identity of the API key whose tenant and limits the lines have (Caller.key_mark); "" without a key, and in records
+    # of former versions, which had the key's public name instead. A batch of such a record ends like one whose key was
+    # revoked.
+    key_mark: str = ""
+
+    @property
+    def caller(self) -> BatchCaller:
+        return BatchCaller(self.key_mark, self.owner)
+
+
+class BatchCaller(msgspec.Struct, frozen=True):
+    """Says who sends the lines of a batch."""
+
+    key_mark: str
+    owner: str  # See owner_of().
+
+
+# Returns the caller, or None if the key may no longer send requests, or now belongs to somebody else.
+FindCaller = Callable[[BatchCaller], Caller | None]
 
 
 class BatchFault(msgspec.Struct, frozen=True):
@@ -98,7 +118,17 @@ class BatchStage(msgspec.Struct, frozen=True):
 def owner_of(caller: Caller) -> str:
     """Returns the part of a key in the store that separates the files and batches of tenants (or of keys without a
     tenant)."""
-    return hashlib.sha256(whose(caller).encode()).hexdigest()[:32]
+    return hashlib.sha256(caller.owner.encode()).hexdigest()[:32]
+
+
+def callers_of(gate: Gate) -> FindCaller:
+    """Returns what finds the callers of batches' lines among the keys that are valid now."""
+
+    def find(wanted: BatchCaller) -> Caller | None:
+        caller = gate.caller_with(wanted.key_mark)
+        return caller if caller is not None and owner_of(caller) == wanted.owner else None
+
+    return find
 
 
 def new_id(prefix: Literal["file-", "batch_"], now_s: float) -> str:

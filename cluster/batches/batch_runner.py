@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from lorafleet.api.access.caller import Caller
+from lorafleet.api.access.work_threads import UPKEEP, in_turn
 from lorafleet.cluster.batches import batch_bounds as bounds
 from lorafleet.cluster.batches.batch_care import BatchCare
-from lorafleet.cluster.batches.batch_records import BatchRecord, Ending
+from lorafleet.cluster.batches.batch_records import BatchRecord, Ending, FindCaller
 from lorafleet.cluster.batches.batch_store import BatchName, BatchStore
 from lorafleet.cluster.batches.batch_work import BATCH_TIMING, BatchTiming, BatchWork
+from lorafleet.cluster.batches.line_places import LinePlaces
 from lorafleet.cluster.batches.line_post import LineTransport, PostLine
 from lorafleet.cluster.batches.log_journal import TurnLost
 from lorafleet.offline.batch.line_sender import LineSender, SenderOptions
@@ -34,7 +35,7 @@ class BatchRunner:
 
     Args:
         take_turn: Takes or renews the lease for BATCH_TURN_S, and returns whether this replica holds it.
-        find_caller: Finds the caller of a key's public name, or None if the key is no longer valid.
+        find_caller: Finds who sends a batch's lines, or None if its key is no longer valid or not the owner's.
         post: Has one line answered by any replica.
         most_lines: Lines of all batches in flight.
     """
@@ -43,20 +44,19 @@ class BatchRunner:
         self,
         store: BatchStore,
         take_turn: Callable[[], Awaitable[bool]],
-        find_caller: Callable[[str], Caller | None],
+        find_caller: FindCaller,
         post: PostLine,
         most_lines: int,
         timing: BatchTiming = BATCH_TIMING,
     ) -> None:
         self.num_open = 0  # As of the last look.
         self.endings: Counter[Ending] = Counter({"completed": 0, "failed": 0, "expired": 0, "cancelled": 0})
-        self._store = store
+        self.store = store
         self._take_turn = take_turn
         self._find_caller = find_caller
         self._post = post
-        self._most_lines = most_lines
         self._timing = timing
-        self._places = asyncio.Semaphore(most_lines)
+        self.places = LinePlaces(most_lines)
         self._running: dict[BatchName, BatchWork] = {}
         self._threads = ThreadPoolExecutor(bounds.MAX_RUNNING, thread_name_prefix="batch")
         self._finishing = threading.Lock()
@@ -89,14 +89,14 @@ class BatchRunner:
             self._stop()
             return
         running = set(self._running)
-        open_names = await asyncio.to_thread(self._store.open_names)
+        open_names = await in_turn(UPKEEP, self.store.open_names)
         self.num_open = len(open_names)
         self._failed_s = {name: self._failed_s[name] for name in open_names if name in self._failed_s}
         # One that has ended since the list was read is still in it.
         waiting = [name for name in open_names if name not in running]
         while (name := self._next(waiting)) is not None:
             waiting.remove(name)
-            record = await asyncio.to_thread(self._store.find, name.owner, name.batch_id)
+            record = await in_turn(UPKEEP, self.store.find, name.owner, name.batch_id)
             if record is not None:
                 self._start(name, record)
         self._care.start_if_due()
@@ -128,18 +128,18 @@ class BatchRunner:
         loop = asyncio.get_running_loop()
 
         def make_sender(retry_s: float) -> LineSender:
-            transport = LineTransport(self._post, record.key_id, loop, self._places, LINE_S)
+            transport = LineTransport(self._post, record.caller, loop, self.places, LINE_S)
             options = SenderOptions(
-                "http://localhost", None, self._most_lines, retry_s, max_answer_bytes=bounds.MAX_ANSWER_BYTES
+                "http://localhost", None, self.places.most, retry_s, max_answer_bytes=bounds.MAX_ANSWER_BYTES
             )
             return LineSender(options, transport=transport)
 
         work = BatchWork(
-            self._store,
+            self.store,
             record,
-            lambda: self._find_caller(record.key_id) is not None,
+            lambda: self._find_caller(record.caller) is not None,
             make_sender,
-            self._most_lines,
+            self.places.most,
             self._finishing,
             self._timing,
         )

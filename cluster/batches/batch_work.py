@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 from msgspec.structs import replace
 
+from lorafleet.api.access.work_threads import BATCH_LINES, in_turn
 from lorafleet.cluster.batches import batch_bounds as bounds
 from lorafleet.cluster.batches.batch_outputs import write_outputs
 from lorafleet.cluster.batches.batch_records import BatchFault, BatchRecord, BatchStage, Ending
@@ -153,7 +154,7 @@ class BatchWork:
 
         async def until_reason() -> None:
             while True:
-                if await asyncio.to_thread(has_reason):
+                if await in_turn(BATCH_LINES, has_reason):
                     return
                 await asyncio.sleep(self._timing.poll_s)
 
@@ -174,7 +175,9 @@ class BatchWork:
         if not self._may_go_on():
             self._faults = (
                 BatchFault(
-                    "invalid_api_key", "The API key of the batch was revoked, has expired, or has lost the scope infer."
+                    "invalid_api_key",
+                    "The API key of the batch was revoked, was given to another tenant, has expired, or has lost the "
+                    "scope infer.",
                 ),
             )
             return "failed"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from starlette.requests import Request
 from starlette.responses import Response
 
 from lorafleet.api.access.caller import Caller, caller_of, whose
+from lorafleet.api.access.work_threads import FILES, in_turn
 from lorafleet.api.answer.responses import json_response
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.parsing import parse_query, read_body
@@ -46,28 +45,28 @@ class BatchesApi:
     @describe("Create a batch", body=BatchRequest, answer=BatchObject)
     async def create_batch(self, state: AppState, request: Request) -> Response:
         store, body = needed(self._store), await read_body(state, request, BatchRequest)
-        record = await asyncio.to_thread(_create, store, caller_of(request), body)
+        record = await in_turn(FILES, _create, store, caller_of(request), body)
         return json_response(shown_batch(record, BatchStage()))
 
     @describe("List the batches, the newest first", query=BatchesQuery, answer=BatchList)
     async def list_batches(self, _: AppState, request: Request) -> Response:
         query, store = parse_query(request, BatchesQuery), needed(self._store)
-        return json_response(await asyncio.to_thread(_list, store, owner_of(caller_of(request)), query))
+        return json_response(await in_turn(FILES, _list, store, owner_of(caller_of(request)), query))
 
     @describe("Show a batch", answer=BatchObject)
     async def show_batch(self, _: AppState, request: Request) -> Response:
         store, record = needed(self._store), await self._find(request)
-        return json_response(shown_batch(record, await asyncio.to_thread(store.stage, record.batch_id)))
+        return json_response(shown_batch(record, await in_turn(FILES, store.stage, record.batch_id)))
 
     @describe("Cancel a batch", answer=BatchObject)
     async def cancel_batch(self, _: AppState, request: Request) -> Response:
         store, record = needed(self._store), await self._find(request)
-        return json_response(shown_batch(record, await asyncio.to_thread(store.cancel, record.batch_id)))
+        return json_response(shown_batch(record, await in_turn(FILES, store.cancel, record.batch_id)))
 
     async def _find(self, request: Request) -> BatchRecord:
         store, batch_id = needed(self._store), request.path_params["batch_id"]
         owner = owner_of(caller_of(request))
-        record = await asyncio.to_thread(store.find, owner, batch_id) if is_id(batch_id) else None
+        record = await in_turn(FILES, store.find, owner, batch_id) if is_id(batch_id) else None
         if record is None:
             raise BatchNotFound(
                 f"There is no batch {cut(repr(batch_id))}. It may have been deleted some time after its end, or belong "
@@ -94,7 +93,6 @@ def _create(store: BatchStore, caller: Caller, body: BatchRequest) -> BatchRecor
     record = BatchRecord(
         new_id("batch_", now_s),
         owner,
-        caller.key_id,
         body.endpoint,
         body.input_file_id,
         body.completion_window,
@@ -102,6 +100,7 @@ def _create(store: BatchStore, caller: Caller, body: BatchRequest) -> BatchRecor
         int(now_s) + bounds.WINDOW_S,
         body.metadata,
         bounds.DEFAULT_LIVES_S if lives is None else lives.seconds,
+        caller.key_mark,
     )
     store.add(record)
     return record

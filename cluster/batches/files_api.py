@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from lorafleet.api.access.caller import Caller, caller_of, whose
 from lorafleet.api.access.caller_admission import MAX_UPLOADS, add_admission
+from lorafleet.api.access.work_threads import FILES, in_turn
 from lorafleet.api.answer.responses import json_response
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.parsing import parse_query
@@ -37,12 +37,12 @@ class FilesApi:
 
     Args:
         store: None if --batch-store is not set; all routes then say so.
-        max_bytes: Bytes that the files of all tenants may have.
+        most_bytes: Returns the bytes that the files of all tenants may have.
     """
 
-    def __init__(self, store: BatchStore | None, max_bytes: int) -> None:
+    def __init__(self, store: BatchStore | None, most_bytes: Callable[[], int]) -> None:
         self._store = store
-        self._max_bytes = max_bytes
+        self._most_bytes = most_bytes
 
     def routes(self) -> list[Route]:
         return [
@@ -58,15 +58,15 @@ class FilesApi:
         store, caller = needed(self._store), caller_of(request)
         add_admission(request.scope, state.work_bounds.enter("uploads of files", MAX_UPLOADS, caller))
         async with read_upload(request) as upload:
-            await asyncio.to_thread(self._check_quota, store, caller, upload.num_bytes)
+            await in_turn(FILES, self._check_quota, store, caller, upload.num_bytes)
             record = _record_of(store, caller, upload)
-            await asyncio.to_thread(store.files.add, record, upload.content)
+            await in_turn(FILES, store.files.add, record, upload.content)
         return json_response(shown_file(record))
 
     @describe("List the files of batches", query=FilesQuery, answer=FileList)
     async def list_files(self, _: AppState, request: Request) -> Response:
         query, files, owner = parse_query(request, FilesQuery), needed(self._store).files, owner_of(caller_of(request))
-        records = await asyncio.to_thread(lambda: files.records(files.names(owner)))
+        records = await in_turn(FILES, lambda: files.records(files.names(owner)))
         if query.purpose is not None:
             records = [record for record in records if record.purpose == query.purpose]
         if query.order == "desc":
@@ -95,20 +95,20 @@ class FilesApi:
     @describe("Delete a file of a batch", answer=FileDeleted)
     async def delete_file(self, _: AppState, request: Request) -> Response:
         store, record = needed(self._store), await self._find(request)
-        await asyncio.to_thread(_check_unused, store, record)
-        await asyncio.to_thread(store.files.delete, record)
+        await in_turn(FILES, _check_unused, store, record)
+        await in_turn(FILES, store.files.delete, record)
         return json_response({"id": record.file_id, "object": "file", "deleted": True})
 
     async def _find(self, request: Request) -> FileRecord:
         files, file_id = needed(self._store).files, request.path_params["file_id"]
-        return await asyncio.to_thread(find_file, files, owner_of(caller_of(request)), file_id)
+        return await in_turn(FILES, find_file, files, owner_of(caller_of(request)), file_id)
 
     def _check_quota(self, store: BatchStore, caller: Caller, num_bytes: int) -> None:
         """Raises QuotaExceeded if the caller, or all callers together, would have too many files or bytes. Uploads at
         the same time do not see each other, so they may exceed the bounds once."""
         names, owner = store.files.names(), owner_of(caller)
         own = [name for name in names if name.owner == owner]
-        of_one, most_of_one = sum(name.num_bytes for name in own), int(bounds.MAX_BYTES_OF_ONE * self._max_bytes)
+        of_one, most_of_one = sum(name.num_bytes for name in own), int(bounds.MAX_BYTES_OF_ONE * self._most_bytes())
         if len(own) >= bounds.MAX_FILES_OF_ONE:
             raise QuotaExceeded(
                 f"{whose(caller)} has {len(own)} files; at most {bounds.MAX_FILES_OF_ONE} are allowed. Delete some."
@@ -118,9 +118,9 @@ class FilesApi:
                 f"The files of {whose(caller)} would have {of_one + num_bytes} bytes; at most {most_of_one} are "
                 "allowed. Delete files that are not needed, or ask the operator to raise --batch-store-bytes."
             )
-        if sum(name.num_bytes for name in names) + num_bytes > self._max_bytes:
+        if sum(name.num_bytes for name in names) + num_bytes > self._most_bytes():
             raise QuotaExceeded(
-                f"The files of all tenants would have more than {self._max_bytes} bytes. Ask the operator to raise "
+                f"The files of all tenants would have more than {self._most_bytes()} bytes. Ask the operator to raise "
                 "--batch-store-bytes, or try again when files have expired."
             )
 
@@ -163,5 +163,5 @@ def _check_unused(store: BatchStore, record: FileRecord) -> None:
 
 
 async def _in_threads(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
-    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+    while (piece := await in_turn(FILES, next, pieces, None)) is not None:
         yield piece

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
 import httpx
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lorafleet.api.access.caller import Caller, set_inner_caller
+from lorafleet.api.access.caller import set_inner_caller
+from lorafleet.cluster.batches.batch_records import BatchCaller, FindCaller
 
 _PASSED_ON = ("retry-after", "x-request-id")
 
@@ -25,7 +27,7 @@ class LinePost(msgspec.Struct, frozen=True):
 
     path: str
     body: bytes
-    key_id: str  # Public name of the caller's API key; "" without a key.
+    caller: BatchCaller
 
 
 class LineReply(msgspec.Struct, frozen=True):
@@ -40,13 +42,13 @@ UNKNOWN_KEY = LineReply(503, {}, b'{"error": {"message": "This replica does not 
 
 @dataclass(frozen=True, slots=True)
 class LineAnswerer:
-    """Answers lines in the process of a replica. `find_caller` finds the caller of a key's public name."""
+    """Answers lines in the process of a replica. `find_caller` finds who sends them."""
 
     app: ASGIApp
-    find_caller: Callable[[str], Caller | None]
+    find_caller: FindCaller
 
     async def answer(self, post: LinePost) -> LineReply:
-        caller = self.find_caller(post.key_id)
+        caller = self.find_caller(post.caller)
         if caller is None:  # The replica that runs the batch reads the keys, too, and will end the batch.
             return UNKNOWN_KEY
         caller = replace(caller, is_batch=True)
@@ -75,19 +77,19 @@ class LineTransport(httpx.AsyncBaseTransport):
     def __init__(
         self,
         post: PostLine,
-        key_id: str,
+        caller: BatchCaller,
         loop: asyncio.AbstractEventLoop,
-        places: asyncio.Semaphore,
+        places: AbstractAsyncContextManager[None],
         timeout_s: float,
     ) -> None:
         self._post = post
-        self._key_id = key_id
+        self._caller = caller
         self._loop = loop
         self._places = places
         self._timeout_s = timeout_s
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        post = LinePost(request.url.path, await request.aread(), self._key_id)
+        post = LinePost(request.url.path, await request.aread(), self._caller)
         posting = self._post_in_turn(post)
         try:
             future: Future[LineReply] = asyncio.run_coroutine_threadsafe(posting, self._loop)

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
+from lorafleet.api.access.work_threads import CATALOGUE_LOG, in_turn
 from lorafleet.cluster.catalogue.catalogue_log import SETTLE_S, CatalogueLog, Fenced
 from lorafleet.cluster.catalogue.catalogue_records import AdapterRecord, Entry
 from lorafleet.cluster.catalogue.catalogue_state import CatalogueState
@@ -44,8 +45,8 @@ class Catalogue:
         await _to_the_end(self._load_first())
 
     async def _load_first(self) -> None:
-        store_id = await asyncio.to_thread(read_store_id, self.store)
-        self.state = await asyncio.to_thread(self._load)
+        store_id = await in_turn(CATALOGUE_LOG, read_store_id, self.store)
+        self.state = await in_turn(CATALOGUE_LOG, self._load)
         self.position = LogPosition(store_id, self._log.length)
 
     async def change(self, name: str, decide: Decide) -> AdapterRecord | None:
@@ -64,7 +65,7 @@ class Catalogue:
                     return self.state.adapters.get(name)
                 _check_size(entry)
                 try:
-                    others = await asyncio.to_thread(self._log.append, entry)
+                    others = await in_turn(CATALOGUE_LOG, self._log.append, entry)
                 except Fenced:
                     await self._load_again()
                     continue
@@ -85,7 +86,7 @@ class Catalogue:
     async def _read_on(self) -> None:
         async with self._writing:
             try:
-                others = await asyncio.to_thread(self._log.read_on)
+                others = await in_turn(CATALOGUE_LOG, self._log.read_on)
             except Fenced:
                 await self._load_again()
             else:
@@ -106,8 +107,8 @@ class Catalogue:
 
     async def _load_again(self) -> None:
         before = self.state
-        after = await asyncio.to_thread(self._load)
-        changed = await asyncio.to_thread(before.adapters.differing, after.adapters)
+        after = await in_turn(CATALOGUE_LOG, self._load)
+        changed = await in_turn(CATALOGUE_LOG, before.adapters.differing, after.adapters)
         self.state = after
         self._has_read()
         adapters = [before.adapters[name] for name in changed if name in before.adapters]

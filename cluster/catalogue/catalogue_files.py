@@ -1,4 +1,7 @@
-"""Copies an adapter's files on their way into the store, and computes the digest that the workers will compute."""
+"""Copies an adapter's files on their way into the store, and computes the digest that the workers will compute.
+
+No file but the config is ever in memory as a whole.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from lorafleet.protocol.adapter_formats.adapter_files import (
     AdapterFolder,
     check_same_config,
     open_weights,
+    opened_optional,
     read_config,
-    read_optional,
     read_through,
 )
 
@@ -22,12 +25,10 @@ def stage(path: str | os.PathLike[str], target: Path) -> str:
     Returns their digest. Raises AdapterError.
     """
     folder = AdapterFolder.at(path)
-    config, optional = read_config(folder), read_optional(folder)
-    with open_weights(folder) as weights, (target / weights.name).open("wb") as copy:
-        digest = read_through(config, optional, weights, copy)
+    config = read_config(folder)
+    with open_weights(folder) as weights, opened_optional(folder) as optional:
+        digest = read_through(config, optional, weights, target)
         weights.check_unchanged()
     check_same_config(folder, config)
-    for name, content in {CONFIG_NAME: config, **optional}.items():
-        (target / name).parent.mkdir(exist_ok=True)
-        (target / name).write_bytes(content)
+    (target / CONFIG_NAME).write_bytes(config)
     return digest

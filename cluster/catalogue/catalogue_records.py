@@ -49,7 +49,8 @@ class AdapterRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, t
     # Repeats the owner in the name. If nobody owns the name, the value dates from before tenants owned adapters.
     tenant: str | None = None
     pinned_replicas: int = 0  # Number of replicas that pin it; 0: not pinned.
-    # Application that listed it in lora_modules. A restarting replica of the application leaves later changes alone.
+    # Mark of the application that lists it in lora_modules (cluster/admin/listed_adapters.py). A restarting replica of
+    # the application leaves later changes alone.
     seeded_by: str | None = None
     removing: bool = False  # No name stands for it any more, and replicas are freeing it.
 
@@ -80,6 +81,10 @@ Entry = AdapterRecord | RemovalRecord  # An entry of the log: the state of a nam
 
 def with_version(adapter: AdapterRecord, version: VersionRecord) -> AdapterRecord:
     return msgspec.structs.replace(adapter, versions=(*adapter.versions, version))
+
+
+def version_of_digest(adapter: AdapterRecord, digest: str) -> VersionRecord | None:
+    return next((version for version in adapter.versions if version.digest == digest), None)
 
 
 def num_bytes_of(adapter: AdapterRecord) -> int:

@@ -56,6 +56,7 @@ class CatalogueState:
         self.alias_names = NameIndex()
         self.pinned: set[str] = set()  # Names of pinned adapters.
         self.removing: set[str] = set()  # Names of adapters that are being removed.
+        self.seeded: dict[str, str] = {}  # Adapters of lora_modules, also removed ones -> AdapterRecord.seeded_by.
         self._owned: dict[str, dict[str, int]] = {}  # Tenant -> adapter -> its bytes.
         self._files_uri = files_uri
         self._removed: dict[str, RemovalRecord] = {}  # Removed adapters that an application would bring back.
@@ -76,6 +77,9 @@ class CatalogueState:
         self.pinned.discard(name)
         self.removing.discard(name)
         self._removed.pop(name, None)
+        self.seeded.pop(name, None)
+        if entry.seeded_by is not None:
+            self.seeded[name] = entry.seeded_by
         tenant = tenant_of(name)
         if tenant is not None:
             self.owned(tenant).pop(name, None)

@@ -1,7 +1,8 @@
 """The store in a local folder, which every node must be able to reach if the cluster has several.
 
 A new object is written aside, synced, and linked under its name. `link` fails if the name exists, in one step for all
-processes and over NFS too, which rename does not.
+processes and over NFS too, which rename does not. Only the server's user can read what is written, unless the folder
+itself says that its group may (private_files.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import BinaryIO
 
 from lorafleet.protocol.adapter_formats.adapter_files import stored_files
 from lorafleet.protocol.errors import AdapterMissing, ConfigError, StoreError, StoreRefused
+from lorafleet.protocol.private_files import FileModes, create_file, make_folder
 from lorafleet.resolvers.durable import begin_to_sync, sync
 
 ABANDONED_S = 3600.0  # Age in seconds at which an unpublished file counts as left behind by a crash.
@@ -28,7 +30,8 @@ class FolderStore:
         self._aside = self._root / "aside"
         self._files = self._root / "adapters"
         try:
-            self._aside.mkdir(parents=True, exist_ok=True)
+            self._modes = FileModes.below(self._root)
+            make_folder(self._aside, self._modes)
             self._clear_aside()
         except OSError as error:
             raise ConfigError(
@@ -66,14 +69,19 @@ class FolderStore:
     def _write_aside(self, aside: Path, target: Path, content: bytes) -> None:
         """Writes and syncs the object aside. Nobody can see it before it is linked, so an error here leaves nothing."""
         try:
-            _make_folders(target.parent, self._root)
-            with aside.open("xb") as file:
+            self._make_parent(target)
+            with open(create_file(aside, self._modes), "wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             reason = error.strerror or error
             raise StoreRefused(f"store {self.uri}: nothing was written: {reason}.") from error
+
+    def _make_parent(self, target: Path) -> None:
+        if not target.parent.is_dir():
+            make_folder(target.parent, self._modes)
+            sync(self._root)
 
     def read(self, key: str) -> bytes | None:
         try:
@@ -111,7 +119,7 @@ class FolderStore:
             draft.discard()
 
     def draft(self) -> FolderDraft:
-        return FolderDraft(self._aside / uuid.uuid4().hex, self._files, self.uri)
+        return FolderDraft(self._aside / uuid.uuid4().hex, self._files, self.uri, self._modes)
 
     def files_uri(self, digest: str) -> str:
         return str(self._files / digest)
@@ -150,21 +158,23 @@ class FolderDraft:
         aside: Where the folder is created.
         files: Where folders of published files are.
         uri: The store's, for messages.
+        modes: Those of what is created.
     """
 
-    def __init__(self, aside: Path, files: Path, uri: str) -> None:
+    def __init__(self, aside: Path, files: Path, uri: str, modes: FileModes) -> None:
         self._aside = aside
         self._published = files
         self._uri = uri
+        self._modes = modes
         self._open: dict[str, BinaryIO] = {}
         with self._errors():
-            files.mkdir(exist_ok=True)
-            aside.mkdir()
+            make_folder(files, modes)
+            make_folder(aside, modes)
 
     def write(self, name: str, content: bytes | memoryview) -> None:
         with self._errors():
             if name not in self._open:
-                self._open[name] = (self._aside / name).open("xb", buffering=0)
+                self._open[name] = open(create_file(self._aside / name, self._modes), "wb", buffering=0)  # noqa: SIM115  discard() closes it
             file, rest = self._open[name], memoryview(content)
             while len(rest):
                 rest = rest[file.write(rest) :]
@@ -174,8 +184,9 @@ class FolderDraft:
         """Copies a file, whose name may begin with a folder."""
         target = self._aside / name
         with self._errors():
-            target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(source, target)
+            make_folder(target.parent, self._modes)
+            os.close(create_file(target, self._modes))
+            shutil.copyfile(source, target)  # It keeps the mode of a file that is there.
             sync(target)
             sync(target.parent)
 
@@ -201,12 +212,6 @@ class FolderDraft:
             yield
         except OSError as error:
             raise _failed("an adapter's files cannot be written", self._uri, error) from error
-
-
-def _make_folders(folder: Path, root: Path) -> None:
-    if not folder.is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
-        sync(root)
 
 
 def _failed(what: str, uri: str, error: OSError) -> StoreError:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from lorafleet.api.access.work_threads import CATALOGUE_LOG, in_turn
 from lorafleet.cluster.catalogue.catalogue_log import changed_names
 from lorafleet.cluster.catalogue.catalogue_store import Store
 from lorafleet.protocol.errors import LorafleetError, StoreError
@@ -72,7 +73,7 @@ class LogEnd:
             await asyncio.wait([running])
         self._running = self._coming.pop(position)
         try:
-            return await asyncio.to_thread(self._read, position)
+            return await in_turn(CATALOGUE_LOG, self._read, position)
         except LorafleetError as error:
             logger.warning("the catalogue's log cannot be read: %s", error.message)
             return None

@@ -19,6 +19,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Literal
 
+from lorafleet.api.access.work_threads import CATALOGUE_FILES, UPKEEP, in_turn
 from lorafleet.cluster.catalogue.catalogue import Catalogue
 from lorafleet.cluster.catalogue.steady_clock import SteadyClock
 from lorafleet.protocol.errors import OutcomeUnknown, Overloaded, StoreError
@@ -79,14 +80,14 @@ class StoredFiles:
     async def delete_unless_named(self, digest: str, removed: str | None = None) -> bool:
         """Deletes the files, and returns whether they are gone. They stay if an adapter other than `removed` names
         them, or if somebody is about to register them. Raises StoreError."""
-        lock = await asyncio.to_thread(self._lock, digest, "delete")
+        lock = await in_turn(CATALOGUE_FILES, self._lock, digest, "delete")
         try:
-            if await asyncio.to_thread(self._is_locked, digest, "use"):
+            if await in_turn(CATALOGUE_FILES, self._is_locked, digest, "use"):
                 return False
             await self._catalogue.read_on()
             if self._is_named(digest, removed):
                 return False
-            await asyncio.to_thread(self._store.delete_files, digest)
+            await in_turn(CATALOGUE_FILES, self._store.delete_files, digest)
             return True
         finally:
             await self._unlock(lock)
@@ -94,15 +95,15 @@ class StoredFiles:
     async def collect(self) -> None:
         """Deletes files and locks that were left behind. Called periodically. Raises StoreError."""
         await self._catalogue.read_on()
-        stored = await asyncio.to_thread(self._store.stored_digests)
+        stored = await in_turn(UPKEEP, self._store.stored_digests)
         now = self._clock()
         users = self._catalogue.state.users
-        unnamed = await asyncio.to_thread(lambda: [digest for digest in stored if not users(digest)])
+        unnamed = await in_turn(UPKEEP, lambda: [digest for digest in stored if not users(digest)])
         self._unnamed_since_s = {digest: self._unnamed_since_s.get(digest, now) for digest in unnamed}
         for digest, since_s in list(self._unnamed_since_s.items()):
             if now - since_s >= ORPHAN_S and await self.delete_unless_named(digest):
                 logger.info("catalogue %s: collected the unused files of %s", self._store.uri, digest[:12])
-        await asyncio.to_thread(self._delete_expired_locks)
+        await in_turn(UPKEEP, self._delete_expired_locks)
 
     def _is_named(self, digest: str, removed: str | None = None) -> bool:
         state = self._catalogue.state
@@ -115,8 +116,8 @@ class StoredFiles:
     async def _lock_for_use(self, digest: str) -> FileLock:
         deadline = time.monotonic() + WAIT_S
         while True:
-            lock = await asyncio.to_thread(self._lock, digest, "use")
-            if not await asyncio.to_thread(self._is_locked, digest, "delete"):
+            lock = await in_turn(CATALOGUE_FILES, self._lock, digest, "use")
+            if not await in_turn(CATALOGUE_FILES, self._is_locked, digest, "delete"):
                 return lock
             await self._unlock(lock)
             if time.monotonic() > deadline:
@@ -130,7 +131,7 @@ class StoredFiles:
 
     async def _unlock(self, lock: FileLock) -> None:
         try:
-            await asyncio.to_thread(self._store.delete, lock.key)
+            await in_turn(UPKEEP, self._store.delete, lock.key)
         except StoreError as error:
             logger.warning("a lock could not be deleted; it expires after %.0f s: %s", LOCK_S, error)
 

@@ -18,6 +18,7 @@ from lorafleet.cluster.cli.cli_tools import fail
 from lorafleet.cluster.tenancy import key_file
 from lorafleet.cluster.tenancy.key_file import HASH_PREFIX, KeyFile
 from lorafleet.cluster.tenancy.key_text import check_key, digest_of, make_key
+from lorafleet.cluster.tenancy.tenant_changes import with_tenant, without_key
 from lorafleet.protocol.errors import LorafleetError
 
 keys = typer.Typer(help="Create, list and revoke API keys.", no_args_is_help=True)
@@ -37,12 +38,22 @@ def create(
     expires: Annotated[
         str | None, typer.Option(help="A date such as 2027-01-31, or a time from now: 90d, 12h.")
     ] = None,
+    same_tenant: Annotated[
+        bool | None,
+        typer.Option(
+            "--same-tenant/--new-tenant",
+            help="Whether a tenant whose last key was revoked is the one that gets this key.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Adds a key to the file and prints it. The key is never shown again."""
     key = make_key()
     entry = {"id": id_, "hash": HASH_PREFIX + digest_of(key), "scopes": scope, "tenant": tenant}
     with _complaints():
         before = key_file.read(file) if file.exists() else KeyFile()
+        if tenant is not None:
+            before = with_tenant(before, tenant, same_tenant)
         present = before.model_dump()
         after = KeyFile.model_validate(present | {"keys": [*present["keys"], entry | {"expires": _time(expires)}]})
         key_file.write(file, after)
@@ -53,12 +64,13 @@ def create(
 def list_keys(file: File) -> None:
     """Shows the keys of the file, one per line."""
     with _complaints():
-        found = key_file.read(file).keys
-    for key in found:
+        found = key_file.read(file)
+    for key in found.keys:
         over = " (expired)" if key.expires is not None and key.expires <= datetime.now(UTC) else ""
         until = "never" if key.expires is None else key.expires.isoformat()
         typer.echo(
-            f"{key.id}\ttenant={key.tenant or '-'}\tscopes={','.join(sorted(key.scopes))}\texpires={until}{over}"
+            f"{key.id}\ttenant={found.caller_of(key).tenant or '-'}\tscopes={','.join(sorted(key.scopes))}"
+            f"\texpires={until}{over}\tkey_mark={key.mark}"
         )
 
 
@@ -67,10 +79,10 @@ def revoke(file: File, id_: Annotated[str, typer.Argument(metavar="ID")]) -> Non
     """Removes a key from the file. Servers reject it within a second or two. Requests that it has started continue."""
     with _complaints():
         before = key_file.read(file)
-        kept = [key for key in before.keys if key.id != id_]
-        if len(kept) == len(before.keys):
+        found = next((key for key in before.keys if key.id == id_), None)
+        if found is None:
             fail(f"{file} has no key {id_!r}; it has {', '.join(key.id for key in before.keys) or 'none'}.")
-        key_file.write(file, before.model_copy(update={"keys": kept}))
+        key_file.write(file, without_key(before, found, datetime.now(UTC).replace(microsecond=0)))
 
 
 @keys.command("hash")

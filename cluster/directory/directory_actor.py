@@ -35,6 +35,7 @@ from lorafleet.cluster.directory.placer import ROUND_S
 from lorafleet.cluster.serve.state_folder import state_folder
 from lorafleet.protocol.admin_verbs import Verb
 from lorafleet.protocol.errors import LorafleetError
+from lorafleet.protocol.private_files import keep_private
 
 NAMESPACE = "lorafleet"
 IDLE_EXIT_S = 30.0
@@ -85,6 +86,7 @@ class DirectoryActor:
     def __init__(
         self, catalog_uri: str, base_names: tuple[str, ...], fill_cpu_loras: bool, places_by_demand: bool, secret: str
     ) -> None:
+        keep_private()
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # A thousand replicas have a connection each.
         self._directory = AdapterDirectory(

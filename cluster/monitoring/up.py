@@ -27,6 +27,7 @@ from lorafleet.cluster.monitoring import grafana, scrape_config
 from lorafleet.cluster.monitoring.scrape_config import ScrapeTarget
 from lorafleet.cluster.monitoring.shipped_files import write_rules
 from lorafleet.protocol.errors import ConfigError
+from lorafleet.protocol.private_files import keep_private, make_folder
 
 READY_S = 60.0
 STOP_S = 15.0
@@ -65,6 +66,7 @@ def run(options: Options) -> None:
     for port, option in ((options.port, "--port"), (options.grafana_port, "--grafana-port")):
         _check_free(port, option)
     _check_server(options.target)
+    keep_private()
     write_files(options)
     with _stopping(), contextlib.suppress(MonitoringStopped), contextlib.ExitStack() as children:
         prometheus = children.enter_context(_child(_prometheus_command(program, options), options.folder, "prometheus"))
@@ -86,7 +88,7 @@ def run(options: Options) -> None:
 
 def write_files(options: Options) -> None:
     """Writes prometheus.yml, the rules, and Grafana's folder."""
-    options.folder.mkdir(parents=True, exist_ok=True)
+    make_folder(options.folder)
     (options.folder / "prometheus.yml").write_text(scrape_config.to_yaml(options.target))
     write_rules(options.folder)
     grafana.provision(options.folder / "grafana", _url(options.port))

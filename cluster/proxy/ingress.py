@@ -8,6 +8,7 @@ talks to the replica's own HTTP server, so no token passes through Ray. proxy_af
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,43 @@ def application_status(name: str) -> tuple[str, str]:
     return status.status, status.message
 
 
+def serve_instance() -> str:
+    """Returns the identity of this Ray Serve, which stays until Serve is shut down, or a random one without Serve."""
+    client = _get_global_client(raise_if_no_controller_running=False)
+    return uuid.uuid4().hex if client is None else str(client._controller._actor_id.hex())
+
+
+def running_applications(deployment: str) -> list[str]:
+    """Returns the applications that have running replicas of a deployment of this name. Unlike serve.status(), it has
+    those that are being built anew."""
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return []
+    replicas = ray.get(client._controller._all_running_replicas.remote())
+    return [found.app_name for found, running in replicas.items() if found.name == deployment and running]
+
+
+def keep_reconfigured_replicas() -> None:
+    """Makes Serve's controller leave a replica in service while it takes changed options. Otherwise the controller
+    takes it from HAProxy and all handles until it is done, and one replica alone would leave nobody to answer."""
+    from ray.serve._private import deployment_state  # Only the controller's process has imported it already.
+
+    State = deployment_state.DeploymentState
+    State._BROADCAST_STATES = State._BROADCAST_STATES | {deployment_state.ReplicaState.UPDATING}
+    in_service = list(State._BROADCAST_STATES)
+
+    def running(self: Any) -> list[Any]:
+        return [
+            found.get_running_replica_info(self._cluster_node_info_cache) for found in self._replicas.get(in_service)
+        ]
+
+    State.get_running_replica_infos = running  # type: ignore[method-assign]  # There is no other way in.
+
+
 def watch_haproxy() -> None:
     """Makes Serve's controller start our manager of HAProxy in place of its own, and keep an application reachable
     while its next version is built. Serve calls this when its controller starts."""
+    keep_reconfigured_replicas()
     from ray.serve._private import controller  # Only the controller's process has imported it already.
 
     from lorafleet.cluster.proxy.haproxy_manager import Manager

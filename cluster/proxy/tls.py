@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from lorafleet.api.access.work_threads import on_duty
 from lorafleet.protocol.errors import ConfigError
 
 CERT_VARIABLE = "LORAFLEET_SSL_CERTFILE"
@@ -102,7 +103,7 @@ async def keep_renewing(files: TLSFiles, admin_socket: str, name: str, watch_s: 
         if stamp == known:
             continue
         try:
-            pem = await asyncio.to_thread(files.pem)
+            pem = await on_duty(files.pem)
             await _renew(pem, admin_socket, name)
         except (ConfigError, OSError) as error:
             # Perhaps only one of the two files is written yet, so this is tried again.

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from lorafleet.api.access.work_threads import UPKEEP, in_turn
 from lorafleet.api.app_state import AppState
 from lorafleet.api.served_model import ServedModel
 from lorafleet.cluster.quality.book import QualityBook
@@ -97,7 +98,7 @@ class QualityMonitor:
         return [standing for standing in found if standing is not None]
 
     async def _standing(self, probe_set: ProbeSet) -> Standing | None:
-        standing = await asyncio.to_thread(self._book.standing, probe_set)
+        standing = await in_turn(UPKEEP, self._book.standing, probe_set)
         if standing is not None:
             self.standings[probe_set.model] = standing
         return standing
@@ -117,16 +118,16 @@ class QualityMonitor:
 
     async def _keep(self, probe_set: ProbeSet, standing: Standing) -> None:
         self.standings[probe_set.model] = standing
-        await asyncio.to_thread(self._book.add_standing, probe_set, standing)
+        await in_turn(UPKEEP, self._book.add_standing, probe_set, standing)
 
     async def _measured(self, probe_set: ProbeSet, tried_s: float, accept: bool) -> Standing:
         model = await self._prober.model(probe_set.model)
         digest = "" if model.lora is None else model.lora.digest
-        baseline = None if accept else await asyncio.to_thread(self._book.baseline, probe_set)
+        baseline = None if accept else await in_turn(UPKEEP, self._book.baseline, probe_set)
         observed = await self._observe(probe_set, model, baseline)
         if baseline is None:
             baseline = Baseline(digest, tried_s, observed)
-            await asyncio.to_thread(self._book.add_baseline, probe_set, baseline)
+            await in_turn(UPKEEP, self._book.add_baseline, probe_set, baseline)
         return Standing(
             probe_set.model,
             tried_s,

@@ -22,7 +22,7 @@ from lorafleet.protocol.sampling_params import SamplingParams
 from lorafleet.tools.measures import Score, score
 
 # It has no tenant, so that it uses nobody's quota. Usage logs show it as the key.
-CALLER = Caller(None, "quality", frozenset(("infer", "admin")))
+CALLER = Caller(None, "quality", frozenset(("infer", "admin")), key_mark="quality")
 
 _numbers = itertools.count()
 

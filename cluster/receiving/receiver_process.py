@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
+from lorafleet.api.access.work_threads import UPKEEP, in_turn
 from lorafleet.cluster.admin.push_intake import PushIntake
 from lorafleet.cluster.receiving.receiver_messages import MAX_REPORT_BYTES, ReceiveJob, ReceiverReport
 from lorafleet.protocol.adapter_formats.announced_tensors import AnnouncedPush
@@ -43,7 +44,7 @@ class ReceiverProcess:
         """Starts a module as the process's program. `visible_devices` are the GPUs that it sees, in CUDA's notation."""
         environment = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
         environment |= {"CUDA_VISIBLE_DEVICES": visible_devices, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        return cls(await asyncio.to_thread(start_program, command_of(module), settings, (), environment))
+        return cls(await in_turn(UPKEEP, start_program, command_of(module), settings, (), environment))
 
     async def wait_until_started(self, timeout_s: float) -> None:
         """Waits for the program's word that it can take jobs. Raises ReceiverFailed."""
@@ -72,7 +73,7 @@ class ReceiverProcess:
         if self.has_ended:
             return
         self.has_ended = True
-        await asyncio.to_thread(self._program.stop)
+        await in_turn(UPKEEP, self._program.stop)
         async with self._turn:  # Nobody waits for the socket any more.
             self._program.socket.close()
 

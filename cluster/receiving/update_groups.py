@@ -26,7 +26,7 @@ class UpdateGroups:
     """
 
     def __init__(self, allowed_hosts: Sequence[str], device: str) -> None:
-        self._allowed_hosts = allowed_hosts
+        self.allowed_hosts = allowed_hosts
         self._device = device
         self._members: dict[str, ReceiverProcess] = {}
         self._changing = asyncio.Lock()
@@ -48,7 +48,7 @@ class UpdateGroups:
     def check(self, place: WeightsGroupPlace) -> None:
         """Raises Forbidden if the group is at a host that is not allowed, and InvalidRequest if this replica cannot be
         a member."""
-        check_may_meet(place.host, self._allowed_hosts)
+        check_may_meet(place.host, self.allowed_hosts)
         if place.backend == "nccl" and self._device == "cpu":
             raise InvalidRequest("`backend` is nccl, but this server runs without a GPU; use gloo.", "backend")
 

@@ -18,6 +18,9 @@ from starlette.datastructures import Headers
 
 from lorafleet.api.access.caller import sent_key
 from lorafleet.api.access.gate import Gate
+from lorafleet.api.access.work_threads import on_duty
+from lorafleet.cluster.deploys.changed_options import UserConfig, opened
+from lorafleet.cluster.deploys.sealed_secrets import unseal
 from lorafleet.cluster.directory.directory_actor import DirectoryPlace, get_or_create
 from lorafleet.cluster.directory.directory_calls import DrainCall, RoutesCall
 from lorafleet.cluster.directory.residency import RouteView
@@ -112,7 +115,8 @@ class AdapterRouter:
     ) -> None:
         self._replicas = replicas
         self._traced = traced
-        keys = None if api_keys is None else KeyRing(api_keys)
+        keys = self._keys = None if api_keys is None else KeyRing(api_keys)
+        self._source = api_keys
         self._gate = Gate(admin_key, None if keys is None else lambda: keys.keys)
         loop = asyncio.get_event_loop()
         self._tasks = [loop.create_task(ingress.keep_certificate())]
@@ -120,6 +124,19 @@ class AdapterRouter:
             self._tasks.append(loop.create_task(keys.follow()))
         ingress.listen_on_node_address()
         ingress.start_handle(replicas)
+
+    async def reconfigure(self, user_config: UserConfig) -> None:
+        """Takes the keys of another deploy. Serve calls this at the start, and for each deploy that changes them.
+
+        An error here would make Serve stop this router, so the former keys stay if the new ones cannot be read."""
+        try:
+            keys = opened(user_config, unseal)
+            if self._keys is not None and keys["api_keys"] != self._source:
+                await on_duty(self._keys.change_source, keys["api_keys"])
+                self._source = keys["api_keys"]
+            self._gate.set_admin_key(keys["admin_key"])
+        except Exception:
+            logger.exception("the router keeps the former keys, since the new ones cannot be read")
 
     def _admits(self, headers: Headers) -> bool:
         """Returns whether a replica would let a client with these headers infer. Without API keys it lets everyone."""

@@ -98,6 +98,11 @@ class DirectoryCatalog:
         self._missed_at: dict[str, float] = {}
         self._resolving: dict[str, asyncio.Task[LoRARequest]] = {}
 
+    def set_resolver(self, resolver: LoRAResolver | None) -> None:
+        """Looks up unknown names by another resolver from now on. Adapters that were found stay."""
+        self._resolver = resolver
+        self._missed_at.clear()
+
     async def listed(self, after: str, end: str, limit: int) -> list[LoRARequest]:
         return await self._membership.listed(after, end, limit)
 

@@ -5,7 +5,6 @@
 import dataclasses
 import logging
 import os
-import uuid
 from typing import Any
 
 import ray
@@ -14,7 +13,11 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
-from lorafleet.cluster.config import AppArgs, with_keys
+from lorafleet.cluster.config import KEY_VARIABLES, AppArgs, with_keys
+from lorafleet.cluster.deploys.changed_options import user_config_of, version_of
+from lorafleet.cluster.deploys.deployment_version import Deployed, with_version
+from lorafleet.cluster.deploys.running_check import check_running
+from lorafleet.cluster.deploys.sealed_secrets import seal
 from lorafleet.cluster.proxy import ingress
 from lorafleet.cluster.proxy.exposure import check_exposure, check_tls
 from lorafleet.cluster.routing.router import AdapterRouter, AffinityRouter
@@ -42,7 +45,10 @@ def build(args: AppArgs) -> Application:
         check_exposure(options.host, args)
         check_tls(options.ssl_certfile is not None, ingress.direct_streaming())
     config = dataclasses.replace(args.engine_config(), device=_device(args))
-    bound = replicas(args, config).bind(args, config, uuid.uuid4().hex)
+    version = version_of(args, config.device, runtime_env())
+    check_running(args, version)
+    deployment = with_version(replicas(args, config), version)
+    bound = deployment.bind(args, config, Deployed(version, ingress.serve_instance()))
     if not ingress.direct_streaming():
         if args.most_replicas > 1 and not ingress.proxy_affinity():
             logger.warning(
@@ -52,7 +58,8 @@ def build(args: AppArgs) -> Application:
                 PROXY_MIDDLEWARES,
             )
         return bound
-    bound_router = router().bind(bound, args.admin_key, args.api_keys, args.otlp_traces_endpoint is not None)
+    routing = with_version(router(args), version)
+    bound_router = routing.bind(bound, args.admin_key, args.api_keys, args.otlp_traces_endpoint is not None)
     return ingress.with_ingress_router(bound, bound_router)
 
 
@@ -76,11 +83,17 @@ def node_gpus() -> list[int]:
     return [int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]]
 
 
+def runtime_env() -> dict[str, Any]:
+    """Returns the runtime environment of this process, which replicas get too."""
+    return dict(ray.get_runtime_context().runtime_env)
+
+
 def replicas(args: AppArgs, config: EngineConfig) -> serve.Deployment:
     """Returns the deployment of the replicas."""
     bundles = replica_bundles(args, config.device)
     return serve.deployment(
         name=REPLICAS,
+        user_config=user_config_of(args, seal),
         **_scaling(args),
         max_surge_percent=_surge_percent(args, bundles),
         max_ongoing_requests=args.max_ongoing_requests,
@@ -129,10 +142,12 @@ def _scaling(args: AppArgs) -> dict[str, Any]:
     }
 
 
-def router() -> serve.Deployment:
+def router(args: AppArgs) -> serve.Deployment:
     """Returns the deployment that HAProxy asks for a replica."""
+    keys = {name: value for name, value in user_config_of(args, seal).items() if name in KEY_VARIABLES}
     return serve.deployment(
         name="AdapterRouter",
+        user_config=keys,
         max_ongoing_requests=MAX_ROUTED,
         ray_actor_options={"num_cpus": 0},
         max_surge_percent=100,  # It needs no room, so the new one is there before the former one stops.

@@ -52,17 +52,20 @@ class CheckingEngine:
 async def load_modules(catalog: DirectoryCatalog, modules: Sequence[LoRAModule], membership: Membership) -> None:
     """Loads the configured adapters, and publishes them in the given order. All are requested at once, since the
     worker reads several at a time."""
-    for entry in await asyncio.gather(*(_read_module(catalog, module, membership) for module in modules)):
+
+    async def read(module: LoRAModule) -> tuple[LoRARequest, AdapterInfo]:
+        began_s = time.monotonic()
+        entry = await read_module(catalog, module)
+        await membership.publish_progress(f"adapter {module.name} ready after {time.monotonic() - began_s:.2f} s")
+        return entry
+
+    for entry in await asyncio.gather(*(read(module) for module in modules)):
         await catalog.seed(*entry)
 
 
-async def _read_module(
-    catalog: DirectoryCatalog, module: LoRAModule, membership: Membership
-) -> tuple[LoRARequest, AdapterInfo]:
-    began_s = time.monotonic()
+async def read_module(catalog: DirectoryCatalog, module: LoRAModule) -> tuple[LoRARequest, AdapterInfo]:
+    """Loads a configured adapter. Raises AdapterError, which names it."""
     try:
-        entry = await catalog.read_at_start(module.name, module.path, module.base_model_name)
+        return await catalog.read_at_start(module.name, module.path, module.base_model_name)
     except AdapterError as error:
         raise type(error)(f"adapter {module.name!r} cannot be served: {error.message}", error.param) from None
-    await membership.publish_progress(f"adapter {module.name} ready after {time.monotonic() - began_s:.2f} s")
-    return entry

@@ -26,6 +26,7 @@ from lorafleet.cluster.serve.child_processes import adopt_orphans, end_descendan
 from lorafleet.cluster.serve.resources import check_gpus, replica_bundles
 from lorafleet.cluster.serve.start_progress import StartProgress
 from lorafleet.protocol.errors import ConfigError, LorafleetError
+from lorafleet.protocol.private_files import keep_private
 
 APP_NAME = "lorafleet"
 OBJECT_STORE_BYTES = 128 << 20  # No large object passes through the store.
@@ -82,6 +83,7 @@ def serve_locally(args: AppArgs, listener: Listener) -> NoReturn:
     Restarts as the same process when Ray's raylet or GCS has ended, since all serving processes end with them.
     """
     _check_address(listener)
+    keep_private()  # Ray and all its processes inherit it.
     adopt_orphans()
     run_dir = tempfile.mkdtemp(prefix="lf-", dir="/tmp")
     environment = dict(os.environ)

@@ -12,9 +12,14 @@ import sys
 from fastapi import FastAPI
 
 from lorafleet.api.stored.response_query import ResponseFound, ResponseQuery
+from lorafleet.cluster.batches.batch_records import callers_of
 from lorafleet.cluster.batches.line_post import LineAnswerer, LinePost, LineReply
 from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.console.view import ReplicaQuery, ReplicaView, Viewer
+from lorafleet.cluster.deploys.changed_options import UserConfig
+from lorafleet.cluster.deploys.deployment_version import Deployed
+from lorafleet.cluster.deploys.running_check import ProposedDeploy
+from lorafleet.cluster.deploys.wanted_options import WantedOptions
 from lorafleet.cluster.directory.directory_actor import SWITCH_S
 from lorafleet.cluster.proxy import ingress
 from lorafleet.cluster.receiving.group_orders import GroupDone, GroupOrder
@@ -23,6 +28,7 @@ from lorafleet.cluster.serve.autoscaling import autoscaling_metrics
 from lorafleet.cluster.serve.replica_parts import ReplicaParts
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import LorafleetError, Overloaded
+from lorafleet.protocol.private_files import keep_private
 
 SILENT_S = 2.0  # An engine that has sent nothing for this long gets no new requests. It sends something every second.
 
@@ -34,12 +40,14 @@ class StartFailed(RuntimeError):
 class EngineReplica:
     """The actor of one replica. cluster/serve/app.py makes a Serve deployment of it."""
 
-    def __init__(self, args: AppArgs, config: EngineConfig, deployment: str) -> None:
-        """Prepares the replica without starting it. `deployment` is the same for all replicas of one `serve run`,
-        however often each is replaced."""
+    def __init__(self, args: AppArgs, config: EngineConfig, deployed: Deployed) -> None:
+        """Prepares the replica without starting it."""
+        keep_private()
         ingress.listen_on_node_address()
         sys.setswitchinterval(SWITCH_S)  # Threads write /metrics and long answers while the event loop runs.
-        self._parts = ReplicaParts(args, config, deployment)
+        self._parts = ReplicaParts(args, config, deployed)
+        self._version = deployed.version
+        self._options = WantedOptions(self._parts)
         self._lines: LineAnswerer | None = None  # None until the replica has started.
         ingress.answer_health_checks(self._is_well)
 
@@ -56,8 +64,24 @@ class EngineReplica:
             raise StartFailed(cause) from None
         state = self._parts.state
         assert state is not None
-        self._lines = LineAnswerer(app, state.access.gate.caller_of_id)
+        self._lines = LineAnswerer(app, callers_of(state.access.gate))
         return app
+
+    async def reconfigure(self, user_config: UserConfig) -> None:
+        """Takes the options that need no other replica. Serve calls this at the start, and for each deploy that changes
+        some of them."""
+        await self._options.take(user_config)
+
+    async def check_deploy(self, proposed: ProposedDeploy) -> str | None:
+        """Returns why this replica could not take the options of a deploy, or None. A replica that the deploy would
+        replace has no objection. build() calls this."""
+        if proposed.version != self._version or self._parts.state is None:
+            return None
+        try:
+            await self._parts.check_options(proposed.args)
+        except LorafleetError as error:
+            return error.message
+        return None
 
     async def check_health(self) -> None:
         """Raises EngineDead if the engine or a rank has failed. Serve then replaces the replica."""
@@ -98,6 +122,7 @@ class EngineReplica:
         engine = self._parts.engine
         if engine is not None and engine.dead is None:
             await self._parts.link.hand_over()
+        self._options.close()
         await self._parts.close()
 
     def _is_well(self) -> bool:

@@ -25,6 +25,7 @@ from lorafleet.protocol.transport.engine_socket import EngineClient
 from lorafleet.resolvers.filesystem import FilesystemResolver
 from lorafleet.resolvers.registry import LoRAResolverRegistry
 from lorafleet.resolvers.remote import RemoteResolver
+from lorafleet.resolvers.resolver_metrics import ResolverMetrics
 from lorafleet.resolvers.store import AdapterStore
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def make_front(
     catalog: DirectoryCatalog,
     store: AdapterStore,
     languages: AdapterLanguages,
-    resolver: LoRAResolverRegistry | None,
+    lookups: ResolverMetrics,
     scrape: Callable[[], Awaitable[bytes]],
     tenancy: Tenancy,
     ask_replicas: AskReplicas,
@@ -62,8 +63,7 @@ def make_front(
     metrics.add(ClientMetrics(engine))
     if args.metrics_lora_info:
         metrics.add(ResidencyMetrics(engine, args.base_names[0]))
-    if resolver is not None:
-        metrics.add(resolver.metrics)
+    metrics.add(lookups)
     return state
 
 
@@ -102,8 +102,7 @@ def front_config(args: AppArgs, replica_id: str) -> FrontConfig:
         queue_timeout_s=args.queue_timeout,
         max_body_bytes=args.max_body_bytes,
         response_store_bytes=args.response_store_bytes,
-        # Without keys, check_exposure() allows an address beyond loopback only if insecure_without_keys is set.
-        origins=Origins(tuple(args.allowed_origins), only_loopback=not args.insecure_without_keys),
+        origins=origins_of(args),
         replica_id=replica_id,
         chat_template=None if args.chat_template is None else Path(args.chat_template).read_text(),
         pooling=read_pooling(args.model) if args.pooling == "auto" else args.pooling,
@@ -113,10 +112,15 @@ def front_config(args: AppArgs, replica_id: str) -> FrontConfig:
     )
 
 
-def make_resolver(args: AppArgs, store: AdapterStore) -> LoRAResolverRegistry | None:
+def origins_of(args: AppArgs) -> Origins:
+    # Without keys, check_exposure() allows an address beyond loopback only if insecure_without_keys is set.
+    return Origins(tuple(args.allowed_origins), only_loopback=not args.insecure_without_keys)
+
+
+def make_resolver(args: AppArgs, store: AdapterStore, metrics: ResolverMetrics) -> LoRAResolverRegistry | None:
     """Returns the resolvers in the order of lora_resolvers, after those that it does not name; None if there are
-    none."""
-    registry = LoRAResolverRegistry()
+    none. Raises ConfigError."""
+    registry = LoRAResolverRegistry(metrics)
     names = [args.model, *args.base_names]
     for name in args.resolver_order:
         if name == "filesystem" and args.lora_resolver_dir is not None:

@@ -11,27 +11,30 @@ import os
 import shutil
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from ray import serve
 
+from lorafleet.api.access.work_threads import UPKEEP, in_turn
 from lorafleet.api.app_state import AppState
 from lorafleet.api.languages import AdapterLanguages
-from lorafleet.api.routes.build_api import Route, build_api
+from lorafleet.api.routes.build_api import build_api
 from lorafleet.api.stored.response_query import ResponseFound, ResponseQuery
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.cluster.admin.pushing import AdapterAdmin
 from lorafleet.cluster.batches.batch_metrics import BatchMetrics
+from lorafleet.cluster.batches.batch_records import callers_of
 from lorafleet.cluster.batches.batch_routes import batch_routes
 from lorafleet.cluster.batches.batch_runner import BatchRunner
 from lorafleet.cluster.batches.batch_store import BatchStore
 from lorafleet.cluster.catalogue.catalogue_store import Store, open_store
 from lorafleet.cluster.config import AppArgs
-from lorafleet.cluster.console.replica_view import ask_all, replica_view
+from lorafleet.cluster.console.replica_view import replica_view
 from lorafleet.cluster.console.state_api import StateApi
 from lorafleet.cluster.console.view import ReplicaQuery, ReplicaView, Viewer
+from lorafleet.cluster.deploys.deployment_version import Deployed
 from lorafleet.cluster.directory.directory_actor import DirectoryPlace
 from lorafleet.cluster.directory.directory_messages import Order
 from lorafleet.cluster.quality.book import QualityBook
@@ -39,32 +42,29 @@ from lorafleet.cluster.quality.monitor import QualityMonitor
 from lorafleet.cluster.quality.probes import read_probes
 from lorafleet.cluster.quality.quality_metrics import QualityMetrics
 from lorafleet.cluster.quality.routes import QualityApi
-from lorafleet.cluster.receiving.group_orders import GroupDone, GroupOrder, ask_members
+from lorafleet.cluster.receiving.group_orders import GroupDone, GroupOrder
 from lorafleet.cluster.receiving.tensor_receivers import TensorReceivers
 from lorafleet.cluster.serve.adapter_lookup import DirectoryCatalog, obey
+from lorafleet.cluster.serve.all_replicas import AllReplicas, all_replicas
 from lorafleet.cluster.serve.api_routes import routes_beside
 from lorafleet.cluster.serve.directory_link import DirectoryLink
 from lorafleet.cluster.serve.loading import CheckingEngine, load_modules
 from lorafleet.cluster.serve.neighborhood import NodeFiles
+from lorafleet.cluster.serve.option_changes import OptionChanges
 from lorafleet.cluster.serve.ranks import ReplicaRanks
 from lorafleet.cluster.serve.replica_batches import ReplicaPosts
 from lorafleet.cluster.serve.replica_front import make_front, make_resolver, make_tenancy, start_tracing
 from lorafleet.cluster.serve.reporting import keep_reporting
 from lorafleet.cluster.serve.resources import with_cpu_threads
-from lorafleet.cluster.serve.response_finding import find_response
-from lorafleet.cluster.serve.scraping import scrape_all
 from lorafleet.cluster.serve.worker_actor import StartOrder
 from lorafleet.cluster.task_set import TaskSet
-from lorafleet.cluster.tenancy.tenancy import Tenancy
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import EngineDead, LorafleetError
 from lorafleet.protocol.lora_request import AdapterInfo
 from lorafleet.protocol.random_numbers import named_seed
 from lorafleet.protocol.transport.addresses import RankAddresses
 from lorafleet.protocol.transport.engine_socket import EngineClient, ipc_address
-
-if TYPE_CHECKING:
-    from lorafleet.api.telemetry.tracing import Tracing
+from lorafleet.resolvers.resolver_metrics import ResolverMetrics
 
 WATCH_S = 0.5  # Seconds between two checks that the workers are alive.
 
@@ -74,8 +74,8 @@ logger = logging.getLogger("lorafleet.cluster")
 class ReplicaParts:
     """The parts of one replica. Those that are None do not exist until start() has built them, or are off."""
 
-    def __init__(self, args: AppArgs, config: EngineConfig, deployment: str) -> None:
-        """Prepares what needs no engine. `deployment` is described in EngineReplica."""
+    def __init__(self, args: AppArgs, config: EngineConfig, deployed: Deployed) -> None:
+        """Prepares what needs no engine."""
         context = serve.get_replica_context()
         replica_id = self.replica_id = context.replica_id.unique_id
         # Otherwise requests without a seed would use the same random numbers on every replica.
@@ -84,11 +84,11 @@ class ReplicaParts:
         self.engine: EngineClient | None = None
         self.state: AppState | None = None
         self._args = args
-        self._deployment = deployment
+        self._application = f"{deployed.instance}/{context.app_name}"
+        self._changes: OptionChanges | None = None
         self._checking: CheckingEngine | None = None
         self._admin: AdapterAdmin | None = None
-        self._tenancy: Tenancy | None = None
-        self._tracing: Tracing | None = None
+        self._records = ExitStack()  # Closes usage, audit and traces.
         self._tasks = TaskSet()
         place = DirectoryPlace(context.app_name, **args.directory_place())
         self._files = NodeFiles(args.sources, place, replica_id, has_neighbors=args.has_neighbors)
@@ -105,17 +105,20 @@ class ReplicaParts:
         """
         began_s = time.monotonic()
         membership = self.link.membership
-        tenancy = self._tenancy = make_tenancy(self._args, self.replica_id, membership.admit)
+        others = AllReplicas(self.render_metrics, self.link.render_metrics)
+        tenancy = make_tenancy(self._args, self.replica_id, membership.admit)
+        self._records.callback(tenancy.close)
         await membership.publish_progress(f"loading {self.config.model} on {self.config.device}")
-        tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.from_folder, self._args.model))
+        tokenizer = asyncio.create_task(in_turn(UPKEEP, Tokenizer.from_folder, self._args.model))
         engine = self.engine = await self._start_engine()
-        store = await asyncio.to_thread(open_store, self.link.place.uri)
+        store = await in_turn(UPKEEP, open_store, self.link.place.uri)
         base_names, sources = self._args.base_names, self._files.store
-        receivers = TensorReceivers(self._args.push_hosts, engine.hello.device, self._ask_members)
+        receivers = TensorReceivers(self._args.push_hosts, engine.hello.device, others.ask_members)
         admin = self._admin = AdapterAdmin(
-            self.link.administer, store, base_names, self._deployment, sources, receivers
+            self.link.administer, store, base_names, self._application, sources, receivers
         )
-        resolver = make_resolver(self._args, self._files.store)
+        lookups = ResolverMetrics()
+        resolver = make_resolver(self._args, self._files.store, lookups)
         languages = AdapterLanguages(await tokenizer, engine, self._files.store.open)
         checking = self._checking = CheckingEngine(engine, languages)
         catalog = DirectoryCatalog(membership, admin, checking, base_names, resolver)
@@ -135,20 +138,44 @@ class ReplicaParts:
             catalog,
             self._files.store,
             languages,
-            resolver,
-            self._scrape,
+            lookups,
+            others.scrape,
             tenancy,
-            self._ask_replicas,
+            others.find_response,
         )
         if self._files.server is not None:
             state.telemetry.metrics.add(self._files.server)
         for work in tenancy.work:
             self._tasks.start(work)
-        self._tracing = start_tracing(self._args, self.replica_id)
-        console = StateApi(self.link.view, self.link.view_adapter, self._look_at_all)
-        quality, batches = self._start_quality(state, store), await self._start_batches(state)
-        routes = routes_beside(admin, console, quality, batches)
-        return build_api(lambda: state, routes, self._tracing, self._args.allowed_origins)
+        tracing = start_tracing(self._args, self.replica_id)
+        if tracing is not None:
+            self._records.callback(tracing.close)
+        console = StateApi(self.link.view, self.link.view_adapter, others.look)
+        runner = await self._start_batches(state)
+        self._changes = OptionChanges(
+            state, engine, tenancy, catalog, admin, membership, self._files.store, lookups, runner
+        )
+        await admin.unlist([module.name for module in self._args.lora_modules])
+        batches = batch_routes(None if runner is None else runner.store, lambda: self._args.batch_store_bytes)
+        routes = routes_beside(admin, console, self._start_quality(state, store), batches)
+        return build_api(lambda: state, routes, tracing)
+
+    @property
+    def args(self) -> AppArgs:
+        """The arguments that the replica serves with now."""
+        return self._args
+
+    async def change_options(self, args: AppArgs) -> None:
+        """Takes the options of a later deploy that need no other replica. Raises LorafleetError if something cannot be
+        taken; then a further call is safe."""
+        assert self._changes is not None
+        await self._changes.apply(self._args, args)
+        self._args = args
+
+    async def check_options(self, args: AppArgs) -> None:
+        """Raises LorafleetError if change_options() would. Loads adapters that are new, but publishes nothing."""
+        assert self._changes is not None
+        await self._changes.check(self._args, args)
 
     async def check_health(self) -> None:
         """Raises EngineDead if the engine, the connection to it, or a rank has failed."""
@@ -188,11 +215,8 @@ class ReplicaParts:
         if self._admin is not None:
             await self._admin.receivers.close()
             self._admin.close()
-        if self._tracing is not None:
-            await asyncio.to_thread(self._tracing.close)
-        if self._tenancy is not None:
-            self._tenancy.close()
-        await asyncio.to_thread(self._files.close)
+        await in_turn(UPKEEP, self._records.close)
+        await in_turn(UPKEEP, self._files.close)
         if self.engine is not None:
             await self.engine.close()
         await self.link.close()
@@ -218,35 +242,23 @@ class ReplicaParts:
         self._tasks.start(monitor.keep_running())
         return QualityApi(monitor)
 
-    async def _start_batches(self, state: AppState) -> list[Route]:
+    async def _start_batches(self, state: AppState) -> BatchRunner | None:
         args = self._args
         if args.batch_store is None:
-            return batch_routes()
-        store = BatchStore(await asyncio.to_thread(open_store, args.batch_store, "batch_store"))
-        find_caller, posts = state.access.gate.caller_of_id, ReplicaPosts(all_replicas())
+            return None
+        store = BatchStore(await in_turn(UPKEEP, open_store, args.batch_store, "batch_store"))
+        find_caller, posts = callers_of(state.access.gate), ReplicaPosts(all_replicas())
         runner = BatchRunner(store, self.link.take_batch_turn, find_caller, posts, args.batch_concurrency)
         state.telemetry.metrics.add(BatchMetrics(runner))
         self._tasks.start(runner.keep_running())
-        return batch_routes(store, args.batch_store_bytes)
-
-    async def _scrape(self) -> bytes:
-        return await scrape_all(all_replicas(), self.render_metrics, self.link.render_metrics)
-
-    async def _look_at_all(self, query: ReplicaQuery, viewer: Viewer) -> list[ReplicaView]:
-        return await ask_all(all_replicas(), query, viewer)
-
-    async def _ask_replicas(self, query: ResponseQuery) -> ResponseFound | None:
-        return await find_response(all_replicas(), query)
-
-    async def _ask_members(self, order: GroupOrder) -> GroupDone | None:
-        return await ask_members(all_replicas(), order)
+        return runner
 
     async def _obey(self, order: Order) -> AdapterInfo | None:
         if self._checking is None:  # A replica that is starting only gets orders to drop adapters, and it has none.
             return None
         info = await obey(self._checking, order)
         if order.kind == "drop":
-            await asyncio.to_thread(self._files.store.forget, order.lora.digest)
+            await in_turn(UPKEEP, self._files.store.forget, order.lora.digest)
         return info
 
     async def _watch_ranks(self, engine: EngineClient) -> None:
@@ -263,9 +275,3 @@ class ReplicaParts:
                 engine.fail(error.message)
                 await self._ranks.stop()
                 return
-
-
-def all_replicas() -> Any:
-    """Returns a handle of all replicas of this deployment, including this one."""
-    context = serve.get_replica_context()
-    return serve.get_deployment_handle(context.deployment, context.app_name)

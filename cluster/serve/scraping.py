@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+from lorafleet.api.access.work_threads import on_duty
+
 PATIENCE_S = 5.0  # Seconds; Prometheus itself waits for ten.
 
 _COMPLETE = """\
@@ -30,7 +32,7 @@ async def scrape_all(replicas: Any, render_own: Render, render_directory: Render
     )
     answers = [*of_replicas, of_directory]
     texts = [answer for answer in answers if isinstance(answer, bytes)]
-    merged = await asyncio.to_thread(merge, texts)
+    merged = await on_duty(merge, texts)
     return merged + _COMPLETE.format(int(len(texts) == len(answers))).encode()
 
 

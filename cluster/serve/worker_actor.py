@@ -22,6 +22,7 @@ from lorafleet.cluster.serve.neighborhood import neighbor_finder
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import EngineDead
 from lorafleet.protocol.messages import EngineHello
+from lorafleet.protocol.private_files import keep_private
 from lorafleet.protocol.transport.addresses import RankAddresses
 
 FIRST_BUNDLE = 1  # Rank 0's bundle in the replica's placement group; the replica itself has bundle 0.
@@ -43,6 +44,7 @@ class WorkerActor:
     """The actor of one rank. Its calls run one after another; the engine loop runs in its own thread."""
 
     def __init__(self, rank: int) -> None:
+        keep_private()
         self._rank = rank
 
     def start(self, order: StartOrder) -> EngineHello | None:

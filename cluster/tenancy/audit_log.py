@@ -29,7 +29,7 @@ class AuditLog(Collector):
         """Creates the log's first file. Raises ConfigError if the folder cannot be written."""
         self._lines = DurableLines(LineFile(folder, f"audit-{replica_id}"))
         self._clock = clock
-        self._refusals: dict[str, _Refusals] = {}  # By key id, as many as the file of keys has, and "".
+        self._refusals: dict[str, _Refusals] = {}  # By key, as many as files of keys had, and "".
         self._num_unlogged = 0
 
     async def acted(self, entry: Audited) -> None:
@@ -38,7 +38,7 @@ class AuditLog(Collector):
     async def refused(self, entry: Audited) -> None:
         """Logs a rejected call, unless the key has too many: a caller that is rejected in a loop must neither fill
         the disk nor keep it busy."""
-        refusals = self._refusals.setdefault(entry.key, _Refusals())
+        refusals = self._refusals.setdefault(entry.key_mark, _Refusals())
         if not refusals.may_log(self._clock()):
             refusals.num_unlogged += 1
             self._num_unlogged += 1

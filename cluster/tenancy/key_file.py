@@ -7,6 +7,7 @@ A server reads the file beside its requests, so reading takes time in proportion
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import tempfile
@@ -21,7 +22,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from lorafleet.api.access.caller import Caller, Scope
 from lorafleet.protocol.errors import ConfigError, LorafleetError
-from lorafleet.protocol.names import check_adapter_name, check_tenant
+from lorafleet.protocol.names import MAX_HOLDER, check_adapter_name, check_tenant, tenant_id
 
 try:
     from yaml import CSafeDumper as _Dumper
@@ -91,6 +92,11 @@ class TenantLimits(RateLimits):
 class TenantEntry(_Strict):
     """The settings of one tenant in the file."""
 
+    # Number of this tenant among those that have had the name. Each is another tenant, to whom nothing of the others
+    # belongs.
+    holder: int = Field(default=1, ge=1, le=MAX_HOLDER)
+    # When `lorafleet keys revoke` removed its last key. It says that a new key must not go to another tenant unnoticed.
+    without_keys_since: datetime | None = None
     limits: TenantLimits = TenantLimits()
     # Names with these prefixes are this tenant's alone: of public adapters, and of adapters that resolvers find.
     name_prefixes: Places = []
@@ -140,8 +146,10 @@ class KeyEntry(_Strict):
         return value.replace(tzinfo=UTC) if value is not None and value.tzinfo is None else value
 
     @property
-    def caller(self) -> Caller:
-        return Caller(self.tenant, self.id, self.scopes)
+    def mark(self) -> str:
+        """Identity of the key, which depends on its secret. So a key that is given the id of another is not the same
+        key. It is a hash of the hash, which logs may have and which opens nothing."""
+        return hashlib.sha256(f"lorafleet key {self.hash}".encode()).hexdigest()[:32]
 
     @property
     def expires_s(self) -> float | None:
@@ -158,6 +166,19 @@ class KeyFile(_Strict):
         _check_hashes(self.keys)
         outermost_prefixes(owners_of(self.tenants))
         return self
+
+    def tenant_id(self, tenant: str) -> str:
+        """Returns the identity of the present holder of a tenant's name."""
+        return tenant_id(tenant, self.tenants[tenant].holder if tenant in self.tenants else 1)
+
+    @property
+    def tenant_ids(self) -> set[str]:
+        named = {key.tenant for key in self.keys if key.tenant is not None} | set(self.tenants)
+        return {self.tenant_id(tenant) for tenant in named}
+
+    def caller_of(self, key: KeyEntry) -> Caller:
+        tenant = None if key.tenant is None else self.tenant_id(key.tenant)
+        return Caller(tenant, key.id, key.scopes, key_mark=key.mark)
 
 
 def _check_ids(ids: Iterable[str]) -> None:

@@ -19,6 +19,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from lorafleet.api.access.gate import KnownKey
+from lorafleet.api.access.work_threads import on_duty
 from lorafleet.api.backend import StorageLimits
 from lorafleet.cluster.tenancy.key_file import (
     HASH_PREFIX,
@@ -44,23 +45,50 @@ class KeyRing(Collector):
     """The active API keys and tenants. `source` is a path, or the content of such a file, which is never read again."""
 
     def __init__(self, source: str) -> None:
-        self._path = None if is_key_text(source) else Path(source)
-        self._seen = self._read_signature()
-        self._settling: _Signature | None = None
         self._num_reloads = {"ok": 0, "failed": 0}
+        self._present: set[str] = set()  # Tenants in the file.
+        self._left: set[str] = set()  # Tenants that were in it before.
+        self.change_source(source)
+
+    def change_source(self, source: str) -> None:
+        """Reads the keys from another path or content. Raises ConfigError, and changes nothing, if they are invalid."""
+        path = None if is_key_text(source) else Path(source)
+        seen = _signature_of(path)
+        self._adopt(parse(source, "LORAFLEET_API_KEYS") if path is None else read(path))
+        self._path, self._seen = path, seen
+        self._settling: _Signature | None = None
         self.broken = ""  # Why the current file is not active; "" if it is.
-        self._adopt(parse(source, "LORAFLEET_API_KEYS") if self._path is None else read(self._path))
 
     def _adopt(self, file: KeyFile) -> None:
+        callers = {key.hash.removeprefix(HASH_PREFIX): (file.caller_of(key), key) for key in file.keys}
         self.keys: Mapping[str, KnownKey] = {
-            key.hash.removeprefix(HASH_PREFIX): KnownKey(key.caller, key.expires_s) for key in file.keys
+            digest: KnownKey(caller, key.expires_s) for digest, (caller, key) in callers.items()
         }
-        self.entries: Mapping[str, KeyEntry] = {key.id: key for key in file.keys}
-        self.tenants: Mapping[str, TenantEntry] = file.tenants
-        self._owners = outermost_prefixes(owners_of(file.tenants))
+        self.entries: Mapping[str, KeyEntry] = {caller.key_mark: key for caller, key in callers.values()}
+        self.tenants: Mapping[str, TenantEntry] = {file.tenant_id(name): file.tenants[name] for name in file.tenants}
+        self._holders = {name: file.tenant_id(name) for name in file.tenants}
+        self._owners = outermost_prefixes((prefix, self._holders[name]) for prefix, name in owners_of(file.tenants))
+        self._watch_returns(file.tenant_ids)
 
-    def tenant(self, name: str | None) -> TenantEntry:
-        return self.tenants.get(name or "", _NOTHING_SAID)
+    def _watch_returns(self, present: set[str]) -> None:
+        """Warns of tenants that had left the file and are in it again. They are the same tenants, unless the file says
+        that others have their names now."""
+        for tenant in sorted(present & self._left):
+            logger.warning(
+                "API keys: tenant %r had left the file, and is in it again. It is taken for the same tenant, whose "
+                "adapters and files its keys open. If it is another one of that name, give it a `holder` of its own "
+                "under `tenants`, such as %d.",
+                tenant,
+                self.tenant(tenant).holder + 1,
+            )
+        self._left = (self._left | self._present) - present
+        self._present = present
+
+    def tenant(self, tenant_id: str | None) -> TenantEntry:
+        return self.tenants.get(tenant_id or "", _NOTHING_SAID)
+
+    def id_of_tenant(self, name: str) -> str:
+        return self._holders.get(name, name)
 
     def owner_of_name(self, name: str) -> str | None:
         return self._kept(name)[1]
@@ -97,14 +125,14 @@ class KeyRing(Collector):
         return StorageLimits(limits.adapters, limits.adapter_bytes)
 
     async def follow(self) -> None:
-        """Polls the file for changes. Never returns, unless the keys come from text."""
-        while self._path is not None:
+        """Polls the file for changes. Never returns."""
+        while True:
             await asyncio.sleep(POLL_S)
-            await asyncio.to_thread(self.look)
+            await on_duty(self.look)
 
     def look(self) -> None:
         """Reads the file again if it has changed, and has not changed further since the last poll."""
-        signature = self._read_signature()
+        signature = _signature_of(self._path)
         if signature == self._seen and not self._settling:
             return
         if signature != self._settling:
@@ -123,15 +151,6 @@ class KeyRing(Collector):
         self.broken = ""
         logger.info("API keys: %d keys of %d tenants are active", len(self.keys), len(self.tenants))
 
-    def _read_signature(self) -> _Signature:
-        if self._path is None:
-            return 0, 0, 0, 0
-        try:
-            found = os.stat(self._path)
-        except OSError:
-            return -1, 0, 0, 0
-        return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
-
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("lorafleet_api_keys", "Active API keys.", len(self.keys))
         yield GaugeMetricFamily(
@@ -145,6 +164,16 @@ class KeyRing(Collector):
         for outcome, count in self._num_reloads.items():
             reloads.add_metric([outcome], count)
         yield reloads
+
+
+def _signature_of(path: Path | None) -> _Signature:
+    if path is None:
+        return 0, 0, 0, 0
+    try:
+        found = os.stat(path)
+    except OSError:
+        return -1, 0, 0, 0
+    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
 
 
 _NOTHING_SAID = TenantEntry()

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from lorafleet.protocol.errors import ConfigError
+from lorafleet.protocol.private_files import create_file, make_folder
 from lorafleet.resolvers.durable import sync
 
 MAX_FILE_BYTES = 256 << 20  # A larger file is followed by another. This is about a million sequences.
@@ -25,7 +26,7 @@ class LineFile:
         self._folder, self._name, self._max_file_bytes = folder, name, max_file_bytes
         self.size = 0
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             self.fd: int | None = self._new()  # None: the next write begins a new file.
         except OSError as error:
             raise ConfigError(f"{folder} cannot be written: {error}. Make it writable, or name another.") from None
@@ -72,7 +73,7 @@ class LineFile:
     def _new(self) -> int:
         self.size = 0
         self._path = self._folder / f"{self._name}-{time.time_ns()}{SUFFIX}"
-        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fd = create_file(self._path, flags=os.O_EXCL | os.O_WRONLY | os.O_APPEND)
         try:
             sync(self._folder)  # Without this, a power failure may lose the file's name.
         except OSError:

@@ -133,7 +133,7 @@ class QuotaClient:
         self._ask_soon()
 
     def _subjects(self, caller: Caller, kind: Kind = "generation") -> dict[str, Limits]:
-        entry = self._keys.entries.get(caller.key_id)
+        entry = self._keys.entries.get(caller.key_mark)
         found = {
             f"tenant {caller.tenant!r}": self._keys.tenant(caller.tenant).limits,
             f"API key {caller.key_id!r}": RateLimits() if entry is None else entry.limits,
@@ -151,7 +151,7 @@ class QuotaClient:
         }
 
     def _counts_auxiliary(self, caller: Caller) -> bool:
-        entry = self._keys.entries.get(caller.key_id)
+        entry = self._keys.entries.get(caller.key_mark)
         return self._keys.tenant(caller.tenant).limits.count_auxiliary_tokens or (
             entry is not None and entry.limits.count_auxiliary_tokens
         )

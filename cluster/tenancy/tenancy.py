@@ -42,6 +42,14 @@ class Tenancy:
         self.usage = None if usage_folder is None else UsageLog(usage_folder, replica_id)
         self.audit = None if audit_folder is None else AuditLog(audit_folder, replica_id)
 
+    def change_keys(self, admin_key: str | None, api_keys: str | None) -> None:
+        """Makes other keys valid. Raises ConfigError, and changes nothing, if they cannot be read. A server without API
+        keys cannot get some so: limits and metering begin with the server."""
+        assert (api_keys is None) == (self.keys is None)
+        if self.keys is not None and api_keys is not None:
+            self.keys.change_source(api_keys)
+        self.gate.set_admin_key(admin_key)
+
     @property
     def access(self) -> Access:
         return Access(

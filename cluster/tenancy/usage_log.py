@@ -22,6 +22,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from lorafleet.api.access.usage import TenantUsage
+from lorafleet.api.access.work_threads import on_duty
 from lorafleet.cluster.tenancy.line_file import MAX_FILE_BYTES, LineFile
 from lorafleet.protocol.errors import LogUnwritable
 
@@ -58,7 +59,7 @@ class BufferedLines:
         """Calls sync() in a thread every SYNC_S seconds. Never returns."""
         while True:
             await asyncio.sleep(SYNC_S)
-            await asyncio.to_thread(self.sync)
+            await on_duty(self.sync)
 
     def sync(self) -> None:
         self._write_all()

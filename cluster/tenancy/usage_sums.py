@@ -12,7 +12,7 @@ from lorafleet.api.access.usage import TenantUsage
 from lorafleet.cluster.tenancy.line_file import SUFFIX
 from lorafleet.protocol.errors import InvalidRequest, StoreError
 
-FIELDS = ("tenant", "key", "adapter", "digest", "ended")
+FIELDS = ("tenant", "key", "key_mark", "adapter", "digest", "ended")
 
 
 @dataclass(slots=True)

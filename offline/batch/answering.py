@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lorafleet.api.access.work_threads import BATCH_LINES, in_turn
 from lorafleet.offline.batch.batch_answers import LineAnswer, write_answer
 from lorafleet.offline.batch.batch_input import BatchContents, BatchLine
 from lorafleet.offline.batch.line_sender import LineSender
@@ -36,6 +37,7 @@ class Pace:
     most_lines: int  # Lines that are sent or wait to be sent again.
     most_unwritten: int = 1024  # Answers that wait for the disk.
     gather_s: float = 0.0  # Seconds for which answers are collected before they are written together.
+    most_bytes: int = 32 << 20  # Bytes of the lines that are sent or wait; one line of any size is always sent.
 
 
 class LineJournal(Protocol):
@@ -105,18 +107,18 @@ async def answer_lines(
     """
     on_progress(record.now)
     answered: asyncio.Queue[LineAnswer | None] = asyncio.Queue(pace.most_unwritten)
-    places = asyncio.Semaphore(pace.most_lines)
+    places = _Places(pace)
 
     async def answer(line: BatchLine) -> None:
         try:
             await answered.put(await sender.answer(line))
         finally:
-            places.release()
+            places.leave(len(line.body))
 
     async def send_all() -> None:
         async with asyncio.TaskGroup() as tasks:
-            while (line := await asyncio.to_thread(next, lines, None)) is not None:
-                await places.acquire()
+            while (line := await in_turn(BATCH_LINES, next, lines, None)) is not None:
+                await places.take(len(line.body))
                 tasks.create_task(answer(line))
 
     async def send() -> None:
@@ -131,6 +133,33 @@ async def answer_lines(
         raise _first(group) from None
     finally:
         await sender.close()
+
+
+class _Places:
+    """The places of lines in flight. One task takes them."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._num_lines = self._num_bytes = 0
+        self._left = asyncio.Event()
+
+    async def take(self, num_bytes: int) -> None:
+        """Waits until there is room for a line."""
+        while not self._has_room(num_bytes):
+            self._left.clear()
+            await self._left.wait()
+        self._num_lines += 1
+        self._num_bytes += num_bytes
+
+    def leave(self, num_bytes: int) -> None:
+        self._num_lines -= 1
+        self._num_bytes -= num_bytes
+        self._left.set()
+
+    def _has_room(self, num_bytes: int) -> bool:
+        if not self._num_lines:
+            return True
+        return self._num_lines < self._pace.most_lines and self._num_bytes + num_bytes <= self._pace.most_bytes
 
 
 async def _first_of(*work: Coroutine[Any, Any, None]) -> None:
@@ -160,7 +189,7 @@ async def _record_all(
         ended = found[-1] is None
         group = [one for one in found if one is not None]
         if group:
-            await asyncio.to_thread(record.record, group)
+            await in_turn(BATCH_LINES, record.record, group)
             on_progress(record.now)
 
 

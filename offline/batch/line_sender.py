@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
+import msgspec
 
 from lorafleet.offline.batch.batch_answers import LineAnswer
 from lorafleet.offline.batch.batch_input import BatchLine
@@ -36,6 +35,12 @@ class SenderOptions:
     retry_s: float = 600.0  # Time from a line's first attempt to its last.
     timeout_s: float = 3600.0  # Time that the server may take for one answer.
     max_answer_bytes: int = MAX_ANSWER_BYTES
+
+
+class _Named(msgspec.Struct):
+    """The part of an answer that this module reads."""
+
+    id: str = ""
 
 
 class LineSender:
@@ -131,12 +136,22 @@ def _read(line: BatchLine, response: httpx.Response, content: bytes, fault: str)
     if fault:
         return LineAnswer(line, error=("answer_too_large", f"{fault}."))
     try:
-        body: Any = json.loads(content.decode())
+        # The output has one line for each answer. Nothing is read here, since an answer may be large.
+        body = msgspec.json.format(content, indent=-1) if b"\n" in content else content
+        msgspec.json.decode(body, type=msgspec.Raw)
     except (ValueError, RecursionError):
         shown = cut(content[:500].decode(errors="replace"))
         return LineAnswer(line, error=("invalid_response", f"HTTP {response.status_code} without JSON: {shown!r}"))
-    request_id = response.headers.get("x-request-id") or (body.get("id") if isinstance(body, dict) else None)
-    return LineAnswer(line, response.status_code, str(request_id or "")[:MAX_REQUEST_ID_CHARS], body)
+    request_id = response.headers.get("x-request-id") or _id_of(body)
+    return LineAnswer(line, response.status_code, request_id[:MAX_REQUEST_ID_CHARS], body)
+
+
+def _id_of(body: bytes) -> str:
+    """Returns the ID of an answer, or "" if it has none."""
+    try:
+        return msgspec.json.decode(body, type=_Named).id
+    except ValueError:
+        return ""
 
 
 def _wait_s(retry_after: str | None, attempt: int) -> float:

@@ -12,7 +12,8 @@ import mmap
 import os
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -245,16 +246,32 @@ def read_language(folder: AdapterFolder) -> dict[str, bytes]:
 
 def read_draft(folder: AdapterFolder) -> dict[str, memoryview]:
     """Reads the files of DRAFT_NAMES, by name, or none. Raises AdapterMalformed if only some of them exist."""
-    draft = {name: _read_whole(folder, name, most) for name, most in DRAFT_NAMES.items() if folder.has(name)}
-    if folder.has(DRAFT_FOLDER) and len(draft) < len(DRAFT_NAMES):
-        missing = ", ".join(name for name in DRAFT_NAMES if name not in draft)
-        raise AdapterMalformed(f"its folder {DRAFT_FOLDER} is not a draft LoRA, since {missing} is missing.")
-    return draft
+    _check_draft(folder)
+    return {name: _read_whole(folder, name, most) for name, most in DRAFT_NAMES.items() if folder.has(name)}
 
 
-def read_optional(folder: AdapterFolder) -> dict[str, bytes | memoryview]:
-    """Reads the files of OPTIONAL_NAMES that exist, by name. Raises as read_draft()."""
-    return {**read_language(folder), **read_draft(folder)}
+def _check_draft(folder: AdapterFolder) -> None:
+    missing = [name for name in DRAFT_NAMES if not folder.has(name)]
+    if folder.has(DRAFT_FOLDER) and missing:
+        raise AdapterMalformed(f"its folder {DRAFT_FOLDER} is not a draft LoRA, since {', '.join(missing)} is missing.")
+
+
+@contextmanager
+def opened_optional(folder: AdapterFolder) -> Iterator[dict[str, OpenFile]]:
+    """Yields the files of OPTIONAL_NAMES that exist, by name, and checks at the end that nobody has written them.
+
+    Raises as read_draft().
+    """
+    _check_draft(folder)
+    with ExitStack() as stack:
+        files = {
+            name: stack.enter_context(folder.open(name, most))
+            for name, most in OPTIONAL_NAMES.items()
+            if folder.has(name)
+        }
+        yield files
+        for file in files.values():
+            file.check_unchanged()
 
 
 def language_digest(language: Mapping[str, bytes]) -> str:
@@ -307,34 +324,52 @@ def open_weights(folder: AdapterFolder) -> OpenFile:
 
 
 def new_digest(
-    config: bytes, weights_name: str, weights_size: int, optional: Mapping[str, bytes | memoryview]
+    config: bytes,
+    weights_name: str,
+    weights_size: int,
+    optional: Mapping[str, bytes | memoryview | OpenFile],
+    target: Path | None = None,
 ) -> hashlib._Hash:
     """Returns a sha256 of the config and of the files of OPTIONAL_NAMES that exist; the caller adds the weights.
 
     Lengths separate the parts. An adapter with another tokenizer, chat template or draft LoRA has another digest.
-    Without such files, the digest is that of config and weights alone.
+    Without such files, the digest is that of config and weights alone. An open file is read in chunks. It is also
+    copied into the folder `target`, if one is given.
     """
     digest = hashlib.sha256(b"lorafleet adapter 1\0")
     digest.update(len(config).to_bytes(8, "little") + config)
     for name, content in sorted(optional.items()):
-        digest.update(name.encode() + b"\0" + len(content).to_bytes(8, "little"))
-        digest.update(content)
+        size = content.size if isinstance(content, OpenFile) else len(content)
+        digest.update(name.encode() + b"\0" + size.to_bytes(8, "little"))
+        if isinstance(content, OpenFile):
+            _add_chunks(content, digest, target)
+        else:
+            digest.update(content)
     digest.update(weights_name.encode() + b"\0" + weights_size.to_bytes(8, "little"))
     return digest
 
 
-def read_through(
-    config: bytes, optional: Mapping[str, bytes | memoryview], weights: OpenFile, copy: BinaryIO | None = None
-) -> str:
-    """Returns the digest of weights that are not needed in memory. What is read is also written to `copy`, if given."""
-    digest = new_digest(config, weights.name, weights.size, optional)
-    buffer = memoryview(read_buffer(CHUNK_BYTES))
-    for start in range(0, weights.size, CHUNK_BYTES):
-        chunk = buffer[: weights.size - start]
-        weights.read_into(chunk, digest)
-        if copy is not None:
-            copy.write(chunk)
+def read_through(config: bytes, optional: Mapping[str, OpenFile], weights: OpenFile, target: Path | None = None) -> str:
+    """Returns the digest of files that are not needed in memory. They are also copied into the folder `target`, if one
+    is given."""
+    digest = new_digest(config, weights.name, weights.size, optional, target)
+    _add_chunks(weights, digest, target)
     return digest.hexdigest()
+
+
+def _add_chunks(file: OpenFile, digest: hashlib._Hash, target: Path | None) -> None:
+    """Adds a file to the digest and to the folder, a chunk at a time."""
+    with ExitStack() as stack:
+        copy: BinaryIO | None = None
+        if target is not None:
+            (target / file.name).parent.mkdir(exist_ok=True)
+            copy = stack.enter_context((target / file.name).open("wb"))
+        buffer = memoryview(read_buffer(CHUNK_BYTES))
+        for start in range(0, file.size, CHUNK_BYTES):
+            chunk = buffer[: file.size - start]
+            file.read_into(chunk, digest)
+            if copy is not None:
+                copy.write(chunk)
 
 
 def read_buffer(num_bytes: int) -> mmap.mmap:
@@ -349,6 +384,6 @@ def read_buffer(num_bytes: int) -> mmap.mmap:
 def folder_digest(path: Path) -> str:
     """Returns the digest that loading the adapter computes (lora_model.py). Raises AdapterError."""
     folder = AdapterFolder.at(path)
-    config, optional = read_config(folder), read_optional(folder)
-    with open_weights(folder) as weights:
+    config = read_config(folder)
+    with open_weights(folder) as weights, opened_optional(folder) as optional:
         return read_through(config, optional, weights)

@@ -17,6 +17,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import zmq
@@ -46,6 +47,10 @@ from lorafleet.protocol.transport.output_stream import OutputStream, SequenceOut
 from lorafleet.protocol.transport.requests_in_flight import RequestsInFlight
 
 HELLO = b""
+# Messages of steps that wait on each side of the connection. A worker that finds both full waits, since the front is
+# behind by about 10 s: every answer goes through it.
+MAX_STEPS_WAITING = 512
+FULL_WAIT_S = 0.005  # Time between two attempts to send a step to a front that is behind.
 UNACKNOWLEDGED_S = 10.0  # Longest time that a worker that sends other messages may leave a batch unacknowledged.
 
 log = logging.getLogger(__name__)
@@ -60,7 +65,9 @@ class WorkerSocket:
         self._socket = self._context.socket(zmq.ROUTER)
         self._client: bytes | None = None  # the client that sent the last message
         self._socket.setsockopt(zmq.LINGER, 1000)  # ms: the message that says why the worker ends must be delivered
-        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # Otherwise a message that finds the queue full is lost.
+        self._socket.setsockopt(zmq.SNDHWM, MAX_STEPS_WAITING)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(address)
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
@@ -74,6 +81,10 @@ class WorkerSocket:
     def wake(self) -> None:
         with contextlib.suppress(BlockingIOError, OSError):  # full: a wake is pending; closed: no thread waits
             self._wake_sender.send(b"\0")
+
+    def has_input(self) -> bool:
+        """Returns whether receive() would return at once."""
+        return bool(self._poller.poll(0))
 
     def receive(self, wait_ms: int) -> list[ClientBatch]:
         """Returns the batches that have arrived. If there are none, waits up to wait_ms, or until wake()."""
@@ -98,11 +109,25 @@ class WorkerSocket:
             log.exception("a message of %d bytes from the replica cannot be read", len(message))
             return []
 
-    def send(self, batch: StepBatch) -> None:
-        """Sends the batch to the client. Drops it if none is connected: then the replica has gone, and its requests
-        with it."""
-        if self._client is not None:
-            self._socket.send_multipart((self._client, self._encoder.encode(batch)), zmq.NOBLOCK)
+    def send(self, batch: StepBatch, is_stopping: Callable[[], bool] = lambda: False) -> None:
+        """Sends the batch to the client. Waits while the client is far behind, unless the worker is stopping. Drops
+        the batch if no client is connected: then the replica has gone, and its requests with it."""
+        if self._client is None:
+            return
+        message = self._encoder.encode(batch)
+        while True:
+            try:
+                self._socket.send_multipart((self._client, message), zmq.NOBLOCK)
+            except zmq.Again:
+                if is_stopping():
+                    return
+                time.sleep(FULL_WAIT_S)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                return
+            else:
+                return
 
     def close(self) -> None:
         self._socket.close()
@@ -124,10 +149,11 @@ class EngineClient:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, MAX_STEPS_WAITING)
         self._socket.connect(address)
         self._socket.send(HELLO)
-        # There is no high-water mark, so a message is queued at once and the send's future is done.
+        # There is no high-water mark for what is sent, so a message is queued at once and the send's future is done.
         self._sender = BatchSender(self._socket.send, self.fail, unacknowledged_s)
         self._decoder = msgspec.msgpack.Decoder(StepBatch)
         self._in_flight = RequestsInFlight()
@@ -189,7 +215,7 @@ class EngineClient:
     def _start(self, request: EngineRequest) -> OutputStream:
         self._check_alive()
         sealed = seal(request.request_id, request)
-        stream = self._in_flight.open(request)
+        stream = self._in_flight.open(request, partial(self._sender.abort, request.request_id))
         self._sender.add_request(sealed)
         return stream
 

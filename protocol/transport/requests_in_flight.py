@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 
 from lorafleet.protocol.errors import EngineDead
 from lorafleet.protocol.lru_cache import LRUCache
 from lorafleet.protocol.messages import EngineRequest
 from lorafleet.protocol.transport.output_stream import OutputStream
+from lorafleet.protocol.transport.unread_outputs import UnreadOutputs
 
 MAX_NAMES = 10_000  # The least recently used names are forgotten.
 
@@ -19,11 +21,13 @@ class RequestsInFlight:
         self.streams: dict[str, OutputStream] = {}  # By request ID.
         self.tokens_asked: Counter[str] = Counter()  # Prompts and answers, by digest. Its reader may clear it.
         self.names: LRUCache[str, str] = LRUCache(MAX_NAMES)  # Digests, by the adapters' names.
+        self.unread = UnreadOutputs()
         self._num_by_digest: Counter[str] = Counter()
         self._drained: dict[str, asyncio.Event] = {}
 
-    def open(self, request: EngineRequest) -> OutputStream:
-        stream = self.streams[request.request_id] = OutputStream()
+    def open(self, request: EngineRequest, abort: Callable[[], None]) -> OutputStream:
+        """Returns the stream of the request's outputs, which calls `abort` if they are read too slowly."""
+        stream = self.streams[request.request_id] = OutputStream(self.unread.share(request.tenant), abort)
         if request.lora is not None:
             self.names.put(request.lora.lora_name, request.lora.digest)
         self._num_by_digest[_digest(request)] += 1

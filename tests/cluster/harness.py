@@ -117,7 +117,7 @@ def start_server(arguments: Sequence[str], log_file: Path) -> subprocess.Popen[b
     environment = os.environ | {"LORAFLEET_STATE_DIR": str(log_file.parent / "state")}
     with log_file.open("wb") as log:
         return subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, process_group=0, cwd="/", env=environment
+            command, stdout=log, stderr=subprocess.STDOUT, process_group=0, cwd="/", env=environment, umask=0
         )
 
 

@@ -169,12 +169,10 @@ def test_resolvers_are_asked_in_the_order_given() -> None:
     assert ordered.resolver_order == ["s3", "hub", "plugin", "filesystem"]
 
 
-def test_nodes_are_asked_for_adapters_if_there_are_several_replicas_and_it_is_not_turned_off() -> None:
-    assert not parse_args({"model": "m"}).has_neighbors
-    assert parse_args({"model": "m", "num_replicas": 2}).has_neighbors
-    assert parse_args({"model": "m", "max_replicas": 2}).has_neighbors
-    assert not parse_args({"model": "m", "num_replicas": 2, "lora_neighbors": False}).has_neighbors
-    assert not parse_args({"model": "m", "num_replicas": 2, "enable_lora": False}).has_neighbors
+def test_nodes_are_asked_for_adapters_unless_it_is_turned_off() -> None:
+    assert parse_args({"model": "m"}).has_neighbors, "a deploy may add replicas beside this one"
+    assert not parse_args({"model": "m", "lora_neighbors": False}).has_neighbors
+    assert not parse_args({"model": "m", "enable_lora": False}).has_neighbors
 
 
 def test_every_option_has_a_flag() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import inspect
+import json
+import shutil
 import threading
 import time
 import weakref
@@ -191,6 +193,40 @@ def test_an_engine_that_was_closed_has_given_its_memory_back_when_the_next_one_s
         assert in_memory == [False]
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    "beside_adapter", [(), ("tokenizer.json", "tokenizer_config.json"), ("tokenizer_config.json",)]
+)
+@pytest.mark.parametrize("configured", [{}, {"eos_token_id": 5}, {"eos_token_id": [5, 6]}], ids=str)
+def test_answers_end_at_the_tokenizers_eos_as_well_for_the_base_and_adapters_alike(
+    fleet, tmp_path, beside_adapter, configured
+):
+    made, end = fleet("llama3"), 1
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    shutil.copytree(made.base, base)
+    shutil.copytree(made.adapters["qv"], adapter)
+    for name in beside_adapter:
+        shutil.copy(made.base / name, adapter)
+    (base / "generation_config.json").write_text(json.dumps(configured))
+    config = json.loads((base / "config.json").read_text()) | {"eos_token_id": 5}
+    (base / "config.json").write_text(json.dumps(config))
+    llm = LLM(str(base), enable_lora=True, kv_cache_tokens=512)
+    asked = {"temperature": 0, "max_tokens": 6}
+    always = [
+        SamplingParams(logit_bias={end: 100}, **asked),
+        SamplingParams(logit_bias={5: 100}, **asked),
+        SamplingParams(logit_bias={end: 100}, min_tokens=3, **asked),
+        SamplingParams(logit_bias={end: 100}, ignore_eos=True, **asked),
+        SamplingParams(logit_bias={7: 100}, stop_token_ids=[7], **asked),
+    ]
+    for lora in (None, LoRARequest("qv", 1, str(adapter))):
+        answers = [output.outputs[0] for output in llm.generate([TEXT] * len(always), always, lora)]
+        ends = [(answer.finish_reason, answer.stop_reason, answer.token_ids[-1]) for answer in answers]
+        assert ends == [("stop", None, end), ("stop", None, 5), ends[2], ("length", None, end), ("stop", 7, 7)]
+        assert [len(answer.token_ids) for answer in answers] == [1, 1, len(answers[2].token_ids), 6, 1]
+        assert len(answers[2].token_ids) > 3 and answers[0].text == ""
+    llm.close()
 
 
 def test_mistakes_are_named_before_anything_runs(llm, fleet):

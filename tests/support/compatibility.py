@@ -144,9 +144,9 @@ know no other tools, and writes its call in its own format. The client gets the 
 back as OpenAI's clients send them.
 
 - `format` of type `grammar` with the syntax `regex` forces the input, under each `tool_choice`.
-- With the syntax `lark`, the grammar becomes a regular expression. A recursive grammar is refused, and so are `%ignore`
-  and imports other than the usual ones of `common`. Terminals are parts of one expression. So a terminal does not take
-  as much text as it can, as it does in Lark's lexer. All grammars in Lark of a request may have 64 KiB together.
+- The syntax `lark` is refused: a short grammar in Lark can stand for an expression of any length. Write the expression
+  itself, or leave `format` out.
+- The expressions of all tools of a request may have 1 MiB together.
 - Each expression must be valid by itself, and has no comments (flag `x`).
 - Formats of calls with arguments between tags (GLM, Qwen3-Coder, MiniMax, Seed-OSS) and Gemma 4 cannot force a pattern
   under `auto`. Such a request is refused; set `tool_choice` to `required` or name the tool.

@@ -18,6 +18,7 @@ from lorafleet.cluster.proxy import haproxy_answers, haproxy_config, haproxy_ses
 from lorafleet.cluster.proxy.waiting_room import WaitingRoom
 from lorafleet.cluster.serve import residency_metrics, serve_environment
 from lorafleet.offline.batch import batch_input
+from lorafleet.offline.batch.answering import Pace
 from lorafleet.protocol import limits
 from lorafleet.protocol.kv_events_config import KVEventsConfig
 from lorafleet.workers.kv_events import event_publisher
@@ -78,6 +79,12 @@ ACROSS = [
     Limit("texts of all pairs of `/score` and `/rerank` with a head", chars(limits.MAX_PAIR_CHARS), "", REFUSED),
     Limit("numbers that a classification head computes", limits.MAX_HEAD_VALUES, "", REFUSED),
     Limit("tokens of the words of `bad_words`, in all spellings", limits.MAX_BAD_WORDS_TOKENS, "", REFUSED),
+    Limit(
+        "texts of the answer's format, `stop` and `bad_words`, for each prompt x n",
+        chars(limits.MAX_SENT_CHARS),
+        "",
+        REFUSED,
+    ),
     Limit("ids of `allowed_token_ids` and `bad_words`, for each prompt x n", limits.MAX_LISTED_IDS, "", REFUSED),
     Limit(
         "prompt and answer",
@@ -93,7 +100,16 @@ ACROSS = [
     ),
     Limit("parts and calls of all messages", limits.MAX_PARTS, "", REFUSED),
     Limit("schema, regex, grammar, choices together", size(limits.MAX_SOURCE_BYTES), "", REFUSED),
-    Limit("grammars in Lark of all custom tools", size(limits.MAX_LARK_BYTES), "", REFUSED),
+    Limit("regular expressions of all custom tools together", chars(limits.MAX_SOURCE_BYTES), "", REFUSED),
+    Limit(
+        "grammar that a structural tag or strict functions become, each use of a text counted",
+        chars(limits.MAX_SOURCE_BYTES),
+        "",
+        REFUSED,
+    ),
+    Limit(
+        "trigger, begin, end, separator or constant of a structural tag", chars(limits.MAX_TAG_TEXT_CHARS), "", REFUSED
+    ),
     Limit(
         "values in a schema, `chat_template_kwargs` or a field without effect",
         f"{limits.MAX_JSON_VALUES:,}, {limits.MAX_JSON_DEPTH} levels",
@@ -230,6 +246,13 @@ BATCHES = [
     Limit("files of one tenant", batch_bounds.MAX_FILES_OF_ONE, "", RATE),
     Limit("life of a file", f"{seconds(batch_bounds.DEFAULT_LIVES_S)}, or `expires_after`", "", "404 `file_not_found`"),
     Limit("lines of a batch", batch_bounds.MAX_LINES, "", FAILED),
+    Limit("commas, opening brackets and colons of a line", "those of a body", "", FAILED),
+    Limit(
+        "bytes of the lines of a batch that are sent at a time",
+        f"{size(Pace(1).most_bytes)}; a longer line is sent alone",
+        "",
+        "further ones wait",
+    ),
     Limit("line", f"{batch_input.MAX_LINE_BYTES:,} bytes", "", FAILED),
     Limit("faults that a batch lists", batch_bounds.MAX_ERRORS, "", "further ones are not shown"),
     Limit("answer of a line", size(batch_bounds.MAX_ANSWER_BYTES), "", "the line's error is `answer_too_large`"),

@@ -52,7 +52,7 @@ async def serving(front: AppState, folder: Path) -> AsyncIterator[WholeApi]:
     store = directory.catalogue.store
     admin = AdapterAdmin(administration.carry_out, store, ["llama"], "run", AdapterStore(SourcesConfig()))
     quality = QualityMonitor(front, QualityProbes(100.0, ()), QualityBook(store), take_turn)
-    batches = batch_routes(BatchStore(FolderStore(folder / "batches")), 1 << 30)
+    batches = batch_routes(BatchStore(FolderStore(folder / "batches")), lambda: 1 << 30)
     front.access = Access(Gate(OPERATOR))
     more = [*admin_routes(admin), *trainer_routes(admin), *QualityApi(quality).routes(), *batches]
     api = build_api(lambda: front, more)

@@ -116,7 +116,14 @@ class AdapterDir:
     def map(self, change: Callable[[str, Tensor], tuple[str, Tensor]]) -> AdapterDir:
         return self.write(dict(change(k, v) for k, v in self.tensors.items()))
 
-    def load(self, dtype: torch.dtype = torch.float32, expected_digest: str = "", **config: Any) -> LoRAModel:
+    def load(
+        self,
+        dtype: torch.dtype = torch.float32,
+        expected_digest: str = "",
+        *,
+        keeps_draft: bool = False,
+        **config: Any,
+    ) -> LoRAModel:
         return LoRAModel.from_local_checkpoint(
             self.path,
             base=base_of(make_base(self.family)),
@@ -124,6 +131,7 @@ class AdapterDir:
             dtype=dtype,
             name="sql",
             expected_digest=expected_digest,
+            keeps_draft=keeps_draft,
         )
 
     def peft_deltas(self) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from classifiers import make_classifier
+from lorafleet.protocol.adapter_mix import mixed
 from lorafleet.protocol.engine_control import (
     AbortRequests,
     FlushPrefixes,
@@ -52,6 +53,32 @@ def test_a_switched_answer_goes_on_as_the_new_version_would(stepped, fleet, prom
         assert not stepped.switches[name]
         assert stepped.tokens[name] == made.reference.greedy(ids, NUM_TOKENS, made.adapters.get(adapter)).tokens
     assert stepped.engine.stats().kv_blocks_free == stepped.engine.stats().kv_blocks_total
+
+
+@pytest.mark.parametrize("aborts", [False, True], ids=["switch", "abort"])
+@pytest.mark.parametrize("is_later", [True, False], ids=["later", "earlier"])
+def test_a_push_spares_the_answers_that_may_finish(stepped, fleet, prompt, aborts, is_later):
+    made = fleet("llama3")
+    old = stepped.load("policy", made.adapters["all"], 5)
+    new = stepped.load("policy", made.adapters["qv"], 6 if is_later else 4)
+    alias = LoRARequest("stable", 1, old.lora_path, old.digest, version=5)
+    mix = mixed([old, new], [0.5, 0.5])
+    cases = [("own", old), ("alias", alias), ("mix", mix), ("base", None)]
+    names = []
+    for model, lora in cases:
+        for demand in ("any",) if model in ("mix", "base") else ("any", "least", "exact"):
+            names.append(f"{model} {demand}")
+            stepped.add(names[-1], prompt(9), lora, version_demand=demand)
+    stepped.until(lambda: all(stepped.tokens.get(name) for name in names))
+    late = [f"late {demand}" for demand in ("any", "exact")]  # These are still waiting.
+    for name in late:
+        stepped.add(name, prompt(9), old, version_demand=name.removeprefix("late "))
+    stepped.order(SupersedeAdapter(new, aborts))
+    stepped.until(lambda: len(stepped.ended) == len(names + late))
+    concerned = {"own any", "late any"} | ({"own least"} if is_later else set())
+    for name in names + late:
+        assert stepped.ended[name] == ("abort" if aborts and name in concerned else "length"), name
+        assert bool(stepped.switches[name]) == (not aborts and name in concerned), name
 
 
 def test_no_answer_goes_on_with_a_version_that_classifies(stepped, fleet, prompt, tmp_path):

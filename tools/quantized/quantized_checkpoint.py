@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ from lorafleet.workers.bases.model_config import ModelConfig
 from lorafleet.workers.bases.quantization import METHODS, resolved
 from lorafleet.workers.bases.stored_tensors import FiniteTensor, MovedTensor, Stored, StoredTensors, TensorInMemory
 from lorafleet.workers.bases.tensor_parts import QuantizedPart, StackedRounding, TensorSource, quantized_rows
-from lorafleet.workers.bases.text_part import text_name
+from lorafleet.workers.bases.text_part import text_name, untied_flags
 from lorafleet.workers.bases.weights import check_shape, tensor_sources
 from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.models.generic.architecture import implementation
@@ -118,7 +119,7 @@ def quantize_checkpoint(
     dtype = base_dtype(EngineConfig(str(model)), config, model)
     config = replace(config, quantization=resolved(None, method))
     sources = tensor_sources(DecoderModel(config, TPGroup(), dtype, META))
-    with StoredTensors(model) as tensors:
+    with StoredTensors(model, config.stored_names) as tensors:
         plan = {name: _planned(name, tensors, sources, config, method) for name in tensors.names()}
         _check_complete(model, sources, plan)
         others = _other_files(model)
@@ -127,7 +128,8 @@ def quantize_checkpoint(
             try:
                 writer = _write_tensors(draft, plan, tensors, _Quantizer(method, dtype, chosen), shard_bytes, progress)
                 num_files = writer.close()
-                _write_config(model, draft, plan, tensors, method, dtype)
+                written = _written_config(read_json(model / CONFIG), config, plan, tensors, method, dtype)
+                (draft / CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
                 for name in others:
                     copy_file(model, draft, name)
             except OSError as error:
@@ -280,14 +282,20 @@ class _Quantizer:
         return {leaf: tensor.to(CPU) for leaf, tensor in written.tensors().items()}
 
 
-def _write_config(
-    model: Path, folder: Path, plan: dict[str, _Tensor], tensors: StoredTensors, method: Method, dtype: torch.dtype
-) -> None:
+def _written_config(
+    raw: dict[str, Any],
+    config: ModelConfig,
+    plan: dict[str, _Tensor],
+    tensors: StoredTensors,
+    method: Method,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """Returns the new config.json. `raw` is the one of the checkpoint that was read."""
     linears = {linear.module: linear.shape for tensor in plan.values() for linear in tensor.linears}
-    config = read_json(model / CONFIG)
-    config.pop("auto_map", None)  # It names code that is not copied.
-    config["quantization_config"] = WRITTEN[method].config(linears, [*_plain_modules(plan, tensors)], dtype)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    raw.pop("auto_map", None)  # It names code that is not copied.
+    if config.is_only_called_tied:
+        raw |= untied_flags(raw)
+    return raw | {"quantization_config": WRITTEN[method].config(linears, [*_plain_modules(plan, tensors)], dtype)}
 
 
 def _plain_modules(plan: dict[str, _Tensor], tensors: StoredTensors) -> Iterator[str]:

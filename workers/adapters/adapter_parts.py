@@ -17,8 +17,14 @@ from lorafleet.protocol.adapter_formats.safetensors_header import TensorInfo
 from lorafleet.protocol.errors import AdapterMalformed, AdapterMismatch, AdapterUnsupported
 from lorafleet.protocol.strict_json import shown
 from lorafleet.protocol.yield_gil import yielding_gil
-from lorafleet.workers.adapters.base_layout import EMBEDDING, HEAD, TABLES, peft_name
-from lorafleet.workers.adapters.expert_targets import ExpertTargets, check_experts, check_variant, take_experts
+from lorafleet.workers.adapters.base_layout import EMBEDDING, HEAD, TABLES
+from lorafleet.workers.adapters.expert_targets import (
+    ExpertTargets,
+    check_experts,
+    check_variant,
+    expert_name,
+    take_experts,
+)
 from lorafleet.workers.adapters.forms import BASE_ROPE, AdapterForms, ClassifierForm, LinearForm, OwnRope
 from lorafleet.workers.adapters.kinds.kind import Base, Kind, Target, tensor_shape
 from lorafleet.workers.adapters.kinds.lora import invocation_tokens
@@ -32,6 +38,8 @@ from lorafleet.workers.adapters.kinds.vocabulary import (
 )
 from lorafleet.workers.adapters.peft_helper import PEFTHelper
 from lorafleet.workers.adapters.peft_names import BASE_BIAS, SAVED, SAVED_BIAS, NamedTensors, name_tensors
+from lorafleet.workers.adapters.scales import give_scales
+from lorafleet.workers.adapters.spellings import Spelled
 
 Infos = Mapping[str, TensorInfo]
 
@@ -53,6 +61,7 @@ class AdapterParts:
     vocabulary: VocabularyChanges
     ranks: dict[str, int]  # as served, by module; 0 for a module that has no rank
     classifier: HeadTensors | None = None  # the classification head
+    left_out: tuple[str, ...] = ()  # tensors of parts that no text passes through, which are not served
 
     @classmethod
     def of(cls, helper: PEFTHelper, infos: Infos, base: Base, max_rank: int) -> AdapterParts:
@@ -63,6 +72,8 @@ class AdapterParts:
         if classifier is not None:
             infos = {name: info for name, info in infos.items() if name not in classifier.names}
         named = name_tensors(infos, kind.leaves, kind.shared, kind.label, base.layout, base.named)
+        base = base.as_named_in(named.root)
+        kind.check_left_out(named.left_out.keys(), named.shared.keys())
         _check_saved_modules(helper, base)
         _check_parameters(helper, base)
         experts = take_experts(helper, named, infos, base, max_rank)
@@ -76,15 +87,22 @@ class AdapterParts:
             tensors = named.by_module.get(module)
             if tensors:
                 shape = base.layout.linears[module]
-                target = Target(module, shape, tensors, named.shared, infos, helper, base, max_rank)
-                target.known_as = targeted[module]
+                target = Target(
+                    *(module, shape, tensors, named.shared, infos, helper, base, max_rank), spelled=targeted[module]
+                )
+                target.saved_bias = biases.get(module)
                 targets.append(target)
-                targets[-1].saved_bias = biases.get(module)
+        expert_targets = [target for of_layer in experts.values() for target in of_layer.targets()]
+        tables = [table.target for table in vocabulary.tables.values() if table.target is not None]
+        give_scales(helper, [*targets, *expert_targets, *tables], base.layout, named)
         ranks = {target.module: kind.check(target) for target in yielding_gil(targets)}
         for of_layer in experts.values():
             ranks |= check_experts(of_layer)
         _check_targets(targeted, named)
-        parts = cls(helper, kind, base, targets, experts, biases, norms, vocabulary, ranks, classifier)
+        parts = cls(
+            *(helper, kind, base, targets, experts, biases, norms, vocabulary, ranks, classifier),
+            left_out=tuple(named.left_out),
+        )
         parts._check_tables()
         return parts
 
@@ -122,6 +140,13 @@ class AdapterParts:
             invocation_tokens=self.invocation_tokens,
             classifier=_classifier_form(self.classifier, values),
         )
+
+    def own_rank(self, module: str) -> int:
+        """Returns the rank that the config gives a module of `ranks`."""
+        experts = (target for of_layer in self.experts.values() for target in of_layer.targets())
+        tables = (table.target for table in self.vocabulary.tables.values() if table.target is not None)
+        named = (t for t in (*self.targets, *tables, *experts) if module in (t.module, expert_name(t)))
+        return next((target.rank for target in named), self.helper.r)
 
     @property
     def invocation_tokens(self) -> tuple[int, ...]:
@@ -204,8 +229,9 @@ def _check_saved_modules(helper: PEFTHelper, base: Base) -> None:
         return
     experts = base.layout.experts
     modules = *base.layout.linears, *(experts.modules if experts is not None else ())
-    whole = [name for module in modules for name in base.layout.peft_names(module)]
-    for module in (*whole, *_containers((*whole, *map(peft_name, base.layout.norms)))):
+    whole = [name for module in modules for name in base.layout.spelled(module).own]
+    norms = [name for module in base.layout.norms for name in base.layout.spelled(module).own]
+    for module in (*whole, *_containers((*whole, *norms))):
         if helper.saves(module):
             raise AdapterUnsupported(
                 f"modules_to_save replaces {module}, which is not supported; it can replace norms, {EMBEDDING} and "
@@ -230,9 +256,9 @@ def _take_norms(helper: PEFTHelper, named: NamedTensors, infos: Infos, base: Bas
                 f"the adapter replaces the bias of the norm {module}, which is not supported. Train it without "
                 "bias='all', and without the norms in modules_to_save."
             )
-        if not helper.saves(peft_name(module)):
-            continue
         leaves = named.by_module.get(module, {})
+        if not helper.saves_as(base.layout.spelled(module), is_held=SAVED in leaves):
+            continue
         if SAVED not in leaves:
             raise AdapterMalformed(
                 f"adapter_config.json says that {module} is saved (modules_to_save matches the ends of names), but the "
@@ -272,21 +298,21 @@ def _check_vector(name: str, infos: Infos, size: int, base: Base) -> None:
         )
 
 
-def _targeted_linears(helper: PEFTHelper, named: NamedTensors, base: Base) -> dict[str, str]:
-    """Returns the targeted linears, each with its name in PEFT's patterns.
+def _targeted_linears(helper: PEFTHelper, named: NamedTensors, base: Base) -> dict[str, Spelled]:
+    """Returns the targeted linears, each with its names in PEFT's patterns.
 
     From transformers 5 on, a router is a parameter that can be named, not a Linear layer as "all-linear" means.
     """
-    targeted: dict[str, str] = {}
+    targeted: dict[str, Spelled] = {}
     for module in yielding_gil(base.layout.linears):
-        names = [name for name in base.layout.peft_names(module) if helper.targets(name)]
-        if not names:
-            parameters = (f"{name}.weight" for name in base.layout.newest_names(module))
-            names = list(filter(helper.targets_parameter, parameters))
-            if names:
-                check_variant(helper)
-        if names:
-            targeted[module] = names[-1]
+        names, is_held = base.layout.spelled(module).beginning_with(named.spelled.get(module)), named.is_adapted(module)
+        if helper.targets_as(names, is_held=is_held):
+            targeted[module] = names
+            continue
+        names = base.layout.newest_names(module).of_parameter("weight")
+        if helper.targets_parameter_as(names, is_held=is_held):
+            check_variant(helper)
+            targeted[module] = names
     routers = [module for module in targeted if base.layout.is_router(module)]
     if helper.all_linear and not any(router in named.by_module for router in routers):
         targeted = {module: name for module, name in targeted.items() if module not in routers}
@@ -296,11 +322,12 @@ def _targeted_linears(helper: PEFTHelper, named: NamedTensors, base: Base) -> di
 def _check_parameters(helper: PEFTHelper, base: Base) -> None:
     """Raises AdapterUnsupported for target_parameters that are not served. PEFT only warns about unknown names."""
     layout = base.layout
-    served = {f"{name}.weight" for module in layout.linears for name in layout.newest_names(module)}
+    served = {f"{name}.weight" for module in layout.linears for name in layout.newest_names(module).all}
     if layout.experts is not None:
         for module in layout.experts.modules:
-            served |= {name for leaf in layout.experts.parameters for name in layout.newest_names(f"{module}.{leaf}")}
-    others = {f"{peft_name(module)}.weight" for module in (*layout.norms, *TABLES)}
+            for leaf in layout.experts.parameters:
+                served.update(layout.newest_names(f"{module}.{leaf}").all)
+    others = {f"{name}.weight" for module in (*layout.norms, *TABLES) for name in layout.newest_names(module).all}
     for name in helper.names("target_parameters"):
         ending = f".{name}"
         matches = [parameter == name or parameter.endswith(ending) for parameter in served]

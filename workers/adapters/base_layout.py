@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from lorafleet.workers.adapters.spellings import ROOTS_OF_TEXT, Roots, Spelled
 from lorafleet.workers.bases.layer_config import NORMS_AROUND, NORMS_BEFORE, AttentionConfig
 from lorafleet.workers.bases.model_config import ModelConfig
 from lorafleet.workers.bases.module_names import COMMON_NAMES, ModuleNames
 from lorafleet.workers.bases.per_layer_config import TABLE
 from lorafleet.workers.bases.rope_config import RopeConfig
-from lorafleet.workers.bases.text_part import PREFIXES
 
 EMBEDDING = "embed_tokens"
 HEAD = "lm_head"
@@ -73,6 +73,7 @@ class BaseLayout:
     hidden_size: int
     attention_heads: tuple[int, int]  # (query heads, KV heads)
     tied: bool = False  # the head is the embedding
+    is_only_called_tied: bool = False  # it is another tensor, but config.json, which PEFT believes, calls them tied
     biased: frozenset[str] = frozenset()  # linears with a bias, of which the head may be one
     absorbed: frozenset[str] = frozenset()  # linears that are never applied as such, see Projection.is_absorbed
     norms: Mapping[str, int] = field(default_factory=dict)  # size of each norm
@@ -89,6 +90,7 @@ class BaseLayout:
     rope: RopeConfig | None = None  # that an adapter's own rope scaling replaces; None: adapters cannot have one
     rope_positions: int = 0  # number of tokens that the rope would be for without scaling
     is_generic: bool = False  # nothing is known of how the modules are connected
+    roots: Roots = ROOTS_OF_TEXT  # beginnings of the modules' names in PEFT's patterns, see as_named_in()
 
     @classmethod
     def of(cls, config: ModelConfig) -> BaseLayout:
@@ -99,6 +101,7 @@ class BaseLayout:
             hidden_size=config.hidden_size,
             attention_heads=(first.num_heads, first.num_kv_heads),
             tied=config.tie_word_embeddings,
+            is_only_called_tied=config.is_only_called_tied,
             biased=frozenset(
                 [
                     *(module for module, projection in projections.items() if projection.has_bias),
@@ -120,6 +123,11 @@ class BaseLayout:
             and all(layer.norms in (NORMS_BEFORE, NORMS_AROUND) for layer in config.layers),
         )
 
+    @property
+    def ties_adapters(self) -> bool:
+        """Whether PEFT ties the head's trained tokens to the embedding's, and what ensure_weight_tying asks for."""
+        return self.tied or self.is_only_called_tied
+
     def targetable(self, module: str) -> bool:
         """Returns whether the base has this module and an adapter's tensors can be for it."""
         if module in self.linears or module in self.norms or module in self.tables:
@@ -133,23 +141,28 @@ class BaseLayout:
         """Returns the name used here for a module that the file names, without prefixes."""
         return self.names.engine_name(module)
 
-    def peft_names(self, module: str) -> tuple[str, ...]:
-        """Returns the module's names in PEFT's patterns: those of the newest transformers, then any older ones."""
-        own_names = self.names.own_names(module)
-        return tuple(name for own_name in own_names for name in self._with_prefixes(own_name))
+    def spelled(self, module: str) -> Spelled:
+        """Returns the module's names in PEFT's patterns."""
+        return self.roots.spell(self.names.own_names(module))
 
-    def newest_names(self, module: str) -> tuple[str, ...]:
-        """Returns the names that the newest transformers gives the module."""
-        return self._with_prefixes(self.names.own_names(module)[0])
+    def newest_names(self, module: str) -> Spelled:
+        """Returns the names in classes of the newest transformers."""
+        return self.roots.spell(self.names.own_names(module)[:1])
 
-    def older_names(self, module: str) -> tuple[str, ...]:
-        """Returns the names that older transformers gave the module."""
-        return self._with_prefixes(self.names.own_names(module)[-1])
+    def older_names(self, module: str) -> Spelled:
+        """Returns the names in classes of older transformers."""
+        return self.roots.spell(self.names.own_names(module)[-1:])
 
-    def _with_prefixes(self, module: str) -> tuple[str, ...]:
-        prefixes = PREFIXES if self.is_text_part else ()
-        older = () if self.names.root == COMMON_NAMES.root or module == HEAD else (self.names.root + module,)
-        return *older, peft_name(module) if self.has_root else module, *(f"{prefix}{module}" for prefix in prefixes)
+    def as_named_in(self, root: str | None) -> BaseLayout:
+        """Returns the same for an adapter whose file has this root before the modules' names; None: it is unknown."""
+        return replace(self, roots=Roots.of(self.served_root, self.names.root, root))
+
+    @property
+    def served_root(self) -> str:
+        """What stands before the modules' names in the base's own class."""
+        if self.is_text_part:
+            return "model.language_model."
+        return "model." if self.has_root else ""
 
     def describe(self) -> str:
         layers = {found[1] for found in map(_LAYER.search, self.linears) if found is not None}

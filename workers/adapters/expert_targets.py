@@ -35,6 +35,7 @@ from lorafleet.workers.adapters.kinds.lora import KASA, A, B
 from lorafleet.workers.adapters.kinds.pairs import check_pair
 from lorafleet.workers.adapters.peft_helper import PEFTHelper
 from lorafleet.workers.adapters.peft_names import NamedTensors
+from lorafleet.workers.adapters.spellings import Spelled
 
 _VARIANTS = {
     "use_dora": "DoRA",
@@ -78,22 +79,22 @@ def take_experts(
         return {}
     own = NamedTensors({m: named.by_module.pop(m) for m in list(named.by_module) if layout.has(m)}, named.shared)
 
-    def target(module: str, shape: tuple[int, int], known_as: str) -> Target:
+    def target(module: str, shape: tuple[int, int], spelled: Spelled) -> Target:
         return Target(
-            module, shape, own.by_module.pop(module), own.shared, infos, helper, base, max_rank, known_as=known_as
+            module, shape, own.by_module.pop(module), own.shared, infos, helper, base, max_rank, spelled=spelled
         )
 
     found: dict[str, ExpertTargets] = {}
     for module in sorted(layout.modules):
         targets = ExpertTargets(layout)
-        for name, (wrapped, known_as) in _stacked_modules(helper, module, base.layout).items():
+        for name, (wrapped, spelled) in _stacked_modules(helper, module, base.layout, own).items():
             _check_present([wrapped], own)
-            targets.stacked[name] = target(wrapped, _stacked_shape(name, layout), known_as)
-        for leaf, (name, known_as) in _batched_modules(helper, module, base, own).items():
-            targets.single[leaf] = [target(name, layout.shapes[leaf], known_as)]
+            targets.stacked[name] = target(wrapped, _stacked_shape(name, layout), spelled)
+        for leaf, (name, spelled) in _batched_modules(helper, module, base, own).items():
+            targets.single[leaf] = [target(name, layout.shapes[leaf], spelled)]
         for leaf, names in _single_modules(helper, module, base, own, targets.single.keys()).items():
             _check_present(list(names), own)
-            targets.single[leaf] = [target(name, layout.shapes[leaf], known_as) for name, known_as in names.items()]
+            targets.single[leaf] = [target(name, layout.shapes[leaf], spelled) for name, spelled in names.items()]
         if targets.stacked and targets.single:
             raise AdapterUnsupported(
                 f"{module} is targeted both as parameters and expert by expert; PEFT does not support that either."
@@ -123,25 +124,33 @@ def check_experts(experts: ExpertTargets) -> dict[str, int]:
                 _check_batched(target)
             else:
                 check_pair(target, A, B, target.rank)
-    return {target.peft_name.removeprefix("model."): target.rank for target in experts.targets()}
+    return {expert_name(target): target.rank for target in experts.targets()}
 
 
-def _stacked_modules(helper: PEFTHelper, module: str, layout: BaseLayout) -> dict[str, tuple[str, str]]:
-    """Returns the targeted parameters, each with the module that PEFT names its tensors after, and its name in PEFT's
+def expert_name(target: Target) -> str:
+    """Returns the name of the target's projection or parameter for messages."""
+    return target.spelled.name.removeprefix("model.")
+
+
+def _stacked_modules(
+    helper: PEFTHelper, module: str, layout: BaseLayout, named: NamedTensors
+) -> dict[str, tuple[str, Spelled]]:
+    """Returns the targeted parameters, each with the module that PEFT names its tensors after, and its names in PEFT's
     patterns.
 
     The parameter that is wrapped first lies deepest.
     """
     assert layout.experts is not None
-    targeted: dict[str, str] = {}
+    is_held = module in named.by_module
+    targeted: dict[str, Spelled] = {}
     for parameter in layout.experts.parameters:
-        names = list(filter(helper.targets_parameter, layout.newest_names(f"{module}.{parameter}")))
-        if names:
-            targeted[parameter] = names[-1]
+        spelled = layout.newest_names(f"{module}.{parameter}")
+        if helper.targets_parameter_as(spelled, is_held=is_held):
+            targeted[parameter] = spelled
     depth = len(targeted)
     return {
-        parameter: (module + ".base_layer" * (depth - 1 - i), name)
-        for i, (parameter, name) in enumerate(targeted.items())
+        parameter: (module + ".base_layer" * (depth - 1 - i), spelled)
+        for i, (parameter, spelled) in enumerate(targeted.items())
     }
 
 
@@ -153,17 +162,21 @@ def _stacked_shape(name: str, layout: ExpertsLayout) -> tuple[int, int]:
     return (outputs, inputs) if layout.swapped else (inputs, outputs)
 
 
-def _batched_modules(helper: PEFTHelper, module: str, base: Base, named: NamedTensors) -> dict[str, tuple[str, str]]:
-    """Returns the projections that are one module for all experts, each with that module and its name in PEFT's
+def _batched_modules(
+    helper: PEFTHelper, module: str, base: Base, named: NamedTensors
+) -> dict[str, tuple[str, Spelled]]:
+    """Returns the projections that are one module for all experts, each with that module and its names in PEFT's
     patterns. Modules that the config does not target are left out, and are strays then."""
     layout = base.layout.experts
     assert layout is not None
-    found: dict[str, tuple[str, str]] = {}
+    found: dict[str, tuple[str, Spelled]] = {}
     for name in (*layout.shapes, *BATCHED_NAMES):
         leaf, batched = BATCHED_NAMES.get(name, name), f"{module}.{name}"
-        names = base.layout.newest_names(batched) + base.layout.newest_names(f"{module}.{leaf}")
-        targeted = list(filter(helper.targets, names))
-        if batched in named.by_module and targeted:
+        if batched not in named.by_module:
+            continue
+        names = (base.layout.newest_names(batched), base.layout.newest_names(f"{module}.{leaf}"))
+        targeted = [spelled for spelled in names if helper.targets_as(spelled, is_held=True)]
+        if targeted:
             if leaf in found:
                 raise AdapterMalformed(f"{found[leaf][0]} and {batched} are the same projection. Remove one of them.")
             found[leaf] = batched, targeted[0]
@@ -185,7 +198,7 @@ def _check_batched(target: Target) -> None:
 
 def _single_modules(
     helper: PEFTHelper, module: str, base: Base, named: NamedTensors, batched: Collection[str]
-) -> dict[str, dict[str, str]]:
+) -> dict[str, dict[str, Spelled]]:
     """Returns the targeted projections except those that are batched, each with its experts' modules and their names in
     PEFT's patterns.
 
@@ -194,16 +207,16 @@ def _single_modules(
     """
     layout = base.layout.experts
     assert layout is not None
-    found: dict[str, dict[str, str]] = {}
+    found: dict[str, dict[str, Spelled]] = {}
     dense = {name.rpartition(".")[2] for name in base.layout.linears}
     for leaf in (leaf for leaf in layout.shapes if leaf not in batched):
-        names: dict[str, str] = {}
+        names: dict[str, Spelled] = {}
         for number in range(layout.count):
             name = layout.expert(module, number, leaf)
-            targeted = list(filter(helper.targets, base.layout.older_names(name)))
-            if targeted:
-                names[name] = targeted[-1]
-        is_shared = all(known_as.rpartition(".")[2] in {leaf, *dense} for known_as in names.values())
+            spelled = base.layout.older_names(name)
+            if helper.targets_as(spelled, is_held=name in named.by_module):
+                names[name] = spelled
+        is_shared = all(spelled.name.rpartition(".")[2] in {leaf, *dense} for spelled in names.values())
         by_type = helper.all_linear or is_shared
         if names and not (by_type and not any(name in named.by_module for name in names)):
             found[leaf] = names
@@ -246,7 +259,7 @@ def _unstacked(target: Target | None, layout: ExpertsLayout, projections: int) -
     if target is None:
         return None
     count, rank, (inputs, outputs) = layout.count, target.rank, target.shape
-    scaling = target.helper.scaling_of(target.peft_name, rank)
+    scaling = target.scaling
     a_ERD = target.value(A).view(count, rank, inputs)
     b_EOR = target.value(B).view(outputs, rank, count).permute(2, 0, 1)
     if layout.swapped:
@@ -278,7 +291,7 @@ def _joined(single: Mapping[str, list[Target]], leaves: tuple[str, ...]) -> Stac
         first, count = (0, layout.count) if _is_batched(target) else (int(target.module.split(".")[-2]), 1)
         for pieces, leaf in ((a, A), (b, B)):
             pieces.append(FactorPiece(first, g, target.value(leaf).expand(count, -1, -1).unsqueeze(1)))
-        scaling_EG[first : first + count, g] = target.helper.scaling_of(target.peft_name, target.rank)
+        scaling_EG[first : first + count, g] = target.scaling
     dtype = _promoted([*a, *b])
     return StackedLowRank(
         ExpertFactors((layout.count, len(leaves), rank, inputs), dtype, a),

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from lorafleet.protocol.adapter_formats.adapter_files import CONFIG_NAME
 from lorafleet.protocol.errors import AdapterMalformed
 from lorafleet.protocol.strict_json import read_json_object, shown
+from lorafleet.workers.adapters.pattern_values import PatternValues
 from lorafleet.workers.adapters.patterns import Budget, NameList, Pattern
 from lorafleet.workers.adapters.peft_fields import FIELDS, check_fields, is_unset
+from lorafleet.workers.adapters.spellings import Spelled
 
 # PEFT's targets if target_modules is null. One family served here has the third, the others have the first two.
 DEFAULT_TARGETS = ("q_proj", "v_proj", "qkv_proj")
@@ -112,17 +114,15 @@ class PEFTHelper:
         value = self.fields.get(name)
         return () if value is None else _names(value, name)
 
-    def rank_of(self, module: str) -> int:
-        found = (rank for pattern, rank in self.rank_pattern if pattern.matches_ending(module, self.budget))
-        return next(found, self.r)
+    def ranks(self) -> PatternValues[int]:
+        return PatternValues("rank_pattern", self.rank_pattern, self.r, self.budget)
 
-    def alpha_of(self, module: str) -> float:
-        found = (alpha for pattern, alpha in self.alpha_pattern if pattern.matches_ending(module, self.budget))
-        return next(found, self.alpha)
+    def alphas(self) -> PatternValues[float]:
+        return PatternValues("alpha_pattern", self.alpha_pattern, self.alpha, self.budget)
 
-    def scaling_of(self, module: str, rank: int) -> float:
-        """Returns the factor of B A. `rank` is rank_of(module), which the caller already has."""
-        return self.alpha_of(module) / (math.sqrt(rank) if self.use_rslora else rank)
+    def scaling(self, alpha: float, rank: int) -> float:
+        """Returns the factor of B A."""
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets_parameter(self, parameter: str) -> bool:
         """Returns whether PEFT would put LoRA on a parameter itself, such as "model.layers.0.mlp.experts.down_proj".
@@ -130,6 +130,28 @@ class PEFTHelper:
         The names in target_parameters are not patterns, and no key excludes any of them.
         """
         return self.target_parameters.has_ending(parameter)
+
+    def targets_parameter_as(self, names: Spelled, *, is_held: bool) -> bool:
+        """As targets_as(), for a parameter itself."""
+        return any(map(self.targets_parameter, names.own)) or (
+            is_held and any(map(self.targets_parameter, names.foreign))
+        )
+
+    def targets_as(self, names: Spelled, *, is_held: bool, is_linear: bool = True) -> bool:
+        """Returns whether PEFT would put LoRA on this module in the class that the adapter was trained with.
+
+        The names of other classes count only as far as the file agrees: `is_held` says whether it has the module's
+        tensors.
+        """
+        if any(self.targets(name, is_linear=is_linear) for name in names.own):
+            return is_held or not any(map(self._excludes, names.foreign))
+        if not is_held or any(map(self._excludes, names.own)):
+            return False
+        return any(self.targets(name, is_linear=is_linear) for name in names.foreign)
+
+    def saves_as(self, names: Spelled, *, is_held: bool) -> bool:
+        """Returns whether the adapter brings this module whole, as targets_as() decides it."""
+        return any(map(self.saves, names.own)) or (is_held and any(map(self.saves, names.foreign)))
 
     def saves(self, module: str) -> bool:
         """Returns whether the adapter brings this module whole. PEFT compares name endings, even within a segment."""

@@ -2,19 +2,21 @@
 
 A module is named as in BaseLayout, such as "layers.0.self_attn.q_proj". A leaf is the rest as PEFT 0.21 writes it,
 such as "lora_A.weight". Prefixes that tools are known to drop, double or insert are accepted. Two names for one
-tensor, and any name that is not understood, are errors.
+tensor, and any name that is not understood, are errors. Tensors of the parts for pictures and sound are left out, since
+no text passes through these.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lorafleet.protocol.errors import AdapterMalformed, AdapterMismatch, AdapterUnsupported
 from lorafleet.protocol.strict_json import shown
 from lorafleet.protocol.yield_gil import yielding_gil
-from lorafleet.workers.adapters.base_layout import TABLES, BaseLayout
+from lorafleet.workers.adapters.base_layout import HEAD, TABLES, BaseLayout
+from lorafleet.workers.adapters.spellings import known_name, root_in_file, without_wrappers
 from lorafleet.workers.bases.text_part import is_of_pictures
 
 MAX_NAME_CHARS = 1024  # PEFT's are about 80
@@ -65,6 +67,14 @@ class NamedTensors:
 
     by_module: dict[str, dict[str, str]] = field(default_factory=dict)  # by module, then by leaf
     shared: dict[str, str] = field(default_factory=dict)  # by leaf, tensors that belong to no module
+    spelled: dict[str, str] = field(default_factory=dict)  # by module, its name in the file without PEFT's prefix
+    # By tensor, the name in the file without PEFT's prefix, for parts that no text passes through.
+    left_out: dict[str, str] = field(default_factory=dict)
+    root: str | None = None  # what stands before the modules' names in the file; None if PEFT did not write that
+
+    def is_adapted(self, module: str) -> bool:
+        """Returns whether the file has tensors of the adapter's kind for the module."""
+        return not self.by_module.get(module, {}).keys() <= frozenset(_OF_ANY_KIND)
 
 
 def name_tensors(
@@ -78,21 +88,30 @@ def name_tensors(
     pattern = _leaf_pattern((*leaves, *aliases, *_OF_ANY_KIND))
     named = NamedTensors()
     absent: dict[str, None] = {}
+    root: str | None = None
     for name in yielding_gil(names):
         if len(name) > MAX_NAME_CHARS:
             raise AdapterMalformed(
                 f"the tensor {shown(name)} has a name of {len(name)} characters; at most {MAX_NAME_CHARS} are allowed."
             )
-        common = name.removeprefix("base_model.")
+        inner = without_wrappers(name)
+        common = inner.removeprefix("base_model.")
         if common in shared:
             _put(named.shared, common, name, "the adapter")
             continue
-        match = pattern.fullmatch(name)
+        if is_left_out(inner):
+            named.left_out[name] = known_name(inner)
+            continue
+        match = pattern.fullmatch(inner)
         if match is None:
             raise _feature(name) or AdapterMalformed(
                 f"the tensor {shown(name)} is not one that PEFT writes for {label}."
             )
-        module = layout.engine_name(engine_name(match["module"]))
+        path = match["module"]
+        if match["leaf"] not in _OF_ANY_KIND:
+            path = path.removesuffix(".weight")  # some tools append the adapter's leaves to the base tensor's name
+        own = engine_name(path)
+        module = layout.engine_name(own)
         if module in layout.absent:
             absent.setdefault(module)
             continue  # transformers has no such module either, so the tensor has no effect
@@ -101,10 +120,20 @@ def name_tensors(
         leaf = match["leaf"].replace(".default", "")
         leaf = _ALIASES.get(leaf, leaf)
         _put(named.by_module.setdefault(module, {}), leaf, name, module)
+        named.spelled.setdefault(module, known_name(path))
+        if root is None and module != HEAD:
+            root = root_in_file(path, own, layout.names.root)
     if not named.by_module:
-        ignored = f" but those of {shown(next(iter(absent)))}, which has no effect in {base}" if absent else ""
+        effectless = [*absent, *named.left_out.values()]
+        ignored = f" but those of {shown(effectless[0])}, which has no effect in {base}" if effectless else ""
         raise AdapterMalformed(f"the weights file has no tensors{ignored}, so the adapter would do nothing.")
-    return named
+    return replace(named, root=root)
+
+
+def is_left_out(name: str) -> bool:
+    """Returns whether the tensor or module belongs to a part that no text passes through. Wrappers must be removed
+    before."""
+    return is_of_pictures(engine_name(name))
 
 
 def engine_name(module: str) -> str:
@@ -145,11 +174,6 @@ def _unknown_module(name: str, module: str, layout: BaseLayout, base: str) -> Ad
     inside = _feature(f"{module}.")
     if inside is not None:
         return inside
-    if layout.is_text_part and is_of_pictures(module):
-        return AdapterUnsupported(
-            f"the tensor {shown(name)} belongs to the vision or audio part of the model; only text is supported. Train "
-            "the adapter on the language model alone."
-        )
     if module in layout.unserved and not layout.is_generic:
         return AdapterUnsupported(
             f"the tensor {shown(name)} changes {module}, which is not supported. Train the adapter without it."

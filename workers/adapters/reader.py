@@ -9,6 +9,7 @@ lora_model.py takes the result.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,17 +23,20 @@ from lorafleet.kernels.quant.fp8 import FP8
 from lorafleet.protocol.adapter_formats.adapter_classifier import read_classifier
 from lorafleet.protocol.adapter_formats.adapter_files import (
     DRAFT_CONFIG_NAME,
+    DRAFT_FOLDER,
     DRAFT_WEIGHTS_NAME,
     AdapterFolder,
     check_same_config,
     language_digest,
     new_digest,
     open_weights,
+    opened_optional,
     read_config,
     read_draft,
     read_language,
 )
 from lorafleet.protocol.adapter_formats.adapter_rope import DEFAULTS_NAME, read_adapter_rope
+from lorafleet.protocol.adapter_formats.safetensors_header import TensorInfo
 from lorafleet.protocol.adapter_formats.sealed_memory import SealedContent
 from lorafleet.protocol.errors import AdapterError, AdapterMalformed, RankTooLarge
 from lorafleet.protocol.strict_json import shown
@@ -40,7 +44,7 @@ from lorafleet.protocol.yield_gil import yielding_gil
 from lorafleet.workers.adapters.adapter_parts import AdapterParts
 from lorafleet.workers.adapters.casting import max_magnitude
 from lorafleet.workers.adapters.content_digest import ContentDigest
-from lorafleet.workers.adapters.forms import AdapterForms, LinearForm, VocabForm
+from lorafleet.workers.adapters.forms import AdapterForms, LinearForm, OwnRope, VocabForm
 from lorafleet.workers.adapters.kinds.kind import Base
 from lorafleet.workers.adapters.own_rope import own_rope
 from lorafleet.workers.adapters.parallel_reading import ParallelReader
@@ -54,6 +58,8 @@ from lorafleet.workers.adapters.weight_files import (
     read_weights,
 )
 
+_Judged = tuple[AdapterParts, OwnRope]
+_Judge = Callable[[PEFTHelper, Mapping[str, bytes], Mapping[str, TensorInfo]], _Judged]
 # Returns where an adapter's values are read to, or None if that does not matter or is not known.
 Place = Callable[[AdapterParts], ReadTargets | None]
 
@@ -67,7 +73,7 @@ class ReadAdapter:
     read_s: float  # seconds spent reading the values
     language: str = ""  # language_digest of its tokenizer and chat template files
     block: Tensor | None = None  # ReadTargets.block, in which values may lie
-    draft: SealedContent | None = None  # its draft LoRA, not checked yet; None if it has none
+    draft: SealedContent | None = None  # its draft LoRA, not checked yet; None if it has none, or it is not wanted
 
     @property
     def digest(self) -> str:
@@ -85,6 +91,7 @@ def read_adapter(
     expected_digest: str = "",
     reader: ParallelReader | None = None,
     place: Place | None = None,
+    keeps_draft: bool = False,
 ) -> ReadAdapter:
     """Reads and checks the adapter in a folder or in memory. Raises an AdapterError, and never returns half an adapter.
 
@@ -100,13 +107,19 @@ def read_adapter(
         expected_digest: if given, files with another digest raise AdapterChanged.
         reader: threads that read the values and compute their digest.
         place: called once the tensors' names and shapes are checked.
+        keeps_draft: whether the draft LoRA is wanted in memory; otherwise its files only count for the digest.
     """
-    with _about(name), _opened(source, expected_digest, reader) as (helper, language, draft, weights):
-        parts = AdapterParts.of(helper, weights.infos, base, max_rank)
+
+    def judge(helper: PEFTHelper, language: Mapping[str, bytes], infos: Mapping[str, TensorInfo]) -> _Judged:
+        parts = AdapterParts.of(helper, infos, base, max_rank)
         _check_rank_limit(parts, name, max_rank)
         stated = read_adapter_rope(helper.fields, language.get(DEFAULTS_NAME))
-        read_classifier(helper.fields, language.get(DEFAULTS_NAME), weights.infos)  # rejects wrong labels
-        rope = own_rope(stated, base, bool(parts.invocation_tokens))
+        read_classifier(helper.fields, language.get(DEFAULTS_NAME), infos)  # rejects wrong labels
+        return parts, own_rope(stated, base, bool(parts.invocation_tokens))
+
+    with _about(name), _opened(source, expected_digest, reader, judge, keeps_draft) as opened:
+        helper, language, draft, weights = opened
+        parts, rope = judge(helper, language, weights.infos)
         reading = time.perf_counter()
         loaded, block = _load(weights, parts, place)
         read_s = time.perf_counter() - reading
@@ -122,10 +135,17 @@ def read_adapter(
 
 @contextmanager
 def _opened(
-    source: str | os.PathLike[str] | SealedContent, expected_digest: str, reader: ParallelReader | None
+    source: str | os.PathLike[str] | SealedContent,
+    expected_digest: str,
+    reader: ParallelReader | None,
+    judge: _Judge,
+    keeps_draft: bool,
 ) -> Iterator[tuple[PEFTHelper, dict[str, bytes], SealedContent | None, WeightsFile]]:
     """Yields the config, the files of read_language(), the draft LoRA if there is one, and the weights, which must be
-    loaded within the block."""
+    loaded within the block.
+
+    The files of a draft, which may be larger than the weights, are read only after the weights' header has been judged.
+    """
     if isinstance(source, SealedContent):
         yield PEFTHelper.from_bytes(source.config), {}, None, MemoryFile(source.weights, expected_digest, reader)
         return
@@ -133,8 +153,16 @@ def _opened(
     config = read_config(folder)
     helper = PEFTHelper.from_bytes(config)
     with open_weights(folder) as file:
-        language, draft = read_language(folder), read_draft(folder)
-        digest = new_digest(config, file.name, file.size, {**language, **draft})
+        language, draft = read_language(folder), dict[str, memoryview]()
+        if folder.has(DRAFT_FOLDER):
+            judge(helper, language, read_weights(file, hashlib.sha256()).infos)
+            file.stream.seek(0)
+        if keeps_draft:
+            draft = read_draft(folder)
+            digest = new_digest(config, file.name, file.size, {**language, **draft})
+        else:
+            with opened_optional(folder) as optional:
+                digest = new_digest(config, file.name, file.size, {**optional, **language})
         yield helper, language, _sealed(draft), read_weights(file, digest, reader, expected_digest)
     check_same_config(folder, config)
 
@@ -174,7 +202,7 @@ def _about(name: str) -> Iterator[None]:
 def _check_rank_limit(parts: AdapterParts, name: str, limit: int) -> None:
     module, rank = max(parts.ranks.items(), key=lambda item: item[1], default=("", 0))
     if rank > limit:
-        own = parts.helper.rank_of(module)
+        own = parts.own_rank(module)
         served = "" if rank == own else f" (the rank at which {parts.kind.label} with r={own} is served)"
         raise RankTooLarge(
             f"adapter {name!r} has rank {rank}{served}; this server allows lora.max_lora_rank={limit}. "

@@ -12,13 +12,16 @@ from typing import Any
 
 from lorafleet.protocol.config_json import read_json
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
+from lorafleet.protocol.strict_json import shown
+from lorafleet.workers.bases.architecture_name import architecture_name
 from lorafleet.workers.bases.families.architectures import FAMILIES
 from lorafleet.workers.bases.families.config_fields import ConfigFields
 from lorafleet.workers.bases.model_config import ModelConfig
 from lorafleet.workers.bases.module_names import OF_BASE
 from lorafleet.workers.bases.quantization import stored_quantization
+from lorafleet.workers.bases.stored_tables import with_stored_tables
 from lorafleet.workers.bases.stored_tensors import StoredTensors
-from lorafleet.workers.bases.text_part import text_config, text_name, ties_contradict
+from lorafleet.workers.bases.text_part import any_ties, text_config, text_name, wrapper_ties
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -29,30 +32,54 @@ def read_model_config(folder: Path) -> ModelConfig:
     if not folder.is_dir():
         raise ConfigError(f"model {str(folder)!r} is not a folder; give a local Hugging Face checkpoint.", "model")
     raw = read_json(folder / "config.json")
-    names = raw.get("architectures") or []
-    family = FAMILIES.get(names[0]) if len(names) == 1 else None
+    name = architecture_name(raw, frozenset(FAMILIES))
+    family = None if name is None else FAMILIES.get(name)
     if family is None:
         raise UnsupportedModel(
-            f"architecture {', '.join(map(str, names)) or 'missing'} in {folder / 'config.json'} is not supported; "
-            f"supported architectures: {', '.join(sorted(FAMILIES))}.",
+            f"architecture {shown(raw.get('architectures'))} (model_type {shown(raw.get('model_type'))}) in "
+            f"{folder / 'config.json'} is not supported; supported architectures: {', '.join(sorted(FAMILIES))}.",
             "model",
         )
+    raw = raw | {"architectures": [name]}
     fields = ConfigFields(text_config(raw) if family.is_wrapper else raw, family.defaults)
-    if family.is_wrapper and ties_contradict(raw):
-        fields.raw["tie_word_embeddings"] = not _has_head(folder)
+    if family.is_wrapper:
+        fields.raw["tie_word_embeddings"] = wrapper_ties(raw, family.defaults.get("tie_word_embeddings"))
     if fields.raw.get("use_bidirectional_attention") not in (None, False, "vision"):  # "vision": for pictures only
         raise UnsupportedModel("use_bidirectional_attention is not supported; models that generate do not have it.")
-    model = family.describe(fields)
+    model = with_stored_tables(
+        replace(family.describe(fields), is_text_part=family.is_wrapper), folder, may_be_tied=any_ties(raw)
+    )
+    if model.head_bias and model.tie_word_embeddings and model.has_head:
+        raise UnsupportedModel(
+            f"tie_word_embeddings=True is not supported for {model.architecture}, whose head has a bias; only False is."
+        )
     generation = folder / "generation_config.json"
     eos = (read_json(generation) if generation.exists() else {}).get("eos_token_id")
     if eos is None:
         eos = fields.raw.get("eos_token_id")
     return replace(
         model,
-        is_text_part=family.is_wrapper,
         eos_token_ids=eos_token_ids(eos, model.vocab_size),
-        quantization=stored_quantization(_quantization(raw), folder, model.names, model.mtp_names),
+        quantization=stored_quantization(
+            _quantization(raw), folder, model.names, model.mtp_names, stored_names=model.stored_names
+        ),
     )
+
+
+def check_same_tables(folder: Path, served: ModelConfig) -> None:
+    """Raises ConfigError if the checkpoint has changed so that embedding and head do not fit the running model."""
+    read = read_model_config(folder)
+    for what, new, old in (
+        ("tie_word_embeddings by its tensors", read.tie_word_embeddings, served.tie_word_embeddings),
+        ("lm_head.weight", read.has_head, served.has_head),
+        ("names of tensors", read.stored_names, served.stored_names),
+    ):
+        if new != old:
+            raise ConfigError(
+                f"{folder} has other {what} than when the server started: {new} in place of {old}. Restart the server "
+                "to serve this checkpoint.",
+                "model",
+            )
 
 
 def read_mtp_config(folder: Path, target: ModelConfig) -> ModelConfig:
@@ -63,7 +90,9 @@ def read_mtp_config(folder: Path, target: ModelConfig) -> ModelConfig:
     quantization = target.quantization
     if quantization is None or quantization.stored is not None:
         stored = _quantization(read_json(folder / "config.json"))
-        quantization = stored_quantization(stored, folder, names, (OF_BASE,), may_be_plain=True)
+        quantization = stored_quantization(
+            stored, folder, names, (OF_BASE,), stored_names=target.stored_names, may_be_plain=True
+        )
     return replace(
         target,
         layers=(target.mtp.layer,),
@@ -85,11 +114,6 @@ def _quantization(raw: dict[str, Any]) -> Mapping[str, Any] | None:
     """Returns the quantization_config of the language model, or that of the whole checkpoint."""
     found: Mapping[str, Any] | None = (raw.get("text_config") or {}).get("quantization_config")
     return found or raw.get("quantization_config")
-
-
-def _has_head(folder: Path) -> bool:
-    with StoredTensors(folder) as tensors:
-        return any(text_name(name) == "lm_head.weight" for name in tensors.names())
 
 
 def eos_token_ids(given: object, vocab_size: int) -> tuple[int, ...]:

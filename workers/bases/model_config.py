@@ -20,6 +20,7 @@ from lorafleet.workers.bases.projection import Projection
 from lorafleet.workers.bases.quantization import Quantization
 from lorafleet.workers.bases.recurrence_config import StateShape
 from lorafleet.workers.bases.rope_config import RopeConfig
+from lorafleet.workers.bases.stored_names import AS_WRITTEN, StoredNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     norm: NormStyle
     max_position_embeddings: int
-    tie_word_embeddings: bool
+    tie_word_embeddings: bool  # the head is the embedding, as stored_tables.py decides it by the tensors
     dtype: torch.dtype | None  # the checkpoint's own; None if config.json does not say
     eos_token_ids: tuple[int, ...] = ()  # from generation_config.json if it has them, else from config.json
     experts: ExpertsConfig | None = None  # None if every layer's MLP is dense
@@ -55,6 +56,9 @@ class ModelConfig:
     logits_scale: float = 1.0  # multiplies the logits
     final_softcap: float | None = None  # bounds the logits, see LayerAttention.softcap
     head_bias: bool = False
+    is_only_called_tied: bool = False  # config.json calls head and embedding tied, and the files have two that differ
+    has_head: bool = True  # False: the checkpoint has none, so the model cannot generate
+    stored_names: StoredNames = AS_WRITTEN  # how names in this checkpoint's files differ from the class's own
     is_text_part: bool = False  # the checkpoint has a part for pictures too
     names: ModuleNames = COMMON_NAMES  # those of the checkpoint's and adapters' modules
     # Beginnings of the names of tensors that predict more than the next token. They do not belong to the decoder.

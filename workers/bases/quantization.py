@@ -31,6 +31,7 @@ from lorafleet.workers.bases.formats.modelopt_format import (
 from lorafleet.workers.bases.formats.mxfp4_format import MXFP4Format
 from lorafleet.workers.bases.formats.quantization_settings import check_settings
 from lorafleet.workers.bases.module_names import COMMON_NAMES, ModuleNames
+from lorafleet.workers.bases.stored_names import AS_WRITTEN, StoredNames
 from lorafleet.workers.bases.stored_tensors import StoredTensors
 
 # By quant_method of quantization_config.
@@ -87,13 +88,14 @@ def stored_quantization(
     names: ModuleNames = COMMON_NAMES,
     unread: tuple[str, ...] = (),
     *,
+    stored_names: StoredNames = AS_WRITTEN,
     may_be_plain: bool = False,
 ) -> Quantization | None:
     """Reads the quantization_config of config.json. Raises UnsupportedModel with a remedy if it is not served.
 
-    `names` are those of the checkpoint's modules, and `unread` is as in StoredLinears. `may_be_plain` is for a part of
-    a quantized checkpoint, and None is returned if no linear of it is quantized.
-    Without a quantization_config, hf_quant_config.json is read, if it exists.
+    `names` are those of the checkpoint's modules, `stored_names` those of its files, and `unread` is as in
+    StoredLinears. `may_be_plain` is for a part of a quantized checkpoint, and None is returned if no linear of it is
+    quantized. Without a quantization_config, hf_quant_config.json is read, if it exists.
     """
     config = config or modelopt_settings(folder)
     if not config:
@@ -104,7 +106,7 @@ def stored_quantization(
     method = config.get("quant_method") or "unnamed"
     if method not in FORMATS:
         raise UnsupportedModel(f"quantization_config: checkpoints quantized with {method} are not supported. {REMEDY}")
-    with StoredTensors(folder) as tensors:
+    with StoredTensors(folder, stored_names) as tensors:
         linears = StoredLinears(tensors, names, unread)
         stored = FORMATS[method](config, linears)
         table = linears.quantized_table(stored.tensors)

@@ -13,6 +13,7 @@ from lorafleet.workers.bases.model_config import NormStyle
 from lorafleet.workers.bases.quantization import Quantization
 from lorafleet.workers.bases.recurrence_config import StateShape
 from lorafleet.workers.bases.rope_config import RopeConfig
+from lorafleet.workers.bases.stored_names import StoredNames
 
 
 class ServedAttention(Protocol):
@@ -93,6 +94,12 @@ class ServedConfig(Protocol):
 
     @property
     def tie_word_embeddings(self) -> bool: ...
+
+    @property
+    def has_head(self) -> bool: ...
+
+    @property
+    def stored_names(self) -> StoredNames: ...
 
     @property
     def norm(self) -> NormStyle: ...

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lorafleet.protocol.config_json import read_json
 from lorafleet.protocol.errors import ConfigError
+from lorafleet.workers.bases.stored_names import AS_WRITTEN, StoredNames
 
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -101,6 +102,14 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def has_all_files(folder: Path) -> bool:
+    """Returns whether the folder has safetensors files, and each of them that it needs."""
+    try:
+        return bool(checkpoint_files(folder))
+    except ConfigError:
+        return False
+
+
 def stored_dtype(folder: Path) -> torch.dtype:
     """Returns the dtype of the first plain weight, for checkpoints whose config.json does not say it."""
     with safe_open(checkpoint_files(folder)[0], framework="pt") as f:
@@ -112,26 +121,29 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 
 class StoredTensors:
-    """All tensors of a checkpoint, open for reading. Raises ConfigError for files that cannot be read."""
+    """All tensors of a checkpoint, open for reading. Raises ConfigError for files that cannot be read.
 
-    def __init__(self, folder: Path) -> None:
+    `names` translates the names in the files. All methods take and return the names that transformers' class writes.
+    """
+
+    def __init__(self, folder: Path, names: StoredNames = AS_WRITTEN) -> None:
         self.folder = folder
         self.path_of: dict[str, Path] = {}
-        self._file_of: dict[str, Any] = {}
+        self._places: dict[str, tuple[Any, str]] = {}  # The open file and the name in it.
         self._files = ExitStack()
         try:
             for path in checkpoint_files(folder):
                 file = self._files.enter_context(_opened(path))
-                names = file.keys()
-                twice = next((name for name in names if name in self._file_of), None)
-                if twice is not None:
-                    raise ConfigError(
-                        f"{path} and {self.path_of[twice].name} both have the tensor {twice!r}. Download or export the "
-                        "checkpoint again.",
-                        "model",
-                    )
-                self._file_of |= dict.fromkeys(names, file)
-                self.path_of |= dict.fromkeys(names, path)
+                for key in file.keys():  # noqa: SIM118  safe_open is no mapping
+                    name = names.written(key)
+                    if name in self._places:
+                        raise ConfigError(
+                            f"{path} has the tensor {key!r}, which {self.path_of[name].name} has as "
+                            f"{self._places[name][1]!r}. Download or export the checkpoint again.",
+                            "model",
+                        )
+                    self._places[name] = file, key
+                    self.path_of[name] = path
         except BaseException:
             self._files.close()
             raise
@@ -146,18 +158,25 @@ class StoredTensors:
 
     def names(self) -> Iterator[str]:
         """Returns the names in the files' order."""
-        return iter(self._file_of)
+        return iter(self._places)
+
+    def dtype_of(self, name: str) -> str:
+        """Returns safetensors' name of the tensor's dtype."""
+        file, key = self._places[name]
+        dtype: str = file.get_slice(key).get_dtype()
+        return dtype
 
     def stored(self, name: str) -> Stored:
+        file, key = self._places[name]
         try:
-            found: Stored = self._file_of[name].get_slice(name)
+            found: Stored = file.get_slice(key)
         except SafetensorError as e:
             raise ConfigError(f"{self.path_of[name]} cannot be read: {e}", "model") from None
         return found
 
     def plain(self, name: str) -> Stored:
         """Opens a tensor that is not quantized. Raises ConfigError if it has numbers of another kind."""
-        stored, dtype = self.stored(name), self._file_of[name].get_slice(name).get_dtype()
+        stored, dtype = self.stored(name), self.dtype_of(name)
         if dtype not in PLAIN_DTYPES:
             raise ConfigError(
                 f"{self.path_of[name]}: {name} is stored as {dtype} without a scale that the engine could read, where "
@@ -169,10 +188,11 @@ class StoredTensors:
 
     def tensor(self, name: str) -> Tensor:
         """Reads the tensor of that name. Raises ConfigError if there is none or it cannot be read."""
-        if name not in self._file_of:
+        if name not in self._places:
             raise ConfigError(f"{self.folder} lacks the tensor {name!r}.", "model")
+        file, key = self._places[name]
         try:
-            found: Tensor = self._file_of[name].get_tensor(name)
+            found: Tensor = file.get_tensor(key)
         except SafetensorError as e:
             raise ConfigError(f"{self.path_of[name]} cannot be read: {e}", "model") from None
         return found

@@ -23,13 +23,34 @@ def text_config(raw: dict[str, Any]) -> dict[str, Any]:
     return raw | dict(raw.get("text_config") or {}) | {"architectures": raw["architectures"]}
 
 
-def ties_contradict(raw: dict[str, Any]) -> bool:
-    """Returns whether the whole config.json and its text_config differ in tie_word_embeddings, as transformers 5 writes
-    Mistral 3's. The file's tensors show then whether there is a head."""
-    flags = {
-        part["tie_word_embeddings"] for part in (raw, raw.get("text_config") or {}) if "tie_word_embeddings" in part
-    }
-    return len(flags) > 1
+def wrapper_ties(raw: dict[str, Any], default: bool | None) -> bool:
+    """Returns whether the class of the whole model calls head and embedding tied.
+
+    The flag of text_config counts for the language model alone, so it decides only where the whole config.json has none
+    and the family has no `default`. transformers 5 writes Mistral 3's flags differently.
+    """
+    text = raw.get("text_config") or {}
+    given = next(
+        (
+            flag
+            for flag in (raw.get("tie_word_embeddings"), default, text.get("tie_word_embeddings"))
+            if flag is not None
+        ),
+        False,
+    )
+    return bool(given)
+
+
+def any_ties(raw: dict[str, Any]) -> bool:
+    """Returns whether the whole config.json or its text_config calls head and embedding tied."""
+    return any(part.get("tie_word_embeddings") for part in (raw, raw.get("text_config") or {}))
+
+
+def untied_flags(raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns the parts of the whole config.json that say that head and embedding are two tensors."""
+    text = raw.get("text_config")
+    flag = {"tie_word_embeddings": False}
+    return flag | {"text_config": text | flag} if isinstance(text, dict) else flag
 
 
 def text_name(name: str) -> str:

@@ -26,6 +26,7 @@ from lorafleet.workers.bases.model_config import ModelConfig
 from lorafleet.workers.bases.module_names import COMMON_NAMES, ModuleNames
 from lorafleet.workers.bases.quantization import Quantization
 from lorafleet.workers.bases.recurrent_tensors import recurrent_parts
+from lorafleet.workers.bases.stored_names import AS_WRITTEN, HEAD_WEIGHT, StoredNames
 from lorafleet.workers.bases.stored_tensors import FiniteTensor, MovedTensor, Stored, StoredTensors
 from lorafleet.workers.bases.tensor_parts import ModelPart, PlainPart, QuantizedPart, TensorSource
 from lorafleet.workers.bases.text_part import is_of_pictures, text_name
@@ -37,6 +38,7 @@ KV_SCALE = re.compile(
     r"(?:model\.|language_model\.)*layers\.(\d+)\.self_attn\."
     r"(?:(kv|k|v)_scale|attn\.([kv])_scale|([kv])_proj\.(?:\4_scale|output_scale))"
 )
+VALUE_HEAD = "v_head."  # Beginning of the names of TRL's head for reinforcement learning, which generates nothing.
 ONE_BY_DEFAULT = "scalar", "router.scale", "output_scale"  # ends of names; random ones would shrink the activations
 Progress = Callable[[int, int], None]  # tensors done, tensors in all
 
@@ -48,7 +50,7 @@ def load_weights(model: CheckpointModel, folder: Path, progress: Progress | None
     stored = None if model.config.quantization is None else model.config.quantization.stored
     quantized = {f"model.{module}.weight" for module in stored.schemes} if stored is not None else set()
     seen: set[str] = set()
-    with StoredTensors(folder) as tensors:
+    with StoredTensors(folder, model.config.stored_names) as tensors:
         for name in tensors.names():
             known_as = model.config.names.engine_name(text_name(name) if model.config.is_text_part else name)
             if _is_of_quantized(known_as, model.config.quantization):
@@ -109,15 +111,18 @@ def held_tensors(model: CheckpointModel) -> dict[str, Callable[[], Tensor]]:
 
 
 def read_kv_scales(
-    folder: Path, has_cache: Mapping[int, bool], names: ModuleNames = COMMON_NAMES
+    folder: Path,
+    has_cache: Mapping[int, bool],
+    names: ModuleNames = COMMON_NAMES,
+    stored_names: StoredNames = AS_WRITTEN,
 ) -> list[tuple[float, float]] | None:
     """Returns (k_scale, v_scale) of each layer that has attention, or None if there are none.
 
     Raises ConfigError if only some exist. has_cache says which of these layers have a cache of their own. The scales of
-    others have no effect and are 1. `names` are those of the checkpoint's modules.
+    others have no effect and are 1. `names` are those of the checkpoint's modules, `stored_names` those of its files.
     """
     scales: dict[tuple[int, str], float] = {}
-    with StoredTensors(folder) as tensors:
+    with StoredTensors(folder, stored_names) as tensors:
         for name in tensors.names():
             found = KV_SCALE.fullmatch(names.engine_name(text_name(name)))
             if found is None:
@@ -165,7 +170,9 @@ def _ignorable(name: str, config: ModelConfig) -> bool:
         return True
     if name.removeprefix("model.").rpartition(".")[0] in config.absent_modules:
         return True
-    return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+    if name.startswith(VALUE_HEAD) or name.endswith("rotary_emb.inv_freq"):
+        return True
+    return config.tie_word_embeddings and config.has_head and name == HEAD_WEIGHT  # equal to the embedding
 
 
 def _is_of_quantized(name: str, quantization: Quantization | None) -> bool:

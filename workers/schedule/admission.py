@@ -45,8 +45,7 @@ class QueueAdmission:
     ) -> None:
         self.refused: Counter[str] = Counter()  # number of rejections by bound: requests, tokens, deadline
         self._scheduler = scheduler
-        self._max_queued = max_queued
-        self._max_tokens = max_tokens
+        self.set_bounds(max_queued, max_tokens)
         self._num_apart = num_apart
         self._clock = clock
         self._groups: dict[str, Group] = {}
@@ -55,6 +54,10 @@ class QueueAdmission:
         self._timed: dict[int, tuple[Sequence, float]] = {}  # by number: unfinished sequences and their timeouts
         self._numbers = count()
         self._rate = _Rate(clock())
+
+    def set_bounds(self, max_queued: int | None, max_tokens: int | None) -> None:
+        """Changes the bounds for later requests."""
+        self._max_queued, self._max_tokens = max_queued, max_tokens
 
     def join(self, request: EngineRequest) -> Group:
         """Returns the group of a sequence that is about to be queued.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.workers.base_identity import BaseIdentity
 from lorafleet.workers.schedule.kv_cache import PrefixMatch, SequenceBlocks
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class Sequence:
     priority: int = 0  # Among the sequences of its flow, lower values start sooner.
     tenant: str = ""  # "" for all callers without a tenant.
     cache_salt: str = ""  # Blocks are shared only among sequences with the same salt.
+    base: BaseIdentity = field(default_factory=BaseIdentity)  # The base's weights, the same object for all sequences.
     group: Group = field(default_factory=lambda: Group(""))
     language: str = ""  # EngineRequest.language.
     context_length: int | None = None  # EngineRequest.context_length.

@@ -273,12 +273,13 @@ class SequenceMemory:
     def _cache_salt(self, sequence: Sequence, digest: str) -> Hashable:
         """Returns everything besides the tokens that blocks must have in common to be shared.
 
-        Keys and values depend on the adapter, and under some rope scalings on the sequence's length too. Nobody may
-        find out from a prompt's latency that another tenant has sent it.
+        Keys and values depend on the base's weights, on the adapter, and under some rope scalings on the sequence's
+        length too. Nobody may find out from a prompt's latency that another tenant has sent it.
         """
+        salt = sequence.cache_salt, digest, sequence.base.digest
         if not self._rope.depends_on_length:
-            return sequence.cache_salt, digest
-        return sequence.cache_salt, digest, self._rope.key_variant(sequence.num_rotated, len(sequence.tokens))
+            return salt
+        return *salt, self._rope.key_variant(sequence.num_rotated, len(sequence.tokens))
 
 
 def _leaves_enough(kv: KVCacheManager, num_left: int, beside: Iterable[Sequence]) -> bool:

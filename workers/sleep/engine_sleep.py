@@ -7,6 +7,7 @@ preempted, so that they are computed again after the wake-up.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -18,6 +19,8 @@ from lorafleet.workers.pool.pool_room import PoolRoom
 from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
 from lorafleet.workers.step.runner import ModelRunner
+
+log = logging.getLogger(__name__)
 
 
 class EngineSleep:
@@ -102,6 +105,20 @@ class EngineSleep:
             loras.empty_slots()
         yield from memory.release(tags, control.level)
 
+    def _forget_former_base(self) -> None:
+        """Forgets what was computed from the weights that the base had before. Nothing finds it any more, since its
+        keys have the former digest; but it takes memory."""
+        loras = self._runner.loras
+        self._scheduler.memory.flush()
+        num_adapters = 0 if loras is None else loras.forget_packed()
+        log.warning(
+            "the checkpoint has changed during the sleep: the base has other weights now, with the digest %s. What was "
+            "computed from the former ones was forgotten: keys and values in all tiers, states, and the adapters in "
+            "host memory (%d)",
+            self._runner.memory.base.digest,
+            num_adapters,
+        )
+
     def _recall(self, loras: WorkerLoRAManager, pool: PoolRoom) -> Iterator[None]:
         """Gives the KV cache back what adapters have borrowed of it."""
         if not pool.num_blocks:
@@ -116,8 +133,11 @@ class EngineSleep:
     def _wake_up(self, control: WakeEngine) -> Iterator[None]:
         memory = self._runner.memory
         tags = frozenset(control.tags) & memory.asleep
+        num_changes = memory.base.num_changes
         if tags:
             yield from memory.take(tags)
+        if memory.base.num_changes > num_changes:
+            self._forget_former_base()
         if not memory.asleep:
             self.hold = ""
             self._runner.steps.late.is_suspended = False

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from lorafleet.protocol.engine_control import MemoryTag, SleepLevel
 from lorafleet.protocol.errors import ConfigError, LorafleetError, Overloaded
 from lorafleet.workers.kv_tiers.rank_tiers import RankTiers
+from lorafleet.workers.model_loading import digest_of
 from lorafleet.workers.pool.pool_start import PoolStart
 from lorafleet.workers.sleep.storages import SizedStorages, SleepingMemory, StorageCopy
 from lorafleet.workers.sleep.weights_gate import WeightsGate
@@ -38,6 +39,7 @@ class RankMemory:
         tiers: The tiers below the KV cache, which copy nothing from or to it meanwhile. Empty without tiers.
         gate: The access of loads to the weights.
         reload: Fills the model with the checkpoint's weights again. None if that is not possible.
+        digest: This rank's part of the weights, see weights_digest.py.
         pool: The memory that adapters and KV blocks share. All borrowed memory is back whenever a part leaves. None if
             their shares are fixed.
         head_steps: Runs the head that drafts with the base's embedding, whose address its CUDA graphs have. None
@@ -51,9 +53,11 @@ class RankMemory:
         tiers: Collection[RankTiers],
         gate: WeightsGate,
         reload: Callable[[], None] | None,
+        digest: str,
         pool: PoolStart | None = None,
         head_steps: StepRunner | None = None,
     ) -> None:
+        self.digest = digest  # Of the weights that were read last.
         self._steps = steps
         self._captured = [steps] if head_steps is None else [steps, head_steps]
         self._slots = slots
@@ -75,7 +79,8 @@ class RankMemory:
             self._parts["kv_cache"].append(pool.groups)
         self._asleep: set[MemoryTag] = set()
         self._level: SleepLevel = 1
-        # The weights never change, so the copy of a first sleep serves all later ones. It has small weights at level 2.
+        # Only a wake-up from level 2 changes the weights. So the copy of a first sleep at level 1 serves all later ones
+        # at this level. At level 2 it has small weights, which the checkpoint's overwrite as far as it has them.
         self._copy: StorageCopy | None = None
         self._copy_level: SleepLevel = 1
 
@@ -180,6 +185,9 @@ class RankMemory:
         assert self._reload is not None
         try:
             self._reload()
+            self.digest = digest_of(self._steps.model)
+            if self._slots is not None:
+                self._slots.base_parts.refresh()
         except (OSError, SafetensorError) as error:
             raise ConfigError(
                 f"the base's weights cannot be read again, and stay asleep: {error}. Put the checkpoint back where it "

@@ -12,6 +12,8 @@ from functools import partial
 
 from lorafleet.protocol.engine_control import MemoryTag, SleepLevel
 from lorafleet.protocol.errors import LorafleetError, from_wire
+from lorafleet.workers.base_identity import BaseIdentity
+from lorafleet.workers.bases.weights_digest import digest_of_ranks
 from lorafleet.workers.sleep.rank_memory import RankMemory
 from lorafleet.workers.tp.link import OtherRanks
 from lorafleet.workers.tp.rank_messages import CaptureGraphs, MemoryOrder, ReleaseMemory, TakeMemory
@@ -21,11 +23,15 @@ class ReplicaMemory:
     """The memory of all ranks. No step may be queued while a generator runs.
 
     Args:
+        base: Says which weights the ranks hold.
         others: The other ranks, or None if there are none.
         wake: Called from other threads when a generator can be advanced.
     """
 
-    def __init__(self, own: RankMemory, others: OtherRanks | None, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, own: RankMemory, base: BaseIdentity, others: OtherRanks | None, wake: Callable[[], None]
+    ) -> None:
+        self.base = base
         self.asleep: frozenset[MemoryTag] = frozenset()  # The parts that have been given back, on all ranks.
         self._own = own
         self._others = others
@@ -44,20 +50,24 @@ class ReplicaMemory:
             self._level = level
         self.asleep |= frozenset(tags)
         order = ReleaseMemory(sorted(tags), level)
-        errors = yield from self._on_all(order, partial(self._own.release, tags, level))
+        errors, _ = yield from self._on_all(order, partial(self._own.release, tags, level))
         if errors:
             raise errors[0]
 
     def take(self, tags: Collection[MemoryTag]) -> Generator[None]:
-        """Takes these parts again. Raises the first error, and gives them back if there was one."""
-        errors = yield from self._on_all(TakeMemory(sorted(tags)), partial(self._own.take, tags))
+        """Takes these parts again. Raises the first error, and gives them back if there was one.
+
+        Behind it, `base` says which weights the ranks hold now."""
+        errors, digest = yield from self._on_all(TakeMemory(sorted(tags)), partial(self._own.take, tags))
         if errors:
             yield from self.release(tags, self._level)
             raise errors[0]
         self.asleep -= frozenset(tags)
+        if "weights" in tags:
+            self.base.become(digest)
         if self.asleep:
             return
-        errors = yield from self._on_all(CaptureGraphs(), self._own.capture)
+        errors, _ = yield from self._on_all(CaptureGraphs(), self._own.capture)
         assert not errors, "a rank that fails here ends the replica"
 
     def close_steps(self) -> None:
@@ -68,10 +78,13 @@ class ReplicaMemory:
         self._pool.shutdown()
         self._own.close()
 
-    def _on_all(self, order: MemoryOrder, work: Callable[[], None]) -> Generator[None, None, list[LorafleetError]]:
-        """Has all ranks carry out an order, and returns the errors of those that could not. Raises EngineDead if a
-        rank is gone."""
+    def _on_all(
+        self, order: MemoryOrder, work: Callable[[], None]
+    ) -> Generator[None, None, tuple[list[LorafleetError], str]]:
+        """Has all ranks carry out an order. Returns the errors of those that could not, and the digest of the weights
+        that the ranks hold. Raises EngineDead if a rank is gone."""
         errors: list[LorafleetError] = []
+        digests: dict[int, str] = {}
         num_missing = 0
         if self._others is not None:
             self._others.send(order)
@@ -82,6 +95,7 @@ class ReplicaMemory:
             yield
             for moved in [] if self._others is None else self._others.memory_moved():
                 num_missing -= 1
+                digests[moved.rank] = moved.digest
                 if moved.error is not None:
                     errors.append(from_wire(moved.error))
         error = job.exception()
@@ -89,4 +103,5 @@ class ReplicaMemory:
             errors.insert(0, error)
         elif error is not None:
             raise error
-        return errors
+        digests[0] = self._own.digest
+        return errors, digest_of_ranks(digests[rank] for rank in sorted(digests))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from lorafleet.protocol.errors import AdapterChanged, LorafleetError, from_wire
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest, SealedAdapter
 from lorafleet.protocol.messages import AdapterMove, Tier
+from lorafleet.workers.base_identity import BaseIdentity
 from lorafleet.workers.slots.loader import AdapterLoader
 from lorafleet.workers.slots.packed_adapter import PackedAdapter
 from lorafleet.workers.tp.link import OtherRanks
@@ -36,6 +37,7 @@ class AdapterLoad:
     source: Tier  # Where its files are.
     future: Future[PackedAdapter]
     started_s: float
+    base_digest: str  # Of the base's weights when the load began.
     awaited: set[int] = field(default_factory=set)  # Other ranks that have not answered.
     error: LorafleetError | None = None  # First error of another rank.
     digests: set[str] = field(default_factory=set)  # Digests that the other ranks have read.
@@ -75,10 +77,14 @@ class AdapterLoads:
     Args:
         others: The replica's other ranks, which read their parts of the same adapters.
         wake: Called from a pool thread when a load has ended on this rank.
+        base: Says for which weights of the base the adapters are packed.
     """
 
-    def __init__(self, loader: AdapterLoader, others: OtherRanks | None, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, loader: AdapterLoader, others: OtherRanks | None, wake: Callable[[], None], base: BaseIdentity
+    ) -> None:
         self._loader = loader
+        self._base = base
         self._others = others
         self._wake = wake
         self._loads: dict[_LoadKey, AdapterLoad] = {}
@@ -99,7 +105,8 @@ class AdapterLoads:
         """Starts to load an adapter for the tenant, or returns the load that is in progress."""
         load = self._loads.get(_key(lora))
         if load is None:
-            load = AdapterLoad(lora, tenant, self.tier_of_files(lora), self._loader.submit(lora), time.monotonic())
+            source, began_s = self.tier_of_files(lora), time.monotonic()
+            load = AdapterLoad(lora, tenant, source, self._loader.submit(lora), began_s, self._base.digest)
             self._loads[_key(lora)] = load
             load.future.add_done_callback(lambda _: self._wake())
             if self._others is not None:
@@ -108,6 +115,10 @@ class AdapterLoads:
                 self._on_others[self._num_started] = load
                 self._others.send(LoadShard(self._num_started, lora))
         return load
+
+    def is_outdated(self, load: AdapterLoad) -> bool:
+        """Returns whether the base has had other weights since the load began, from which it may have computed."""
+        return load.base_digest != self._base.digest
 
     def tier_of_files(self, lora: LoRARequest) -> Tier:
         return "disk" if self._loader.is_here(lora) else "remote"

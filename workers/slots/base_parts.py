@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lorafleet.kernels.lora.packed_lora import LinearPlace
@@ -21,6 +22,7 @@ class BasePart:
     names: tuple[str, ...]  # Module paths of its projections.
     place: LinearPlace  # This rank's part of the whole linear.
     bias_O: Tensor | None = None  # Bias that it adds on this rank, float32 on the CPU; None if it adds none.
+    held_O: Tensor | None = None  # The same bias in the model, of which bias_O is a copy.
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class BaseParts:
         """Returns the parts of a model whose adapters are divided by `sharding`."""
         return cls(
             [
-                BasePart(names, sharding.place(names), _on_cpu(linear.added_bias))
+                BasePart(names, sharding.place(names), _on_cpu(linear.added_bias), linear.added_bias)
                 for names, linear in model.packed_linears()
             ],
             [name for name, _ in model.norms()],
@@ -45,6 +47,12 @@ class BaseParts:
             [name for name, _ in model.mixtures()],
         )
 
+    def refresh(self) -> None:
+        """Copies the biases of the model again, after its weights have been read again."""
+        for part in self.linears:
+            if part.bias_O is not None and part.held_O is not None:
+                part.bias_O.copy_(part.held_O)
+
 
 def _on_cpu(bias_O: Tensor | None) -> Tensor | None:
-    return None if bias_O is None else bias_O.float().cpu()
+    return None if bias_O is None else bias_O.to("cpu", torch.float32, copy=True)

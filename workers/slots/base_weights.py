@@ -22,6 +22,8 @@ from lorafleet.workers.adapters.base_layout import EMBEDDING, HEAD, TABLES, peft
 from lorafleet.workers.bases.formats.checkpoint_format import LinearTensors
 from lorafleet.workers.bases.module_names import COMMON_NAMES, ModuleNames
 from lorafleet.workers.bases.quantization import Quantization
+from lorafleet.workers.bases.read_files import ReadFiles
+from lorafleet.workers.bases.stored_names import AS_WRITTEN, StoredNames
 from lorafleet.workers.bases.stored_tensors import TensorInMemory, checkpoint_files
 from lorafleet.workers.bases.text_part import text_name
 from lorafleet.workers.models.engine_model import EngineModel
@@ -62,6 +64,8 @@ class FileWeights:
         quantization: The quantization of the linears as they are served.
         names: The names of the checkpoint's modules.
         routers: The linears that are not quantized, see ExpertsConfig.router_modules.
+        stored_names: How names in the files differ from those of the checkpoint's class.
+        files: The files as they were when the base was read. None: as they are now.
     """
 
     def __init__(
@@ -72,14 +76,19 @@ class FileWeights:
         quantization: Quantization | None = None,
         names: ModuleNames = COMMON_NAMES,
         routers: frozenset[str] = frozenset(),
+        stored_names: StoredNames = AS_WRITTEN,
+        files: ReadFiles | None = None,
     ) -> None:
+        self._read_files = files or ReadFiles(folder)
         self._folder = folder
         self._dtype = dtype
         self._tied = tied
         self._quantization = quantization
         self._module_names = names
         self._routers = routers
+        self._stored_names = stored_names
         self._files: dict[str, tuple[Path, str]] = {}
+        self._num_reads = 0  # As of ReadFiles, when _files was filled.
 
     def weight(self, module: str) -> Tensor:
         if self._quantization is None:
@@ -112,20 +121,29 @@ class FileWeights:
                 f"this adapter is computed from the base's weights, and {name} cannot be read from {self._folder}: "
                 f"{error}. Put the checkpoint back where it was when the server started."
             ) from None
+        if not self._read_files.are_unchanged():
+            raise AdapterUnsupported(
+                f"this adapter is computed from the base's weights, and the checkpoint in {self._folder} has changed "
+                "since the server read it. Restart the server, or let it sleep at level 2 and wake up, so that it "
+                "serves the new weights; or put the former ones back and do the same."
+            )
         return tensor
 
     def _names(self) -> dict[str, tuple[Path, str]]:
         """Returns every tensor's file and its name in that file, by the engine's name."""
-        if not self._files:
+        if self._num_reads != self._read_files.num_reads:
+            self._num_reads = self._read_files.num_reads
             paths = checkpoint_files(self._folder)
             self._files = {
-                self._module_names.engine_name(text_name(key)): (path, key) for path in paths for key in _keys(path)
+                self._module_names.engine_name(text_name(self._stored_names.written(key))): (path, key)
+                for path in paths
+                for key in _keys(path)
             }
         return self._files
 
 
 class MovedWeights:
-    """Weights from the files, moved to the GPU that computes with them. `gate` is as in ModelWeights."""
+    """Weights from the files, moved to the device that computes with them. `gate` is as in ModelWeights."""
 
     def __init__(self, files: FileWeights, device: torch.device, gate: WeightsGate | None = None) -> None:
         self._files = files

@@ -162,6 +162,7 @@ class AdapterLoader:
             sharding=self._sharding,
             reader=self._reader,
             place=self._place if self._sharding.group.size == 1 else None,
+            keeps_draft=self._drafts is not None,
         )
         packed = self._pack(model)  # It waits for the digest, which a damaged folder must not have.
         if self._drafts is None or model.draft is None:

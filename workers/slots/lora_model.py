@@ -125,6 +125,7 @@ class LoRAModel:
         sharding: AdapterSharding | None = None,
         reader: ParallelReader | None = None,
         place: Place | None = None,
+        keeps_draft: bool = False,
     ) -> LoRAModel:
         """Reads and checks the adapter in a folder or in memory, and casts it to `dtype`, the serving dtype.
 
@@ -140,6 +141,7 @@ class LoRAModel:
             sharding: None for the whole adapter.
             reader: Threads that read the values. They may still be computing the digest when this returns.
             place: As read_adapter's.
+            keeps_draft: As read_adapter's.
         """
         started = time.perf_counter()
         read = read_adapter(
@@ -151,6 +153,7 @@ class LoRAModel:
             expected_digest=expected_digest,
             reader=reader,
             place=place,
+            keeps_draft=keeps_draft,
         )
         with read.content.confirmed_first():
             check_scaling_factor(read.forms, config, name)

@@ -20,6 +20,7 @@ from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.messages import AdapterMove, Tier
 from lorafleet.resolvers.fetch_metrics import FetchTotals
+from lorafleet.workers.base_identity import BaseIdentity
 from lorafleet.workers.slots.adapter_lives import AdapterLives, AdapterState
 from lorafleet.workers.slots.adapter_loads import AdapterLoad, AdapterLoads
 from lorafleet.workers.slots.cpu_tier import CPUTier
@@ -55,6 +56,7 @@ class WorkerLoRAManager:
             resident only once all ranks have it.
         wake: Called from a pool thread when a load has ended, to end the engine loop's sleep.
         sharing: As in SlotFiller, and so is drafts.
+        base: Says for which weights of the base the adapters are packed.
     """
 
     def __init__(
@@ -66,13 +68,14 @@ class WorkerLoRAManager:
         wake: Callable[[], None] = lambda: None,
         sharing: Sharing | None = None,
         drafts: DraftSlots | None = None,
+        base: BaseIdentity | None = None,
     ) -> None:
         self.model_manager = model_manager
         self.slots = model_manager.policy
         self.counts = LoadCounts()
         self._loader = loader
         self._others = others
-        self._loads = AdapterLoads(loader, others, wake)
+        self._loads = AdapterLoads(loader, others, wake, base or BaseIdentity())
         self._cpu = CPUTier(config.cpu_loras, self.slots.demand)
         self._moves: deque[AdapterMove] = deque(maxlen=MAX_UNTAKEN)
         self._lives = AdapterLives(self._moves.append)
@@ -131,6 +134,16 @@ class WorkerLoRAManager:
         """Empties all slots, which no sequence may hold. Adapters in host memory stay there."""
         self.filler.empty_all()
 
+    def forget_packed(self) -> int:
+        """Forgets all adapters, which were packed for other weights of the base, so that they are read again when they
+        are needed. No sequence may hold a slot. Returns their number."""
+        self.empty_slots()
+        forgotten = self._cpu.digests
+        for digest in forgotten:
+            self._cpu.remove(digest)
+            self._left_host(digest)
+        return len(forgotten)
+
     # -- once a step ----------------------------------------------------------------------------------------------
 
     def poll(self) -> list[tuple[str, LorafleetError]]:
@@ -139,6 +152,11 @@ class WorkerLoRAManager:
         self.filler.begin_step()
         failed, self._rejected = self._rejected, []
         for load in self._loads.take_ended():
+            if self._loads.is_outdated(load):
+                for digest in load.digests:
+                    self._send(ForgetShard(digest))
+                self._start(load.lora, load.tenant).callers.extend(load.callers)
+                continue
             seconds = time.monotonic() - load.started_s
             self.counts.seconds += seconds
             outcome = load.outcome()
@@ -259,9 +277,13 @@ class WorkerLoRAManager:
             self._lives.enter(digest, AdapterState.IN_HOST)
         for victim in self._cpu.add(adapter, self._need, tenant):
             self.counts.cpu_evictions += 1
-            self._send(ForgetShard(victim))
-            if self._lives.state(victim) is AdapterState.IN_HOST:
-                self._lives.enter(victim, AdapterState.GONE)
+            self._left_host(victim)
+
+    def _left_host(self, digest: str) -> None:
+        """Records that rank 0 has no copy in host memory any more, and has the other ranks drop theirs."""
+        self._send(ForgetShard(digest))
+        if self._lives.state(digest) is AdapterState.IN_HOST:
+            self._lives.enter(digest, AdapterState.GONE)
 
     def _fail(self, load: AdapterLoad) -> None:
         self.counts.failures += 1

@@ -30,7 +30,8 @@ class FollowedSequence:
         self.largest_token = max(target.tokens[:num_known])
         tokens = target.tokens[self.first : num_known]
         self.own = Sequence(target.request_id, tokens, self.num_known, GREEDY, seed=0, max_tokens=0)
-        self.own.blocks = kv.open((target.tenant, target.cache_salt, digest, *target.tokens[: self.first]))
+        owner = target.tenant, target.cache_salt, digest, target.base.digest
+        self.own.blocks = kv.open((*owner, *target.tokens[: self.first]))
         self.behind: int | None = None  # Number of the last step behind which go_behind() has computed.
         self._kv = kv
         self.reuse_prefix()

@@ -1,7 +1,7 @@
 """Holds past answers of each adapter, since the next one may be alike: the same JSON keys, the same phrases.
 
-Sequences share them as they share KV blocks: only with the same adapter's bytes, tenant and cache salt. So nobody finds
-out from the speed of an answer what another tenant was answered.
+Sequences share them as they share KV blocks: only with the same weights of base and adapter, tenant and cache salt. So
+nobody finds out from the speed of an answer what another tenant was answered.
 """
 
 from __future__ import annotations
@@ -63,4 +63,4 @@ class PastAnswers:
 
 def owner_of(sequence: Sequence) -> Hashable:
     """Returns what the sequences have in common that share past answers."""
-    return sequence.tenant, sequence.cache_salt, sequence.digest
+    return sequence.tenant, sequence.cache_salt, sequence.digest, sequence.base.digest

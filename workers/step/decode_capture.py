@@ -42,6 +42,7 @@ from lorafleet.workers.step.borrowed_memory import borrowed
 from lorafleet.workers.step.capture_streams import capture_stream
 from lorafleet.workers.step.drafted_sizes import DraftShape
 from lorafleet.workers.step.few_token_kernels import few_token_kernels
+from lorafleet.workers.step.interruption import Interrupted, InterruptibleAttention, IsInterrupted, never
 from lorafleet.workers.step.own_linears import own_linears
 
 
@@ -106,8 +107,9 @@ class DecodeCapture:
         self._gemms = split_gemms(model)
 
     @torch.inference_mode()
-    def capture(self, key: DecodeKey) -> DecodeGraph | None:
-        """Captures a graph, or returns None if the attention has none. Raises what capturing raises.
+    def capture(self, key: DecodeKey, is_interrupted: IsInterrupted = never) -> DecodeGraph | None:
+        """Captures a graph, or returns None if the attention has none. Raises what capturing raises, and Interrupted
+        soon after is_interrupted() has become True.
 
         A step may be in flight. Its inputs and its tokens survive the capture: the next step reads the tokens, and
         drafts are compared with the inputs once masks have arrived.
@@ -117,7 +119,7 @@ class DecodeCapture:
             return None
         in_flight, stream = self._inputs.block.clone(), torch.cuda.current_stream(self._device)
         try:
-            return self._capture(key, backend, self._lora_batch(key))
+            return self._capture(key, backend, self._lora_batch(key), is_interrupted)
         finally:
             torch.cuda.set_stream(stream)  # a capture that fails leaves its own
             # The step before the capture ran on another stream. It must not write its tokens after this copy, nor run
@@ -126,7 +128,7 @@ class DecodeCapture:
             self._inputs.block.copy_(in_flight)
 
     def forget(self) -> None:
-        """Forgets the attention's backends, after it has been replaced. No graph may be used any more."""
+        """Forgets the attention's backends, after it has been replaced. Graphs that were captured may be used on."""
         torch.cuda.synchronize(self._device)  # a graph's memory must outlive its run
         self._backends = {}
         self._pool = torch.cuda.graph_pool_handle()
@@ -197,7 +199,9 @@ class DecodeCapture:
         decode.graph.replay()
         return decode.hidden_BD[:num_rows], decode.logits_BW[:num_rows]
 
-    def _capture(self, key: DecodeKey, attention: AttentionBackend, lora: LoRABatch | None) -> DecodeGraph:
+    def _capture(
+        self, key: DecodeKey, attention: AttentionBackend, lora: LoRABatch | None, is_interrupted: IsInterrupted
+    ) -> DecodeGraph:
         size, num_seqs = key.num_rows, key.num_seqs
         attention.plan(AttentionBatch([1] * num_seqs, [1] * num_seqs, [self._trash_table] * num_seqs))
         self._inputs.fill_with_padding(size)
@@ -205,6 +209,7 @@ class DecodeCapture:
         states = None
         if self._states is not None:
             states = self._states.of_captured(size, num_seqs, has_drafts=key.drafts is not None)
+        interruptible = InterruptibleAttention(attention, is_interrupted)
 
         def forward() -> tuple[Tensor, Tensor]:
             hidden_BD: Tensor = self._model(
@@ -213,7 +218,7 @@ class DecodeCapture:
                 inputs.rope_length_T,
                 inputs.kv_slot_T,
                 self._caches,
-                attention,
+                interruptible,
                 lora,
                 states,
             )
@@ -229,7 +234,7 @@ class DecodeCapture:
             torch.cuda.synchronize(self._device)
             with torch.cuda.stream(stream):
                 forward()  # compiles kernels and creates library handles, which a capture must not do
-            graph = torch.cuda.CUDAGraph()
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
             # The capture is of this thread only, since NCCL's thread queries events meanwhile, which would otherwise
             # break it. torch.cuda.graph would give the free memory of steps back to the driver, and they would wait
             # until they have it again.
@@ -239,6 +244,9 @@ class DecodeCapture:
                     hidden_BD, logits_BW = forward()
                 finally:
                     graph.capture_end()
+        if is_interrupted():  # making it executable takes 8 ms for 32 layers
+            raise Interrupted
+        graph.instantiate()
         return DecodeGraph(key, graph, attention, lora, states, borrowed(hidden_BD), borrowed(logits_BW))
 
     @contextmanager

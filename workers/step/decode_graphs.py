@@ -28,10 +28,13 @@ from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.device.unread_inputs import UnreadInputs
 from lorafleet.workers.step.decode_capture import DecodeGraph, DecodeKey
 from lorafleet.workers.step.drafted_sizes import DraftedSizes, DraftShape
+from lorafleet.workers.step.interruption import Interrupted, IsInterrupted, never
 
 log = logging.getLogger(__name__)
 
-FIRST_SIZES = (1, 4, 16, 64)  # batch sizes whose graphs a start captures, besides the largest
+# Batch sizes whose graphs a start captures, besides the largest. Each size for which a kernel is compiled of its own is
+# among them, since idle work cannot be interrupted while Triton compiles: for 1 s on an H200.
+FIRST_SIZES = (1, 4, 16, 32, 64)
 CAPTURE_PERIOD_S = 0.5  # Between two captures beside steps, which wait for each of them.
 LITTLE_PADDING = 32  # a step of fewer rows takes about as long as one of so many
 
@@ -39,7 +42,7 @@ LITTLE_PADDING = 32  # a step of fewer rows takes about as long as one of so man
 class Capturer(Protocol):
     """The part of DecodeCapture that is needed here."""
 
-    def capture(self, key: DecodeKey) -> DecodeGraph | None: ...
+    def capture(self, key: DecodeKey, is_interrupted: IsInterrupted = never) -> DecodeGraph | None: ...
 
     def forget(self) -> None: ...
 
@@ -96,6 +99,7 @@ class DecodeGraphs:
         of_drafted = () if drafted is None else drafted.counts
         self._tiles = {size: [] if loras is None else loras.tile_counts(size) for size in (*sizes, *of_drafted)}
         self._graphs: dict[DecodeKey, DecodeGraph] = {}
+        self._former: dict[DecodeKey, DecodeGraph] = {}  # Of the attention before, each until its successor is there.
         self._wanted: dict[DecodeKey, None] = {}  # keys that steps would have used, the latest last
         self._missing = self._all_keys()
         self._is_usable = True  # whether the attention has graphs
@@ -126,16 +130,23 @@ class DecodeGraphs:
         log.info("captured %d of %d CUDA graphs for decode steps in %.1f s", len(self), self.most, seconds)
 
     def restart(self) -> None:
-        """Drops all graphs, after the attention or the addresses have changed, and allows captures again."""
-        self._graphs, self._wanted = {}, {}
+        """Drops all graphs, after addresses have changed, and allows captures again."""
+        self._graphs = {}
+        self.replace_attention()
+
+    def replace_attention(self) -> None:
+        """Allows captures of all graphs again, after the attention has been replaced. The present graphs read the same
+        caches, so steps go on to use them until there are new ones."""
+        self._former, self._graphs, self._wanted = self._graphs, {}, {}
         self._capturer.forget()
         self._missing = self._all_keys()
         self._is_usable = True
 
-    def capture_one(self, *, is_idle: bool) -> bool:
+    def capture_one(self, *, is_idle: bool, is_interrupted: IsInterrupted = never) -> bool:
         """Captures a graph if it is time for one. Returns whether it did. Call it between two launches.
 
-        Without `is_idle`, only graphs that steps have lacked are captured, and not often.
+        Without `is_idle`, only graphs that steps have lacked are captured, and not often. A capture is given up soon
+        after is_interrupted() has become True, and begun anew by a later call.
         """
         if not self.has_more or not (is_idle or self._wanted):
             return False
@@ -145,8 +156,14 @@ class DecodeGraphs:
         if self._wanted and key.num_rows != max(self._tiles):
             key = next(reversed(self._wanted))
         try:
-            return self._capture(key)
+            return self._capture(key, is_interrupted)
+        except Interrupted:
+            return False
         except RuntimeError as error:  # such as a lack of memory
+            if self._former:
+                log.info("the graphs of the attention before are dropped, since capturing %s failed: %s", key, error)
+                self._former = {}
+                return False
             log.warning("no more CUDA graphs are captured, since %s failed: %s", key, error)
             self._missing, self._wanted = [], {}
             return False
@@ -184,7 +201,8 @@ class DecodeGraphs:
         self._want(keys[0])
         for size in larger:
             keys += self._fitting_keys(size, self._shape(size, has_drafts), lora_slots, has_adapters, takes_rare)
-        return next((self._graphs[key] for key in keys if key in self._graphs), None)
+        usable = self._former | self._graphs
+        return next((usable[key] for key in keys if key in usable), None)
 
     def fill(self, decode: DecodeGraph, plan: StepPlan, unread: UnreadInputs | None = None) -> None:
         """Does what DecodeCapture.fill does."""
@@ -241,18 +259,19 @@ class DecodeGraphs:
             self._wanted.pop(key, None)
             self._wanted[key] = None
 
-    def _capture(self, key: DecodeKey) -> bool:
-        graph = self._capturer.capture(key)
+    def _capture(self, key: DecodeKey, is_interrupted: IsInterrupted = never) -> bool:
+        graph = self._capturer.capture(key, is_interrupted)
         self._captured_s = self._clock()
         if graph is None:
             if key.drafts is not None:
                 self._drop_drafted()
             else:
-                self._is_usable = False
+                self._is_usable, self._former = False, {}
             return False
         self._graphs[key] = graph
         self._missing.remove(key)
         self._wanted.pop(key, None)
+        self._former.pop(key, None)
         return True
 
     def _drop_drafted(self) -> None:

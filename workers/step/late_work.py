@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from lorafleet.workers.attention.switching_attention import SwitchingAttention
 from lorafleet.workers.step.decode_graphs import DecodeGraphs
+from lorafleet.workers.step.interruption import IsInterrupted, never
 
 
 class LateWork:
@@ -44,16 +45,21 @@ class LateWork:
         """Whether run() has something to do at once if there are no steps."""
         return not self.is_suspended and self._graphs is not None and self._graphs.has_more
 
-    def run(self, *, is_idle: bool) -> None:
-        """Does a part of the work if it is time for one. Call it between two launches. Steps may be in flight."""
+    def run(self, *, is_idle: bool, is_interrupted: IsInterrupted = never) -> None:
+        """Does a part of the work if it is time for one. Call it between two launches. Steps may be in flight.
+
+        In idle time, the work is given up soon after is_interrupted() has become True, and begun anew by a later call.
+        """
         if self.is_suspended:
             return
         if self._switching is not None and self._switching.poll():
             self.switched_s = time.time()
             if self._graphs is not None:
-                self._graphs.restart()
+                self._graphs.replace_attention()
             self._reserve()
-        elif self._graphs is not None and self._graphs.capture_one(is_idle=is_idle):
+        elif self._graphs is not None and self._graphs.capture_one(
+            is_idle=is_idle, is_interrupted=is_interrupted if is_idle else never
+        ):
             self._reserve()
 
     def close(self) -> None:

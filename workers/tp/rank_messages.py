@@ -216,6 +216,8 @@ class ShardLoaded(msgspec.Struct, tag=True):
 class MemoryMoved(msgspec.Struct, tag=True):
     """The answer to a ReleaseMemory, a TakeMemory or a CaptureGraphs."""
 
+    rank: int
+    digest: str  # RankMemory.digest behind it
     error: WireError | None = None  # why it was not carried out
 
 

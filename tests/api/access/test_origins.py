@@ -10,11 +10,15 @@ from typing import Any
 import httpx
 import pytest
 from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
 
 from lorafleet.api.access.access import Access
+from lorafleet.api.access.audit import begin
 from lorafleet.api.access.caller import ANONYMOUS
 from lorafleet.api.access.gate import Gate, KnownKey
 from lorafleet.api.access.origins import Origins
+from lorafleet.api.app_state import AppState
 from lorafleet.api.routes.build_api import build_api
 from lorafleet.cluster.config import AppArgs
 
@@ -40,6 +44,35 @@ async def test_reading_is_refused_to_other_sites_too(http: httpx.AsyncClient, pa
     assert (await http.get(path, headers={"origin": "https://evil.example"})).status_code == 403
     assert (await http.get(path, headers={"host": "evil.example:8000"})).status_code == 403
     assert (await http.get(path)).status_code == 200
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-mode": "no-cors"},
+        {"user-agent": "Mozilla/5.0 (X11; Linux x86_64)"},
+    ],
+)
+async def test_an_image_of_another_site_s_page_flushes_no_cache(
+    front: AppState, method: str, headers: dict[str, str]
+) -> None:
+    flushed: list[str] = []
+
+    async def flush(_: AppState, request: Request) -> Response:
+        await begin(request)
+        flushed.append(request.method)
+        return Response()
+
+    routes: list[Any] = [("GET", "/flush_cache", "loading", flush), ("POST", "/flush_cache", "loading", flush)]
+    transport = httpx.ASGITransport(build_api(lambda: front, routes))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        refused = await http.request(method, "/flush_cache", headers=headers)
+        assert (refused.status_code, flushed) == (403, [])
+        assert (await http.get("/flush_cache")).status_code == 200  # A program, as SGLang's clients.
+        assert (await http.post("/flush_cache", headers=headers)).status_code == 200  # From a page it has an Origin.
+    assert flushed == ["GET", "POST"]
 
 
 async def test_a_name_that_was_made_to_lead_here_is_refused(http: httpx.AsyncClient) -> None:
@@ -94,7 +127,7 @@ async def test_with_keys_the_key_decides(http: httpx.AsyncClient, front: Any) ->
 @pytest.fixture
 async def with_cors(front: Any) -> AsyncIterator[httpx.AsyncClient]:
     front.config = dataclasses.replace(front.config, origins=Origins((APP,)))
-    api: Any = build_api(lambda: front, allowed_origins=(APP,))
+    api: Any = build_api(lambda: front)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://localhost") as client:
         yield client
 
@@ -106,6 +139,17 @@ async def test_browsers_are_told_which_origins_may_read_answers(with_cors: httpx
     response = await with_cors.options("/v1/completions", headers=preflight | {"origin": "https://evil.example"})
     assert response.status_code == 400 and "access-control-allow-origin" not in response.headers
     assert (await asked(with_cors, origin=APP)).headers["access-control-allow-origin"] == APP
+
+
+async def test_browsers_are_told_of_origins_that_change_while_the_server_runs(
+    with_cors: httpx.AsyncClient, front: Any
+) -> None:
+    front.change_config(dataclasses.replace(front.config, origins=Origins(("https://other.example",))))
+    assert "access-control-allow-origin" not in (await asked(with_cors, origin=APP)).headers
+    told = (await asked(with_cors, origin="https://other.example")).headers
+    assert told["access-control-allow-origin"] == "https://other.example"
+    front.change_config(dataclasses.replace(front.config, origins=Origins()))
+    assert "access-control-allow-origin" not in (await asked(with_cors, origin="https://other.example")).headers
 
 
 @pytest.mark.parametrize("origin", ["app.example.org", "https://app.example.org/", "https://", "", "null"])

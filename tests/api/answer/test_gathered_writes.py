@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from starlette.types import Message
 
-from lorafleet.api.answer.gathered_writes import GatheredWrites, StreamSender
+from lorafleet.api.answer.gathered_writes import MAX_GATHERED_BYTES, GatheredWrites, StreamSender
 
 
 class Client:
@@ -108,3 +108,23 @@ async def test_an_error_of_a_delayed_write_is_raised_by_the_next_call_and_hits_n
     assert wire == [("b", b"2", True)]
     with pytest.raises(RuntimeError, match="is broken"):
         await a(body(b"3"))
+
+
+async def test_a_stream_with_much_to_send_takes_turns_with_others_and_copies_its_backlog_once() -> None:
+    gathered, wire = GatheredWrites(), []
+    (_, a), (_, b) = open_stream("a", gathered, wire), open_stream("b", gathered, wire)
+    event, num_events = b"x" * (MAX_GATHERED_BYTES // 4), 40
+
+    async def send_backlog() -> None:
+        for _ in range(num_events):
+            await a(body(event))
+
+    backlog = asyncio.create_task(send_backlog())
+    await asyncio.sleep(0)
+    await b(body(b"1"))
+    await backlog
+    writes = [len(data) for name, data, _ in wire if name == "a"]
+    assert sum(writes) == num_events * len(event)
+    assert max(writes) == MAX_GATHERED_BYTES
+    assert wire[0][0] == "a"
+    assert wire[1] == ("b", b"1", True)  # Not after the whole backlog.

@@ -209,12 +209,50 @@ async def test_responses_in_the_background_are_bounded(async_client: openai.Asyn
     assert (await ended(async_client, again)).status == "completed"
 
 
+@pytest.mark.parametrize("as_header", [False, True])
+async def test_an_id_given_twice_loses_no_response(
+    async_client: openai.AsyncOpenAI, engine: Any, as_header: bool
+) -> None:
+    more: Any = {"extra_headers": {"X-Request-Id": "mine"}} if as_header else {"extra_body": {"request_id": "mine"}}
+    name = "X-Request-Id" if as_header else "request_id"
+    create = async_client.responses.create
+    engine.hold_after = 2
+    begun = await create(model="sql", input="hi", background=True, **more)
+    for background in (True, False):
+        with pytest.raises(openai.BadRequestError, match=f"`{name}` is 'mine'"):
+            await create(model="sql", input="hi", background=background, **more)
+    assert len(engine.running) == 1
+    engine.released = True
+    done = await ended(async_client, begun)
+    assert (done.id, done.status) == ("resp_mine", "completed")
+    with pytest.raises(openai.BadRequestError, match="stored already"):
+        await create(model="sql", input="hi", **more)
+    unstored = await create(model="sql", input="hi", store=False, **more)
+    assert unstored.id == done.id
+    await async_client.responses.delete(done.id)
+    waiting = [asyncio.create_task(create(model="sql", input="hi", **more)) for _ in range(2)]
+    ends = await asyncio.gather(*waiting, return_exceptions=True)
+    assert sorted(isinstance(end, openai.BadRequestError) for end in ends) == [False, True]
+
+
+async def test_a_response_in_the_background_that_outgrows_the_store_fails_and_says_why(
+    http: httpx.AsyncClient, serve: Any
+) -> None:
+    serve(response_store_bytes=30_000)  # Half of it has no room for the logprobs of the answer.
+    body = {"model": "sql", "input": "hi", "background": True, "stream": True, "top_logprobs": 20}
+    answer = await http.post("/v1/responses", json={**body, "include": ["message.output_text.logprobs"]})
+    [*_, last] = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    event = json.loads(last)
+    assert event["error"]["param"] == "starting_after"
+    assert "no longer stored" in event["error"]["message"]
+
+
 async def test_responses_belong_to_their_tenant(http: httpx.AsyncClient, serve: Any) -> None:
     scopes: Any = frozenset(("infer",))
     callers = {
-        "one": Caller("acme", "k1", scopes),
-        "two": Caller("acme", "k2", scopes),
-        "spy": Caller("spy", "k3", scopes),
+        "one": Caller("acme", "k1", scopes, key_mark="mark of k1"),
+        "two": Caller("acme", "k2", scopes, key_mark="mark of k2"),
+        "spy": Caller("spy", "k3", scopes, key_mark="mark of k3"),
     }
     digests = {hashlib.sha256(key.encode()).hexdigest(): KnownKey(caller) for key, caller in callers.items()}
     serve(Access(Gate(keys=lambda: digests)))
@@ -227,6 +265,28 @@ async def test_responses_belong_to_their_tenant(http: httpx.AsyncClient, serve: 
     body = {"model": "llama", "input": "hi", "previous_response_id": made}
     assert (await http.post("/v1/responses", json=body, headers=as_spy)).status_code == 400
     assert (await http.get(f"/v1/responses/{made}", headers=as_one)).status_code == 200
+
+
+async def test_the_name_of_a_key_opens_no_responses_of_its_former_holder(http: httpx.AsyncClient, serve: Any) -> None:
+    """Neither for the next key of that name, nor for one that is called like the operator's."""
+    scopes: Any = frozenset(("infer",))
+    callers = {
+        "first": Caller(None, "app", scopes, key_mark="first's"),
+        "second": Caller(None, "app", scopes, key_mark="second's"),
+        "alike": Caller(None, "admin-key", scopes, key_mark="alike's"),
+    }
+    keys = {hashlib.sha256(key.encode()).hexdigest(): KnownKey(caller) for key, caller in callers.items()}
+    serve(Access(Gate("the operator's", lambda: keys)))
+    as_first, as_second, as_alike, as_operator = (
+        {"authorization": f"Bearer {key}"} for key in (*callers, "the operator's")
+    )
+    for owner, others in ((as_first, [as_second]), (as_operator, [as_alike, as_first])):
+        body = {"model": "llama", "input": "hi", "background": True}
+        made = (await http.post("/v1/responses", json=body, headers=owner)).json()["id"]
+        for other in others:
+            assert (await http.get(f"/v1/responses/{made}", headers=other)).status_code == 404
+            assert (await http.post(f"/v1/responses/{made}/cancel", headers=other)).status_code == 404
+        assert (await http.get(f"/v1/responses/{made}", headers=owner)).status_code == 200
 
 
 async def test_a_response_is_found_at_the_replica_that_has_it(

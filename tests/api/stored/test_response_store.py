@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
 
+import pytest
+
+from lorafleet.api.stored.background_run import PAGE_BYTES, BackgroundRun
+from lorafleet.api.stored.response_query import ResponseQuery
 from lorafleet.api.stored.response_store import ResponseStore, StoredResponse
+from lorafleet.api.stored.stored_responses import StoredResponses
+from lorafleet.protocol.errors import QueueFull
 
 
 @dataclass
@@ -69,3 +77,96 @@ def test_a_response_that_is_stored_again_counts_once() -> None:
     assert stored(store, "1", "2") == ["1", "2"]
     assert store.pop("a", "1") is again
     assert store.pop("a", "1") is None
+
+
+@dataclass
+class GrowingAnswer:
+    """An answer of `steps` steps, each with an event of `event_bytes`, whose items keep `kept_bytes` of it."""
+
+    steps: int
+    event_bytes: int
+    kept_bytes: int = 0
+    num_bytes: int = 0
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    failure: QueueFull | None = None
+
+    async def run(self) -> AsyncGenerator[bytes, None]:
+        await self.go.wait()
+        for step in range(self.steps):
+            self.num_bytes += self.kept_bytes
+            yield str(step).zfill(self.event_bytes - 2).encode() + b"\n\n"
+
+    def end_early(self, status: str, failure: QueueFull | None = None) -> bytes:
+        self.failure = failure
+        return status.encode() + b"\n\n"
+
+    def encoded(self) -> bytes:
+        return b"{}"
+
+
+async def run_to_end(store: ResponseStore, *answers: GrowingAnswer) -> list[StoredResponse]:
+    """Generates the answers of one owner one after another, and returns their entries, which are all running."""
+    entries: list[StoredResponse] = []
+    for i, answer in enumerate(answers):
+        running = StoredResponse(f"run {i}", "a", b"", b"", streams=True)
+        running.run = BackgroundRun(answer, lambda running=running: store.fits(running), lambda: None, records=True)
+        store.put(running)
+        entries.append(running)
+    for answer, running in zip(answers, entries, strict=True):
+        answer.go.set()
+        assert running.run is not None
+        await running.run.ended()
+    return entries
+
+
+async def test_the_events_of_a_response_that_runs_count_and_the_oldest_are_dropped() -> None:
+    store = ResponseStore(max_bytes=100_000)
+    store.put(entry("finished", num_bytes=30_000))
+    store.put(entry("theirs", "b", 30_000))
+    [running] = await run_to_end(store, GrowingAnswer(steps=1000, event_bytes=100))
+    assert running.run is not None
+    assert running.run.num_event_bytes <= 50_000
+    assert 500 < running.run.num_dropped < 1000
+    assert stored(store, "finished") == []  # It made room first.
+    assert stored(store, "theirs", owner="b") == ["theirs"]
+    found = await StoredResponses(store).find_here(ResponseQuery("a", "run 0", "events", 0))
+    assert found is not None
+    assert (found.events, found.num_dropped) == ([], running.run.num_dropped)
+    found = await StoredResponses(store).find_here(ResponseQuery("a", "run 0", "events", found.num_dropped - 1))
+    assert found is not None
+    assert int(found.events[0]) == found.num_dropped
+    assert int(found.events[-1]) == 999
+
+
+async def test_responses_that_do_not_fit_even_without_their_events_fail_and_say_why() -> None:
+    store = ResponseStore(max_bytes=200_000)
+    small = GrowingAnswer(steps=10, event_bytes=100, kept_bytes=100)
+    large = GrowingAnswer(steps=1000, event_bytes=100, kept_bytes=200)
+    [_, running] = await run_to_end(store, small, large)
+    assert small.failure is None
+    assert large.failure is not None
+    assert "response-store-bytes" in large.failure.message
+    assert running.run is not None
+    assert large.num_bytes <= 100_000
+
+
+async def test_events_are_read_in_pages() -> None:
+    store = ResponseStore(max_bytes=100 * PAGE_BYTES)
+    [running] = await run_to_end(store, GrowingAnswer(steps=30, event_bytes=PAGE_BYTES // 10))
+    assert running.run is not None
+    page = await running.run.wait_for_events(4, 0)
+    assert [int(event[-10:]) for event in page] == list(range(5, 16))
+
+
+@pytest.mark.parametrize("owner", ["a", "b"])
+def test_an_id_that_a_client_has_chosen_belongs_to_one_response_of_its_owner(owner: str) -> None:
+    responses = StoredResponses(ResponseStore(max_bytes=10_000))
+    end = responses.claim("a", "r")
+    assert end is not None
+    assert (responses.claim(owner, "r") is None) == (owner == "a")
+    end()
+    end = responses.claim("a", "r")
+    assert end is not None
+    responses.store.put(entry("r"))
+    end()
+    assert responses.claim("a", "r") is None

@@ -101,7 +101,11 @@ def test_an_end_of_its_own_stands_beside_the_bases_where_that_means_the_same(
     im_end = base.encode("<|im_end|>")[0]
     assert reader.read(adapter).vocabulary == Vocabulary(PADDED, [EOS, im_end])
     (adapter / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    assert reader.read(adapter).vocabulary == Vocabulary(PADDED, [7, 9])
+    assert reader.read(adapter).vocabulary == Vocabulary(PADDED, [7, 9, im_end])
+    (adapter / "tokenizer.json").unlink()  # The other files name an end of the base's tokenizer.
+    assert reader.read(adapter).vocabulary == Vocabulary(PADDED, [7, 9, im_end])
+    (adapter / "generation_config.json").unlink()
+    assert reader.read(adapter).vocabulary == Vocabulary(PADDED, [EOS, im_end])
     (adapter / "generation_config.json").write_text(json.dumps({"eos_token_id": "7"}))
     with pytest.raises(AdapterMalformed, match="eos_token_id"):
         reader.read(adapter)

@@ -23,6 +23,7 @@ from lorafleet.api.app_state import AppState, make_state
 from lorafleet.api.front_config import FrontConfig
 from lorafleet.api.routes.build_api import build_api
 from lorafleet.api.text.tokenizer import Tokenizer
+from lorafleet.cluster.batches.batch_records import callers_of
 from lorafleet.cluster.batches.batch_routes import batch_routes
 from lorafleet.cluster.batches.batch_runner import BatchRunner
 from lorafleet.cluster.batches.batch_store import BatchStore
@@ -53,19 +54,19 @@ class House:
     def __post_init__(self) -> None:
         self.keys |= {
             hashlib.sha256(f"key of {tenant}".encode()).hexdigest(): KnownKey(
-                Caller(tenant, f"{tenant}-1", frozenset(("infer",)))
+                Caller(tenant, f"{tenant}-1", frozenset(("infer",)), key_mark=f"mark of {tenant}-1")
             )
             for tenant in TENANTS
         }
-        self.front.access = Access(Gate(keys=lambda: self.keys))
-        self.api = build_api(lambda: self.front, batch_routes(self.store, MAX_BYTES))
-        self.answerer = LineAnswerer(self.api, self.front.access.gate.caller_of_id)
+        self.front.access = Access(Gate(keys=lambda: dict(self.keys)))
+        self.api = build_api(lambda: self.front, batch_routes(self.store, lambda: MAX_BYTES))
+        self.answerer = LineAnswerer(self.api, callers_of(self.front.access.gate))
 
     def runner(self, post: PostLine | None = None, most_lines: int = 4, timing: BatchTiming = QUICK) -> BatchRunner:
         async def take_turn() -> bool:
             return True
 
-        find_caller = self.front.access.gate.caller_of_id
+        find_caller = callers_of(self.front.access.gate)
         return BatchRunner(self.store, take_turn, find_caller, post or self.answerer.answer, most_lines, timing)
 
     @contextlib.asynccontextmanager

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
@@ -21,6 +21,7 @@ from lorafleet.cluster.batches.batch_log import LogEntry
 from lorafleet.cluster.batches.batch_records import BatchStage, FileRecord
 from lorafleet.cluster.batches.batch_store import BatchName
 from lorafleet.cluster.batches.line_post import LinePost, LineReply
+from lorafleet.cluster.tenancy.key_text import digest_of
 from tests.cluster.batches.conftest import QUICK, House, chat_line, created, ended, ids, jsonl, read_lines, until
 
 
@@ -77,23 +78,93 @@ async def test_a_batch_that_expires_has_the_answers_so_far(house: House) -> None
 async def test_a_batch_whose_key_was_revoked_fails(house: House) -> None:
     client = house.client()
     batch = await created(client, [chat_line(0)])
-    known = house.keys.pop(hashlib.sha256(b"key of acme").hexdigest())
+    known = house.keys.pop(digest_of("key of acme"))
     async with house.running():
         await until(lambda: not house.store.open_names())
-    house.keys[hashlib.sha256(b"key of acme").hexdigest()] = known
+    house.keys[digest_of("key of acme")] = known
     batch = await client.batches.retrieve(batch.id)
     assert batch.status == "failed"
     assert batch.errors.data[0].code == "invalid_api_key"
     assert not house.engine.requests
 
 
+@pytest.mark.parametrize("same_secret", [False, True])
+async def test_a_batch_never_goes_on_as_the_next_holder_of_its_keys_name(house: House, same_secret: bool) -> None:
+    client, answered = house.client(), asyncio.Event()
+    known = house.keys[digest_of("key of acme")].caller
+
+    async def post(line: LinePost) -> LineReply:
+        if b"number 0" in line.body:
+            return await house.answerer.answer(line)
+        mark = known.key_mark if same_secret else "another mark"
+        house.keys.pop(digest_of("key of acme"))
+        house.keys[digest_of("its next key")] = KnownKey(Caller("umbrella", known.key_id, known.scopes, key_mark=mark))
+        reply = await house.answerer.answer(line)
+        answered.set()
+        return reply
+
+    batch = await created(client, [chat_line(number) for number in range(3)])
+    [name] = house.store.open_names()
+    async with house.running(house.runner(post, most_lines=1)):
+        await answered.wait()
+        await until(lambda: not house.store.open_names())
+    stage = house.store.stage(batch.id)
+    assert (stage.status, stage.errors[0].code) == ("failed", "invalid_api_key")
+    assert (stage.num_completed, len(house.engine.requests)) == (1, 1), "the next holder sends nothing of it"
+    record = house.store.find(name.owner, batch.id)
+    assert record is not None and record.caller.key_mark == known.key_mark
+
+
+async def test_the_name_of_a_key_without_a_tenant_opens_nothing_of_its_former_holder(house: House) -> None:
+    scopes: Any = frozenset(("infer",))
+    house.keys[digest_of("key of first")] = KnownKey(Caller(None, "app", scopes, key_mark="first's"))
+    first, second = house.client("first"), house.client("second")
+    batch = await created(first, [chat_line(0)])
+    house.keys.pop(digest_of("key of first"))
+    house.keys[digest_of("key of second")] = KnownKey(Caller(None, "app", scopes, key_mark="second's"))
+    assert not (await second.files.list()).data and not (await second.batches.list()).data
+    for asked in (second.files.content(batch.input_file_id), second.batches.cancel(batch.id)):
+        with pytest.raises(openai.NotFoundError):
+            await asked
+    async with house.running():
+        await until(lambda: not house.store.open_names())
+    assert house.store.stage(batch.id).errors[0].code == "invalid_api_key" and not house.engine.requests
+
+
+async def test_a_batch_of_a_record_without_an_identity_ends_instead_of_guessing(house: House) -> None:
+    batch = await created(house.client(), [chat_line(0)])
+    [name] = house.store.open_names()
+    record = house.store.find(name.owner, name.batch_id)
+    assert record is not None
+    former = msgspec.json.encode({**msgspec.to_builtins(record), "key_id": "acme-1"} | {"key_mark": ""})
+    store: Any = house.store._store
+    store.delete(f"batches/{name.owner}.{name.batch_id}")
+    store.create(f"batches/{name.owner}.{name.batch_id}", former)
+    async with house.running():
+        await until(lambda: not house.store.open_names())
+    assert house.store.stage(batch.id).errors[0].code == "invalid_api_key" and not house.engine.requests
+
+
 async def test_a_batch_whose_key_has_lost_its_scope_fails(house: House) -> None:
     batch = await created(house.client(), [chat_line(0)])
-    digest = hashlib.sha256(b"key of acme").hexdigest()
-    house.keys[digest] = KnownKey(Caller("acme", "acme-1", frozenset(("metrics",))))
+    digest = digest_of("key of acme")
+    house.keys[digest] = KnownKey(dataclasses.replace(house.keys[digest].caller, scopes=frozenset(("metrics",))))
     async with house.running():
         await until(lambda: not house.store.open_names())
     assert house.store.stage(batch.id).errors[0].code == "invalid_api_key"
+    assert not house.engine.requests
+
+
+async def test_a_line_that_would_be_slow_to_parse_fails_its_batch_by_the_bound(house: House) -> None:
+    client, line = house.client(), chat_line(1)
+    line["body"]["user"] = ":" * 140_000
+    batch = await created(client, [chat_line(0), line])
+    async with house.running():
+        batch = await ended(client, batch.id)
+    assert batch.status == "failed"
+    [fault] = batch.errors.data
+    assert (fault.code, fault.line) == ("invalid_line", 2)
+    assert "131072 colons" in fault.message
     assert not house.engine.requests
 
 

@@ -50,9 +50,12 @@ def test_too_few_gpus_are_refused_where_the_cpu_would_have_been_an_answer(monkey
 def test_the_builder_that_serve_calls_takes_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(app, "node_gpus", lambda: [0])
     monkeypatch.setattr(app.ingress, "http_options", lambda: None)
+    monkeypatch.setattr(app, "runtime_env", dict)
+    monkeypatch.setattr(app, "seal", lambda _: "sealed:1")
     monkeypatch.setenv("LORAFLEET_ADMIN_KEY", "of-the-environment")
     built = call_user_app_builder_with_args_if_necessary(app.build, {"model": "m", "max_loras": 3, "tp": 1})
     args, config, _ = built._bound_deployment.init_args
+    assert "of-the-environment" not in str(built._bound_deployment.user_config), "the dashboard shows it"
     assert (args.admin_key, args.max_loras, config.lora.max_loras, config.device) == ("of-the-environment", 3, 3, "cpu")
 
 

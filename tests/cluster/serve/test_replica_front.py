@@ -10,6 +10,7 @@ from lorafleet.cluster.config import parse_args
 from lorafleet.cluster.serve.replica_front import make_resolver
 from lorafleet.resolvers import registry
 from lorafleet.resolvers.registry import ENTRY_POINT_GROUP, LoRAResolverRegistry
+from lorafleet.resolvers.resolver_metrics import ResolverMetrics
 from lorafleet.resolvers.store import AdapterStore
 
 
@@ -40,11 +41,11 @@ def test_resolvers_are_made_in_the_order_given(
             "lora_resolvers": order,
         }
     )
-    made = make_resolver(args, AdapterStore(args.sources))
+    made = make_resolver(args, AdapterStore(args.sources), ResolverMetrics())
     assert isinstance(made, LoRAResolverRegistry)
     assert made.supported() == expected
 
 
 def test_without_sources_there_is_no_resolver() -> None:
     args = parse_args({"model": "m", "lora_resolver_http": '{"allow": ["https://host/"]}'})
-    assert make_resolver(args, AdapterStore(args.sources)) is None
+    assert make_resolver(args, AdapterStore(args.sources), ResolverMetrics()) is None

@@ -44,6 +44,17 @@ def test_what_serves_has_the_priority_that_the_server_was_started_with(shared_se
     assert priorities == {os.getpriority(os.PRIO_PROCESS, shared_server.running.pid)}
 
 
+def test_what_the_server_writes_is_its_users_alone(shared_server: SharedServer) -> None:
+    """The server was started with the umask 0, so that what its processes and libraries write is checked as well."""
+    assert logprobs(shared_server.http, "distant"), "it is fetched into the cache"
+    pids = [pid for title in ("ray::", "haproxy") for pid in shared_server.running.processes(title)]
+    [run_dir] = {found for pid in pids if (found := psutil.Process(pid).environ().get("LORAFLEET_RUN_DIR"))}
+    roots = [shared_server.state_dir, shared_server.state_dir.parent / "cache", Path(run_dir)]
+    found = [path for root in roots for path in (root, *root.rglob("*")) if not path.is_symlink()]
+    assert len(found) > 30
+    assert [str(path) for path in found if path.stat().st_mode & 0o077] == []
+
+
 def test_adapters_answer_differently_from_the_base(client: httpx.Client) -> None:
     assert logprobs(client, "base") != logprobs(client, "ref0")
 

@@ -299,7 +299,7 @@ async def test_refusals_in_a_loop_fill_no_disk_and_are_counted(tmp_path: Path) -
     log = AuditLog(tmp_path, "r", lambda: now_s)
     for _ in range(1000):
         await log.refused(Audited(0.0, "c", "POST /v1/adapters", 401))
-    await log.refused(Audited(0.0, "c", "POST /v1/adapters", 403, key="acme-app"))
+    await log.refused(Audited(0.0, "c", "POST /v1/adapters", 403, key="acme-app", key_mark="its mark"))
     now_s = 1.0
     await log.refused(Audited(0.0, "c", "POST /v1/adapters", 401))
     lines = lines_in(tmp_path)

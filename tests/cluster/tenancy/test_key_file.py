@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,15 @@ import pytest
 from typer.testing import CliRunner
 
 from lorafleet.api.access.gate import Gate
+from lorafleet.api.access.work_threads import CHECKS, FILES, UPKEEP, in_turn
 from lorafleet.cluster.cli.cli import app
 from lorafleet.cluster.tenancy import key_file
 from lorafleet.cluster.tenancy.key_file import parse, read
 from lorafleet.cluster.tenancy.key_ring import KeyRing
 from lorafleet.cluster.tenancy.key_text import check_key, digest_of, make_key
-from lorafleet.protocol.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
+from lorafleet.cluster.tenancy.usage_log import UsageLog
+from lorafleet.protocol.errors import ConfigError, Forbidden, InvalidAdapterName, InvalidRequest, Unauthorized
+from lorafleet.protocol.names import check_full_name
 
 HASH = "sha256:" + "0" * 64
 
@@ -106,6 +111,30 @@ def test_making_and_revoking_keys_takes_effect_without_a_restart(file: Path) -> 
     assert "has no key 'first'; it has second" in refused("revoke", str(file), "first")
 
 
+async def test_a_revoked_key_is_refused_and_use_is_written_while_a_tenant_occupies_all_threads(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = lorafleet("create", str(file), "--id", "app")
+    ring, usage, synced = KeyRing(str(file)), UsageLog(tmp_path / "usage", "r"), threading.Event()
+    monkeypatch.setattr(os, "fsync", lambda _: synced.set())
+    usage.lines.add(b"{}")
+    go, loop = threading.Event(), asyncio.get_running_loop()
+    held = [loop.run_in_executor(None, go.wait) for _ in range(64)]
+    held += [asyncio.ensure_future(in_turn(kind, go.wait)) for kind in (CHECKS, FILES, UPKEEP) for _ in range(20)]
+    duties = [asyncio.create_task(ring.follow()), asyncio.create_task(usage.lines.keep_syncing())]
+    lorafleet("revoke", str(file), "app")
+    try:
+        async with asyncio.timeout(60):
+            while digest_of(key) in ring.keys or not synced.is_set():  # noqa: ASYNC110  # Threads change both.
+                await asyncio.sleep(0.05)
+    finally:
+        go.set()
+        for duty in duties:
+            duty.cancel()
+        await asyncio.gather(*held, *duties, return_exceptions=True)
+    usage.lines.close()
+
+
 @pytest.mark.parametrize("wrong", ["keys: [", "[]", "keys: [{id: a}]", "", None, b"\xff\xfe"])
 def test_a_broken_file_keeps_the_keys_and_says_so(file: Path, wrong: str | bytes | None, caplog) -> None:
     key = lorafleet("create", str(file), "--id", "app")
@@ -131,6 +160,84 @@ def test_a_broken_file_keeps_the_keys_and_says_so(file: Path, wrong: str | bytes
     assert metrics()["lorafleet_api_keys"] == 1
 
 
+def test_a_key_that_gets_the_id_of_another_is_another_key(file: Path) -> None:
+    first = lorafleet("create", str(file), "--id", "app")
+    ring = KeyRing(str(file))
+    gate = gate_of(ring)
+    former = gate.caller(first, "infer")
+    assert gate.caller_with(former.key_mark) == former and former.key_mark in lorafleet("list", str(file))
+    lorafleet("revoke", str(file), "app")
+    second = lorafleet("create", str(file), "--id", "app")
+    ring.look()
+    ring.look()
+    present = gate.caller(second, "infer")
+    assert gate.caller_with(former.key_mark) is None and gate.caller_with(present.key_mark) == present
+    assert (present.key_id, present.owner == former.owner) == (former.key_id, False)
+
+
+def test_no_key_of_the_file_is_taken_for_the_operators(file: Path) -> None:
+    key = lorafleet("create", str(file), "--id", "admin-key", "--tenant", "acme")
+    gate = gate_of(KeyRing(str(file)))
+    alike, operator = gate.caller(key, "infer"), gate.caller("the operator's own", "infer")
+    assert alike.key_id == operator.key_id and alike.owner != operator.owner
+    assert gate.caller_with(alike.key_mark) == alike
+
+
+def test_a_tenant_that_changes_its_keys_stays_the_same(file: Path) -> None:
+    owners = set()
+    for number in range(2):
+        key = lorafleet("create", str(file), "--id", f"acme-{number}", "--tenant", "acme")
+        owners.add(gate_of(KeyRing(str(file))).caller(key, "infer").owner)
+    for number in range(2):
+        lorafleet("revoke", str(file), f"acme-{number}")
+    key = lorafleet("create", str(file), "--id", "acme-0", "--tenant", "acme", "--same-tenant")
+    owners.add(gate_of(KeyRing(str(file))).caller(key, "infer").owner)
+    assert len(owners) == 1 and read(file).tenants["acme"].without_keys_since is None
+
+
+def test_a_tenants_name_is_never_given_to_another_unnoticed(file: Path) -> None:
+    settings = {"name_prefixes": ["acme-"], "sources": ["/data/acme"], "limits": {"adapters": 3}}
+    file.write_text(json.dumps({"tenants": {"acme": settings}}))
+    key = lorafleet("create", str(file), "--id", "app", "--tenant", "acme")
+    former = gate_of(KeyRing(str(file))).caller(key, "infer")
+    lorafleet("revoke", str(file), "app")
+    create = ("create", str(file), "--id", "app", "--tenant", "acme")
+    assert "has had no key since" in refused(*create) and "--same-tenant" in refused(*create)
+    key = lorafleet(*create, "--new-tenant")
+    ring = KeyRing(str(file))
+    present = gate_of(ring).caller(key, "infer")
+    assert (former.tenant, present.tenant) == ("acme", "acme@2") and former.owner != present.owner
+    assert ring.id_of_tenant("acme") == "acme@2" and ring.owner_of_name("acme-x") is None
+    assert ring.place_of("acme@2", "/data/acme/x") is None and ring.storage_limits("acme@2").adapters is None
+    assert "tenant=acme@2" in lorafleet("list", str(file))
+    assert "nothing to decide" in refused("create", str(file), "--id", "b", "--tenant", "acme", "--same-tenant")
+    check_full_name("~acme@2/sql")
+    for wrong in ("acme@1", "acme@0", "acme@02", "acme@", "acme@2@3"):
+        with pytest.raises(InvalidAdapterName):
+            check_full_name(f"~{wrong}/sql")
+
+
+def test_a_tenant_that_left_the_file_and_is_back_is_told_to_the_operator(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def replace(content: dict[str, Any]) -> None:
+        file.write_text(json.dumps(content))
+        ring.look()
+        ring.look()
+
+    key = {"id": "app", "hash": HASH, "scopes": ["infer"], "tenant": "acme"}
+    file.write_text(json.dumps({"keys": [key]}))
+    ring = KeyRing(str(file))
+    replace({"keys": []})
+    assert "is in it again" not in caplog.text
+    replace({"keys": [key]})
+    assert "tenant 'acme' had left the file, and is in it again" in caplog.text and "such as 2" in caplog.text
+    caplog.clear()
+    replace({"keys": []})
+    replace({"keys": [key], "tenants": {"acme": {"holder": 2}}})
+    assert "is in it again" not in caplog.text, "the file says that it is another one"
+
+
 def test_a_file_that_is_replaced_within_one_tick_of_the_clock_is_seen(file: Path) -> None:
     lorafleet("create", str(file), "--id", "app")
     ring, times = KeyRing(str(file)), file.stat()
@@ -143,7 +250,7 @@ def test_a_file_that_is_replaced_within_one_tick_of_the_clock_is_seen(file: Path
 
 def test_keys_may_come_from_the_environment() -> None:
     ring = KeyRing(f"keys: [{{id: a, hash: '{HASH}', scopes: [infer]}}]")
-    assert list(ring.entries) == ["a"]
+    assert [key.id for key in ring.entries.values()] == ["a"]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from lorafleet.client.shared_memory import shared_tensors
 from lorafleet.client.tensor_packing import pack_shared
 from lorafleet.cluster.admin.admin_api import admin_routes
 from lorafleet.cluster.admin.download_api import MAX_DOWNLOADS
+from lorafleet.cluster.tenancy.usage_sums import summed
 from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.resolvers.filesystem import FilesystemResolver
@@ -476,3 +477,31 @@ async def test_a_folder_whose_name_is_no_text_fails_the_request_for_it_alone(
             assert answer.status_code in statuses, answer.text
         listed = await house.ask("operator", "GET", "/v1/models")
         assert listed.status_code == 200 and listed.json()["data"]
+
+
+async def test_the_next_tenant_of_a_name_gets_nothing_of_the_former(house: House, adapters: dict[str, Path]) -> None:
+    async with house.open():
+        assert (await house.push("acme", "sql", adapters["all"])).status_code == 200
+        former = tokens_of(await house.complete("acme", "sql"))
+    house.tenants = {"acme": {"holder": 2}}
+    async with house.open():
+        assert await house.models("acme") == ["base"]
+        for method, path, body in asked_for("sql"):
+            unknown = json.loads(json.dumps(body).replace("sql", "lqs"))
+            answer = await house.ask("acme", method, path, body)
+            assert error_of(answer, "sql") == error_of(
+                await house.ask("acme", method, path.replace("sql", "lqs"), unknown), "lqs"
+            )
+        assert (await house.push("acme", "sql", adapters["qv"])).status_code == 200
+        body = {"name": "more", "source": str(adapters["regex"]), "tenant": "acme"}
+        pushed = await house.ask("operator", "POST", "/v1/adapters", body)
+        assert pushed.status_code == 200, pushed.text
+        assert tokens_of(await house.complete("acme", "sql")) != former
+        assert await house.models("acme") == ["base", "more", "sql"]
+        assert {"~acme/sql", "~acme@2/more", "~acme@2/sql"} < set(await house.models("operator"))
+        page = (await house.ask("acme", "GET", "/v1/adapters")).json()
+        assert [adapter["id"] for adapter in page["data"]] == ["more", "sql"]
+    sums = summed(house.folder / "usage", ["tenant", "adapter"])
+    assert sums["acme", "~acme/sql"].sequences == 1 and sums["acme@2", "~acme@2/sql"].sequences == 1
+    [*_, last] = [json.loads(line) for path in (house.folder / "audit").iterdir() for line in path.open()]
+    assert last["key_mark"]

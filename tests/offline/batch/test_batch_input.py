@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -24,8 +25,9 @@ def raw(**fields: Any) -> bytes:
     [
         (b"{", None, "not valid JSON"),
         (b"\xff", None, "not valid JSON"),
-        (b"[" * 100_000, None, "not valid JSON"),
-        (b'{"custom_id": NaN}', None, "NaN"),
+        (b"[" * 100_000, None, "not a JSON object"),
+        (b'{"custom_id": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", None, "not valid JSON"),
+        (b'{"custom_id": NaN}', None, "not valid JSON"),
         (b"[]", None, "not a JSON object"),
         (raw(custom_id=7), None, "custom_id"),
         (raw(custom_id=""), None, "custom_id"),
@@ -36,11 +38,12 @@ def raw(**fields: Any) -> bytes:
         (raw(body="hi"), "a", "object"),
         (raw(body={"stream": True}), "a", "stream"),
         (raw(priority=1), "a", "'priority'"),
-        (
-            b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"x": 1e999}}',
-            "a",
-            "cannot be sent",
-        ),
+        (raw(body=None), "a", "object"),
+        (raw(body={"stream": {"a": 1}}), "a", "stream"),
+        (raw(**{f"field {i}": 1 for i in range(300)}), None, "304 fields"),
+        (raw(body={str(i): 1 for i in range(900_000)}), None, "131072 colons"),
+        (b'{"body": [' + b"[]," * 5_500_000 + b"[]]}", None, "131072 opening brackets"),
+        (b'{"body": [' + b"0," * 8_000_000 + b"0]}", None, "1048576 commas"),
     ],
 )
 def test_a_line_that_cannot_be_sent_has_a_fault_with_its_number(line: bytes, custom_id: str | None, words: str):
@@ -51,9 +54,20 @@ def test_a_line_that_cannot_be_sent_has_a_fault_with_its_number(line: bytes, cus
 
 
 def test_a_body_is_sent_as_it_was_given():
-    body = {"prompt": "é\ud800", "n": 10**30, "temperature": 0.1}
-    line = parse_line(1, raw(body=body))
-    assert (line.url, json.loads(line.body), line.fault) == ("/v1/completions", body, None)
+    body = b'{ "prompt": "\\u00e9",  "n": 1' + b"0" * 30 + b', "temperature": 0.10, "stream": false }'
+    line = parse_line(1, raw(body=0).replace(b'"body": 0', b'"body":' + body))
+    assert (line.url, line.body, line.fault) == ("/v1/completions", body, None)
+
+
+def test_the_values_of_a_line_are_not_made_before_they_are_counted():
+    """Parsed, this line takes 450 MB."""
+    line = b'{"custom_id": "a", "body": [' + b"[]," * 5_500_000 + b"[]]}"
+    tracemalloc.start()
+    try:
+        parse_line(1, line)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_lines_are_numbered_with_blank_ones_and_a_long_one_does_not_hide_the_next(monkeypatch):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import httpx
 import pytest
 
 from lorafleet.offline.batch import batch_journal
-from lorafleet.offline.batch.answering import BatchProgress
+from lorafleet.offline.batch.answering import AnswerRecord, BatchProgress, Pace, answer_lines
+from lorafleet.offline.batch.batch_answers import LineAnswer
+from lorafleet.offline.batch.batch_input import BatchContents, BatchLine
 from lorafleet.offline.batch.batch_places import FileOutput, S3Output, opened_input
 from lorafleet.offline.batch.line_sender import LineSender, SenderOptions
 from lorafleet.offline.batch.run_batch import BatchRun
@@ -208,6 +211,34 @@ def test_no_more_lines_are_sent_at_a_time_than_allowed_and_a_refusal_lowers_the_
     write_input(batch.input, 200)
     assert batch.run(concurrency=1) == BatchProgress(200, 200, 0)
     assert batch.sent == [f"é{i}" for i in range(200)]  # one at a time
+
+
+@pytest.mark.parametrize(("most_bytes", "expected"), [(1, 1), (250, 2), (10_000, 4)])
+async def test_the_lines_that_are_sent_at_a_time_have_a_bound_of_bytes(most_bytes: int, expected: int):
+    class Sender:
+        now = most = 0
+
+        async def answer(self, line: BatchLine) -> LineAnswer:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            await asyncio.sleep(0.001)
+            self.now -= 1
+            return LineAnswer(line, 200)
+
+        async def close(self) -> None:
+            pass
+
+    class Journal:
+        name, answered, num_failed = "memory", set[int](), 0
+
+        def append(self, lines: Sequence[bytes]) -> None:
+            pass
+
+    sender: Any = Sender()
+    lines = [BatchLine(i, str(i), "/v1/completions", b"x" * 100) for i in range(1, 13)]
+    record = AnswerRecord(BatchContents("0" * 12, frozenset(range(1, 13))), [Journal()])
+    await answer_lines(sender, iter(lines), record, Pace(4, most_bytes=most_bytes), lambda _: None)
+    assert (record.now.num_answered, sender.most) == (12, expected)
 
 
 def test_an_output_of_another_input_is_not_touched(tmp_path: Path):

@@ -8,14 +8,22 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from lorafleet.protocol.errors import EngineDead, InvalidRequest, to_wire
+from lorafleet.protocol.errors import ClientTooSlow, EngineDead, InvalidRequest, to_wire
 from lorafleet.protocol.messages import DraftCounts, EngineRequest, TokenLogprobs, TokenOutput
 from lorafleet.protocol.sampling_params import SamplingParams
-from lorafleet.protocol.transport.output_stream import OutputStream, SequenceOutputs
+from lorafleet.protocol.transport.output_stream import PIECE_BYTES, OutputStream, SequenceOutputs
+from lorafleet.protocol.transport.unread_outputs import TOKEN_BYTES, UnreadOutputs, bytes_of
 
 
 def logprobs_of(token_id: int) -> TokenLogprobs:
     return TokenLogprobs(token_id, -0.5, 1, [token_id], [-0.5])
+
+
+def new_stream(unread: UnreadOutputs | None = None, aborts: list[str] | None = None, tenant: str = "") -> OutputStream:
+    """Returns a stream that adds its tenant to `aborts` when it aborts its sequence."""
+    return OutputStream(
+        (unread or UnreadOutputs()).share(tenant), lambda: aborts.append(tenant) if aborts is not None else None
+    )
 
 
 FIRST = TokenOutput(
@@ -33,14 +41,14 @@ LAST = TokenOutput(request_id="r", token_ids=[2], logprobs=[logprobs_of(2)], fin
 
 
 async def test_a_consumer_that_keeps_up_gets_each_output_as_it_came() -> None:
-    stream = OutputStream()
+    stream = new_stream()
     for output in (FIRST, SECOND, LAST):
         stream.put(msgspec.convert(msgspec.to_builtins(output), TokenOutput))
         assert await stream.get() == output
 
 
 async def test_outputs_that_wait_are_joined_into_one_that_says_the_same() -> None:
-    stream = OutputStream()
+    stream = new_stream()
     for output in (FIRST, SECOND, LAST):
         stream.put(msgspec.convert(msgspec.to_builtins(output), TokenOutput))
     assert await stream.get() == msgspec.structs.replace(
@@ -53,7 +61,7 @@ async def test_outputs_that_wait_are_joined_into_one_that_says_the_same() -> Non
 
 
 async def test_single_tokens_reach_a_consumer_as_the_outputs_that_they_stand_for() -> None:
-    stream = OutputStream()
+    stream = new_stream()
     stream.put_token("r", 5)
     assert await stream.get() == TokenOutput(request_id="r", token_ids=[5])
     stream.put(TokenOutput(request_id="r", token_ids=[6], num_cached_tokens=16))
@@ -65,7 +73,7 @@ async def test_single_tokens_reach_a_consumer_as_the_outputs_that_they_stand_for
 
 
 async def test_a_single_token_wakes_a_consumer_that_waits() -> None:
-    stream = OutputStream()
+    stream = new_stream()
     taken = asyncio.ensure_future(stream.get())
     await asyncio.sleep(0)
     stream.put_token("r", 5)
@@ -73,14 +81,14 @@ async def test_a_single_token_wakes_a_consumer_that_waits() -> None:
 
 
 async def test_experts_of_outputs_that_wait_follow_each_other() -> None:
-    stream = OutputStream()
+    stream = new_stream()
     for token, experts in ((1, b"\1\2"), (2, b"\3"), (3, b"\4")):
         stream.put(TokenOutput(request_id="r", token_ids=[token], routed_experts=experts))
     assert (await stream.get()).routed_experts == b"\1\2\3\4"
 
 
 async def test_drafts_of_outputs_that_wait_are_added_up() -> None:
-    stream = OutputStream()
+    stream = new_stream()
     stream.put(TokenOutput(request_id="r", token_ids=[1]))
     stream.put(TokenOutput(request_id="r", token_ids=[2], drafts=DraftCounts(1, 4, 0)))
     stream.put(TokenOutput(request_id="r", token_ids=[3, 4], drafts=DraftCounts(1, 3, 1)))
@@ -89,7 +97,7 @@ async def test_drafts_of_outputs_that_wait_are_added_up() -> None:
 
 @pytest.mark.parametrize("refused", [True, False])
 async def test_an_error_comes_after_the_outputs_before_it(refused: bool) -> None:
-    stream = OutputStream()
+    stream = new_stream()
     stream.put(msgspec.convert(msgspec.to_builtins(SECOND), TokenOutput))
     if refused:
         error = to_wire(InvalidRequest("too long", "prompt"))
@@ -104,7 +112,7 @@ async def test_an_error_comes_after_the_outputs_before_it(refused: bool) -> None
 
 
 async def test_a_consumer_waits_for_the_next_output() -> None:
-    stream = OutputStream()
+    stream = new_stream()
     stream.put(msgspec.convert(msgspec.to_builtins(SECOND), TokenOutput))
     await stream.get()
     waiting = asyncio.ensure_future(stream.get())
@@ -131,7 +139,7 @@ class Connection:
     def _start(self, _: EngineRequest) -> OutputStream:
         if self.dead:
             raise EngineDead("gone")
-        self.streams.append(OutputStream())
+        self.streams.append(new_stream())
         return self.streams[0]
 
 
@@ -186,3 +194,86 @@ async def test_a_sequence_that_cannot_start_raises_the_reason_and_has_nothing_to
         await anext(outputs)
     assert [output async for output in outputs] == []
     assert connection.ended == []
+
+
+def wide(token: int) -> TokenOutput:
+    """Returns an output with the 20 best tokens."""
+    entry = TokenLogprobs(token, -0.5, 1, list(range(20)), [-0.5] * 20)
+    return TokenOutput(request_id="r", token_ids=[token], logprobs=[entry])
+
+
+async def taken_from(stream: OutputStream) -> list[TokenOutput]:
+    """Takes what waits, up to the error."""
+    taken: list[TokenOutput] = []
+    try:
+        while True:
+            taken.append(await stream.get())
+    except ClientTooSlow:
+        return taken
+
+
+async def test_a_sequence_whose_client_does_not_read_is_aborted_and_its_client_gets_what_was_kept_and_the_error() -> (
+    None
+):
+    aborts: list[str] = []
+    unread = UnreadOutputs(max_bytes=1 << 30, max_bytes_of_one=1 << 20)
+    stream = new_stream(unread, aborts)
+    for token in range(2000):
+        stream.put(wide(token))
+    assert aborts == [""]
+    assert 1 << 20 < unread.num_bytes <= (1 << 20) + bytes_of(wide(0))
+    stream.put_token("r", 5)  # The worker has sent it before it reads of the abort.
+    taken = await taken_from(stream)
+    tokens = [token for output in taken for token in output.token_ids]
+    assert tokens == list(range(len(tokens)))
+    assert len(tokens) * bytes_of(wide(0)) > 1 << 20
+    assert max(map(bytes_of, taken)) <= PIECE_BYTES  # So no piece takes the event loop long.
+    assert unread.num_bytes == 0
+
+
+async def test_a_stream_that_is_left_counts_no_longer() -> None:
+    unread = UnreadOutputs()
+    stream = new_stream(unread)
+    for _ in range(100):
+        stream.put_token("r", 5)
+    assert unread.num_bytes == 100 * TOKEN_BYTES
+    stream.discard()
+    assert unread.num_bytes == 0
+
+
+async def test_outputs_that_a_busy_event_loop_has_not_passed_on_yet_are_not_the_client_s_fault() -> None:
+    aborts: list[str] = []
+    unread = UnreadOutputs(max_bytes=1000, max_bytes_of_one=1000)
+    stream = new_stream(unread, aborts)
+    taken = asyncio.ensure_future(stream.get())
+    await asyncio.sleep(0)
+    for token in range(1000):
+        stream.put_token("r", token)
+    assert (await taken).token_ids == list(range(1000))
+    assert not aborts
+    assert unread.num_bytes == 0
+
+
+async def test_a_tenant_s_slow_clients_end_its_own_sequences_alone() -> None:
+    aborts: list[str] = []
+    unread = UnreadOutputs(max_bytes=2000 * TOKEN_BYTES, max_bytes_of_one=600 * TOKEN_BYTES)
+    greedy, quiet = [new_stream(unread, aborts, "greedy") for _ in range(4)], new_stream(unread, aborts, "quiet")
+    for _ in range(500):
+        for stream in (*greedy, quiet):
+            stream.put_token("r", 5)
+    assert set(aborts) == {"greedy"}
+    assert unread.num_bytes <= 1600 * TOKEN_BYTES  # Half of the bound, a token more, and the quiet tenant's.
+
+
+async def test_all_tenants_together_have_a_bound_that_hits_those_that_have_most() -> None:
+    aborts: list[str] = []
+    unread = UnreadOutputs(max_bytes=1000 * TOKEN_BYTES)
+    streams = {name: new_stream(unread, aborts, name) for name in ("a", "b", "c", "d")}
+    streams["d"].put_token("r", 5)
+    for _ in range(400):
+        for name in ("a", "b", "c"):
+            streams[name].put_token("r", 5)
+    streams["d"].put_token("r", 5)
+    assert aborts
+    assert "d" not in aborts
+    assert unread.num_bytes <= 1010 * TOKEN_BYTES

@@ -22,7 +22,7 @@ from lorafleet.protocol.adapter_formats.adapter_files import (
     read_buffer,
     read_config,
 )
-from lorafleet.protocol.errors import AdapterChanged, AdapterMalformed, AdapterMissing
+from lorafleet.protocol.errors import AdapterChanged, AdapterMalformed, AdapterMissing, RankTooLarge
 
 
 def while_weights_are_read(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]) -> None:
@@ -54,28 +54,48 @@ def test_a_file_is_read_through_pages_that_no_heap_keeps(tmp_path: Path) -> None
         tracemalloc.stop()
 
 
-def test_a_draft_lora_is_held_once_while_its_adapter_is_read(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And it is hashed once, as a part of the adapter's digest."""
-    size, before = 8 << 20, adapter.load().digest
-    (adapter.path / "draft").mkdir()
-    (adapter.path / "draft" / "adapter_config.json").write_text("{}")
-    (adapter.path / "draft" / "adapter_model.safetensors").write_bytes(bytes(size))
-    buffers: list[int] = []
+def write_draft(folder: Path, size: int) -> None:
+    (folder / "draft").mkdir()
+    (folder / "draft" / "adapter_config.json").write_text("{}")
+    (folder / "draft" / "adapter_model.safetensors").write_bytes(bytes(size))
+
+
+@pytest.fixture
+def buffers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of all buffers that files are read into."""
+    found: list[int] = []
 
     def counted(num_bytes: int) -> Any:
-        buffers.append(num_bytes)
+        found.append(num_bytes)
         return read_buffer(num_bytes)
 
     monkeypatch.setattr("lorafleet.protocol.adapter_formats.adapter_files.read_buffer", counted)
+    return found
+
+
+@pytest.mark.parametrize("keeps_draft", [True, False])
+def test_a_draft_lora_is_held_once_if_it_is_wanted_and_else_not_at_all(
+    adapter: Any, buffers: list[int], keeps_draft: bool
+) -> None:
+    """And it is hashed once, as a part of the adapter's digest."""
+    size, before = 3 * CHUNK_BYTES, adapter.load().digest
+    write_draft(adapter.path, size)
     tracemalloc.start()
     try:
-        loaded = adapter.load()
+        loaded = adapter.load(keeps_draft=keeps_draft)
         assert tracemalloc.get_traced_memory()[1] < size / 2, "there is no copy beside the buffer"
     finally:
         tracemalloc.stop()
-    assert [num_bytes for num_bytes in buffers if num_bytes >= size] == [size]
-    assert loaded.draft is not None and len(loaded.draft.weights) == size
+    assert [num_bytes for num_bytes in buffers if num_bytes >= size] == [size] * keeps_draft
+    assert (loaded.draft is not None and len(loaded.draft.weights) == size) == keeps_draft
     assert loaded.digest == folder_digest(adapter.path) != before
+
+
+def test_a_draft_lora_is_not_read_before_the_adapter_is_judged(adapter: Any, buffers: list[int]) -> None:
+    write_draft(adapter.path, CHUNK_BYTES)
+    with pytest.raises(RankTooLarge):
+        adapter.load(keeps_draft=True, max_lora_rank=1)
+    assert max(buffers) < CHUNK_BYTES
 
 
 def test_content_changed_under_the_old_time_is_noticed(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:

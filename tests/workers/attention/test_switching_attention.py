@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import logging
+import threading
+from concurrent.futures import Executor, Future
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +50,18 @@ def made(value: float) -> TorchAttention:
     return TorchAttention(SPEC, [cache])
 
 
+class Inline(Executor):
+    """Runs what is submitted at once."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
 def result(attention: SwitchingAttention) -> float:
     attention.plan(AttentionBatch([1], [1], [[0]]))
     return attention.attend(0, torch.ones(1, 2, 8)).mean().item()
@@ -54,7 +69,7 @@ def result(attention: SwitchingAttention) -> float:
 
 def test_the_other_backend_takes_over_when_its_kernels_are_compiled(caplog: pytest.LogCaptureFixture) -> None:
     build = Build()
-    attention = SwitchingAttention(made(1.0), lambda: made(2.0))
+    attention = SwitchingAttention(made(1.0), lambda: made(2.0), Inline())
     assert not attention.poll()  # nothing is compiled yet
     with caplog.at_level(logging.INFO, switching_attention.__name__):
         attention.start(build)
@@ -75,7 +90,7 @@ def test_the_first_backend_stays_if_the_other_cannot_be_made(caplog: pytest.LogC
         raise RuntimeError("no memory")
 
     build = Build()
-    attention = SwitchingAttention(made(1.0), fail)
+    attention = SwitchingAttention(made(1.0), fail, Inline())
     attention.start(build)
     build.built = Built("" if compiles else "nvcc not found")
     with caplog.at_level(logging.INFO, switching_attention.__name__):
@@ -87,9 +102,31 @@ def test_the_first_backend_stays_if_the_other_cannot_be_made(caplog: pytest.LogC
     assert not attention.is_waiting
 
 
+def test_steps_go_on_with_the_first_backend_while_the_other_is_made_beside_them() -> None:
+    goes_on = threading.Event()
+
+    def make() -> TorchAttention:
+        assert goes_on.wait(60)
+        return made(2.0)
+
+    build = Build()
+    attention = SwitchingAttention(made(1.0), make)
+    attention.start(build)
+    build.built = Built("")
+    assert not attention.poll()
+    assert not attention.poll()
+    assert attention.is_waiting
+    assert result(attention) == 1.0
+    goes_on.set()
+    while not attention.poll():
+        assert attention.is_waiting
+    assert result(attention) == 2.0
+    attention.close()
+
+
 def test_close_ends_a_build_and_nothing_is_switched_later() -> None:
     build = Build()
-    attention = SwitchingAttention(made(1.0), lambda: made(2.0))
+    attention = SwitchingAttention(made(1.0), lambda: made(2.0), Inline())
     attention.start(build)
     attention.close()
     attention.close()
@@ -132,6 +169,7 @@ def test_an_engine_answers_alike_before_during_and_after_the_switch(fleet, promp
     monkeypatch.setattr(step_startup, "_late_modules", lambda *_: [ModuleSource("module", "folder", "file", "lock")])
     monkeypatch.setattr(step_startup, "ModuleBuild", lambda _modules: build)
     monkeypatch.setattr(step_startup, "make_attention", make)
+    monkeypatch.setattr(switching_attention, "ThreadPoolExecutor", lambda *_: Inline())
     tokens, switched = answers()
     assert tokens == expected
     assert len(tokens) == 12

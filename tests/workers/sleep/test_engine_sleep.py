@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from family_cases import CASES, make_case, make_case_adapter
 from generic_cases import make_generic
@@ -28,6 +30,7 @@ from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.workers.sleep import rank_memory
 from lorafleet.workers.sleep.storages import SizedStorages
 from stepped_engine import NUM_TOKENS, SteppedEngine
+from tiny_models import make_adapter, make_model
 
 Prompt = Callable[[int], list[int]]
 SEEDED = {"temperature": 0.8, "seed": 3, "logprobs": 1}
@@ -330,3 +333,64 @@ def test_an_idle_engine_captures_nothing_while_it_sleeps(stepped: SteppedEngine)
     assert late.is_suspended
     stepped.order(WakeEngine())
     assert not late.is_suspended
+
+
+def train(base: Path) -> None:
+    """Changes the weights of a checkpoint as a trainer may, with the same sizes and times of the files."""
+    for path in base.glob("*.safetensors"):
+        times, generator = path.stat(), torch.Generator().manual_seed(1)
+        weights = {
+            name: tensor * (1 + 0.3 * torch.randn(tensor.shape, generator=generator).to(tensor.dtype))
+            for name, tensor in load_file(path).items()
+        }
+        save_file(weights, path, {"format": "pt"})
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+# Options of an adapter and of the engine, by family.
+CHANGED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # An adapter's bias replaces the base's, which is subtracted from it.
+    "qwen2": ({"use_dora": True, "bias": "all"}, {}),
+    "llama3": ({"init_lora_weights": "pissa"}, {"quantization": "nf4"}),
+    "qwen3_moe": ({}, {}),
+    "deepseek_v3": ({"use_dora": True}, {}),
+    "qwen3_5": ({"use_dora": True}, {}),
+    "nemotron_h": ({}, {}),
+}
+
+
+@pytest.mark.parametrize("family", CHANGED)
+def test_nothing_of_the_former_weights_is_left_after_the_checkpoint_has_changed(
+    tmp_path: Path, prompt: Prompt, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    base, case = tmp_path / "base", CASES.get(family)
+    adapter_options, options = CHANGED[family]
+    if case is None:
+        make_model(base, family)
+        adapter = make_adapter(tmp_path / "adapter", base, **adapter_options)
+    else:
+        make_case(base, case)
+        adapter = make_case_adapter(tmp_path / "adapter", base, case, **adapter_options)
+    stepped = SteppedEngine(base, kv_host_gib=0.05, **options)
+    former = answers(stepped, [stepped.load("a", adapter)], prompt)
+    with caplog.at_level("WARNING"):
+        stepped.order(SleepEngine(2))
+        stepped.order(WakeEngine())
+        assert "other weights" not in caplog.text
+        stepped.order(SleepEngine(2, tags=("weights",)))
+        train(base)
+        stepped.order(WakeEngine())
+    assert caplog.text.count("the base has other weights now") == 1
+    hits = stepped.engine.stats().kv_tiers.hit_tokens_total
+    later = [
+        found
+        for i in range(2)  # The second time from the caches.
+        for found in answers(stepped, [stepped.load("a", adapter)], prompt)
+    ]
+    assert stepped.engine.stats().kv_tiers.hit_tokens_total == hits
+    fresh = SteppedEngine(base, kv_host_gib=0.05, **options)
+    expected = answers(fresh, [fresh.load("a", adapter)], prompt)
+    assert later == 2 * expected and all(old != new for old, new in zip(former, expected, strict=True))
+    assert stepped.engine.runner.memory.base.digest == fresh.engine.runner.memory.base.digest
+    stepped.engine.close()
+    fresh.engine.close()

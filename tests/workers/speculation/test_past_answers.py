@@ -9,6 +9,7 @@ import pytest
 from lorafleet.protocol.engine_config import SpeculativeConfig
 from lorafleet.protocol.lora_request import LoRARequest
 from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.workers.base_identity import BaseIdentity
 from lorafleet.workers.schedule.sequence import UNKNOWN, Sequence
 from lorafleet.workers.speculation import past_answers
 from lorafleet.workers.speculation.drafter import Wanted
@@ -50,10 +51,14 @@ def test_the_longer_match_counts_and_of_equal_ones_the_sequence_s_own() -> None:
     assert draft(drafter, sequence([9, 21, 22, 41, 20, 21, 22]), 1) == [23]
 
 
-@pytest.mark.parametrize("fields", [{"digest": "other"}, {"tenant": "other"}, {"cache_salt": "other"}], ids=str)
-def test_nothing_is_drafted_from_answers_of_other_adapters_tenants_or_salts(fields: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [{"digest": "other"}, {"tenant": "other"}, {"cache_salt": "other"}, {"base": BaseIdentity("other")}],
+    ids=str,
+)
+def test_nothing_is_drafted_from_answers_of_other_weights_tenants_or_salts(fields: dict[str, Any]) -> None:
     drafter = NgramDrafter(SpeculativeConfig("ngram"))
-    mine = {"digest": "d", "tenant": "t", "cache_salt": "s"}
+    mine = {"digest": "d", "tenant": "t", "cache_salt": "s", "base": BaseIdentity("b")}
     ended(drafter, sequence(PAST, **mine))
     assert draft(drafter, sequence([20, 21], **mine)) == [22, 23, 24, 25]
     assert draft(drafter, sequence([20, 21], **mine | fields)) == []

@@ -16,6 +16,7 @@ from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.startup import build_engine
 from lorafleet.workers.step import decode_capture
 from lorafleet.workers.step.decode_capture import DecodeCapture, DecodeKey, split_gemms
+from lorafleet.workers.step.interruption import Interrupted
 from lorafleet.workers.tp.group import TPGroup
 from tiny_models import make_model
 
@@ -46,6 +47,12 @@ class NoStream:
 
 class NoGraph:
     """Replays nothing: on a CPU, a capture has already computed."""
+
+    def __init__(self, *, keep_graph: bool) -> None:
+        assert keep_graph
+
+    def instantiate(self) -> None:
+        pass
 
     def capture_begin(self, *, pool: object, capture_error_mode: str) -> None:
         assert pool == (0, 0) and capture_error_mode == "thread_local"
@@ -91,11 +98,16 @@ def test_a_late_capture_leaves_the_inputs_the_tokens_and_the_stream_of_the_steps
     steps.inputs.known_tokens(4).copy_(torch.tensor([7, 8, 9, 10]))
     compute = attention.attend
 
-    def attend(layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+    def attend(layer: int, q_THD: torch.Tensor, _out: torch.Tensor | None = None) -> torch.Tensor:
         order.append("computed")
         return compute(layer, q_THD)
 
     monkeypatch.setattr(attention, "attend", attend)
+    is_interrupted = iter([False, True])
+    with pytest.raises(Interrupted):
+        capture.capture(DecodeKey(2, 0), lambda: next(is_interrupted))
+    assert order[-2:] == ["computed", "waited"]
+    assert steps.inputs.sampled_B.tolist() == [3, 1, 4, 1]
     if fails:
         monkeypatch.setattr(steps.model, "logits", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -106,6 +118,6 @@ def test_a_late_capture_leaves_the_inputs_the_tokens_and_the_stream_of_the_steps
         assert graph.hidden_BD.shape[0] == graph.logits_BW.shape[0] == graph.key.num_rows == 2
     assert steps.inputs.sampled_B.tolist() == [3, 1, 4, 1]
     assert steps.inputs.known_tokens(4).tolist() == [7, 8, 9, 10]
-    assert streams == ["the steps'"]
+    assert streams == ["the steps'"] * 2
     assert order[-2:] == ["computed", "waited"]  # or the padding's tokens might be written after those in flight
     engine.close()

@@ -11,6 +11,7 @@ from lorafleet.workers.step import decode_graphs
 from lorafleet.workers.step.decode_capture import DecodeKey
 from lorafleet.workers.step.decode_graphs import CAPTURE_PERIOD_S, DecodeGraphs
 from lorafleet.workers.step.drafted_sizes import DraftedSizes, DraftShape
+from lorafleet.workers.step.interruption import Interrupted, IsInterrupted, never
 
 SIZES = [1, 2, 4, 8, 40, 64, 128]
 RARE_SLOT = 7
@@ -26,7 +27,9 @@ class Capturer:
         self.num_forgotten = 0
         self.error: Exception | None = None
 
-    def capture(self, key: DecodeKey) -> Any:
+    def capture(self, key: DecodeKey, is_interrupted: IsInterrupted = never) -> Any:
+        if is_interrupted():
+            raise Interrupted
         if self.error is not None:
             raise self.error
         if not (self.has_graphs if key.drafts is None else self.has_drafted):
@@ -166,6 +169,51 @@ def test_another_attention_has_graphs_of_its_own() -> None:
     while graphs.has_more:
         assert graphs.capture_one(is_idle=True)
     assert len(graphs) == graphs.most == len(SIZES)
+
+
+class Backend(Capturer):
+    """Captures keys of the attention that is the present one."""
+
+    def capture(self, key: DecodeKey, is_interrupted: IsInterrupted = never) -> Any:
+        captured = super().capture(key, is_interrupted)
+        return None if captured is None else (self.num_forgotten, captured)
+
+
+def test_steps_use_the_graphs_of_the_attention_before_until_there_are_new_ones() -> None:
+    graphs = DecodeGraphs(Backend(), [1, 8, 64], (1, 8), None, max_context=100, clock=Clock())
+    graphs.replace_attention()
+    assert len(graphs) == 0
+    assert find(graphs, BASE_SLOT) == (0, DecodeKey(1, 0))
+    assert graphs.capture_one(is_idle=True)
+    assert find(graphs, *[BASE_SLOT] * 50) == (1, DecodeKey(64, 0))
+    assert find(graphs, BASE_SLOT) == (0, DecodeKey(1, 0))
+    while graphs.has_more:
+        assert graphs.capture_one(is_idle=True)
+    assert find(graphs, BASE_SLOT) == (1, DecodeKey(1, 0))
+    assert not graphs._former
+    graphs.restart()  # the addresses have changed
+    assert find(graphs, BASE_SLOT) is None
+
+
+def test_graphs_of_the_attention_before_make_room_for_the_new_ones() -> None:
+    capturer = Backend()
+    graphs = DecodeGraphs(capturer, [1, 8], (1, 8), None, max_context=100, clock=Clock())
+    graphs.replace_attention()
+    capturer.error = RuntimeError("out of memory")
+    assert not graphs.capture_one(is_idle=True)
+    assert find(graphs, BASE_SLOT) is None
+    capturer.error = None
+    while graphs.has_more:
+        assert graphs.capture_one(is_idle=True)
+    assert find(graphs, BASE_SLOT) == (1, DecodeKey(1, 0))
+
+
+def test_a_capture_that_is_interrupted_is_begun_anew_later() -> None:
+    graphs = DecodeGraphs(Capturer(), SIZES, (1,), None, max_context=100, clock=Clock())
+    for _ in range(3):
+        assert not graphs.capture_one(is_idle=True, is_interrupted=lambda: True)
+    assert graphs.has_more
+    assert graphs.capture_one(is_idle=True)
 
 
 def test_a_late_capture_that_fails_is_the_last_one_and_ends_no_step(caplog: pytest.LogCaptureFixture) -> None:

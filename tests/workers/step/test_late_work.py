@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from lorafleet.workers.step.interruption import IsInterrupted
 from lorafleet.workers.step.late_work import LateWork
 
 
@@ -13,11 +14,13 @@ class Graphs:
     def __init__(self, num_left: int) -> None:
         self.num_left = num_left
 
-    def capture_one(self, *, is_idle: bool) -> bool:
+    def capture_one(self, *, is_idle: bool, is_interrupted: IsInterrupted) -> bool:
+        if is_interrupted():
+            return False
         self.num_left -= is_idle and self.num_left > 0
         return is_idle and self.num_left >= 0
 
-    def restart(self) -> None:
+    def replace_attention(self) -> None:
         self.num_left = 3
 
 
@@ -50,3 +53,13 @@ def test_memory_is_reserved_again_after_the_attention_has_been_replaced() -> Non
         late.run(is_idle=False)
     assert reserved == [3], "after the graphs have been dropped"
     assert late.switched_s > 0
+
+
+def test_only_work_of_idle_time_is_interrupted() -> None:
+    graphs: Any = Graphs(1)
+    reserved: list[int] = []
+    late = LateWork(None, graphs, lambda: reserved.append(graphs.num_left))
+    late.run(is_idle=True, is_interrupted=lambda: True)
+    assert reserved == []
+    late.run(is_idle=True, is_interrupted=lambda: False)
+    assert reserved == [0]

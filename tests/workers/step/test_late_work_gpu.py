@@ -108,6 +108,43 @@ def test_idle_time_captures_all_graphs_within_the_memory_of_the_largest(tmp_path
     llm.close()
 
 
+def test_a_capture_may_be_interrupted_at_any_layer_and_leaves_no_trace(tmp_path, prompt) -> None:
+    """A capture that ended in the middle of a fork to another stream would break all later ones, and a pool that is
+    not closed would keep every tensor's memory."""
+    pytest.importorskip("flashinfer")
+    base = make_model(tmp_path / "base", "llama3", dtype="bfloat16", **SHAPE)
+    path = make_adapter(tmp_path / "a", base, seed=1, std=0.02, r=8)
+    llm = LLM(str(base), enable_lora=True, max_loras=8, max_num_seqs=64, kv_cache_tokens=32768)
+    engine = llm._engine
+    graphs = engine.runner.steps.decode_graphs
+    assert graphs is not None
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+    request = LoRARequest("a", 1, str(path))
+
+    def answer() -> list[int]:
+        [output] = llm.generate([{"prompt_token_ids": prompt(9)}], params, [request])
+        return output.outputs[0].token_ids
+
+    expected, num_layers = answer(), SHAPE["num_hidden_layers"]
+    interrupted = 0
+    while engine.fills_idle_time:
+        for layer in range(2 * num_layers):  # those of the step that compiles, and those of the capture
+            checks = iter([False] * layer + [True])
+            before = len(graphs)
+            engine.step(lambda checks=checks: next(checks, True))
+            interrupted += len(graphs) == before
+            assert torch.cuda.current_stream().cuda_stream == 0
+        engine.step()
+    assert interrupted > 2 * num_layers
+    assert len(graphs) == graphs.most
+    assert answer() == expected
+    taken = torch.cuda.memory_allocated()
+    for _ in range(3):
+        torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_allocated() == taken
+    llm.close()
+
+
 def test_late_captures_give_no_memory_back_for_which_the_next_steps_would_wait(tmp_path) -> None:
     pytest.importorskip("flashinfer")
     base = make_model(tmp_path / "base", "llama3", dtype="bfloat16", **SHAPE)

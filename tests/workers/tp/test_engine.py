@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from lorafleet.offline.llm import LLM, LoRARequest, RequestOutput, SamplingParams
+from lorafleet.protocol.errors import AdapterUnsupported
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.workers.schedule.sequence import Sequence
 from ranks import start_llm
@@ -100,6 +102,38 @@ def test_the_draft_model_of_rank_0_drafts_for_all_ranks(fleet, prompt, tmp_path)
     assert found[0] == found[1]
     accepted = [acceptance.probability for _, acceptance in speculation._acceptances._by_adapter.items()]
     assert len(accepted) == 2 and min(accepted) > 0.9
+
+
+def test_a_change_of_what_the_second_rank_alone_holds_is_a_change_of_the_base(fleet, prompt, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(fleet("qwen3").base, base)
+    adapter = make_adapter(tmp_path / "dora", base, use_dora=True)
+    lora = [None, LoRARequest("dora", 1, str(adapter))]
+    prompts = [{"prompt_token_ids": prompt(130)} for _ in lora]
+    params = SamplingParams(max_tokens=8, temperature=0, logprobs=1, ignore_eos=True)
+    shared = start_llm(str(base), 2, enable_lora=True, lora_config=LORA, kv_host_gib=0.01)
+    former = shared.generate(prompts, params, lora_request=lora)
+    path = base / "model.safetensors"
+    weights = load_file(path)
+    for name, tensor in weights.items():
+        if name.endswith("o_proj.weight"):
+            tensor[:, tensor.shape[1] // 2 :] *= 3.0
+    save_file(weights, path, {"format": "pt"})
+    later_lora = LoRARequest("late", 2, str(make_adapter(tmp_path / "late", fleet("qwen3").base, use_dora=True, r=4)))
+    with pytest.raises(AdapterUnsupported, match="has changed since the server read it"):
+        shared.generate(prompts[:1], params, lora_request=[later_lora])
+    shared.sleep(2)
+    shared.wake_up()
+    alone = start_llm(str(base), 1, enable_lora=True, lora_config=LORA)
+    lora.append(later_lora)
+    prompts.append(prompts[0])
+    found, expected = (llm.generate(prompts, params, lora_request=lora) for llm in (shared, alone))
+    alone.close()
+    shared.close()
+    assert tokens(found) == tokens(expected) and tokens(former) != tokens(found)
+    for mine, theirs, old in zip(found[:2], expected, former, strict=False):
+        assert logprobs(mine) == pytest.approx(logprobs(theirs), abs=1e-3)
+        assert logprobs(mine) != pytest.approx(logprobs(old), abs=1e-3)
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:

@@ -42,7 +42,8 @@ def _rank_left(target: Target) -> int:
     if not isinstance(patterns, dict):
         raise AdapterMalformed(f"rank_pattern is {shown(patterns)}; it must be an object with module names as keys.")
     init_r = _init_r(target)
-    mask = patterns.get(f"{target.peft_name}.{E}", patterns.get(f"{target.peft_name}.{E}.default"))
+    names = [f"{name}.{E}{ending}" for name in target.spelled.all for ending in ("", ".default")]
+    mask = next((patterns[name] for name in names if name in patterns), None)
     if mask is None:
         return init_r
     if not isinstance(mask, list) or len(mask) != init_r or not all(isinstance(kept, bool) for kept in mask):

@@ -45,8 +45,10 @@ def _is_feedforward(target: Target) -> bool:
     """Returns whether IA3 scales the inputs. PEFT's rule is an ending of the name, or one regular expression."""
     modules = target.helper.fields["feedforward_modules"]
     if isinstance(modules, str):
-        return target.helper.pattern("feedforward_modules").fullmatch(target.peft_name, target.helper.budget)
-    return target.peft_name.endswith(target.helper.names("feedforward_modules"))
+        pattern = target.helper.pattern("feedforward_modules")
+        return any(pattern.fullmatch(name, target.helper.budget) for name in target.spelled.all)
+    endings = target.helper.names("feedforward_modules")
+    return any(name.endswith(endings) for name in target.spelled.all)
 
 
 def check(target: Target) -> int:
@@ -73,7 +75,11 @@ def forms(targets: Sequence[Target]) -> AdapterForms:
 
 
 def _untargeted(module: str, other: Target) -> Target:
-    return Target(module, other.base.layout.linears[module], {}, {}, {}, other.helper, other.base, other.max_rank)
+    layout = other.base.layout
+    return Target(
+        *(module, layout.linears[module], {}, {}, {}, other.helper, other.base, other.max_rank),
+        spelled=layout.spelled(module),
+    )
 
 
 def _move(inputs: dict[str, Tensor], outputs: dict[str, Tensor], base: Base) -> dict[str, Tensor]:

@@ -9,8 +9,8 @@ for all kinds and are handled elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,12 +19,14 @@ from lorafleet.protocol.adapter_formats.safetensors_header import TensorInfo
 from lorafleet.protocol.errors import AdapterMalformed, AdapterMismatch, AdapterUnsupported
 from lorafleet.protocol.strict_json import shown
 from lorafleet.protocol.yield_gil import yielding_gil
-from lorafleet.workers.adapters.base_layout import BaseLayout, peft_name
+from lorafleet.workers.adapters.base_layout import BaseLayout
 from lorafleet.workers.adapters.base_source import BaseWeights
 from lorafleet.workers.adapters.forms import AdapterForms, LinearForm
 from lorafleet.workers.adapters.peft_helper import PEFTHelper
+from lorafleet.workers.adapters.spellings import Spelled
 from lorafleet.workers.adapters.weight_files import FLOAT_DTYPES
 
+GATHER = "Gather the whole state dict before saving, such as by Accelerate's get_state_dict()."
 CHUNK_VALUES = 1 << 24  # values of a base weight processed at once; bounds the GPU memory that a load takes
 
 
@@ -39,6 +41,10 @@ class Base:
     @property
     def named(self) -> str:
         return f"the base model {self.name!r}" if self.name else "the base model"
+
+    def as_named_in(self, root: str | None) -> Base:
+        """Returns the same with the names that an adapter has for the modules, see BaseLayout.as_named_in."""
+        return replace(self, layout=self.layout.as_named_in(root))
 
 
 @dataclass(slots=True)
@@ -56,16 +62,14 @@ class Target:
     values: Mapping[str, Tensor] = field(default_factory=dict)  # by the file's names; empty until they are read
     saved_bias: str | None = None  # tensor that replaces the base's bias
     saved_weight: str | None = None  # tensor that replaces the base's weight
-    known_as: str = ""  # name in PEFT's patterns, where it differs from peft_name(module)
+    spelled: Spelled = field(kw_only=True)  # names in PEFT's patterns
+    rank: int = field(kw_only=True, default=0)  # that the config gives the module; set by give_scales()
+    alpha: float = field(kw_only=True, default=0.0)  # that the config gives the module; set by give_scales()
 
     @property
-    def peft_name(self) -> str:
-        return self.known_as or peft_name(self.module)
-
-    @property
-    def rank(self) -> int:
-        """The rank that the config gives the module."""
-        return self.helper.rank_of(self.peft_name)
+    def scaling(self) -> float:
+        """The factor of B A."""
+        return self.helper.scaling(self.alpha, self.rank)
 
     def has(self, leaf: str) -> bool:
         return leaf in self.tensors
@@ -95,6 +99,7 @@ class Target:
             raise AdapterMismatch(
                 f"{self.module} has {leaf} {list(found)}; adapter_config.json and {self.base.named}, which has "
                 f"{self.shape[0]} inputs and {self.shape[1]} outputs there, require {list(shape)}."
+                f"{_slice_hint(found, shape)}"
             )
 
     def value(self, leaf: str) -> Tensor:
@@ -133,6 +138,13 @@ class Target:
             return self.weights.bias(self.module).float().cpu()
 
 
+def _slice_hint(found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+    """Returns a remedy if the tensor looks like one process's slice of the wanted one."""
+    if not found or found[1:] != wanted[1:] or not 0 < found[0] < wanted[0] or wanted[0] % found[0]:
+        return ""
+    return f" It may be one process's slice of a sharded training (FSDP2). {GATHER}"
+
+
 def tensor_shape(name: str, infos: Mapping[str, TensorInfo]) -> tuple[int, ...]:
     """Returns the tensor's shape. Raises an AdapterError for tensors that no kind can take.
 
@@ -164,6 +176,8 @@ class Kind:
     forms: Forms  # makes the forms of all modules, "lm_head" among them
     shared: tuple[str, ...] = ()  # tensors that belong to no module
     check_config: Callable[[PEFTHelper], None] = lambda _: None  # checks what is special to this method
+    # Checks whether the rest can be served without the tensors that are left out, given these and the shared ones.
+    check_left_out: Callable[[Collection[str], Collection[str]], None] = lambda _, __: None
 
 
 def each(form: Callable[[Target], LinearForm]) -> Forms:

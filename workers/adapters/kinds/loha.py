@@ -28,7 +28,7 @@ def form(target: Target) -> LinearForm:
     one_OR, one_RD, two_OR, two_RD = (target.float32(leaf) for leaf in LEAVES)
     a_SD = (one_RD.unsqueeze(1) * two_RD.unsqueeze(0)).flatten(0, 1)
     b_OS = (one_OR.unsqueeze(2) * two_OR.unsqueeze(1)).flatten(1)
-    scaling = target.helper.alpha_of(target.peft_name) / target.rank
+    scaling = target.alpha / target.rank
     return LinearForm(LowRank(a_SD, b_OS, scaling))
 
 

@@ -52,7 +52,7 @@ def _rank(target: Target, name: str) -> int:
 
 
 def form(target: Target) -> LinearForm:
-    scaling = target.helper.alpha_of(target.peft_name) / target.rank
+    scaling = target.alpha / target.rank
     if check(target):
         left1, right1 = _factors(target, "lokr_w1")
         left2, right2 = _factors(target, "lokr_w2")

@@ -102,7 +102,7 @@ def keeps_pairs(helper: PEFTHelper) -> bool:
 def form(target: Target) -> LinearForm:
     helper = target.helper
     a_RD, b_OR = _pair(target)
-    scaling = helper.scaling_of(target.peft_name, target.rank)
+    scaling = target.scaling
     pairs, scale_O = [LowRank(a_RD, b_OR, scaling)], None
     if helper.flag("use_dora") or mutated_base.mutates(helper):
         with target.weights.beside_the_steps():

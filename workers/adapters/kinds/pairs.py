@@ -9,7 +9,7 @@ import torch
 from lorafleet.protocol.errors import AdapterMalformed, AdapterMismatch
 from lorafleet.protocol.strict_json import shown
 from lorafleet.workers.adapters.forms import LowRank
-from lorafleet.workers.adapters.kinds.kind import Target
+from lorafleet.workers.adapters.kinds.kind import GATHER, Target
 
 
 def matrix(target: Target, leaf: str) -> tuple[int, int]:
@@ -24,6 +24,7 @@ def check_pair(target: Target, a_leaf: str, b_leaf: str, rank: int) -> int:
     """Checks that A is [rank, D] and B is [O, rank], and returns the rank. Errors say how the two disagree."""
     a, b = matrix(target, a_leaf), matrix(target, b_leaf)
     if (a[1], b[0]) != target.shape:
+        _check_not_sliced(target, a, b)
         raise _other_base(target, a, b)
     names = a_leaf.removesuffix(".weight"), b_leaf.removesuffix(".weight")
     if a[0] != b[1]:
@@ -35,6 +36,17 @@ def check_pair(target: Target, a_leaf: str, b_leaf: str, rank: int) -> int:
             f"{target.module} has rank {a[0]} in the weights, but {rank} in adapter_config.json (r, rank_pattern)."
         )
     return rank
+
+
+def _check_not_sliced(target: Target, a: tuple[int, int], b: tuple[int, int]) -> None:
+    """Raises AdapterMalformed for the part of A's and B's rows that one process of a sharded training holds."""
+    inputs, outputs = target.shape
+    if (a[1], b[1]) == (inputs, target.rank) and a[0] < target.rank and b[0] < outputs:
+        raise AdapterMalformed(
+            f"{target.module} has lora_A {list(a)} and lora_B {list(b)}, where [{target.rank}, {inputs}] and "
+            f"[{outputs}, {target.rank}] are needed: one process of a sharded training (FSDP2) saved its own slices. "
+            f"{GATHER}"
+        )
 
 
 def _other_base(target: Target, a: tuple[int, int], b: tuple[int, int]) -> AdapterMismatch:

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from lorafleet.protocol.errors import AdapterMalformed, AdapterUnsupported
 from lorafleet.protocol.strict_json import shown
-from lorafleet.workers.adapters.base_layout import EMBEDDING, HEAD, TABLES, peft_name
+from lorafleet.workers.adapters.base_layout import EMBEDDING, HEAD, TABLES
 from lorafleet.workers.adapters.forms import AdapterForms, TokenRows
 from lorafleet.workers.adapters.kinds.kind import Kind, Target
 from lorafleet.workers.adapters.peft_helper import MAX_ENTRIES, PEFTHelper
+from lorafleet.workers.adapters.spellings import table_names
 
 ROWS = "trainable_tokens_delta"
 
@@ -30,7 +31,11 @@ def trained_tokens(helper: PEFTHelper, tied: bool) -> Mapping[str, tuple[int, ..
     """
     if helper.method == "TRAINABLE_TOKENS":
         tokens = _checked(helper.fields.get("token_indices"), "token_indices")
-        found = {table: tokens for table in TABLES if helper.targets(peft_name(table), is_linear=False)}
+        found = {
+            table: tokens
+            for table in TABLES
+            if any(helper.targets(name, is_linear=False) for name in table_names(table))
+        }
     else:
         found = _beside_lora(helper)
     if tied and EMBEDDING in found and HEAD not in found:
@@ -48,7 +53,8 @@ def _beside_lora(helper: PEFTHelper) -> dict[str, tuple[int, ...]]:
         raise AdapterMalformed(f"trainable_token_indices is {shown(value)}; it must be a list or an object of lists.")
     found = {}
     for name, tokens in value.items():
-        table = next((table for table in TABLES if name and peft_name(table).endswith(name)), None)
+        named = [table for table in TABLES if name and any(known.endswith(name) for known in table_names(table))]
+        table = named[0] if len(named) == 1 else None
         if table is None or table in found:
             raise AdapterUnsupported(
                 f"trainable_token_indices names {shown(name)}; only {EMBEDDING} and {HEAD} are supported, each at most "

@@ -11,12 +11,13 @@ Source: arXiv 2310.11454; PEFT 0.21's vera/model.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from lorafleet.protocol.errors import AdapterMalformed
+from lorafleet.protocol.errors import AdapterMalformed, AdapterUnsupported
+from lorafleet.protocol.strict_json import shown
 from lorafleet.protocol.yield_gil import yielding_gil
 from lorafleet.workers.adapters.forms import AdapterForms, LinearForm, LowRank
 from lorafleet.workers.adapters.kinds.kind import Kind, Target
@@ -78,4 +79,13 @@ def _kaiming(generator: torch.Generator, rows: int, columns: int) -> Tensor:
     return torch.empty(rows, columns).uniform_(-bound, bound, generator=generator)
 
 
-VERA = Kind("VeRA", (LAMBDA_B, LAMBDA_D), check, forms, (A, B))
+def _check_left_out(left_out: Collection[str], shared: Collection[str]) -> None:
+    if left_out and A not in shared:
+        raise AdapterUnsupported(
+            f"the tensor {shown(next(iter(left_out)))} belongs to a part for pictures or sound, whose sizes count for "
+            "the random numbers of this VeRA. Save it with save_projection=True, or train it on the language model "
+            "alone."
+        )
+
+
+VERA = Kind("VeRA", (LAMBDA_B, LAMBDA_D), check, forms, (A, B), check_left_out=_check_left_out)

@@ -1,8 +1,8 @@
 """Checks an adapter's changes of the embedding and the head, and builds their forms.
 
 An adapter can replace them (modules_to_save, or a resized vocabulary), replace rows of them (trained tokens), and add
-LoRA to them. If the base ties the two, PEFT also ties replacements of the base's own weight and trained tokens of the
-embedding. It ties LoRA and modules_to_save only with ensure_weight_tying.
+LoRA to them. If the base's two are one tensor, what replaces the base's own weight is for both. If config.json calls
+them tied, PEFT also ties trained tokens of the embedding, and LoRA and modules_to_save with ensure_weight_tying.
 
 If the base's head has a bias, PEFT saves one with every table that replaces the head's, and with the option bias.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from lorafleet.protocol.adapter_formats.safetensors_header import TensorInfo
 from lorafleet.protocol.errors import AdapterMalformed, AdapterMismatch, AdapterTooLarge, AdapterUnsupported
 from lorafleet.protocol.strict_json import shown
-from lorafleet.workers.adapters.base_layout import EMBEDDING, HEAD, TABLES, peft_name
+from lorafleet.workers.adapters.base_layout import EMBEDDING, HEAD, TABLES
 from lorafleet.workers.adapters.forms import LinearForm, LowRank, VocabForm
 from lorafleet.workers.adapters.kinds.dora import row_scale
 from lorafleet.workers.adapters.kinds.kind import Base, Target, on, row_chunks, tensor_shape
@@ -74,17 +74,18 @@ def take_vocabulary(
 ) -> VocabularyChanges:
     """Takes the tensors of embedding and head out of `named` and checks their shapes. Any left there are stray."""
     tables = {name: Table() for name in TABLES}
-    tied = base.layout.tied
-    together = tied and helper.flag("ensure_weight_tying")
-    saved = [name for name in TABLES if helper.saves(peft_name(name))]
-    targeted = [name for name in TABLES if _is_targeted(helper, name)]
-    tokens = trained_tokens(helper, tied)
+    tied, called_tied = base.layout.tied, base.layout.ties_adapters
+    together = called_tied and helper.flag("ensure_weight_tying")
+    saved = [name for name in TABLES if _is_saved(helper, name, named, base)]
+    targeted = [name for name in TABLES if _is_targeted(helper, name, named, base)]
+    tokens = trained_tokens(helper, called_tied)
     if together:
         saved, targeted = (list(TABLES) if names else [] for names in (saved, targeted))
     twice: list[tuple[str, str]] = []
     for name, table in tables.items():
         leaves = named.by_module.get(name, {})
-        twice += _take_table(name, table, leaves, name in saved)
+        wrapper = _copy_leaf(helper, name in saved, name in targeted, name in tokens)
+        twice += _take_table(name, table, leaves, name in saved, wrapper)
         if name in base.layout.biased:
             table.bias = _take_bias(table, helper, leaves, name in targeted)
         if name in targeted:
@@ -92,13 +93,14 @@ def take_vocabulary(
             table.target.saved_bias = table.bias
     for name, own in tokens.items():
         tables[name].tokens = own
-        tables[name].rows = _take_rows(name, named.by_module.get(name, {}), helper, own == tokens.get(EMBEDDING), tied)
+        is_shared = called_tied and own == tokens.get(EMBEDDING)
+        tables[name].rows = _take_rows(name, named.by_module.get(name, {}), helper, is_shared)
     if together and len(set(tokens.values())) > 1:
         raise AdapterMalformed("ensure_weight_tying is set, but the head's trained tokens are not the embedding's.")
-    copies = [table.tensor for table in tables.values() if table.tensor and (table.is_copy or together)]
-    same = (copies[0], copies[1]) if tied and len(copies) == 2 else None
+    copies = [t.tensor for t in tables.values() if t.tensor and (tied if t.is_copy else together)]
+    same = (copies[0], copies[1]) if len(copies) == 2 else None
     _share(tables, tied, saved)
-    if tied and HEAD in tokens and tables[HEAD].rows is None:
+    if called_tied and HEAD in tokens and tables[HEAD].rows is None:
         tables[HEAD].rows = tables[EMBEDDING].rows
     if tied and tables[HEAD].target is not None and tables[HEAD].tensor is None and mutates(helper):
         raise AdapterUnsupported(
@@ -112,25 +114,54 @@ def take_vocabulary(
     return vocabulary
 
 
-def _is_targeted(helper: PEFTHelper, name: str) -> bool:
-    return helper.method != "TRAINABLE_TOKENS" and helper.targets(peft_name(name), is_linear=False)
+def _is_saved(helper: PEFTHelper, name: str, named: NamedTensors, base: Base) -> bool:
+    return helper.saves_as(base.layout.spelled(name), is_held=SAVED in named.by_module.get(name, {}))
 
 
-def _take_table(name: str, table: Table, leaves: dict[str, str], is_saved: bool) -> list[tuple[str, str]]:
-    """Sets the tensor that replaces the table, and returns pairs of tensors that hold the same table."""
+def _is_targeted(helper: PEFTHelper, name: str, named: NamedTensors, base: Base) -> bool:
+    names, is_held = base.layout.spelled(name), named.is_adapted(name)
+    return helper.method != "TRAINABLE_TOKENS" and helper.targets_as(names, is_held=is_held, is_linear=False)
+
+
+def _copy_leaf(helper: PEFTHelper, is_saved: bool, is_targeted: bool, has_tokens: bool) -> str:
+    """Returns the only leaf that PEFT's model has for the table itself, which depends on what wraps it. PEFT ignores
+    any other."""
+    if is_saved:
+        return SAVED
+    if is_targeted or (has_tokens and helper.method == "TRAINABLE_TOKENS"):
+        return BASE_COPY
+    return TOKEN_BASE if has_tokens else SAVED
+
+
+def _take_table(
+    name: str, table: Table, leaves: dict[str, str], is_saved: bool, copy_leaf: str
+) -> list[tuple[str, str]]:
+    """Sets the tensor that replaces the table, and returns pairs of tensors that hold the same table. Tensors of other
+    leaves than `copy_leaf` are strays."""
     if is_saved and SAVED not in leaves:
         raise AdapterMalformed(
             f"adapter_config.json says that {name} is saved (modules_to_save), but the weights file lacks it."
         )
-    replacing = [leaves.pop(leaf) for leaf in (SAVED, BASE_COPY, TOKEN_BASE) if leaf in leaves]
-    if len(replacing) > 1:
-        raise AdapterMalformed(f"{shown(replacing[0])} and {shown(replacing[1])} both replace the table of {name}.")
-    if replacing:
-        table.tensor, table.is_copy = replacing[0], not is_saved
+    replacing = leaves.pop(copy_leaf, None)
+    _check_no_strays(name, leaves)
+    if replacing is None:
+        return []
+    table.tensor, table.is_copy = replacing, not is_saved
     if not is_saved:
         return []
     leaves.pop(SAVED_ORIGINAL, None)  # the table before training; PEFT does not use it either
-    return [(replacing[0], leaves.pop(SAVED_TWICE))] if SAVED_TWICE in leaves else []
+    return [(replacing, leaves.pop(SAVED_TWICE))] if SAVED_TWICE in leaves else []
+
+
+def _check_no_strays(name: str, leaves: Mapping[str, str]) -> None:
+    """Raises AdapterMalformed for a copy of the table in a place where PEFT's model has none."""
+    stray = next((leaves[leaf] for leaf in (SAVED, BASE_COPY, TOKEN_BASE) if leaf in leaves), None)
+    if stray is not None:
+        raise AdapterMalformed(
+            f"the tensor {shown(stray)} would replace the table of {name}, but what adapter_config.json describes does "
+            "not have it, so PEFT ignores it. Remove it from the weights file, or correct target_modules, "
+            "modules_to_save or trainable_token_indices."
+        )
 
 
 def _take_bias(table: Table, helper: PEFTHelper, leaves: dict[str, str], is_targeted: bool) -> str | None:
@@ -153,14 +184,15 @@ def _target(
     own = {leaf: leaves.pop(leaf) for leaf in list(leaves) if leaf not in (ROWS, TOKEN_ROWS)}
     if not own:
         raise AdapterMalformed(f"adapter_config.json targets {name}, but the weights file has no tensors for it.")
-    return Target(name, (0, 0), own, named.shared, infos, helper, base, max_rank)
+    spelled = base.layout.spelled(name)
+    return Target(name, (0, 0), own, named.shared, infos, helper, base, max_rank, spelled=spelled)
 
 
-def _take_rows(name: str, leaves: dict[str, str], helper: PEFTHelper, is_same: bool, tied: bool) -> str | None:
+def _take_rows(name: str, leaves: dict[str, str], helper: PEFTHelper, is_shared: bool) -> str | None:
     leaf = ROWS if helper.method == "TRAINABLE_TOKENS" else TOKEN_ROWS
     if leaf in leaves:
         return leaves.pop(leaf)
-    if tied and name == HEAD and is_same:  # PEFT saves only the embedding's
+    if name == HEAD and is_shared:  # PEFT saves only the embedding's
         return None
     raise AdapterMalformed(f"adapter_config.json has trained tokens of {name}, but the weights file has no {leaf}.")
 
@@ -252,7 +284,7 @@ def embedding_form(table: Table, values: Mapping[str, Tensor], base: Base) -> Vo
     if target is None:
         return form
     a_RV, b_DR = target.value(EMBEDDING_A), target.value(EMBEDDING_B)
-    low_rank = LowRank(a_RV, b_DR, target.helper.scaling_of(target.peft_name, target.rank))
+    low_rank = LowRank(a_RV, b_DR, target.scaling)
     if not target.helper.flag("use_dora"):
         return VocabForm(low_rank, form.table_VD if form is not None else None)
     with target.weights.beside_the_steps():

@@ -78,6 +78,6 @@ MISTRAL3 = Family(
     "Mistral Small 3.1 and 3.2, Ministral 3, Devstral Small 2, Magistral Small 1.2",
     "text only",
     _mistral3,
-    {"eos_token_id": 2},
+    {"eos_token_id": 2, "tie_word_embeddings": True},
     is_wrapper=True,
 )

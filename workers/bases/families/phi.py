@@ -26,7 +26,6 @@ def _phi3(fields: ConfigFields) -> ModelConfig:
 
 def _phi(fields: ConfigFields) -> ModelConfig:
     fields.refuse("qk_layernorm", False)
-    fields.refuse("tie_word_embeddings", False)
     positions = 2048
     attention = replace(
         fields.attention(fields.rope(positions, partial=0.5)), qkv_bias=True, o_bias=True, o_name="self_attn.dense"

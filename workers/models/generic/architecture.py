@@ -13,6 +13,8 @@ from typing import Any, Literal
 from lorafleet.protocol.config_json import read_json
 from lorafleet.protocol.engine_config import EngineConfig, ModelImpl
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
+from lorafleet.protocol.strict_json import shown
+from lorafleet.workers.bases.architecture_name import architecture_name
 from lorafleet.workers.bases.families.architectures import FAMILIES
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}  # the others have a state, or masks that are not served
@@ -32,7 +34,8 @@ def implementation(asked: ModelImpl, folder: Path) -> Literal["lorafleet", "tran
     """Returns what runs the checkpoint. "auto" means our decoder wherever it has the architecture."""
     if asked != "auto":
         return asked
-    name = _name(read_json(folder / "config.json")) if folder.is_dir() else None
+    raw = read_json(folder / "config.json") if folder.is_dir() else {}
+    name = architecture_name(raw, frozenset(FAMILIES))
     return "lorafleet" if name is None or name in FAMILIES else "transformers"
 
 
@@ -48,9 +51,12 @@ def find_architecture(folder: Path) -> Architecture:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     raw = read_json(folder / "config.json")
-    name = _name(raw)
+    name = architecture_name(raw, frozenset(FAMILIES))
     if name is None:
-        raise UnsupportedModel("architectures in config.json does not name one architecture.")
+        raise UnsupportedModel(
+            f"config.json has architectures={shown(raw.get('architectures'))} and "
+            f"model_type={shown(raw.get('model_type'))}, which do not tell which model generates text."
+        )
     model_class = getattr(transformers, name, None) if name in _class_names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) else None
     if model_class is None:
         has_code = " Its auto_map names code inside the checkpoint, which is never run." if "auto_map" in raw else ""
@@ -112,11 +118,6 @@ def _without_kernels(raw: dict[str, Any]) -> dict[str, Any]:
     """
     kept = {key: value for key, value in raw.items() if not key.endswith("_implementation")}
     return {key: _without_kernels(value) if isinstance(value, dict) else value for key, value in kept.items()}
-
-
-def _name(raw: dict[str, Any]) -> str | None:
-    names = raw.get("architectures")
-    return names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else None
 
 
 def _class_names(mapping: dict[str, Any]) -> set[str]:

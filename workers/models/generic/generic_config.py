@@ -13,6 +13,7 @@ from lorafleet.workers.bases.model_config import NormStyle
 from lorafleet.workers.bases.quantization import Quantization
 from lorafleet.workers.bases.recurrence_config import StateShape
 from lorafleet.workers.bases.rope_config import RopeConfig
+from lorafleet.workers.bases.stored_names import AS_WRITTEN, StoredNames
 from lorafleet.workers.models.generic.attention_probe import AttentionTraits
 from lorafleet.workers.models.generic.module_paths import ROOT
 from lorafleet.workers.models.generic.sharding_plan import ShardingPlan
@@ -36,7 +37,10 @@ class GenericConfig:
     tables: frozenset[str]  # embed_tokens and lm_head, where adapters may change them
     unserved: frozenset[str]  # modules with parameters that adapters may not change, by engine name
     has_root: bool  # modules' names in the checkpoint begin with ROOT
+    is_only_called_tied: bool = False  # config.json calls head and embedding tied, and the files have two that differ
+    stored_names: StoredNames = AS_WRITTEN  # how names in the files differ from the class's own
     quantization: Quantization | None = None
+    has_head: bool = field(default=True, init=False)  # transformers makes up a head that a checkpoint lacks; refused
     final_softcap: float | None = field(default=None, init=False)  # the class itself caps logits, see HeadTable
     logits_scale: float = field(default=1.0, init=False)
     norm: NormStyle = field(default=NormStyle(0.0), init=False)  # norms are the module's own
@@ -80,6 +84,7 @@ class GenericConfig:
             hidden_size=self.hidden_size,
             attention_heads=(self.attention.num_heads, self.attention.num_kv_heads),
             tied=self.tie_word_embeddings,
+            is_only_called_tied=self.is_only_called_tied,
             biased=self.biased,
             tables=self.tables,
             unserved=self.unserved,

@@ -23,6 +23,8 @@ from lorafleet.workers.auto_options import base_dtype
 from lorafleet.workers.bases.checkpoint import eos_token_ids
 from lorafleet.workers.bases.families.config_fields import DTYPES
 from lorafleet.workers.bases.quantization import resolved
+from lorafleet.workers.bases.stored_names import AS_WRITTEN
+from lorafleet.workers.bases.stored_tables import generic_names
 from lorafleet.workers.models.generic.architecture import Architecture, find_architecture
 from lorafleet.workers.models.generic.attention_probe import probe
 from lorafleet.workers.models.generic.divided_module import check_division
@@ -113,7 +115,7 @@ def load_generic(options: EngineConfig, shard: GenericShard, group: TPGroup, dev
     folder, started, config = Path(options.model), time.monotonic(), shard.whole
     dtype = base_dtype(options, config, folder)
     whole = _loaded(find_architecture(folder), folder, options.load_format, dtype)
-    model = TransformersModel(whole, shard, group, dtype, device)
+    model = TransformersModel(whole, _with_tables(shard, whole, options), group, dtype, device)
     check_answers(model, _steps)
     log.info(
         "model_impl=transformers: %s runs as transformers' own module with our attention and adapters, without CUDA "
@@ -123,6 +125,20 @@ def load_generic(options: EngineConfig, shard: GenericShard, group: TPGroup, dev
         time.monotonic() - started,
     )
     return model
+
+
+def _with_tables(shard: GenericShard, loaded: Any, options: EngineConfig) -> GenericShard:
+    """Returns the shard with what transformers found in the files: whether embedding and head are tied, and names."""
+    is_tied = loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight
+    names = AS_WRITTEN
+    if options.load_format != "dummy":
+        names = generic_names(Path(options.model), f"{loaded.base_model_prefix}.", is_tied=is_tied)
+
+    def known(config: GenericConfig) -> GenericConfig:
+        called_tied = config.tie_word_embeddings and not is_tied
+        return replace(config, tie_word_embeddings=is_tied, is_only_called_tied=called_tied, stored_names=names)
+
+    return replace(shard, whole=known(shard.whole), local=known(shard.local))
 
 
 def _empty(found: Architecture) -> Any:
