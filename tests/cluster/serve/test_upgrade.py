@@ -74,7 +74,7 @@ def assert_right(answers: list[tuple[str, str]]) -> None:
     ("change", "cause"),
     [
         ("max_modle_len=400", "unknown argument 'max_modle_len'; did you mean 'max_model_len'?"),
-        ("model=/no/such/model", "EngineReplica"),
+        ("model=/no/such/model", "model '/no/such/model' is not a folder"),
     ],
 )
 def test_a_file_that_cannot_be_deployed_leaves_everything_as_it_is(
