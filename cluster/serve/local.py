@@ -27,7 +27,7 @@ from lorafleet.cluster.serve.resources import check_gpus, replica_bundles
 from lorafleet.cluster.serve.start_progress import StartProgress
 from lorafleet.protocol.errors import ConfigError, LorafleetError
 
-APP_NAME = "lorafleet"
+APP_NAME, REPLICAS = "lorafleet", "EngineReplica"
 OBJECT_STORE_BYTES = 128 << 20  # No large object passes through the store.
 UNAUTHORIZED = 401
 HTTP_S = 60.0  # Seconds that HTTP may take to answer once the replicas are up.
@@ -96,7 +96,7 @@ def serve_locally(args: AppArgs, listener: Listener) -> NoReturn:
             serve_environment.open_ingress(run_dir, listener.host, listener.tls, needs_key=needs_key)
         _start(args, listener, run_dir)
         _announce(args, listener)
-        reap_adopted(until=_ray_has_ended)
+        _serve_until_stopped(args, listener, run_dir)
         _begin_anew(environment, run_dir)
     except ServerStopped:
         console.print("stopping")
@@ -109,6 +109,40 @@ def serve_locally(args: AppArgs, listener: Listener) -> NoReturn:
     finally:
         _ignore_signals()
         _exit(status, run_dir)
+
+
+def _serve_until_stopped(args: AppArgs, listener: Listener, run_dir: str) -> None:
+    """Returns when Ray has ended. When a signal arrives, raises ServerStopped once the requests in progress have been
+    answered, or args.drain_timeout seconds later, or at the next signal."""
+    try:
+        reap_adopted(until=_ray_has_ended)
+        return
+    except ServerStopped:
+        _ignore_signals()
+    _catch_signals()
+    _finish(args, listener, run_dir)
+    raise ServerStopped
+
+
+def _finish(args: AppArgs, listener: Listener, run_dir: str) -> None:
+    from ray import serve
+
+    from lorafleet.cluster.ending.closing import close_ingress
+    from lorafleet.cluster.ending.finishing import ask_replicas_to_finish, finish_requests
+
+    handle = serve.get_deployment_handle(REPLICAS, APP_NAME)
+    left = finish_requests(
+        lambda: close_ingress(run_dir) if listener.direct_streaming else 0,
+        lambda: ask_replicas_to_finish(handle),
+        _ray_has_ended,
+        args.drain_timeout,
+        lambda num: console.print(
+            f"finishing {num} request{'s' if num > 1 else ''}, for at most {args.drain_timeout:.0f} s; "
+            "a second signal ends at once"
+        ),
+    )
+    if left:
+        console.print(f"{left} request{'s are' if left > 1 else ' is'} cut off")
 
 
 def _check_address(listener: Listener) -> None:
@@ -255,14 +289,14 @@ def _announce(args: AppArgs, listener: Listener) -> None:
     console.print(
         f"  curl {listener.url}/v1/chat/completions {key}-H 'content-type: application/json' -d '{body}'", markup=False
     )
-    console.print("Ctrl-C stops everything")
+    console.print("Ctrl-C finishes what has begun and stops everything; a second one stops at once")
 
 
 def _exit(status: int, run_dir: str) -> NoReturn:
     """Ends every process started from here, then this one. Skips Ray's own exit handlers, which would wait for those
     processes.
 
-    Serve's shutdown would take about ten seconds and drain nothing, since it kills HAProxy first.
+    Serve's shutdown would take about ten seconds and drain nothing, since it kills HAProxy first. _finish() drains.
     """
     _leave_nothing(run_dir)
     console.print("stopped")
@@ -302,7 +336,7 @@ def _catch_signals() -> None:
 
 
 def _ignore_signals() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, signal.SIG_IGN)
     signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -310,7 +344,7 @@ def _ignore_signals() -> None:
 def _raise_stopped(_number: int, _frame: FrameType | None) -> NoReturn:
     """Raises ServerStopped, and again every AGAIN_S until the cleanup begins: the first one may rise in a destructor
     or in a callback of Ray's, from where it does not reach serve_locally()."""
-    _ignore_signals()  # One signal is enough: a second must not interrupt the cleanup.
+    _ignore_signals()  # A second signal must not interrupt the cleanup.
     signal.signal(signal.SIGALRM, _raise_stopped)
     signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
     raise ServerStopped

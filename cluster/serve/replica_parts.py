@@ -181,6 +181,13 @@ class ReplicaParts:
             raise EngineDead(self.engine.dead)
         await self._ranks.check_health()
 
+    def finish(self) -> int:
+        """Rejects new requests and runs no more batches. Returns the number of requests in progress."""
+        if self.state is None:
+            return 0
+        self.state.in_progress.is_ending = True
+        return self.state.in_progress.num
+
     async def render_metrics(self) -> bytes:
         return await self.state.telemetry.metrics.render() if self.state is not None else b""
 
@@ -245,8 +252,12 @@ class ReplicaParts:
         if args.batch_store is None:
             return None
         store = BatchStore(await asyncio.to_thread(open_store, args.batch_store, "batch_store"))
+
+        async def take_turn() -> bool:
+            return not state.in_progress.is_ending and await self.link.take_batch_turn()
+
         find_caller, posts = state.access.gate.caller_of_id, ReplicaPosts(all_replicas())
-        runner = BatchRunner(store, self.link.take_batch_turn, find_caller, posts, args.batch_concurrency)
+        runner = BatchRunner(store, take_turn, find_caller, posts, args.batch_concurrency)
         state.telemetry.metrics.add(BatchMetrics(runner))
         self._tasks.start(runner.keep_running())
         return runner
