@@ -6,22 +6,23 @@ go on when the server is started again. Then this waits until neither a replica 
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 POLL_S = 0.3
 ANSWER_S = 10.0  # Seconds that a replica may take to say how many requests it has.
 
 
-def finish_requests(
+async def finish_requests(
     close: Callable[[], int],
-    ask_replicas: Callable[[], int],
+    ask_replicas: Callable[[], Awaitable[int]],
     has_ended: Callable[[], bool],
     timeout_s: float,
     report: Callable[[int], None],
     clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> int:
     """Returns the number of requests that are left after timeout_s seconds, or when Ray has ended.
 
@@ -33,23 +34,23 @@ def finish_requests(
     deadline, reported = clock() + timeout_s, -1
     num_idle = 0  # Looks in a row that have found nothing. A request may be between HAProxy and a replica at one.
     while True:
-        num_requests = max(close(), ask_replicas())
+        num_requests = max(close(), await ask_replicas())
         num_idle = 0 if num_requests else num_idle + 1
         if num_idle >= 2 or clock() > deadline or has_ended():
             return num_requests
         if num_requests and num_requests != reported:
             report(num_requests)
             reported = num_requests
-        sleep(POLL_S)
+        await sleep(POLL_S)
 
 
-def ask_replicas_to_finish(handle: Any) -> int:
+async def ask_replicas_to_finish(handle: Any) -> int:
     """Makes the replicas reject requests, and returns the number of those in progress. A replica that does not answer
     in time counts as one that has some. `handle` is that of a deployment which has finish()."""
     from ray.serve.exceptions import RayServeException  # Serve reads the environment when it is imported.
 
     try:
-        answers = handle.broadcast("finish").results(timeout_s=ANSWER_S, return_exceptions=True)
+        answers = await handle.broadcast("finish").results_async(timeout_s=ANSWER_S, return_exceptions=True)
     except TimeoutError:
         return 1
     except RayServeException:  # No replica is left.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import os
@@ -120,18 +121,18 @@ def _serve_until_stopped(args: AppArgs, listener: Listener, run_dir: str) -> Non
     except ServerStopped:
         _ignore_signals()
     _catch_signals()
-    _finish(args, listener, run_dir)
+    asyncio.run(_finish(args, listener, run_dir))
     raise ServerStopped
 
 
-def _finish(args: AppArgs, listener: Listener, run_dir: str) -> None:
+async def _finish(args: AppArgs, listener: Listener, run_dir: str) -> None:
     from ray import serve
 
     from lorafleet.cluster.ending.closing import close_ingress
     from lorafleet.cluster.ending.finishing import ask_replicas_to_finish, finish_requests
 
     handle = serve.get_deployment_handle(REPLICAS, APP_NAME)
-    left = finish_requests(
+    left = await finish_requests(
         lambda: close_ingress(run_dir) if listener.direct_streaming else 0,
         lambda: ask_replicas_to_finish(handle),
         _ray_has_ended,

@@ -56,7 +56,7 @@ class Time:
     def __call__(self) -> float:
         return self.now
 
-    def sleep(self, seconds: float) -> None:
+    async def sleep(self, seconds: float) -> None:
         self.now += seconds
 
 
@@ -70,14 +70,18 @@ class Time:
     ],
     ids=["idle", "in a while", "one look is not enough", "too long"],
 )
-def test_it_waits_until_nobody_has_a_request_or_the_time_is_over(
+async def test_it_waits_until_nobody_has_a_request_or_the_time_is_over(
     in_haproxy: list[int], in_replicas: list[int], left: int
 ) -> None:
     clock, proxies, replicas = Time(), iter(in_haproxy), iter(in_replicas)
     reports: list[int] = []
-    found = finish_requests(
+
+    async def ask_replicas() -> int:
+        return next(replicas, 0)
+
+    found = await finish_requests(
         lambda: next(proxies, 0),
-        lambda: next(replicas, 0),
+        ask_replicas,
         lambda: False,
         60.0,
         reports.append,
@@ -89,5 +93,8 @@ def test_it_waits_until_nobody_has_a_request_or_the_time_is_over(
     assert len(reports) == len(set(reports)), "each number is told once"
 
 
-def test_it_does_not_wait_for_a_ray_that_has_ended() -> None:
-    assert finish_requests(lambda: 3, lambda: 0, lambda: True, 60.0, print) == 3
+async def test_it_does_not_wait_for_a_ray_that_has_ended() -> None:
+    async def ask_replicas() -> int:
+        return 0
+
+    assert await finish_requests(lambda: 3, ask_replicas, lambda: True, 60.0, print) == 3
