@@ -20,6 +20,7 @@ import httpx
 from rich.console import Console
 
 from lorafleet.cluster.config import AppArgs
+from lorafleet.cluster.patience import patient_start, wait_for_proxies_patiently
 from lorafleet.cluster.proxy.exposure import check_exposure
 from lorafleet.cluster.proxy.tls import TLSFiles
 from lorafleet.cluster.serve import serve_environment
@@ -31,10 +32,10 @@ from lorafleet.protocol.errors import ConfigError, LorafleetError
 APP_NAME, REPLICAS = "lorafleet", "EngineReplica"
 OBJECT_STORE_BYTES = 128 << 20  # No large object passes through the store.
 UNAUTHORIZED = 401
-HTTP_S = 60.0  # Seconds that HTTP may take to answer once the replicas are up.
+HTTP_S = 300.0  # Seconds that HTTP may take to answer once the replicas are up.
 POLL_S = 0.2
 RAY_IS_LATE = "timed out during startup"
-RAY_STARTS = 4
+RAY_STARTS_S = (60, 120, 240)  # Seconds that Ray's raylet has to register, in each attempt.
 OTHER_PROCESSES = 6  # Ray's and Serve's Python processes besides those of the replicas, approximately.
 AGAIN_S = 1.0  # Seconds after which ServerStopped is raised once more.
 
@@ -171,6 +172,7 @@ def _start(args: AppArgs, listener: Listener, run_dir: str) -> None:
     if args.device == "cuda":
         check_gpus(args, node_gpus())  # No other node will join.
     console.print(f"starting {args.num_replicas} replica{'s' if args.num_replicas > 1 else ''} of {args.model}")
+    wait_for_proxies_patiently()
     serve.start(http_options=listener.http_options)
     target = serve.RunTarget(build(args), name=APP_NAME, route_prefix="/")
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
@@ -193,34 +195,37 @@ def ray_cpus(args: AppArgs) -> int:
 
 
 def start_ray(num_cpus: int) -> None:
-    """Starts Ray, and tries again if its processes were late: Ray waits 15 s for one of them and 30 s for all,
-    however slow the machine is. Raises ConfigError after RAY_STARTS attempts."""
+    """Starts Ray, and tries again if its raylet has ended, or was late. Raises ConfigError after the last of
+    RAY_STARTS_S."""
     import ray
 
     from lorafleet.cluster.serve.ray_agents import keep_agents
 
     keep_agents()
-    for starts_left in reversed(range(RAY_STARTS)):
+    last = RAY_STARTS_S[-1]
+    for wait_s in RAY_STARTS_S:
         try:
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                num_cpus=num_cpus,
-                object_store_memory=OBJECT_STORE_BYTES,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+            with patient_start(wait_s, lambda text: console.print(text)):
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    num_cpus=num_cpus,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
             return
         except Exception as error:  # Ray has no class of its own for this error.
             if RAY_IS_LATE not in str(error):
                 raise
             end_descendants()
-            if not starts_left:
+            if wait_s == last:
                 raise ConfigError(
-                    f"Ray's processes did not start in {RAY_STARTS} attempts of 30 s: this machine is too busy, or one "
-                    f"of them ends at once. See the logs in /tmp/ray/session_latest/logs. Ray reports: {error}"
+                    f"Ray's raylet did not start in {len(RAY_STARTS_S)} attempts of up to {last} s: this machine is "
+                    "too busy, or the raylet ends at once. See the logs in /tmp/ray/session_latest/logs. Ray reports: "
+                    f"{error}"
                 ) from None
-            console.print("Ray did not start within 30 s; trying again")
+            console.print(f"Ray's raylet ended, or did not register within {wait_s} s; starting Ray again")
 
 
 def _wait_for_replicas(directory: str) -> None:

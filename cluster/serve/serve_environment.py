@@ -19,6 +19,8 @@ from lorafleet.cluster.proxy.tls import TLSFiles
 from lorafleet.protocol.errors import ConfigError
 
 PORTS = 100  # In a range: a reserved one, two for HAProxy, one for Serve's proxy, one for each local replica.
+START_S = 300  # Seconds that one process of Ray or Serve may take to start.
+REGISTER_S = 180  # Seconds that a worker may take; then Ray starts another one, also if the first has ended before.
 PROXY_MIDDLEWARES = "lorafleet.cluster.proxy.proxy_affinity:middlewares"
 # Ray's default is 15. All serving processes are Ray workers, so every other program of the machine would delay them.
 WORKER_NICENESS = "0"
@@ -77,9 +79,14 @@ def _ray() -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": PROXY_MIDDLEWARES,
-        # A proxy that is not ready after three times this long is killed, and the start fails. The default of 15 s in
-        # all is too short on a busy machine. The start itself waits 60 s for the proxy.
-        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
+        # On a busy machine a process may take minutes to start, and Ray's defaults (5 to 60 s) would end it just before
+        # it is ready. A proxy of Serve's is killed after three times its limit.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(START_S // 3),
+        "RAY_gcs_server_port_wait_time_s": str(START_S),
+        "RAY_py_gcs_connect_timeout_s": str(START_S),
+        "RAY_gcs_rpc_server_connect_timeout_s": str(START_S),
+        "RAY_worker_register_timeout_seconds": str(REGISTER_S),
+        "RAY_agent_register_timeout_ms": str(START_S * 1000),
         # Three processes would answer requests for Ray's own metrics without its token, so they are not exported. The
         # last two have no setting for this, but continue if they cannot listen.
         "RAY_enable_metrics_collection": "0",
