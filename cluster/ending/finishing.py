@@ -29,18 +29,18 @@ async def finish_requests(
     Args:
         close: Closes the ingress, and returns the number of requests in it.
         ask_replicas: Makes replicas reject requests, and returns the number of those in progress.
-        report: Gets the number of requests when it is known, and whenever it changes.
+        report: Gets the number of requests once, if there are some.
     """
-    deadline, reported = clock() + timeout_s, -1
+    deadline, is_reported = clock() + timeout_s, False
     num_idle = 0  # Looks in a row that have found nothing. A request may be between HAProxy and a replica at one.
     while True:
         num_requests = max(close(), await ask_replicas())
         num_idle = 0 if num_requests else num_idle + 1
         if num_idle >= 2 or clock() > deadline or has_ended():
             return num_requests
-        if num_requests and num_requests != reported:
+        if num_requests and not is_reported:
             report(num_requests)
-            reported = num_requests
+            is_reported = True
         await sleep(POLL_S)
 
 

@@ -21,6 +21,7 @@ from lorafleet.protocol.errors import ConfigError
 PORTS = 100  # In a range: a reserved one, two for HAProxy, one for Serve's proxy, one for each local replica.
 START_S = 300  # Seconds that one process of Ray or Serve may take to start.
 REGISTER_S = 180  # Seconds that a worker may take; then Ray starts another one, also if the first has ended before.
+CONTROLLER_CALLBACK = "lorafleet.cluster.proxy.ingress:watch_haproxy"
 PROXY_MIDDLEWARES = "lorafleet.cluster.proxy.proxy_affinity:middlewares"
 # Ray's default is 15. All serving processes are Ray workers, so every other program of the machine would delay them.
 WORKER_NICENESS = "0"
@@ -34,7 +35,7 @@ DIRECT_STREAMING = {  # On one machine and on a cluster alike.
     # HAProxy may hold two such buffers for each of 4096 connections, which is 64 GiB with the default of 8 MiB.
     "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE": str(ROUTED_BODY_BYTES),
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # Otherwise Python parses a log line for every request.
-    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "lorafleet.cluster.proxy.ingress:watch_haproxy",
+    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": CONTROLLER_CALLBACK,
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # A dead manager of HAProxy is noticed after 3 periods.
 }
 
@@ -78,6 +79,7 @@ def _ray() -> dict[str, str]:
     settings = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
+        "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": CONTROLLER_CALLBACK,
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": PROXY_MIDDLEWARES,
         # On a busy machine a process may take minutes to start, and Ray's defaults (5 to 60 s) would end it just before
         # it is ready. A proxy of Serve's is killed after three times its limit.

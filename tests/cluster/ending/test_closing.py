@@ -90,7 +90,7 @@ async def test_it_waits_until_nobody_has_a_request_or_the_time_is_over(
     )
     assert found == left
     assert next(proxies, None) is None or left, "each look closes the ingress again"
-    assert len(reports) == len(set(reports)), "each number is told once"
+    assert len(reports) == any(in_haproxy + in_replicas), "that it waits is told once"
 
 
 async def test_it_does_not_wait_for_a_ray_that_has_ended() -> None:
