@@ -174,6 +174,8 @@ def _endpoint(
         state = get_state()
         if state is None:
             raise Overloaded("This replica is starting; try again in a moment.")
+        if needed != "metrics":
+            state.in_progress.check()
         if needed in ("admin", "loading") and (request.method not in _READING or path in CHANGING_GETS):
             return await audited(request, state.access.audit, lambda: admitted(state, request))
         return await admitted(state, request)
@@ -224,6 +226,14 @@ class CountRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        state = self._get_state()
+        if state is None or inner_caller(scope) is not None:
+            await self._count(scope, receive, send)
+            return
+        with state.in_progress.counted():
+            await self._count(scope, receive, send)
+
+    async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = CLIENT_LEFT
         send = in_pieces(send)
         set_body_sender(scope, self._writes.sender(send))

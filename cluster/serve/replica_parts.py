@@ -185,6 +185,13 @@ class ReplicaParts:
             raise EngineDead(self.engine.dead)
         await self._ranks.check_health()
 
+    def finish(self) -> int:
+        """Rejects new requests and runs no more batches. Returns the number of requests in progress."""
+        if self.state is None:
+            return 0
+        self.state.in_progress.is_ending = True
+        return self.state.in_progress.num
+
     async def render_metrics(self) -> bytes:
         return await self.state.telemetry.metrics.render() if self.state is not None else b""
 
@@ -250,8 +257,12 @@ class ReplicaParts:
             return None
         opened = await in_turn(UPKEEP, open_store, args.batch_store, "batch_store")
         store = BatchStore(opened, lambda: self._args.batch_store_bytes)
+
+        async def take_turn() -> bool:
+            return not state.in_progress.is_ending and await self.link.take_batch_turn()
+
         find_caller, posts = callers_of(state.access.gate), ReplicaPosts(all_replicas())
-        runner = BatchRunner(store, self.link.take_batch_turn, find_caller, posts, args.batch_concurrency)
+        runner = BatchRunner(store, take_turn, find_caller, posts, args.batch_concurrency)
         state.telemetry.metrics.add(BatchMetrics(runner))
         self._tasks.start(runner.keep_running())
         return runner
