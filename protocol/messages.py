@@ -381,6 +381,7 @@ class EngineHello(msgspec.Struct, frozen=True):
     routed: RoutedShape | None = None  # None: the experts of tokens are not recorded.
     logprobs_mode: LogprobsMode = "raw_logprobs"  # The mode of requests that do not name one.
     device: str = "cpu"  # UUID of rank 0's GPU, as nvidia-smi shows it; "cpu" without a GPU.
+    can_generate: bool = True  # False: the base's checkpoint has no head, so it only embeds texts.
 
     def context_limit(self, context_length: int | None) -> int:
         """Returns max_model_len for an adapter whose own context length is given; None if it has the base's."""
