@@ -386,6 +386,7 @@ class EngineHello(msgspec.Struct, frozen=True):
     routed: RoutedShape | None = None  # None: the experts of tokens are not recorded.
     logprobs_mode: LogprobsMode = "raw_logprobs"  # The mode of requests that do not name one.
     device: str = "cpu"  # UUID of rank 0's GPU, as nvidia-smi shows it; "cpu" without a GPU.
+    can_generate: bool = True  # False: the base's checkpoint has no head, so it only embeds texts.
 
     def ends(self, base_eos_id: int | None) -> list[int]:
         """Returns all tokens that end the base's answers: those of its configuration, and the eos token of its
