@@ -77,6 +77,8 @@ async def test_a_filename_that_is_a_path_or_acts_on_terminals_is_refused(house: 
 async def test_an_upload_without_a_boundary_is_refused(house: House, given: str) -> None:
     answer = await upload(house, f"multipart/form-data{given}", b"a")
     assert answer.status_code == 400 and "boundary" in answer.json()["error"]["message"]
+
+
 async def test_output_files_count_as_files_of_their_tenant(house: House) -> None:
     """One input may be used by many batches, whose outputs are stored as well."""
     client, lines, hold = house.client(), [chat_line(number) for number in range(8)], asyncio.Event()
