@@ -72,6 +72,7 @@ BODY = [
         "",
         BUSY,
     ),
+    Limit(
         "responses that are being generated, with their events, as part of the stored ones",
         "half of them for one tenant",
         flag("response_store_bytes"),
