@@ -11,7 +11,7 @@ import hashlib
 import itertools
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 from starlette.requests import Request
@@ -286,13 +286,7 @@ def fallback_of(samples: Sequence[Sample]) -> dict[str, str] | None:
     return None
 
 
-def group_of(
-    request_id: str,
-    tasks: Sequence[Task],
-    deadline: RequestDeadline,
-    trace: Trace = NO_TRACE,
-    is_stalled: IsStalled = never_stalled,
-) -> SampleGroup:
+def group_of(request_id: str, tasks: Sequence[Task], deadline: RequestDeadline, trace: Trace = NO_TRACE) -> SampleGroup:
     """Groups the samples of a request. Raises InvalidRequest if they are too many or their prompts are too long."""
     total = sum(task.params.n for task in tasks)
     if total > MAX_SAMPLES:
@@ -313,7 +307,7 @@ def group_of(
             "or shorten the lists.",
             "n",
         )
-    return SampleGroup(f"{request_id}-{next(_numbers)}", total, num_tokens, deadline, trace, is_stalled)
+    return SampleGroup(f"{request_id}-{next(_numbers)}", total, num_tokens, deadline, trace)
 
 
 async def make_samples(
@@ -331,7 +325,7 @@ async def make_samples(
         lengths = [len(task.prompt.token_ids) + (task.params.max_tokens or 0) for task in tasks]
         check_routed(state.engine.hello, [n * task.params.n for n, task in zip(lengths, tasks, strict=True)])
     trace, access = trace_of(request), state.access
-    group = group_of(request_id, tasks, deadline, trace, is_stalled_of(request.scope))
+    group = replace(group_of(request_id, tasks, deadline, trace), is_stalled=is_stalled_of(request.scope))
     access.meter.check_room()
     num_prompt_tokens = sum(len(task.prompt.token_ids) for task in tasks)
     admission = await access.quotas.admit_sequences(caller_of(request), group.num_sequences, num_prompt_tokens)
