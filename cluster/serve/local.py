@@ -26,7 +26,7 @@ from lorafleet.cluster.serve.child_processes import adopt_orphans, end_descendan
 from lorafleet.cluster.serve.resources import check_gpus, replica_bundles
 from lorafleet.cluster.serve.start_progress import StartProgress
 from lorafleet.protocol.errors import ConfigError, LorafleetError
-from lorafleet.protocol.private_files import keep_private
+from lorafleet.resolvers.private_files import keep_private
 
 APP_NAME = "lorafleet"
 OBJECT_STORE_BYTES = 128 << 20  # No large object passes through the store.
