@@ -9,6 +9,7 @@ from lorafleet.api.access.access import Access
 from lorafleet.api.access.body_budget import BodyBudget
 from lorafleet.api.access.caller_admission import WorkBounds
 from lorafleet.api.access.fair_threads import LONG_WORK, FairThreads
+from lorafleet.api.access.requests_in_progress import RequestsInProgress
 from lorafleet.api.backend import AdapterCatalog, EngineBackend
 from lorafleet.api.front_config import FrontConfig
 from lorafleet.api.languages import AdapterLanguages
@@ -39,6 +40,7 @@ class AppState:
     telemetry: Telemetry  # Counts what happens.
     body_budget: BodyBudget  # Bounds the bytes of all bodies in memory.
     stored: StoredResponses  # Answers of /v1/responses, here and at other replicas.
+    in_progress: RequestsInProgress = field(default_factory=RequestsInProgress)  # Rejects requests at the end.
     work_bounds: WorkBounds = field(default_factory=WorkBounds)  # Bounds each caller's expensive requests.
     long_work: FairThreads = field(default_factory=_long_work)  # Runs what would delay the event loop.
     model_pages: ModelPages = field(default_factory=ModelPages)  # Pages of /v1/models.

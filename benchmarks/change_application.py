@@ -1,6 +1,6 @@
 """Changes the application of a `lorafleet serve` that runs on this machine, as a changed file and a scaler do.
 
-    python benchmarks/change_application.py PID replace                      # all replicas, one after another
+    python benchmarks/change_application.py PID replace                      # with the options that it has
     python benchmarks/change_application.py PID replace max_model_len=4096   # by replicas with another option
     python benchmarks/change_application.py PID scale 1                      # afterwards: the number of replicas
 
@@ -65,8 +65,8 @@ def connect(pid: int) -> None:
 
 
 def replace(changes: dict[str, Any]) -> None:
-    """Deploys the application with its options and these changes from a file, by `serve run`. Waits until all replicas
-    are replaced. Raises SystemExit with Serve's message if it cannot be deployed."""
+    """Deploys the application from a file, by `serve run`, with the options that were deployed last and these changes.
+    Waits until the application runs. Raises SystemExit with Serve's message if it cannot be deployed."""
     from ray.serve.context import _get_global_client
 
     client: Any = _get_global_client()
@@ -96,12 +96,14 @@ def wait_until_deployed(client: Any, before_s: float) -> None:
     """Waits until what was deployed after `before_s` runs. Raises SystemExit with Serve's message if it failed."""
     deadline_s = time.monotonic() + DONE_S
     while True:
-        status = client.get_serve_status(APP).app_status
+        overview = client.get_serve_status(APP)
+        status = overview.app_status
         if status.deployment_timestamp > before_s:
             if status.status == "RUNNING":
                 return
             if status.status == "DEPLOY_FAILED":
-                sys.exit(f"Serve could not deploy the application: {status.message}")
+                causes = [deployment.message for deployment in overview.deployment_statuses]
+                sys.exit("\n".join(["Serve could not deploy the application:", status.message, *causes]))
         if time.monotonic() > deadline_s:
             sys.exit(f"after {DONE_S:.0f} s the application is {status.status}: {status.message}")
         time.sleep(POLL_S)

@@ -8,8 +8,8 @@ It measures the quiet tenant's time to first token and the gaps between its toke
 and beside all of them at once. It starts `lorafleet serve` on the CPU with the demo's model. Attacks (noisy/) come from
 a process of lower priority, as real clients would not use the server's processors.
 
-It exits with status 1 if a bound was broken: a first token within 2 s beside any single attack, no replica lost, no
-process larger by 300 MiB, and only correct answers.
+It exits with status 1 if a bound was broken: a first token within 2 s beside each attack and all of them, no replica
+lost, no process larger by 300 MiB, and only correct answers.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from lorafleet.client.results import (
     Verified,
 )
 from lorafleet.client.shared_memory import shared_tensors
-from lorafleet.client.sleep_verbs import ShowSleep, SleepAll, SleepState, SleepStatus, WakeUpAll
+from lorafleet.client.sleep_verbs import ShowSleep, SleepAll, SleepState, SleepStatus, WakeStatus, WakeUpAll
 from lorafleet.client.tensor_packing import SharedTensors, pack_shared, pack_tensors
 from lorafleet.client.weights_group import WeightsGroup
 from lorafleet.protocol import admin_verbs as verbs
@@ -274,7 +274,7 @@ class AdminClient:
         """
         return self._send(SleepAll(level, mode))
 
-    def wake_up(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> SleepStatus:
+    def wake_up(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> WakeStatus:
         """Takes these parts of the memory again. Generation goes on when no part is asleep."""
         return self._send(WakeUpAll(tuple(tags)))
 

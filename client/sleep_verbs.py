@@ -12,6 +12,12 @@ class SleepStatus(msgspec.Struct, frozen=True):
     status: str  # asleep or awake.
 
 
+class WakeStatus(msgspec.Struct, frozen=True):
+    status: str  # awake.
+    base_changed: bool = False  # Whether the checkpoint had other weights than before the sleep.
+    base_digest: str = ""  # Of the base's weights that answer now.
+
+
 class SleepState(msgspec.Struct, frozen=True):
     is_sleeping: bool  # Whether any part of the memory is given back.
 
@@ -23,7 +29,7 @@ class SleepAll(Verb[SleepStatus], frozen=True):
     mode: PauseMode = "abort"
 
 
-class WakeUpAll(Verb[SleepStatus], frozen=True):
+class WakeUpAll(Verb[WakeStatus], frozen=True):
     http = HttpRoute("POST", "/wake_up", "Take the GPU memory of all replicas again", in_query=True)
 
     tags: tuple[MemoryTag, ...] = ALL_MEMORY

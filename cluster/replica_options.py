@@ -65,8 +65,8 @@ class ReplicaOptions(BaseModel, frozen=True):
         300.0,
         ge=1,
         allow_inf_nan=False,
-        description="Seconds that a replica that is stopped, since fewer are needed or its node is drained, has to end "
-        "the answers that it has begun. Those that take longer are cut off.",
+        description="Seconds to end the answers that have begun, when a replica is stopped because fewer are needed or "
+        "its node is drained, and when `lorafleet serve` is stopped. Those that take longer are cut off.",
     )
     max_body_bytes: Annotated[int, Change.IN_REPLICA] = Field(
         MAX_BODY_BYTES, ge=1, description="Largest request body in bytes. Larger ones are rejected with 413."

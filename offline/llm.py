@@ -235,9 +235,12 @@ class LLM:
         level 2 they are read from the checkpoint at the wake-up."""
         self._order(SleepEngine(level, mode))
 
-    def wake_up(self, tags: Sequence[MemoryTag] | None = None) -> None:
-        """Takes these parts of the GPU memory again, all by default."""
+    def wake_up(self, tags: Sequence[MemoryTag] | None = None) -> bool:
+        """Takes these parts of the GPU memory again, all by default. Returns whether the checkpoint had other weights
+        than before the sleep, so that all that was computed from the former ones was forgotten."""
+        num_changes = self._engine.stats().base_changes_total
         self._order(WakeEngine(ALL_MEMORY if tags is None else tuple(tags)))
+        return self._engine.stats().base_changes_total > num_changes
 
     def close(self) -> None:
         """Ends the engine and its processes, and frees their memory."""

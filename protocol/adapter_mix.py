@@ -56,6 +56,7 @@ def mixed(loras: Sequence[LoRARequest], weights: Sequence[float] | None) -> LoRA
         digest=digest,
         base_model_name=loras[0].base_model_name,
         parts=tuple(parts),
+        origin=SIGN.join(lora.lora_name for lora in loras),
     )
 
 

@@ -24,6 +24,7 @@ class Version(msgspec.Struct, frozen=True, omit_defaults=True):
     location: str = ""  # Folder that replicas read if the catalogue has no copy.
     base_model_name: str | None = None
     metadata: dict[str, str] = {}
+    left_out: tuple[str, ...] = ()  # Its parts for pictures or sound, which are not served, such as "visual".
     stored_bytes: int = 0  # Size of its files in the catalogue, which counts for the tenant's limit; 0 if it has none.
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from lorafleet.protocol.errors import ConfigError
 
+# Numbers that JSON does not have, by their names in transformers' objects: {"__float__": "Infinity"}.
+ENCODED_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 MAX_JSON_BYTES = 128 << 20  # The index of a checkpoint with 200,000 tensors has some 25 MB.
 
 
@@ -25,6 +28,22 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a {type(value).__name__}, not an object.", "model")
     return value
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Reads a config that transformers may have written: as read_json(), with encoded numbers as numbers."""
+    found = read_json(path)
+    return {key: _decoded(value) for key, value in found.items()}
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"} and isinstance(value["__float__"], str):
+        return ENCODED_FLOATS.get(value["__float__"], value)
+    return {key: _decoded(item) for key, item in value.items()}
 
 
 def integer(raw: dict[str, Any], key: str, default: int) -> int:

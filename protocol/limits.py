@@ -78,6 +78,7 @@ MAX_TOKENIZE_CHARS = 1 << 20  # Text of /tokenize, which has no context to fit.
 MAX_TOKEN_IDS = 1 << 20  # Ids of one prompt, which must also fit the context.
 MAX_DETOKENIZE_IDS = 1 << 17
 MAX_PROMPTS = 2048  # Prompts of one request.
+MAX_NAMED_MODELS = 64  # Models that the prompts of one request name; each may have to be looked up and fetched.
 MAX_SAMPLES = 2048  # Prompts x n.
 # Tokens of all prompts, each counted n times; the engine holds this many ids in about 80 MB.
 MAX_PROMPT_TOKENS = 1 << 21

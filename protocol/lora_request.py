@@ -46,6 +46,10 @@ class LoRARequest(msgspec.Struct, frozen=True):
     # that was just pushed.
     memory: SealedAdapter | None = None
     version: int = 0  # Number of the version in the catalogue. 0: it has none, as for a mix, or none yet.
+    # The path or URI that the owner gave, or the name if there was none: model pages show it in the place of lora_path,
+    # which may lie in a store of the server. "": lora_path is what the owner gave.
+    origin: str = ""
+    left_out: tuple[str, ...] = ()  # As AdapterInfo's, once the adapter was read; () before.
 
 
 class LoRAPart(msgspec.Struct, frozen=True):
@@ -96,3 +100,5 @@ class AdapterInfo(msgspec.Struct, frozen=True):
     context_length: int | None = None
     # "classify" or "token_classify" if it has a classification head of its own, which it is for. "": it generates.
     head_task: str = ""
+    # Its parts for pictures or sound, such as "visual", which are not served, since no text passes through them.
+    left_out: tuple[str, ...] = ()

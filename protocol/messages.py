@@ -263,6 +263,8 @@ class EngineStats(msgspec.Struct, frozen=True):
 
     paused: PauseMode | Literal[""] = ""  # Mode of the present pause; "" if there is none. keep: also while asleep.
     sleeping: int = 0  # 1 while GPU memory is given back, else 0.
+    base_digest: str = ""  # Of the base's weights in memory, see workers/bases/weights_digest.py.
+    base_changes_total: int = 0  # Wake-ups that have found other weights in the checkpoint.
     num_running: int = 0  # Sequences in steps.
     num_waiting: int = 0  # Sequences in the queue, or outside of it for a grammar.
     running_tokens: int = 0  # Tokens of the running sequences: prompts and answers so far.
@@ -384,6 +386,7 @@ class EngineHello(msgspec.Struct, frozen=True):
     routed: RoutedShape | None = None  # None: the experts of tokens are not recorded.
     logprobs_mode: LogprobsMode = "raw_logprobs"  # The mode of requests that do not name one.
     device: str = "cpu"  # UUID of rank 0's GPU, as nvidia-smi shows it; "cpu" without a GPU.
+    can_generate: bool = True  # False: the base's checkpoint has no head, so it only embeds texts.
 
     def ends(self, base_eos_id: int | None) -> list[int]:
         """Returns all tokens that end the base's answers: those of its configuration, and the eos token of its

@@ -22,11 +22,12 @@ from lorafleet.protocol.adapter_formats.adapter_rope import DEFAULTS_NAME, read_
 from lorafleet.protocol.adapter_formats.safetensors_header import TensorInfo
 from lorafleet.protocol.errors import AdapterTooLarge, ConfigError
 from lorafleet.protocol.strict_json import read_json_object
-from lorafleet.workers.adapters.base_layout import EMBEDDING, HEAD, TABLES, BaseLayout, peft_name
+from lorafleet.workers.adapters.base_layout import EMBEDDING, HEAD, TABLES, BaseLayout
 from lorafleet.workers.adapters.kinds.kind import Base
 from lorafleet.workers.adapters.kinds.trained_tokens import ROWS, trained_tokens
 from lorafleet.workers.adapters.peft_helper import PEFTHelper
-from lorafleet.workers.adapters.peft_names import engine_name
+from lorafleet.workers.adapters.peft_names import engine_name, left_out_part
+from lorafleet.workers.adapters.spellings import table_names, without_wrappers
 from lorafleet.workers.adapters.weight_files import read_weights
 
 Shape = tuple[int, ...]
@@ -81,10 +82,10 @@ def base_of(config: Mapping[str, object], infos: Mapping[str, TensorInfo]) -> Ba
         )
     leaves: dict[str, dict[str, Shape]] = {}
     for name, info in infos.items():
-        match = _TENSOR.fullmatch(name)
+        match = None if left_out_part(name) else _TENSOR.fullmatch(without_wrappers(name))
         if match is not None:
             leaf = _ADAPTER_NAME.sub("", match["leaf"]).removesuffix(".weight")
-            leaves.setdefault(engine_name(match["module"]), {})[leaf] = info.shape
+            leaves.setdefault(engine_name(match["module"].removesuffix(".weight")), {})[leaf] = info.shape
     stacked = next((module for module in leaves if _ALL_EXPERTS.fullmatch(module)), None)
     if stacked is not None:
         raise ConfigError(
@@ -129,7 +130,8 @@ def _is_tied(helper: PEFTHelper, leaves: Mapping[str, Leaves]) -> bool:
         own = leaves.get(table, {})
         if any(leaf.endswith(ROWS) for leaf in own) and table not in tokens:
             return True
-        if any(leaf.startswith("lora_") for leaf in own) and not helper.targets(peft_name(table), is_linear=False):
+        is_targeted = any(helper.targets(name, is_linear=False) for name in table_names(table))
+        if any(leaf.startswith("lora_") for leaf in own) and not is_targeted:
             return helper.flag("ensure_weight_tying")
     return False
 

@@ -29,6 +29,7 @@ from lorafleet.tools.layouts import saved_name
 from lorafleet.tools.mlx import is_mlx
 from lorafleet.tools.reading import read_forms
 from lorafleet.workers.adapters.forms import AdapterForms
+from lorafleet.workers.adapters.peft_names import left_out_part
 from lorafleet.workers.bases.stored_tensors import stored_dtype
 from lorafleet.workers.slots.lora_model import LoRAModel
 from lorafleet.workers.tp.adapter_sharding import AdapterSharding
@@ -66,6 +67,7 @@ class Inspection:
     shapes: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     dtypes: dict[str, int] = field(default_factory=dict)  # Number of tensors of each dtype.
     num_values: int = 0
+    left_out: list[str] = field(default_factory=list)  # Parts for pictures or sound, which are not served.
     vocabulary: dict[str, int] = field(default_factory=dict)  # Rows of the embedding and the head in the files.
     tokenizer: list[str] = field(default_factory=list)
     bytes_on_one_gpu: int | None = None  # Size in `dtype`.
@@ -163,6 +165,7 @@ def _with_tensors(found: Inspection, path: Path) -> Inspection:
         found,
         dtypes=dict(Counter(info.dtype for info in infos.values())),
         num_values=sum(values.values()),
+        left_out=sorted({part for part in map(left_out_part, infos) if part}),
         vocabulary=rows,
     )
 

@@ -27,8 +27,10 @@ from lorafleet.tools.inferred_base import base_of
 from lorafleet.tools.mlx import is_mlx, read_mlx
 from lorafleet.tools.peft_files import PEFTFiles, load_tensors
 from lorafleet.workers.adapters.adapter_parts import AdapterParts
+from lorafleet.workers.adapters.patterns import Budget, Pattern
 from lorafleet.workers.adapters.peft_fields import FIELDS, is_known, is_unset
 from lorafleet.workers.adapters.peft_helper import PEFTHelper
+from lorafleet.workers.adapters.spellings import known_name, without_wrappers
 from lorafleet.workers.adapters.weight_files import read_weights
 
 REMOVED_FIELDS = ("enable_lora", "merge_weights")  # Fields of 2023, without effect if unset or false.
@@ -63,7 +65,7 @@ def read_layout(path: Path) -> PEFTFiles:
         dropped = [name for name in config if _is_outdated(name, config)]
         today = {name: value for name, value in config.items() if name not in dropped}
         if any(_MULTIMODAL in name for name in names):
-            today = _of_the_decoder(today, names.values())
+            today = _of_the_decoder(today, names)
         _check_header(today, {names[name]: info for name, info in weights.infos.items()})
         tensors = load_tensors(weights, file.name)
     renamed = [(old, new) for old, new in names.items() if old != new]
@@ -86,6 +88,7 @@ def _check_header(config: Mapping[str, object], infos: Mapping[str, TensorInfo])
 def saved_name(name: str) -> str:
     """Returns the name under which PEFT 0.21 would save this tensor of a decoder. A name that is not a decoder's does
     not change."""
+    name = without_wrappers(name)
     match = _PREFIX.match(name)
     rest = _NAMED_LEAF.sub(r".\g<leaf>", name[match.end() if match else 0 :])
     rest = _SAVED_MODULE.sub(".", rest)
@@ -101,21 +104,52 @@ def _check_one_adapter(names: Iterable[str]) -> None:
         raise AdapterMalformed(f"the weights file has tensors of several adapters: {', '.join(sorted(found))}.")
 
 
-def _of_the_decoder(config: Mapping[str, object], names: Iterable[str]) -> dict[str, object]:
+def _of_the_decoder(config: Mapping[str, object], names: Mapping[str, str]) -> dict[str, object]:
     """Returns a multimodal model's config for its decoder alone. A regular expression that looks for "language" would
-    find nothing in a decoder, so the modules are listed instead."""
+    find nothing in a decoder, so the modules are listed instead.
+
+    Args:
+        names: today's names of the tensors, by those in the file.
+    """
     today = dict(config)
+    modules = _target_modules(names)
     for key in _NAMES_OF_MODULES:
         value = today.get(key)
         if isinstance(value, list):
             today[key] = [name.replace(_MULTIMODAL, "") if isinstance(name, str) else name for name in value]
         elif isinstance(value, dict):
-            today[key] = {name.replace(_MULTIMODAL, ""): entry for name, entry in value.items()}
-    if isinstance(config.get("target_modules"), str) and config["target_modules"] != "all-linear":
-        matches = map(_TARGET.fullmatch, names)
-        today["target_modules"] = sorted({match["module"] for match in matches if match is not None})
+            today[key] = _listed(key, value, modules)
+    written = [config.get("target_modules"), config.get("exclude_modules")]
+    if any(isinstance(value, str) and value != "all-linear" for value in written):
+        today["target_modules"] = sorted(set(modules.values()))
         today["exclude_modules"] = None
     return today
+
+
+def _target_modules(names: Mapping[str, str]) -> dict[str, str]:
+    """Returns today's names of the targeted modules, by those that the file has without PEFT's prefix."""
+    found = {}
+    for old, new in names.items():
+        match = _TARGET.fullmatch(new)
+        if match is not None:
+            leaf = new[match.end("module") :]
+            own = _NAMED_LEAF.sub(r".\g<leaf>", known_name(without_wrappers(old)))
+            found[own.removesuffix(leaf)] = match["module"]
+    return found
+
+
+def _listed(key: str, table: Mapping[str, object], modules: Mapping[str, str]) -> dict[str, object]:
+    """Returns rank_pattern or alpha_pattern with each module's own name. An entry that names none of them stays."""
+    budget, patterns = Budget(), [(Pattern(text, key), value) for text, value in table.items()]
+    used = set()
+    listed: dict[str, object] = {}
+    for old, new in modules.items():
+        for pattern, value in patterns:
+            if pattern.matches_ending(old, budget):
+                listed[new] = value
+                used.add(pattern.text)
+                break
+    return listed | {text.replace(_MULTIMODAL, ""): value for text, value in table.items() if text not in used}
 
 
 def _check_distinct(names: Mapping[str, str]) -> None:

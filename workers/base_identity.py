@@ -1,7 +1,7 @@
 """Says which base weights an engine holds, for the keys of everything that is computed from them.
 
 A sleep at level 2 may end with other weights than it began with. What was computed before is then of no use: keys and
-values, states, drafts, and adapters that were packed with a look at the base. So each of their keys contains the digest.
+values, states, drafts, and adapters that were packed with a look at the base. So their keys contain the digest.
 """
 
 from __future__ import annotations

@@ -83,6 +83,8 @@ class EngineStatistics:
         return EngineStats(
             paused=scheduler.pause,
             sleeping=int(bool(self._runner.memory.asleep)),
+            base_digest=self._runner.memory.base.digest,
+            base_changes_total=self._runner.memory.base.num_changes,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + num_pending + scheduler.num_aside,
             running_tokens=sum(len(sequence.tokens) for sequence in scheduler.running),

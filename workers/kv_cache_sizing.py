@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from lorafleet.workers.bases.stored_names import AS_WRITTEN
 from lorafleet.workers.bases.weights import read_kv_scales
 from lorafleet.workers.device.state_cache import StateCache
 from lorafleet.workers.kv_tiers.block_movers import STAGING_BYTES
+from lorafleet.workers.memory_use import MemoryUse
 from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.step.planner import SCORED_ROWS
 from lorafleet.workers.step.prefill_graphs import graph_token_counts
@@ -50,13 +52,22 @@ def size_cache(
     """
     limit = model.config.context_limit
     check_context(config, limit, model.config.rope_positions)
-    tokens = config.kv_cache_tokens
+    tokens, use = config.kv_cache_tokens, None
     if tokens is None:
-        free = _free_bytes(config, model, spec, states)
-        tokens = cache_tokens(config, spec, free - late_bytes(cache_tokens(config, spec, free)))
+        free = CPU_CACHE_BYTES
+        if spec.device.type == "cuda":
+            use = _measure_use(config, model, spec, states)
+            free = use.free
+        later = late_bytes(cache_tokens(config, spec, free))
+        tokens = cache_tokens(config, spec, free - later)
+        use = None if use is None else replace(use, later=later)
     num_blocks = model.group.least(tokens // spec.block_size, spec.device)
     tokens = num_blocks * spec.block_size
-    max_model_len = longest_sequence(config, limit, tokens)
+    try:
+        max_model_len = longest_sequence(config, limit, tokens)
+    except ConfigError as error:
+        least_tokens = max(config.max_model_len or 0, spec.block_size)
+        raise error if use is None else use.explained(error, least_tokens * bytes_per_token(spec)) from None
     if config.max_model_len is None and tokens < limit:
         log.warning("reduced max_model_len from the model's %d to %d tokens, the size of the KV cache", limit, tokens)
     log.info("KV cache: %d tokens of %s, %.2f GiB", tokens, spec.kv_dtype, tokens * bytes_per_token(spec) / 2**30)
@@ -117,8 +128,8 @@ def longest_sequence(config: EngineConfig, limit: int, tokens: int) -> int:
     small."""
     if config.max_model_len is not None and tokens < config.max_model_len:
         raise ConfigError(
-            f"the KV cache holds {tokens} tokens, less than max_model_len={config.max_model_len}. Lower max_model_len, "
-            "or raise gpu_memory_utilization or kv_cache_tokens.",
+            f"the KV cache holds {max(0, tokens)} tokens, less than max_model_len={config.max_model_len}. Lower "
+            "max_model_len, or raise gpu_memory_utilization or kv_cache_tokens.",
             "max_model_len",
         )
     if tokens < config.block_size:
@@ -146,13 +157,24 @@ def block_bytes(spec: AttentionSpec) -> list[int]:
     ]
 
 
-def _free_bytes(config: EngineConfig, model: EngineModel, spec: AttentionSpec, states: StateCache | None) -> int:
-    if spec.device.type != "cuda":
-        return CPU_CACHE_BYTES
+def _measure_use(config: EngineConfig, model: EngineModel, spec: AttentionSpec, states: StateCache | None) -> MemoryUse:
+    """Measures the memory of the GPU by its users, except what is set aside for later."""
+    held = torch.cuda.memory_allocated(spec.device)
     peak = _measure_peak(config, model, spec, states)
     free, total = torch.cuda.mem_get_info(spec.device)
-    held_by_others = total - free - torch.cuda.memory_reserved(spec.device)
-    return budget_bytes(config, total) - held_by_others - peak
+    weights = min(held, _weight_bytes(model))
+    return MemoryUse(
+        total,
+        config.gpu_memory_utilization,
+        others=total - free - torch.cuda.memory_reserved(spec.device),
+        weights=weights,
+        slots=held - weights,
+        step=peak - held,
+    )
+
+
+def _weight_bytes(model: EngineModel) -> int:
+    return sum(weight.nbytes for weight in model.parameters())
 
 
 def budget_bytes(config: EngineConfig, total_bytes: int) -> int:

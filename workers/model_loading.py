@@ -78,7 +78,10 @@ def refill_model(config: EngineConfig, model: CheckpointModel, served: ModelConf
 
 
 def served_model_config(config: EngineConfig) -> ModelConfig:
-    """Returns the configuration in the folder `config.model`, with the quantization that is served. Raises ConfigError."""
+    """Returns the configuration in the folder `config.model`, with the quantization that is served.
+
+    Raises ConfigError.
+    """
     read = read_model_config(Path(config.model))
     return replace(read, quantization=resolved(read.quantization, config.quantization))
 

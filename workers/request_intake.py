@@ -63,6 +63,12 @@ class RequestIntake:
         """Raises LorafleetError if the request can never be served."""
         vocab_size = self._vocab_size(request)
         self._check_prompt(request, vocab_size)
+        if request.pooling is None and not self._hello.can_generate:
+            raise InvalidRequest(
+                "the base model's checkpoint has no lm_head.weight, so it cannot generate. Request embeddings, or serve "
+                "a checkpoint with a head.",
+                "model",
+            )
         assert not request.params.bad_words or request.params.bad_words_token_ids is not None
         assert not request.returns_experts or self._hello.routed is not None
         request.params.check_vocabulary(vocab_size)

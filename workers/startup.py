@@ -129,6 +129,7 @@ def build_engine(
         routed=None if steps.routed is None else steps.routed.shape,
         logprobs_mode=config.logprobs_mode,
         device=_device_name(steps.device),
+        can_generate=model_config.has_head,
     )
     return Engine(
         runner,

@@ -1,6 +1,7 @@
-"""Limits the bytes that the bodies of in-flight requests may have on this replica, together and per tenant.
+"""Limits the bytes that the bodies and answers of in-flight requests may have on this replica, together and per tenant.
 
-A body counts from its first byte until its request is answered, because its parsed content lives as long.
+A body counts from its first byte until its request is answered, because its parsed content lives as long. A whole
+answer counts while it is sent, which takes as long as its client likes.
 """
 
 from __future__ import annotations
@@ -39,6 +40,17 @@ class BodyBudget:
             )
         self._held[owner] += num_bytes
 
+    def add_answer(self, owner: str, num_bytes: int) -> None:
+        """Counts the bytes of a whole answer that is about to be sent. An answer of any size is allowed while the owner
+        is within its half. Raises QueueFull otherwise."""
+        if self._held[owner] > self._max_bytes // 2:
+            raise QueueFull(
+                f"The bodies and answers of the requests of {owner} in progress on this replica have "
+                f"{self._held[owner]} bytes in total, and another answer is allowed only with at most "
+                f"{self._max_bytes // 2}. Read your answers, or send fewer requests at a time."
+            )
+        self._held[owner] += num_bytes
+
     def remove(self, owner: str, num_bytes: int) -> None:
         self._held[owner] -= num_bytes
         if not self._held[owner]:
@@ -60,6 +72,11 @@ class HeldBody:
         self._budget.add(self._owner, num_bytes)
         self.num_bytes += num_bytes
 
+    def add_answer(self, num_bytes: int) -> None:
+        """Counts the bytes of the answer too. Raises QueueFull."""
+        self._budget.add_answer(self._owner, num_bytes)
+        self.num_bytes += num_bytes
+
     def end(self) -> None:
         self._budget.remove(self._owner, self.num_bytes)
         self.num_bytes = 0
@@ -76,6 +93,13 @@ def count_with_body(scope: Scope, num_bytes: int) -> None:
     """Counts further bytes that are read for the request, as those of its body. Raises the errors of BodyBudget."""
     body: HeldBody = scope[_BODY]
     body.add(num_bytes)
+
+
+def count_answer(scope: Scope, num_bytes: int) -> None:
+    """Counts the bytes of a request's answer until it has been sent, if the request had a body. Raises QueueFull."""
+    body: HeldBody | None = scope.get(_BODY)
+    if body is not None:
+        body.add_answer(num_bytes)
 
 
 def body_bytes_of(scope: Scope) -> int:

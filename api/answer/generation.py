@@ -38,7 +38,7 @@ from lorafleet.protocol.messages import EngineRequest, HeadTask, Pooling, Tokeni
 from lorafleet.protocol.sampling_params import SamplingParams
 
 # Deltas of the samples of one request that wait for its stream. What comes after waits as outputs, which are bounded.
-_MAX_MERGED = 64
+MAX_MERGED = 64
 _numbers = itertools.count()  # Clients may give two requests the same ID; the engine needs distinct IDs.
 
 
@@ -214,7 +214,7 @@ def merged(samples: Sequence[Sample]) -> AsyncGenerator[tuple[Sample, Delta], No
 
 
 async def _merged(samples: Sequence[Sample]) -> AsyncGenerator[tuple[Sample, Delta], None]:
-    queue: asyncio.Queue[tuple[Sample, Delta | Exception]] = asyncio.Queue(_MAX_MERGED)
+    queue: asyncio.Queue[tuple[Sample, Delta | Exception]] = asyncio.Queue(MAX_MERGED)
     tasks: list[asyncio.Task[None]] = []
     try:
         async for sample in in_turns(samples):

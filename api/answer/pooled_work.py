@@ -21,7 +21,7 @@ from lorafleet.api.answer.streaming import answer_headers
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.pooled_bodies import PooledRequest
 from lorafleet.api.request.priority import checked_priority
-from lorafleet.api.request.prompts import Prompt, fit_max_tokens, listed_prompts, read_prompt, truncate
+from lorafleet.api.request.prompts import Prompt, PromptTotal, fit_max_tokens, listed_prompts, read_prompt, truncate
 from lorafleet.api.request.request_deadline import RequestDeadline
 from lorafleet.api.served_model import ServedModel
 from lorafleet.api.telemetry.http_metrics import label_request
@@ -68,13 +68,14 @@ class PooledWork:
         texts, model, keep = self.state.texts, self.model, self.body.truncate_prompt_tokens
         special = self.body.add_special_tokens is not False
         prompts: list[Prompt] = []
+        total = PromptTotal(param)
         async for entry in in_turns(listed_prompts(given, param)):
             prompt = await read_prompt(
                 texts, model, entry, add_special_tokens=special, param=param, must_fit=keep is None
             )
             prompt = truncate(texts, model, prompt, keep, 1)
             fit_max_tokens(texts, model, len(prompt.token_ids), 1, None, param)
-            prompts.append(prompt)
+            prompts.append(total.add(prompt))
         return prompts
 
     async def start(self, prompts: Sequence[Prompt], pooling: Pooling | HeadTask) -> list[Sample]:

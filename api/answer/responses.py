@@ -16,6 +16,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from lorafleet.api.access.body_budget import count_answer
 from lorafleet.api.answer.anthropic_errors import is_from_anthropics_client
 from lorafleet.api.answer.error_responses import SERVER_FAILED, error_event
 from lorafleet.protocol.errors import LorafleetError
@@ -102,6 +103,7 @@ class WholeReply(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with while_client_stays(receive):
             response = await self._work()
+            count_answer(scope, len(response.body))
             await response(scope, receive, send)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import (
+    Any,
+    Literal,
+    NotRequired,  # pydantic requires this one before Python 3.12.
+)
 
-from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12.
+from typing_extensions import TypedDict
 
 from lorafleet.api.answer.answer_types import exactly
 
@@ -18,6 +22,7 @@ class ModelCard(TypedDict):
     root: str
     parent: str | None
     max_model_len: int
+    left_out: NotRequired[list[str]]  # An adapter's parts for pictures or sound, which are not served.
 
 
 @exactly
@@ -59,6 +64,12 @@ class WorldSize(TypedDict):
 @exactly
 class Status(TypedDict):
     status: str
+
+
+@exactly
+class Awake(Status):
+    base_changed: bool  # Whether the checkpoint had other weights than before the sleep.
+    base_digest: str  # Of the weights that answer now.
 
 
 @exactly

@@ -23,7 +23,12 @@ from lorafleet.protocol.limits import (
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _LISTED = ("content", "tool_calls")
 _PASSED_ON = ("role", "name", "tool_call_id")
-_NO_EFFECT = ("parsed",)  # openai-python's parsed `content`, which it sends back in addition to it.
+# What libraries add to an earlier answer and send back: openai-python's parsed `content`, IDs and states of items of
+# other APIs, and marks of what to cache. None of it can change the prompt.
+_NO_EFFECT = ("parsed", "id", "status", "cache_control", "provider_specific_fields")
+_TEXT_PARTS = ("text", "input_text", "output_text")  # /v1/responses has the other two names for the same.
+_NO_EFFECT_IN_PARTS = ("prompt_cache_breakpoint", "cache_control", "annotations", "logprobs", "id")
+_MAY_BE_NULL = ("assistant", "tool", "function")  # Roles whose content may be null, which is no text.
 _ALWAYS_EMPTY = ("function_call", "refusal", "audio", "annotations")
 # Names of an earlier answer's reasoning in clients' messages. Templates read it by one of the other names.
 _REASONING = ("reasoning_content", "reasoning")
@@ -35,11 +40,14 @@ _TEXT = {"type": "string", "maxLength": MAX_TEXT_CHARS}
 _NULL = {"type": "null"}
 _PARTS = {
     "type": "array",
-    "minItems": 1,
     "maxItems": MAX_PARTS_OF_ONE,
     "items": {
         "type": "object",
-        "properties": {"type": {"const": "text"}, "text": _TEXT, "prompt_cache_breakpoint": _IGNORED},
+        "properties": {
+            "type": {"enum": list(_TEXT_PARTS)},
+            "text": _TEXT,
+            **dict.fromkeys(_NO_EFFECT_IN_PARTS, _IGNORED),
+        },
         "required": ["type", "text"],
         "additionalProperties": False,
     },
@@ -97,7 +105,7 @@ MESSAGE_SCHEMA: dict[str, Any] = {
         **dict.fromkeys(_NO_EFFECT, _IGNORED),
     },
     "required": ["role"],
-    "if": {"not": {"properties": {"role": {"const": "assistant"}}}},
+    "if": {"not": {"properties": {"role": {"enum": list(_MAY_BE_NULL)}}}},
     "then": {"properties": {"content": {"anyOf": _TEXT_OR_PARTS}}, "required": ["content"]},
     "additionalProperties": False,
 }
@@ -199,15 +207,16 @@ def _read_arguments(given: object, where: str) -> dict[str, Any]:
     return arguments
 
 
-def _read_content(content: object, role: str, where: str) -> str:
+def _read_content(content: object, role: str, where: str) -> str | list[str]:
+    """Returns the text, or the texts of a list of parts. The chat template decides whether these are joined."""
     if isinstance(content, str):
         return string(content, where, MAX_TEXT_CHARS)
-    if content is None and role == "assistant":
+    if content is None and role in _MAY_BE_NULL:
         return ""
-    if not isinstance(content, list) or not content:
+    if not isinstance(content, list):
         raise InvalidRequest(f"`{where}` must be a string or a list of text parts.", where)
     _check_count(content, where)
-    return "\n".join(_read_part(part, f"{where}.{i}") for i, part in enumerate(content))
+    return [_read_part(part, f"{where}.{i}") for i, part in enumerate(content)]
 
 
 def _read_part(part: object, where: str) -> str:
@@ -215,16 +224,17 @@ def _read_part(part: object, where: str) -> str:
         return string(part, where, MAX_TEXT_CHARS)
     if not isinstance(part, dict) or "type" not in part:
         raise InvalidRequest(f"`{where}` must be an object with a type.", where)
-    if part["type"] != "text":
+    if part["type"] not in _TEXT_PARTS:
         raise InvalidRequest(
             f"`{where}` has the type {cut(repr(part['type']))}, but this model reads text only. Remove the part.",
             f"{where}.type",
         )
-    unknown = set(part) - {"type", "text", "prompt_cache_breakpoint"}
+    unknown = set(part) - {"type", "text", *_NO_EFFECT_IN_PARTS}
     if unknown:
         field = f"{where}.{cut(min(unknown))}"
         raise InvalidRequest(f"`{field}` is not a field of a text part; remove it.", field)
-    check_ignored(part.get("prompt_cache_breakpoint"), f"{where}.prompt_cache_breakpoint")
+    for name in _NO_EFFECT_IN_PARTS:
+        check_ignored(part.get(name), f"{where}.{name}")
     return string(part.get("text"), f"{where}.text", MAX_TEXT_CHARS)
 
 

@@ -19,6 +19,7 @@ from lorafleet.api.app_state import AppState
 from lorafleet.api.request.bounds import OVER_BOUND
 from lorafleet.api.request.fields import Tolerant, without_no_ops
 from lorafleet.protocol.errors import BodyTimeout, BodyTooLarge, InvalidRequest, UnsupportedMediaType
+from lorafleet.protocol.header_numbers import header_number
 from lorafleet.protocol.json_counts import JsonCounts
 from lorafleet.protocol.limits import MAX_BODY_READ_S, cut
 
@@ -34,6 +35,7 @@ async def read_body(state: AppState, request: Request, model: type[Body]) -> Bod
     InvalidRequest errors.
     """
     _check_content_type(request)
+    check_encoding(request)
     held = HeldBody(state.body_budget, caller_of(request))
     set_body(request.scope, held)
     add_admission(request.scope, held)
@@ -73,10 +75,20 @@ def _check_content_type(request: Request) -> None:
         )
 
 
+def check_encoding(request: Request) -> None:
+    """Rejects compressed bodies, of which a few bytes may become any number."""
+    given = request.headers.get("content-encoding", "")
+    if given.strip().lower() not in ("", "identity"):
+        raise UnsupportedMediaType(
+            f"The header Content-Encoding is {cut(given)!r}, but this server reads bodies as they are. Send the body "
+            "uncompressed, without this header."
+        )
+
+
 async def _read_bytes(request: Request, limit: int, held: HeldBody) -> bytes:
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
-        raise _too_large(declared, limit)
+    declared = header_number(request.headers.get("content-length", ""))
+    if declared is not None and declared > limit:
+        raise _too_large(str(declared), limit)
     try:
         async with asyncio.timeout(MAX_BODY_READ_S):
             return await _read_parts(request, limit, held)

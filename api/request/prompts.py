@@ -17,7 +17,14 @@ from lorafleet.api.served_model import ServedModel
 from lorafleet.api.text.token_table import TokenTable
 from lorafleet.api.text_service import TextService
 from lorafleet.protocol.errors import ContextOverflow, InvalidRequest
-from lorafleet.protocol.limits import MAX_PROMPTS, MAX_TEXT_CHARS, MAX_TOKEN_IDS, MAX_TOKENIZE_CHARS, shown_number
+from lorafleet.protocol.limits import (
+    MAX_PROMPT_TOKENS,
+    MAX_PROMPTS,
+    MAX_TEXT_CHARS,
+    MAX_TOKEN_IDS,
+    MAX_TOKENIZE_CHARS,
+    shown_number,
+)
 
 # A text with more characters than this for each token of the context is rejected before it is tokenized, unless it has
 # at most MAX_TOKENIZE_CHARS (about a million). Tokens of well-known models have 3 to 5 characters.
@@ -56,9 +63,12 @@ async def encode(
             "tokenized. Shorten it.",
             must_fit or "prompt",
         )
-    return await texts.tokenizing.encode(
+    token_ids = await texts.tokenizing.encode(
         model.tokenizer, text, add_special_tokens=add_special_tokens, group=model.turn_group
     )
+    if must_fit is not None:  # Before the next prompt is read, so that only one can be too long.
+        fit_max_tokens(texts, model, len(token_ids), None, None, must_fit)
+    return token_ids
 
 
 def _check_may_fit(texts: TextService, model: ServedModel, text: str, param: str) -> None:
@@ -69,6 +79,29 @@ def _check_may_fit(texts: TextService, model: ServedModel, text: str, param: str
             "Shorten it.",
             param,
         )
+
+
+class PromptTotal:
+    """Counts the tokens of a request's prompts while they are read, so that no more are kept than may be computed."""
+
+    def __init__(self, param: str) -> None:
+        """
+        Args:
+            param: The field of the prompts, for the error message.
+        """
+        self._param = param
+        self._num_tokens = 0
+
+    def add(self, prompt: Prompt) -> Prompt:
+        """Counts a prompt, which has been truncated if it will be, and returns it. Raises InvalidRequest."""
+        self._num_tokens += len(prompt.token_ids)
+        if self._num_tokens > MAX_PROMPT_TOKENS:
+            raise InvalidRequest(
+                f"`{self._param}` has more than {MAX_PROMPT_TOKENS} tokens in total, which is the limit of one "
+                "request. Send fewer or shorter prompts.",
+                self._param,
+            )
+        return prompt
 
 
 def listed_prompts(given: object, param: str) -> list[object]:

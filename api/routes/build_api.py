@@ -30,6 +30,7 @@ from lorafleet.api.access.work_threads import work_for
 from lorafleet.api.answer.elsewhere import RETRY_STATUS, meant_status, retry_id
 from lorafleet.api.answer.error_responses import internal_error_response, on_http_exception, on_lorafleet_error
 from lorafleet.api.answer.gathered_writes import GatheredWrites
+from lorafleet.api.answer.piecewise import in_pieces
 from lorafleet.api.answer.responses import set_body_sender
 from lorafleet.api.anthropic.messages_api import count_message_tokens, messages
 from lorafleet.api.app_state import AppState
@@ -173,6 +174,8 @@ def _endpoint(
         state = get_state()
         if state is None:
             raise Overloaded("This replica is starting; try again in a moment.")
+        if needed != "metrics":
+            state.in_progress.check()
         if needed in ("admin", "loading") and (request.method not in _READING or path in CHANGING_GETS):
             return await audited(request, state.access.audit, lambda: admitted(state, request))
         return await admitted(state, request)
@@ -223,7 +226,16 @@ class CountRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        state = self._get_state()
+        if state is None or inner_caller(scope) is not None:
+            await self._count(scope, receive, send)
+            return
+        with state.in_progress.counted():
+            await self._count(scope, receive, send)
+
+    async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = CLIENT_LEFT
+        send = in_pieces(send)
         set_body_sender(scope, self._writes.sender(send))
 
         async def record_status(message: Message) -> None:

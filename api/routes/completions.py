@@ -23,7 +23,7 @@ from lorafleet.api.answer.streaming import StreamUsage, TextChunk, answer_header
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.parsing import read_body
 from lorafleet.api.request.priority import checked_priority
-from lorafleet.api.request.prompts import Prompt, fit_max_tokens, listed_prompts, read_prompt, truncate
+from lorafleet.api.request.prompts import Prompt, PromptTotal, fit_max_tokens, listed_prompts, read_prompt, truncate
 from lorafleet.api.request.request_bodies import CompletionRequest
 from lorafleet.api.request.request_deadline import RequestDeadline
 from lorafleet.api.request.sampling import fitted, read_params
@@ -87,12 +87,14 @@ async def _read_params(
 
 
 async def _read_prompts(texts: TextService, model: ServedModel, body: CompletionRequest) -> list[Prompt]:
-    special, fits = body.add_special_tokens is not False, body.truncate_prompt_tokens is None
-    prompts = [
-        await read_prompt(texts, model, given, add_special_tokens=special, param="prompt", must_fit=fits)
-        async for given in in_turns(listed_prompts(body.prompt, "prompt"))
-    ]
-    return [truncate(texts, model, prompt, body.truncate_prompt_tokens, body.max_tokens) for prompt in prompts]
+    special, keep, total = body.add_special_tokens is not False, body.truncate_prompt_tokens, PromptTotal("prompt")
+    prompts: list[Prompt] = []
+    async for given in in_turns(listed_prompts(body.prompt, "prompt")):
+        prompt = await read_prompt(
+            texts, model, given, add_special_tokens=special, param="prompt", must_fit=keep is None
+        )
+        prompts.append(total.add(truncate(texts, model, prompt, keep, body.max_tokens)))
+    return prompts
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.fair_threads import FairThreads
 from lorafleet.api.access.long_work import run_by_count, run_by_size
+from lorafleet.api.access.pacing import in_turns
 from lorafleet.api.answer import token_types as answers
 from lorafleet.api.answer.encoded_list import EncodedList
 from lorafleet.api.answer.envelope import check_request_id, draw_key, request_id
@@ -27,7 +28,7 @@ from lorafleet.api.answer.streaming import answer_headers
 from lorafleet.api.app_state import AppState
 from lorafleet.api.request.chat_messages import string
 from lorafleet.api.request.parsing import parse_object, read_body
-from lorafleet.api.request.prompts import Prompt, fit_max_tokens, listed_prompts, read_prompt
+from lorafleet.api.request.prompts import Prompt, PromptTotal, fit_max_tokens, listed_prompts, read_prompt
 from lorafleet.api.request.request_deadline import RequestDeadline
 from lorafleet.api.request.sampling import fitted, read_logit_bias
 from lorafleet.api.request.structured import read_sglang_structured
@@ -39,7 +40,7 @@ from lorafleet.api.telemetry.http_metrics import label_request
 from lorafleet.api.telemetry.traced import trace_of
 from lorafleet.api.text.output import Delta
 from lorafleet.protocol.errors import InvalidRequest
-from lorafleet.protocol.limits import MAX_MODEL_CHARS
+from lorafleet.protocol.limits import MAX_MODEL_CHARS, MAX_NAMED_MODELS
 from lorafleet.protocol.messages import TokenLogprobs
 from lorafleet.protocol.sampling_params import SamplingParams
 
@@ -63,10 +64,9 @@ async def generate(state: AppState, request: Request) -> Response:
     sampling = await run_by_size(state.long_work, request, lambda: _read_sampling(body, len(given)))
     async with deadline.while_finding_models(trace_of(request)):
         models = await _read_models(state, request, body, sampling)
-    prompts = [
-        await read_prompt(state.texts, model, prompt, add_special_tokens=True, param=param)
-        for model, prompt in zip(models, given, strict=True)
-    ]
+    prompts, total = list[Prompt](), PromptTotal(param)
+    async for model, prompt in in_turns(zip(models, given, strict=True)):
+        prompts.append(total.add(await read_prompt(state.texts, model, prompt, add_special_tokens=True, param=param)))
     label_request(request.scope, state.telemetry.metrics.label(models[0].lora))
     tasks = await run_by_size(state.long_work, request, lambda: _make_tasks(state, body, prompts, models, sampling))
     rids = _read_rids(request, body, len(prompts))
@@ -164,6 +164,13 @@ async def _read_models(
         name = _read_name(out, within)
         key = draw_key(request, rid if isinstance(rid, str) else None, params.sampling_seed)
         asked.append((body.model if name is None else name, key))
+    names = {name for name, _ in asked}
+    if len(names) > MAX_NAMED_MODELS:
+        raise InvalidRequest(
+            f"`lora_path` names {len(names)} models; at most {MAX_NAMED_MODELS} are allowed in one request. Send the "
+            "prompts of the others in further requests.",
+            "lora_path",
+        )
     for name, key in asked:
         if (name, key) not in models:
             models[name, key] = await state.models.find(caller_of(request), name, key)

@@ -95,9 +95,11 @@ def _base_card(state: AppState, caller: Caller, name: str) -> dict[str, object]:
 
 
 def _adapter_card(state: AppState, caller: Caller, lora: LoRARequest, name: str) -> dict[str, object]:
-    root = _root(state, caller, lora.lora_path, name)
+    origin = lora.origin or lora.lora_path
+    root = name if origin == lora.lora_name else _root(state, caller, origin, name)
     length = state.texts.listed_max_model_len(lora)
-    return _card(state, name, root, lora.base_model_name or state.config.base_id, length)
+    card = _card(state, name, root, lora.base_model_name or state.config.base_id, length)
+    return card | ({"left_out": lora.left_out} if lora.left_out else {})
 
 
 def _root(state: AppState, caller: Caller, path: str, name: str) -> str:

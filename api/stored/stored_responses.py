@@ -10,9 +10,11 @@ import msgspec
 
 from lorafleet.api.stored.response_query import AskReplicas, ResponseFound, ResponseQuery
 from lorafleet.api.stored.response_store import ResponseStore, StoredResponse
-from lorafleet.protocol.errors import InvalidRequest, Overloaded, ResponseNotFound
+from lorafleet.protocol.errors import InvalidRequest, Overloaded, QueueFull, ResponseNotFound
 from lorafleet.protocol.limits import cut
+from lorafleet.sandbox.job_turns import JobTurns, NoRoom, TurnLimits
 
+ASKED = TurnLimits(running=8, waiting=32)  # Queries that are sent to all replicas at a time, and wait for it.
 WAIT_FOR_EVENTS_S = 1.0  # How long a query for events waits for the first one.
 
 Items = list[dict[str, Any]]
@@ -29,19 +31,19 @@ class StoredResponses:
     def __init__(self, store: ResponseStore, ask_replicas: AskReplicas | None = None) -> None:
         self.store = store
         self._ask_replicas = ask_replicas
-        self._claimed: set[tuple[str, str]] = (
-            set()
-        )  # Owners and IDs of the responses that requests in flight will store.
+        # Owners and IDs of the responses that requests in flight will store.
+        self._claimed: set[tuple[str, str]] = set()
+        self._turns = JobTurns(ASKED)
 
     @property
     def is_on(self) -> bool:
         return self.store.max_bytes > 0
 
     async def find(self, query: ResponseQuery) -> ResponseFound:
-        """Carries out a query, here or elsewhere. Raises ResponseNotFound."""
+        """Carries out a query, here or elsewhere. Raises ResponseNotFound or QueueFull."""
         found = await self.find_here(query)
         if found is None and self._ask_replicas is not None and self.is_on:
-            found = await self._ask_replicas(query)
+            found = await self._ask(self._ask_replicas, query)
         if found is None:
             raise ResponseNotFound(
                 f"There is no response {cut(repr(query.response_id))}. Responses are stored for a limited time, while "
@@ -62,8 +64,21 @@ class StoredResponses:
         if self._ask_replicas is None:
             return False
         with suppress(Overloaded):
-            return await self._ask_replicas(ResponseQuery(owner, response_id)) is not None
+            return await self._ask(self._ask_replicas, ResponseQuery(owner, response_id)) is not None
         return False
+
+    async def _ask(self, ask_replicas: AskReplicas, query: ResponseQuery) -> ResponseFound | None:
+        """Asks all replicas in the owner's turn, since one cheap request costs each of them a call."""
+        if query.action == "events":  # A replica has the response, and such a query waits for its next event.
+            return await ask_replicas(query)
+        try:
+            async with self._turns.turn(query.owner):
+                return await ask_replicas(query)
+        except NoRoom as full:
+            raise QueueFull(
+                f"This replica cannot look for more stored responses now: {full}. Try again later.",
+                retry_after_s=self._turns.retry_after_s,
+            ) from None
 
     async def find_here(self, query: ResponseQuery) -> ResponseFound | None:
         """Carries out a query if this replica has the response."""

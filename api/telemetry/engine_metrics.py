@@ -72,6 +72,10 @@ _GAUGES = {
 _COUNTERS = {
     "vllm:prefix_cache_queries": ("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
     "vllm:prefix_cache_hits": ("prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
+    "lorafleet_engine_base_changes": (
+        "base_changes_total",
+        "Wake-ups that have found other weights of the base in the checkpoint.",
+    ),
     "vllm:num_preemptions": (
         "preemptions_total",
         "Sequences that were preempted: they had to release their KV blocks.",

@@ -242,9 +242,7 @@ class LanguageReader:
         base = self._base
         if source is None or (source == base.chat_template and tokenizer.special_tokens == base.special_tokens):
             return None
-        template = ChatTemplate(source, tokenizer.special_tokens)
-        self._templates.check(template)
-        return template
+        return self._templates.examined(ChatTemplate(source, tokenizer.special_tokens))
 
 
 def _check_ends(eos_token_ids: Sequence[int], vocab_size: int) -> None:

@@ -21,6 +21,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from lorafleet.api.text.content_probe import Form, Message, find_forms
 from lorafleet.sandbox.program import serve, settings
 
 MAX_ERROR_CHARS = 300
@@ -46,12 +47,13 @@ def warm_up() -> None:
 
 
 def respond(message: bytearray, output_chars: int) -> bytes:
-    """Renders the template of a job; only compiles it if the job has no messages."""
+    """Renders the template of a job. If the job has no messages, it returns the forms of contents instead."""
     try:
         job = json.loads(message)
         template = compiled(job["template"])
-        text = render(template, job, output_chars) if "messages" in job else ""
-        return json.dumps({"text": text}).encode()
+        if "messages" not in job:
+            return json.dumps(forms(template, job, output_chars)).encode()
+        return json.dumps({"text": render(template, job, output_chars)}).encode()
     except MemoryError:
         return json.dumps({"out_of_memory": "it needs more memory than a template may have"}).encode()
     except RecursionError:
@@ -64,8 +66,14 @@ def respond(message: bytearray, output_chars: int) -> bytes:
 def render(template: jinja2.Template, job: dict[str, Any], output_chars: int) -> str:
     messages, goes_on = job["messages"], job["continue_final_message"]
     if goes_on:
-        final = messages[-1]["content"]
-        messages = [*messages[:-1], messages[-1] | {"content": final + CONTINUED}]
+        content = messages[-1]["content"]
+        final = content if isinstance(content, str) else content[-1]["text"]
+        tagged = (
+            final + CONTINUED
+            if isinstance(content, str)
+            else [*content[:-1], content[-1] | {"text": final + CONTINUED}]
+        )
+        messages = [*messages[:-1], messages[-1] | {"content": tagged}]
     parts, size = [], 0
     for part in template.generate(
         **job["special_tokens"] | job["template_kwargs"],
@@ -80,6 +88,14 @@ def render(template: jinja2.Template, job: dict[str, Any], output_chars: int) ->
         parts.append(part)
     text = "".join(parts)
     return cut_at_tag(text, final) if goes_on else text
+
+
+def forms(template: jinja2.Template, job: dict[str, Any], output_chars: int) -> dict[str, Form]:
+    def rendered(messages: list[Message], tools: list[Message] | None) -> str:
+        given = {"messages": messages, "tools": tools, "add_generation_prompt": True}
+        return render(template, job | given | {"continue_final_message": False, "template_kwargs": {}}, output_chars)
+
+    return find_forms(rendered)
 
 
 def cut_at_tag(text: str, final: str) -> str:

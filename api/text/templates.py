@@ -14,10 +14,13 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import msgspec
 
+from lorafleet.api.text.content_forms import TEXTS, ContentForms
+from lorafleet.api.text.content_probe import Form
 from lorafleet.api.text.tokenizer import check_template_kwargs
 from lorafleet.protocol.errors import AdapterMalformed, AdapterTooLarge, InvalidRequest, QueueFull
 from lorafleet.sandbox.job_turns import JobTurns, NoRoom, TurnLimits
@@ -49,6 +52,7 @@ class TemplateLimits:
 class ChatTemplate:
     source: str  # Jinja source, as the adapter brought it.
     special_tokens: Mapping[str, str]  # Special tokens of the adapter's tokenizer, by name ("eos_token").
+    forms: ContentForms = TEXTS  # How it takes the contents of messages, see TemplateSandbox.examined().
 
     def __post_init__(self) -> None:
         size = len(self.source.encode(errors="surrogatepass"))
@@ -91,7 +95,9 @@ class TemplateSandbox:
         job = {
             "template": template.source,
             "special_tokens": dict(template.special_tokens),
-            "messages": [{key: value for key, value in m.items() if value is not None} for m in messages],
+            "messages": [
+                {key: value for key, value in m.items() if value is not None} for m in template.forms.shaped(messages)
+            ],
             "tools": None if tools is None else list(tools),
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
@@ -107,15 +113,16 @@ class TemplateSandbox:
                 retry_after_s=self._turns.retry_after_s,
             ) from None
 
-    def check(self, template: ChatTemplate) -> None:
-        """Compiles the template and blocks meanwhile. Raises AdapterMalformed if it has a fault that every request
-        would meet."""
+    def examined(self, template: ChatTemplate) -> ChatTemplate:
+        """Returns the template with the forms in which it takes contents. Compiles it, renders short conversations, and
+        blocks meanwhile. Raises AdapterMalformed if it has a fault that every request would meet."""
         try:
-            answer = self._ask({"template": template.source})
+            answer = self._ask({"template": template.source, "special_tokens": dict(template.special_tokens)})
         except SandboxEnded as ended:
             answer = {"error": str(ended)}
         if "error" in answer:
             raise AdapterMalformed(f"the adapter's chat template cannot be compiled: {answer['error']}.")
+        return replace(template, forms=ContentForms(cast("dict[str, Form]", answer)))
 
     def close(self) -> None:
         """Ends the processes; a rendering in progress fails."""

@@ -15,6 +15,8 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders
 
+from lorafleet.api.text.content_forms import TEXTS, ContentForms
+from lorafleet.api.text.content_probe import Message, find_forms
 from lorafleet.api.text.token_table import TokenFacts, TokenTable, bytes_of, cutting_rules, most_characters
 from lorafleet.api.text.tokenizer_conversion import convert_folder, has_general_class, processor_template
 from lorafleet.protocol.errors import ConfigError, InvalidRequest, UnsupportedModel
@@ -62,6 +64,7 @@ class Tokenizer(TokenTable):
         self._hf = hf
         self._backend = backend
         self.folder = folder  # folder that it was read from
+        self._forms_of: dict[str, ContentForms] = {}  # By template.
         super().__init__(_facts_of(hf, backend))
 
     @classmethod
@@ -138,9 +141,10 @@ class Tokenizer(TokenTable):
                 "messages",
             )
         check_template_kwargs(template_kwargs)
+        shaped = self._forms(chat_template, has_tools=tools is not None).shaped(messages)
         try:
             text = self._hf.apply_chat_template(
-                [dict(m) for m in messages],
+                shaped,
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 chat_template=chat_template,
                 tokenize=False,
@@ -152,6 +156,28 @@ class Tokenizer(TokenTable):
             raise InvalidRequest(f"The chat template rejected these messages: {error}", "messages") from error
         assert isinstance(text, str)
         return text
+
+    def _forms(self, chat_template: str | None, *, has_tools: bool) -> ContentForms:
+        """Returns how a template, by default the tokenizer's own, takes the contents of messages."""
+        source = chat_template or (self.tool_template if has_tools else self._plain_template)
+        if source is None:
+            return TEXTS
+        if source not in self._forms_of:
+
+            def render(messages: list[Message], tools: list[Message] | None) -> str:
+                text: str = self._hf.apply_chat_template(
+                    messages, tools=tools, chat_template=source, tokenize=False, add_generation_prompt=True
+                )
+                return text
+
+            self._forms_of[source] = ContentForms(find_forms(render))
+        return self._forms_of[source]
+
+    @property
+    def _plain_template(self) -> str | None:
+        """The template for requests without tools."""
+        template = self._hf.chat_template
+        return template.get("default") if isinstance(template, dict) else template or None
 
     @property
     def rules(self) -> str:

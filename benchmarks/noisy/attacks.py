@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from noisy import adapters, admin, connections, fields, helpers, processes, uploads, work
+from noisy import adapters, admin, connections, expanding, fields, helpers, processes, reading, stored, uploads, work
 from noisy.hostile import Attack, name_of
 
 BY_AREA: Mapping[str, Sequence[Attack]] = {
     "fields": fields.ATTACKS,
     "work": work.ATTACKS,
+    "reading": reading.ATTACKS,
+    "expanding": expanding.ATTACKS,
+    "stored": stored.ATTACKS,
     "helpers": helpers.ATTACKS,
     "adapters": adapters.ATTACKS,
     "uploads": uploads.ATTACKS,

@@ -163,24 +163,9 @@ async def clients_that_leave(hostile: Hostile) -> None:
     await hostile.repeated(leave, 16)
 
 
-async def clients_that_never_read(hostile: Hostile) -> None:
-    """Opens streams of many samples with log-probabilities, not a byte of which is read."""
-    fields = {"logprobs": 20, "max_tokens": 400, "temperature": 1.0}
-    request = hostile.written(hostile.completion(stream=True, n=32, **fields))
-
-    async def ignore() -> None:
-        async with hostile.connection() as (_, writer):
-            writer.transport.pause_reading()  # type: ignore[attr-defined]  # Every socket transport has this method.
-            writer.write(request)
-            await writer.drain()
-            await asyncio.sleep(3600)
-
-    await hostile.repeated(ignore, 24)
-
-
 ATTACKS: tuple[Attack, ...] = (
     *(many_samples, many_prompts, many_long_answers, prompts_at_the_context_limit, penalties_on_long_prompts),
     *(min_tokens_with_stops, logprobs, prompt_logprobs, generate_with_prompt_logprobs, generate_many, messages),
     *(message_parts, tools, tokenize, tokenize_short, tokenize_one_word, detokenize, embeddings, responses_input),
-    *(clients_that_leave, clients_that_never_read),
+    clients_that_leave,
 )

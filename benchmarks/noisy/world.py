@@ -106,7 +106,8 @@ def serving(folder: Path, num_replicas: int) -> Iterator[World]:
     os.environ |= {"LORAFLEET_STATE_DIR": str(folder / "state"), "TMPDIR": str(folder / "uploads")}
     arguments = ["--model", str(DEMO / "model"), "--num-replicas", str(num_replicas), *SERVER]
     arguments += ["--api-keys", str(folder / "keys.yaml"), "--lora-resolver-dir", str(folder / "resolved")]
-    arguments += ["--lora-cache-dir", str(folder / "cache")]
+    arguments += ["--lora-cache-dir", str(folder / "cache"), "--batch-store", str(folder / "batches")]
+    arguments += ["--usage-dir", str(folder / "usage"), "--audit-dir", str(folder / "audit")]
     with running(arguments, folder / "serve.log") as server:
         yield World(server, keys, folder)
 

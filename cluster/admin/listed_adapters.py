@@ -144,6 +144,7 @@ def _seeded(adapter: AdapterRecord, lora: LoRARequest, info: AdapterInfo, *, has
         known.created_s if known else time.time(),
         location=lora.lora_path,
         base_model_name=lora.base_model_name,
+        left_out=info.left_out,
     )
     shares = (Share(version.number, 1.0),)
     if known is None:

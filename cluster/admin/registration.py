@@ -234,7 +234,7 @@ class Registration:
         homes = await self._homes(pushed.name, pushed.terms)
         [info, *_] = await self._replicas.order_all("load", lora, homes)
         assert info is not None
-        return msgspec.structs.replace(version, rank=info.rank, num_bytes=info.num_bytes)
+        return msgspec.structs.replace(version, rank=info.rank, num_bytes=info.num_bytes, left_out=info.left_out)
 
     async def preload(self, pushed: PreloadAdapter) -> None:
         """Loads content in memory on those of the push's replicas that can map it. Other replicas, and those that find

@@ -118,14 +118,17 @@ class _TrainerApi:
         await self._order(SleepEngine(2 if query.level == 2 else 1, query.mode))
         return json_response({"status": "asleep"})
 
-    @describe("Take the GPU memory of all replicas again, as in vLLM", query=WakeUpQuery, answer=server_types.Status)
+    @describe("Take the GPU memory of all replicas again, as in vLLM", query=WakeUpQuery, answer=server_types.Awake)
     async def wake_up(self, state: AppState, request: Request) -> Response:
         query = parse_query(request, WakeUpQuery)
         check_may_control(state, caller_of(request))
         tags = ALL_MEMORY if query.tags is None else tuple(query.tags)
         await begin(request, tags=list(tags))
+        num_changes = state.engine.stats.base_changes_total
         await self._order(WakeEngine(tags))
-        return json_response({"status": "awake"})
+        stats = state.engine.stats  # All replicas have read the same checkpoint.
+        is_changed = stats.base_changes_total > num_changes
+        return json_response({"status": "awake", "base_changed": is_changed, "base_digest": stats.base_digest})
 
     @describe("Show whether the replicas sleep, as in vLLM", answer=server_types.Sleeping)
     async def is_sleeping(self, state: AppState, request: Request) -> Response:

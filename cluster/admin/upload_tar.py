@@ -14,6 +14,7 @@ from typing import IO
 from starlette.requests import Request
 
 from lorafleet.api.access.work_threads import PUSHED_BYTES, in_turn
+from lorafleet.api.request.parsing import check_encoding
 from lorafleet.cluster.admin.pushing import AdapterAdmin, as_store_error
 from lorafleet.cluster.admin.staging_room import FILE_NAMES
 from lorafleet.cluster.admin.storage_quota import StorageQuota
@@ -27,6 +28,7 @@ from lorafleet.protocol.adapter_formats.adapter_files import (
 )
 from lorafleet.protocol.admin_verbs import PushTerms
 from lorafleet.protocol.errors import AdapterMalformed, BodyTooLarge
+from lorafleet.protocol.header_numbers import header_number
 from lorafleet.protocol.limits import cut
 from lorafleet.protocol.strict_json import shown
 
@@ -47,12 +49,12 @@ async def unpacked(request: Request, admin: AdapterAdmin, name: str, terms: Push
     The bytes that the client declares, or else those that arrive, are counted before they are written. Raises
     BodyTooLarge, and QuotaExceeded for an upload that is larger than all that its tenant may store.
     """
+    check_encoding(request)
     with (
         admin.staging.staging(name) as staged,
         tempfile.TemporaryDirectory(prefix="lorafleet-upload-") as folder,
     ):
-        declared = request.headers.get("content-length", "")
-        size, counted = 0, int(declared) if declared.isdecimal() else 0
+        size, counted = 0, header_number(request.headers.get("content-length", "")) or 0
         _check_size(name, counted, terms)
         staged.add(UPLOAD_COPIES * counted)
         with tempfile.TemporaryFile(dir=folder) as packed:

@@ -12,6 +12,7 @@ from lorafleet.api.access.body_budget import BodyBudget, HeldBody
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.caller_admission import add_admission
 from lorafleet.api.access.work_threads import PUSHED_BYTES, in_turn
+from lorafleet.api.request.parsing import check_encoding
 from lorafleet.cluster.admin.push_intake import PushIntake
 from lorafleet.protocol.adapter_formats.announced_tensors import AnnouncedPush
 from lorafleet.protocol.adapter_formats.tensor_push import (
@@ -22,6 +23,7 @@ from lorafleet.protocol.adapter_formats.tensor_push import (
     part_length,
 )
 from lorafleet.protocol.errors import BodyTimeout, BodyTooLarge, InvalidRequest
+from lorafleet.protocol.header_numbers import header_number
 
 MAX_READ_S = 300.0  # Time from the request's head to the last byte of its body.
 
@@ -74,10 +76,10 @@ async def read_announced(request: Request, from_device: bool) -> AnnouncedPush:
 
 
 def _declared_size(request: Request) -> int:
-    declared = request.headers.get("content-length", "")
-    if not declared.isdecimal() or not int(declared):
+    check_encoding(request)
+    size = header_number(request.headers.get("content-length", ""))
+    if not size:
         raise InvalidRequest("A push of tensors must have a body and its length in the header Content-Length.")
-    size = int(declared)
     if size > MAX_PUSH_BYTES:
         raise BodyTooLarge(
             f"The body has {size} bytes; a push from memory may have at most {MAX_PUSH_BYTES}. Upload the adapter's "

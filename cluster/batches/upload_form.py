@@ -12,15 +12,19 @@ from typing import BinaryIO
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.types import Message
+from starlette.types import Message, Scope
 
-from lorafleet.api.request.parsing import parse_object
+from lorafleet.api.request.parsing import check_encoding, parse_object
 from lorafleet.cluster.batches import batch_bounds as bounds
 from lorafleet.cluster.batches.batch_bodies import UploadFields
 from lorafleet.protocol.errors import BodyTimeout, BodyTooLarge, InvalidRequest, UnsupportedMediaType
 from lorafleet.protocol.limits import cut
 
 _FORM = "multipart/form-data"
+# The characters that RFC 2046 allows in a boundary, within quotes or without.
+_BOUNDARY = re.compile(
+    r""";\s*boundary=(?:"([0-9A-Za-z'()+_,\-./:=? ]{1,70})"|([0-9A-Za-z'+_\-.]{1,70})\s*(?:;|$))""", re.I
+)
 _NESTED = re.compile(r"(\w{1,64})\[(\w{1,64})\]")  # openai-python writes expires_after[seconds].
 
 
@@ -38,7 +42,8 @@ async def read_upload(request: Request) -> AsyncIterator[UploadedFile]:
     given = request.headers.get("content-type", "")
     if given.partition(";")[0].strip().lower() != _FORM:
         raise UnsupportedMediaType(f"The header Content-Type is {cut(given)!r}; send the file as {_FORM}.")
-    bounded = Request(request.scope, _Counted(request).receive)
+    check_encoding(request)
+    bounded = Request(_without_charset(request.scope, given), _Counted(request).receive)
     try:
         async with asyncio.timeout(bounds.MAX_UPLOAD_S):
             form = await bounded.form(max_files=1, max_fields=bounds.MAX_FIELDS, max_part_size=bounds.MAX_FORM_BYTES)
@@ -53,17 +58,44 @@ async def read_upload(request: Request) -> AsyncIterator[UploadedFile]:
                 "`file` is missing, or is not a file; send the lines as a part with a filename.", "file"
             )
         fields = _fields([(name, value) for name, value in form.multi_items() if name != "file"])
-        filename = file.filename or ""
-        if not 1 <= len(filename) <= bounds.MAX_FILENAME_CHARS:
-            raise InvalidRequest(
-                f"The filename has {len(filename)} characters; it must have 1 to {bounds.MAX_FILENAME_CHARS}.", "file"
-            )
+        filename = _checked_filename(file.filename or "")
         num_bytes = file.size or 0
         if not 1 <= num_bytes <= bounds.MAX_FILE_BYTES:
             raise InvalidRequest(f"The file has {num_bytes} bytes; it must have 1 to {bounds.MAX_FILE_BYTES}.", "file")
         yield UploadedFile(fields, filename, num_bytes, file.file)
     finally:
         await bounded.close()
+
+
+def _without_charset(scope: Scope, content_type: str) -> Scope:
+    """Returns the scope with a content type that has a boundary alone.
+
+    RFC 7578 defines no other parameter. The library would look a `charset` up among all of Python's codecs, of which
+    some raise errors of their own. Raises InvalidRequest if there is no boundary.
+    """
+    found = _BOUNDARY.search(content_type)
+    if found is None:
+        raise InvalidRequest(
+            f"The header Content-Type is {cut(content_type)!r}; it needs a boundary of 1 to 70 characters."
+        )
+    boundary = found[1] or found[2]
+    headers = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+    return {**scope, "headers": [*headers, (b"content-type", f'{_FORM}; boundary="{boundary}"'.encode())]}
+
+
+def _checked_filename(filename: str) -> str:
+    """Returns the name. Raises InvalidRequest for one that would be a path, or act on a terminal that shows it."""
+    if not 1 <= len(filename) <= bounds.MAX_FILENAME_CHARS:
+        raise InvalidRequest(
+            f"The filename has {len(filename)} characters; it must have 1 to {bounds.MAX_FILENAME_CHARS}.", "file"
+        )
+    if not filename.isprintable() or set(filename) & set("/\\") or filename in (".", ".."):
+        raise InvalidRequest(
+            f"The filename is {cut(repr(filename))}; it must be the name of a file, without folders and control "
+            "characters.",
+            "file",
+        )
+    return filename
 
 
 class _Counted:

@@ -26,6 +26,7 @@ class VersionRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     location: str = ""  # Folder or URI that every replica reads it from; "" if the catalogue's store has its files.
     base_model_name: str | None = None
     metadata: dict[str, str] = {}
+    left_out: tuple[str, ...] = ()  # Its parts for pictures or sound, which are not served, such as "visual".
     # Bytes of all its files in the catalogue's store: weights as they were pushed, tokenizer files, template and draft.
     # 0 if the store has none of them, or if the record is older than this field.
     stored_bytes: int = 0

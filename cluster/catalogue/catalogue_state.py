@@ -7,6 +7,7 @@ It does no I/O. It is made for a million adapters, so it does not store what unp
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from collections.abc import Callable, Iterator
 
@@ -166,7 +167,10 @@ class CatalogueState:
     def request(self, name: str, version: VersionRecord) -> LoRARequest:
         path = version.location or self._files_uri(version.digest)
         number, base = adapter_number(name), version.base_model_name
-        return LoRARequest(name, number, path, version.digest, base, version=version.number)
+        origin = version.location or (version.source if _is_place(version.source) else name)
+        return LoRARequest(
+            name, number, path, version.digest, base, version=version.number, origin=origin, left_out=version.left_out
+        )
 
     def _set_users(self, digest: str, users: tuple[str, ...]) -> None:
         if users:
@@ -184,3 +188,8 @@ def _uniform(name: str, key: str) -> float:
     not move together."""
     drawn = hashlib.blake2b(f"{name}\0{key}".encode(), digest_size=7).digest()
     return int.from_bytes(drawn) / (1 << 56)
+
+
+def _is_place(source: str) -> bool:
+    """Returns whether the origin of a version is a path or URI, and not a word such as "upload"."""
+    return os.path.isabs(source) or "://" in source

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import AliasChoices, ValidationError
 
 from lorafleet.cluster.checking.keys import Schema, check_keys
+from lorafleet.cluster.checking.replica_counts import check_replica_counts
 from lorafleet.cluster.checking.yaml_source import Place, Problem, YamlSource
 from lorafleet.cluster.config import ALIASES, AppArgs, LoRAModule, keys_from
 from lorafleet.cluster.proxy.exposure import check_exposure
@@ -25,8 +26,7 @@ BUILDER = "lorafleet.cluster.serve.app:build"
 OLD_BUILDER = "lorafleet.cluster.app:build"  # Still works in this release, see src/lorafleet/moved.py.
 DEPLOYMENTS = ("EngineReplica", "AdapterRouter")
 FROM_ARGS = {  # An option of a deployment -> the args to set instead.
-    "num_replicas": "num_replicas",
-    "autoscaling_config": "max_replicas, target_load, upscale_delay_s, downscale_delay_s",
+    "user_config": "the options that it would replace",
     "max_ongoing_requests": "max_ongoing_requests",
     "max_queued_requests": "max_queued_requests",
     "ray_actor_options": "num_cpus, device",
@@ -76,6 +76,8 @@ def check_serve(source: YamlSource) -> tuple[list[Problem], Serving | None]:
             found, args = _check_args(source, (*place, "args"), given.get("args"))
             problems += found + _check_deployments(source, place, given)
             if args is not None:
+                found, args = check_replica_counts(source, place, given, args)
+                problems += found
                 applications.append(Application(str(given.get("name", "default")), place, args))
         elif isinstance(given.get("import_path"), str):
             problems += _check_import(source, (*place, "import_path"), given["import_path"])

@@ -102,7 +102,12 @@ def _one_adapter(adapter: Adapter, now_s: float) -> str:
             for name, alias in adapter.aliases.items()
         ),
     )
-    return f"{adapter.id}{owner}{pinned}{removing}\n\n{versions}\n\n{aliases}"
+    left_out = "".join(
+        f"\nVersion {version.number}: {', '.join(version.left_out)} left out, since only texts are served"
+        for version in adapter.versions
+        if version.left_out
+    )
+    return f"{adapter.id}{owner}{pinned}{removing}\n\n{versions}{left_out}\n\n{aliases}"
 
 
 def _counted(places: AdapterPlaces | None) -> str:

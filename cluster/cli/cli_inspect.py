@@ -127,6 +127,7 @@ def _text(found: Inspection) -> str:
         ("targets", _counted(found.targets)),
         ("layers", str(found.num_layers) if found.num_layers else "–"),
         ("needs", ", ".join(_shapes(found))),
+        ("left out", f"{', '.join(found.left_out)} (only texts are served)" if found.left_out else ""),
         ("values", f"{found.num_values:,} ({_counted(found.dtypes)} tensors)"),
         *[("vocabulary", f"{rows:,} rows of {table}") for table, rows in found.vocabulary.items()],
         ("tokenizer", ", ".join(found.tokenizer) or "the base's"),

@@ -5,6 +5,10 @@ A deploy that fails here changes nothing, and `serve status` says why. Later Ser
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ray import serve
@@ -27,13 +31,32 @@ class ProposedDeploy:
 def check_running(args: AppArgs, version: str) -> None:
     """Raises ConfigError with the reason of a running replica that could not take the options. Replicas of other
     applications have other versions, or serve the same model from the same files, so they answer just as well."""
-    proposed = ProposedDeploy(version, args)
-    for application in ingress.running_applications(REPLICAS):
+    applications = ingress.running_applications(REPLICAS)
+    if not applications:
+        return
+    asked = asyncio.run_coroutine_threadsafe(_refusals(ProposedDeploy(version, args), applications), _loop())
+    if refusals := asked.result():
+        raise ConfigError(f"{refusals[0]} Nothing was changed.")
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Returns an event loop that runs in a thread of its own until the process ends. Handles need one that goes on, and
+    the caller may be in one that it blocks."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="deploy-check", daemon=True).start()
+    return loop
+
+
+async def _refusals(proposed: ProposedDeploy, applications: Sequence[str]) -> list[str]:
+    refusals: list[str] = []
+    for application in applications:
         handle = serve.get_deployment_handle(REPLICAS, application)
         try:
-            answers = handle.broadcast("check_deploy", proposed).results(timeout_s=CHECK_S, return_exceptions=True)
+            answers = await handle.broadcast("check_deploy", proposed).results_async(
+                timeout_s=CHECK_S, return_exceptions=True
+            )
         except (RayServeException, TimeoutError):  # The replicas end, or are stopped: Serve replaces them.
             continue
-        refused = next((answer for answer in answers if isinstance(answer, str)), None)
-        if refused is not None:
-            raise ConfigError(f"{refused} Nothing was changed.")
+        refusals += [answer for answer in answers if isinstance(answer, str)]
+    return refusals

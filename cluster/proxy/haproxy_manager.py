@@ -43,7 +43,11 @@ class WatchedHAProxyManager(ServesManager):  # type: ignore[misc]  # Ray gives n
 
     def update_target_groups(self, target_groups: Sequence[Any]) -> None:
         """Takes the applications and their replicas from the controller. HAProxy is reloaded with them, and with the
-        time after which clients should try again."""
+        time after which clients should try again.
+
+        An application that is being deleted has neither replicas nor a deployment that takes requests. It is left out,
+        so that no request waits for it."""
+        target_groups = [group for group in target_groups if group.targets or group.ingress_deployment_name]
         with_replicas = {group.app_name for group in target_groups if group.targets}
         self._gaps.update({group.app_name for group in target_groups}, with_replicas)
         os.environ[EXPECTED_VARIABLE] = str(self._gaps.expected_s)

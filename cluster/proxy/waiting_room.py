@@ -34,9 +34,7 @@ class WaitingRoom:
     max_per_address: int = 256  # Of one address of clients.
     max_per_key: int = 128  # Of one API key.
     wait_s: int = 180  # Longest time that a request waits.
-    expected_s: int = (
-        EXPECTED_S  # Retry-After of what is rejected: how long the application was last without a replica.
-    )
+    expected_s: int = EXPECTED_S  # Retry-After of what is rejected: how long an application last had no replica.
 
     def add_to(self, config: str, *, twin: str, condition: str) -> str:
         """Returns the configuration of HAProxy with the rules by which requests wait.

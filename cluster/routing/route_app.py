@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 
 from lorafleet.api.telemetry.traced import ROUTED_HEADER
 from lorafleet.cluster.routing.route import NO_ROUTE, Route, read_route
+from lorafleet.protocol.header_numbers import header_number
 
 NUM_BYTES_HEADER = "x-body-bytes"  # Size of the whole body. Of a large one, route.lua sends only both ends.
 
@@ -47,7 +48,7 @@ class RouteApp:
             route = NO_ROUTE
             if self._admits(headers):
                 body = await _body(receive)
-                route = read_route(body, int(headers.get(NUM_BYTES_HEADER, len(body))))
+                route = read_route(body, header_number(headers.get(NUM_BYTES_HEADER, "")) or len(body))
             replica_id = await self._choose(route)
             took = {ROUTED_HEADER: f"{began_ns} {time.time_ns() - began_ns}"} if self._traced else {}
             await _answer(send, {"replica_id": replica_id, "request_headers": took})

@@ -222,7 +222,11 @@ class DirectoryCatalog:
         info = await self._engine.load_adapter(lora)
         load_s = self._clock() - started
         logger.info("adapter %s: rank %d, %d bytes, read in %.3f s", lora.lora_name, info.rank, info.num_bytes, load_s)
-        return msgspec.structs.replace(lora, digest=info.digest), info
+        if info.left_out:
+            logger.info(
+                "adapter %s: %s is left out, since only texts are served", lora.lora_name, ", ".join(info.left_out)
+            )
+        return msgspec.structs.replace(lora, digest=info.digest, left_out=info.left_out), info
 
 
 def _not_found(name: str) -> ModelNotFound:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import os
@@ -19,6 +20,7 @@ import httpx
 from rich.console import Console
 
 from lorafleet.cluster.config import AppArgs
+from lorafleet.cluster.patience import patient_start, wait_for_proxies_patiently
 from lorafleet.cluster.proxy.exposure import check_exposure
 from lorafleet.cluster.proxy.tls import TLSFiles
 from lorafleet.cluster.serve import serve_environment
@@ -26,15 +28,15 @@ from lorafleet.cluster.serve.child_processes import adopt_orphans, end_descendan
 from lorafleet.cluster.serve.resources import check_gpus, replica_bundles
 from lorafleet.cluster.serve.start_progress import StartProgress
 from lorafleet.protocol.errors import ConfigError, LorafleetError
-from lorafleet.resolvers.private_files import keep_private
+from lorafleet.resolvers.private_files import PRIVATE, keep_private
 
-APP_NAME = "lorafleet"
+APP_NAME, REPLICAS = "lorafleet", "EngineReplica"
 OBJECT_STORE_BYTES = 128 << 20  # No large object passes through the store.
 UNAUTHORIZED = 401
-HTTP_S = 60.0  # Seconds that HTTP may take to answer once the replicas are up.
+HTTP_S = 300.0  # Seconds that HTTP may take to answer once the replicas are up.
 POLL_S = 0.2
 RAY_IS_LATE = "timed out during startup"
-RAY_STARTS = 4
+RAY_STARTS_S = (60, 120, 240)  # Seconds that Ray's raylet has to register, in each attempt.
 OTHER_PROCESSES = 6  # Ray's and Serve's Python processes besides those of the replicas, approximately.
 AGAIN_S = 1.0  # Seconds after which ServerStopped is raised once more.
 
@@ -98,7 +100,7 @@ def serve_locally(args: AppArgs, listener: Listener) -> NoReturn:
             serve_environment.open_ingress(run_dir, listener.host, listener.tls, needs_key=needs_key)
         _start(args, listener, run_dir)
         _announce(args, listener)
-        reap_adopted(until=_ray_has_ended)
+        _serve_until_stopped(args, listener, run_dir)
         _begin_anew(environment, run_dir)
     except ServerStopped:
         console.print("stopping")
@@ -111,6 +113,40 @@ def serve_locally(args: AppArgs, listener: Listener) -> NoReturn:
     finally:
         _ignore_signals()
         _exit(status, run_dir)
+
+
+def _serve_until_stopped(args: AppArgs, listener: Listener, run_dir: str) -> None:
+    """Returns when Ray has ended. When a signal arrives, raises ServerStopped once the requests in progress have been
+    answered, or args.drain_timeout seconds later, or at the next signal."""
+    try:
+        reap_adopted(until=_ray_has_ended)
+        return
+    except ServerStopped:
+        _ignore_signals()
+    _catch_signals()
+    asyncio.run(_finish(args, listener, run_dir))
+    raise ServerStopped
+
+
+async def _finish(args: AppArgs, listener: Listener, run_dir: str) -> None:
+    from ray import serve
+
+    from lorafleet.cluster.ending.closing import close_ingress
+    from lorafleet.cluster.ending.finishing import ask_replicas_to_finish, finish_requests
+
+    handle = serve.get_deployment_handle(REPLICAS, APP_NAME)
+    left = await finish_requests(
+        lambda: close_ingress(run_dir) if listener.direct_streaming else 0,
+        lambda: ask_replicas_to_finish(handle),
+        _ray_has_ended,
+        args.drain_timeout,
+        lambda num: console.print(
+            f"finishing {num} request{'s' if num > 1 else ''}, for at most {args.drain_timeout:.0f} s; "
+            "a second signal ends at once"
+        ),
+    )
+    if left:
+        console.print(f"{left} request{'s are' if left > 1 else ' is'} cut off")
 
 
 def _check_address(listener: Listener) -> None:
@@ -133,11 +169,13 @@ def _start(args: AppArgs, listener: Listener, run_dir: str) -> None:
     from lorafleet.cluster.serve.app import build, node_gpus
 
     start_ray(ray_cpus(args))
+    _close_session_folder()
     _catch_signals()  # ray.init has installed its own handlers.
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     if args.device == "cuda":
         check_gpus(args, node_gpus())  # No other node will join.
     console.print(f"starting {args.num_replicas} replica{'s' if args.num_replicas > 1 else ''} of {args.model}")
+    wait_for_proxies_patiently()
     serve.start(http_options=listener.http_options)
     target = serve.RunTarget(build(args), name=APP_NAME, route_prefix="/")
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
@@ -160,34 +198,37 @@ def ray_cpus(args: AppArgs) -> int:
 
 
 def start_ray(num_cpus: int) -> None:
-    """Starts Ray, and tries again if its processes were late: Ray waits 15 s for one of them and 30 s for all,
-    however slow the machine is. Raises ConfigError after RAY_STARTS attempts."""
+    """Starts Ray, and tries again if its raylet has ended, or was late. Raises ConfigError after the last of
+    RAY_STARTS_S."""
     import ray
 
     from lorafleet.cluster.serve.ray_agents import keep_agents
 
     keep_agents()
-    for starts_left in reversed(range(RAY_STARTS)):
+    last = RAY_STARTS_S[-1]
+    for wait_s in RAY_STARTS_S:
         try:
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                num_cpus=num_cpus,
-                object_store_memory=OBJECT_STORE_BYTES,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+            with patient_start(wait_s, lambda text: console.print(text)):
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    num_cpus=num_cpus,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
             return
         except Exception as error:  # Ray has no class of its own for this error.
             if RAY_IS_LATE not in str(error):
                 raise
             end_descendants()
-            if not starts_left:
+            if wait_s == last:
                 raise ConfigError(
-                    f"Ray's processes did not start in {RAY_STARTS} attempts of 30 s: this machine is too busy, or one "
-                    f"of them ends at once. See the logs in /tmp/ray/session_latest/logs. Ray reports: {error}"
+                    f"Ray's raylet did not start in {len(RAY_STARTS_S)} attempts of up to {last} s: this machine is "
+                    "too busy, or the raylet ends at once. See the logs in /tmp/ray/session_latest/logs. Ray reports: "
+                    f"{error}"
                 ) from None
-            console.print("Ray did not start within 30 s; trying again")
+            console.print(f"Ray's raylet ended, or did not register within {wait_s} s; starting Ray again")
 
 
 def _wait_for_replicas(directory: str) -> None:
@@ -257,20 +298,28 @@ def _announce(args: AppArgs, listener: Listener) -> None:
     console.print(
         f"  curl {listener.url}/v1/chat/completions {key}-H 'content-type: application/json' -d '{body}'", markup=False
     )
-    console.print("Ctrl-C stops everything")
+    console.print("Ctrl-C finishes what has begun and stops everything; a second one stops at once")
 
 
 def _exit(status: int, run_dir: str) -> NoReturn:
     """Ends every process started from here, then this one. Skips Ray's own exit handlers, which would wait for those
     processes.
 
-    Serve's shutdown would take about ten seconds and drain nothing, since it kills HAProxy first.
+    Serve's shutdown would take about ten seconds and drain nothing, since it kills HAProxy first. _finish() drains.
     """
     _leave_nothing(run_dir)
     console.print("stopped")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _close_session_folder() -> None:
+    """Closes Ray's folder of this run to other users. Ray opens it to all of them, whatever the umask is."""
+    from ray._private import worker
+
+    node: Any = worker._global_node  # ray.init has set it; Ray does not annotate it.
+    os.chmod(node.get_session_dir_path(), PRIVATE.folder)
 
 
 def _ray_has_ended() -> bool:
@@ -304,7 +353,7 @@ def _catch_signals() -> None:
 
 
 def _ignore_signals() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, signal.SIG_IGN)
     signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -312,7 +361,7 @@ def _ignore_signals() -> None:
 def _raise_stopped(_number: int, _frame: FrameType | None) -> NoReturn:
     """Raises ServerStopped, and again every AGAIN_S until the cleanup begins: the first one may rise in a destructor
     or in a callback of Ray's, from where it does not reach serve_locally()."""
-    _ignore_signals()  # One signal is enough: a second must not interrupt the cleanup.
+    _ignore_signals()  # A second signal must not interrupt the cleanup.
     signal.signal(signal.SIGALRM, _raise_stopped)
     signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
     raise ServerStopped

@@ -83,6 +83,11 @@ class EngineReplica:
             return error.message
         return None
 
+    async def finish(self) -> int:
+        """Rejects new requests from now on, and returns the number of those in progress. `lorafleet serve` calls this
+        while it ends."""
+        return self._parts.finish()
+
     async def check_health(self) -> None:
         """Raises EngineDead if the engine or a rank has failed. Serve then replaces the replica."""
         await self._parts.check_health()

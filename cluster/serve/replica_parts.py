@@ -19,6 +19,7 @@ from ray import serve
 
 from lorafleet.api.access.work_threads import UPKEEP, in_turn
 from lorafleet.api.app_state import AppState
+from lorafleet.api.freed_memory import keep_returning_memory
 from lorafleet.api.languages import AdapterLanguages
 from lorafleet.api.routes.build_api import build_api
 from lorafleet.api.stored.response_query import ResponseFound, ResponseQuery
@@ -127,6 +128,7 @@ class ReplicaParts:
             f"KV cache {engine.hello.kv_cache_tokens} tokens"
         )
         self._tasks.start(self._watch_ranks(engine))
+        self._tasks.start(keep_returning_memory())
         await load_modules(catalog, self._args.lora_modules, membership)
         await membership.become_ready()
         self._tasks.start(keep_reporting(engine, membership, self._cpu_loras, self.config.max_num_seqs))
@@ -182,6 +184,13 @@ class ReplicaParts:
         if self.engine is not None and self.engine.dead is not None:
             raise EngineDead(self.engine.dead)
         await self._ranks.check_health()
+
+    def finish(self) -> int:
+        """Rejects new requests and runs no more batches. Returns the number of requests in progress."""
+        if self.state is None:
+            return 0
+        self.state.in_progress.is_ending = True
+        return self.state.in_progress.num
 
     async def render_metrics(self) -> bytes:
         return await self.state.telemetry.metrics.render() if self.state is not None else b""
@@ -248,8 +257,12 @@ class ReplicaParts:
             return None
         opened = await in_turn(UPKEEP, open_store, args.batch_store, "batch_store")
         store = BatchStore(opened, lambda: self._args.batch_store_bytes)
+
+        async def take_turn() -> bool:
+            return not state.in_progress.is_ending and await self.link.take_batch_turn()
+
         find_caller, posts = callers_of(state.access.gate), ReplicaPosts(all_replicas())
-        runner = BatchRunner(store, self.link.take_batch_turn, find_caller, posts, args.batch_concurrency)
+        runner = BatchRunner(store, take_turn, find_caller, posts, args.batch_concurrency)
         state.telemetry.metrics.add(BatchMetrics(runner))
         self._tasks.start(runner.keep_running())
         return runner

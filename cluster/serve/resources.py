@@ -30,8 +30,8 @@ def num_fitting(bundles: Sequence[Mapping[str, float]], free: Sequence[Mapping[s
 
 
 def surge_percent(num_wanted: int, num_running: int, num_fitting: int) -> int:
-    """Returns Serve's `max_surge_percent`: how many replicas of a new version may start beside those that run, in
-    percent of num_wanted, which Serve rounds up.
+    """Returns how many replicas of a new version may start beside those that run, in percent of num_wanted, which Serve
+    rounds up (`max_surge_percent`).
 
     It is 0 if there is no room beside all that are wanted. Serve then stops one replica before it starts another.
     Otherwise it would wait for room, and keep the former version forever.

@@ -19,6 +19,9 @@ from lorafleet.cluster.proxy.tls import TLSFiles
 from lorafleet.protocol.errors import ConfigError
 
 PORTS = 100  # In a range: a reserved one, two for HAProxy, one for Serve's proxy, one for each local replica.
+START_S = 300  # Seconds that one process of Ray or Serve may take to start.
+REGISTER_S = 180  # Seconds that a worker may take; then Ray starts another one, also if the first has ended before.
+CONTROLLER_CALLBACK = "lorafleet.cluster.proxy.ingress:watch_haproxy"
 PROXY_MIDDLEWARES = "lorafleet.cluster.proxy.proxy_affinity:middlewares"
 # Ray's default is 15. All serving processes are Ray workers, so every other program of the machine would delay them.
 WORKER_NICENESS = "0"
@@ -32,7 +35,7 @@ DIRECT_STREAMING = {  # On one machine and on a cluster alike.
     # HAProxy may hold two such buffers for each of 4096 connections, which is 64 GiB with the default of 8 MiB.
     "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE": str(ROUTED_BODY_BYTES),
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # Otherwise Python parses a log line for every request.
-    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "lorafleet.cluster.proxy.ingress:watch_haproxy",
+    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": CONTROLLER_CALLBACK,
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # A dead manager of HAProxy is noticed after 3 periods.
 }
 
@@ -76,10 +79,16 @@ def _ray() -> dict[str, str]:
     settings = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
+        "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": CONTROLLER_CALLBACK,
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": PROXY_MIDDLEWARES,
-        # A proxy that is not ready after three times this long is killed, and the start fails. The default of 15 s in
-        # all is too short on a busy machine. The start itself waits 60 s for the proxy.
-        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
+        # On a busy machine a process may take minutes to start, and Ray's defaults (5 to 60 s) would end it just before
+        # it is ready. A proxy of Serve's is killed after three times its limit.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(START_S // 3),
+        "RAY_gcs_server_port_wait_time_s": str(START_S),
+        "RAY_py_gcs_connect_timeout_s": str(START_S),
+        "RAY_gcs_rpc_server_connect_timeout_s": str(START_S),
+        "RAY_worker_register_timeout_seconds": str(REGISTER_S),
+        "RAY_agent_register_timeout_ms": str(START_S * 1000),
         # Three processes would answer requests for Ray's own metrics without its token, so they are not exported. The
         # last two have no setting for this, but continue if they cannot listen.
         "RAY_enable_metrics_collection": "0",

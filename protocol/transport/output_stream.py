@@ -19,7 +19,7 @@ PIECE_BYTES = 64 << 10  # Outputs are joined up to this size: 1,800 tokens, or 4
 
 
 class _Piece:
-    """Joined outputs."""
+    """Outputs that were joined, and their bytes."""
 
     __slots__ = ("num_bytes", "num_counted", "output")
 
@@ -111,7 +111,7 @@ class OutputStream:
         return piece.output
 
     def _wake_or_count(self, num_bytes: int) -> None:
-        """Wakes the consumer. If it is not in get(), counts the bytes of the last piece as unread."""
+        """Wakes the consumer if it is in get(), and otherwise counts the bytes of the last piece as unread."""
         if self._is_awaited:
             self._wake()
             return

@@ -110,7 +110,8 @@ def test_settings_and_codes_in_the_guides_are_the_servers() -> None:
     for source in (S3Config, HTTPConfig, HubConfig):
         known |= {field.name for field in dataclasses.fields(source)}
     known |= set(TenantLimits.model_fields)
-    known |= {error.code for error in (*haproxy_answers.ERRORS.values(), haproxy_answers.HEADERS_TOO_LARGE)}
+    answers = (*haproxy_answers.ERRORS.values(), haproxy_answers.HEADERS_TOO_LARGE, haproxy_answers.replica_starts(1))
+    known |= {answer.code for answer in answers}
     for name in ("docs/alerts.md", "docs/failures.md", "docs/tuning.md"):
         for word in re.findall(r"`([a-z]+(?:_[a-z0-9]+)+)(?:: [^`]*)?`", text_of(BY_NAME[name])):
             assert word in known or word.startswith("lorafleet_"), f"{name}: `{word}`"

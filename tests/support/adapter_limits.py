@@ -172,6 +172,12 @@ ADAPTERS = [
     ),
     Limit("tokens that an adapter's tokenizer adds to the base's", adapter_language.MAX_NEW_TOKENS, "", MALFORMED),
     Limit("end-of-sequence token ids", adapter_language.MAX_EOS_TOKEN_IDS, "", MALFORMED),
+    Limit(
+        "adapters whose files are fetched for their tokenizer and template at a time",
+        languages.MAX_LANGUAGES_FETCHED,
+        "",
+        "further ones wait",
+    ),
     Limit("tokenizers and templates read at a time", languages.MAX_LANGUAGES_READ, "", "further ones wait"),
     Limit("special tokens in a file", special_tokens.MAX_SPECIAL_TOKENS, "", MALFORMED),
     Limit("added tokens of a tokenizer", tokenizer_document.MAX_ADDED_TOKENS, "", MALFORMED),

@@ -5,10 +5,12 @@ from __future__ import annotations
 from limit_rows import BUSY, FAILED, INTERNAL, RATE, REFUSED, Limit, chars, default, flag, seconds, size
 from lorafleet.api import languages
 from lorafleet.api.access import caller_admission as request_admission
+from lorafleet.api.access import work_threads
 from lorafleet.api.access.fair_threads import LONG_WORK
+from lorafleet.api.answer import gathered_writes, generation, piecewise
 from lorafleet.api.request import prompts
 from lorafleet.api.routes import response_storing
-from lorafleet.api.stored import response_store
+from lorafleet.api.stored import background_run, response_store, stored_responses
 from lorafleet.api.telemetry import recent, traffic_history
 from lorafleet.api.text import templates, tokenizing
 from lorafleet.cluster.batches import batch_bounds
@@ -21,6 +23,7 @@ from lorafleet.offline.batch import batch_input
 from lorafleet.offline.batch.answering import Pace
 from lorafleet.protocol import limits
 from lorafleet.protocol.kv_events_config import KVEventsConfig
+from lorafleet.protocol.transport import engine_socket, output_stream, unread_outputs
 from lorafleet.workers.kv_events import event_publisher
 from lorafleet.workers.schedule import admission, fair_queue
 from lorafleet.workers.structured import grammar_process
@@ -51,12 +54,32 @@ BODY = [
         "one tenant's: 429 `queue_full`; of all: 503 `overloaded`; with Retry-After",
     ),
     Limit(
+        "whole answers that their clients have not read, as part of these bodies",
+        "half of them for one tenant, and one answer",
+        f"{flag('max_body_bytes')}",
+        BUSY,
+    ),
+    Limit(
         "stored responses of a replica",
         f"{size(limits.RESPONSE_STORE_BYTES)}, {response_store.MAX_STORED_RESPONSES:,} responses, "
         f"{seconds(response_store.MAX_STORED_S)}",
         flag("response_store_bytes"),
         "the oldest response of the tenant that has most is dropped",
     ),
+    Limit(
+        "queries for stored responses that a replica sends to all others at a time",
+        f"{stored_responses.ASKED.running}; {stored_responses.ASKED.waiting} of one tenant wait",
+        "",
+        BUSY,
+    ),
+    Limit(
+        "responses that are being generated, with their events, as part of the stored ones",
+        "half of them for one tenant",
+        flag("response_store_bytes"),
+        "the oldest events are dropped, and a client that asks for them gets a 400; beyond that the response fails "
+        "with `queue_full`",
+    ),
+    Limit("events of a response that a replica sends at a time", size(background_run.PAGE_BYTES), "", "no error"),
     Limit("responses of one tenant in the background, on a replica", response_storing.MAX_BACKGROUND, "", BUSY),
     Limit("connections of one address", haproxy_config.CONNECTIONS_PER_CLIENT, "", "connection closed"),
     Limit("commas in a body, texts included", limits.MAX_BODY_COMMAS, "", "413 `body_too_large`"),
@@ -65,6 +88,7 @@ BODY = [
     ),
     Limit("colons in a body, texts included", limits.MAX_BODY_COLONS, "", "413 `body_too_large`"),
     Limit("content type of a body", "application/json", "", "415 `unsupported_media_type`"),
+    Limit("content encoding of a body", "none", "", "415 `unsupported_media_type`"),
     Limit("fields of an object", limits.MAX_OBJECT_FIELDS, "", REFUSED),
     Limit("numbers in JSON", limits.JSON_NUMBER, "", "400"),
     Limit("`X-Request-Id`", f"{chars(limits.MAX_REQUEST_ID_CHARS)}, printable", "", REFUSED),
@@ -116,6 +140,7 @@ ACROSS = [
         "",
         REFUSED,
     ),
+    Limit("models that the prompts of `/generate` name", limits.MAX_NAMED_MODELS, "", REFUSED),
     Limit("adapters in a mix", limits.MAX_MIXED, "", REFUSED),
 ]
 WAITING = WaitingRoom()
@@ -159,6 +184,22 @@ QUEUES = [
         "long bodies, conversations and answers read or written at a time", LONG_WORK.running, "", "further ones wait"
     ),
     Limit("long bodies, conversations and answers of one tenant that wait", LONG_WORK.waiting, "", BUSY),
+    *(
+        Limit(
+            f"{kind.name}: jobs at a time; jobs of one tenant that wait",
+            f"{kind.limits.running}; {kind.limits.waiting}",
+            "",
+            f"further ones wait; {BUSY}",
+        )
+        for kind in (
+            work_threads.CHECKS,
+            work_threads.FILES,
+            work_threads.PUSHED_BYTES,
+            work_threads.CATALOGUE_LOG,
+            work_threads.CATALOGUE_FILES,
+        )
+    ),
+    Limit("threads for the server's own duties", work_threads.DUTY_THREADS, "", "no request may use them"),
     Limit(
         "requests of one tenant to each of `/tokenize`, `/detokenize`, `/v1/responses/input_tokens`, `/metrics` and "
         "the console's state, at a time",
@@ -189,6 +230,37 @@ QUEUES = [
         "none",
         "`limits` of a key or tenant",
         "429 `rate_limit_exceeded`",
+    ),
+    Limit(
+        "generated outputs of one stream that wait for its client",
+        f"{size(unread_outputs.MAX_UNREAD_OF_ONE)} in memory: about 100,000 tokens, or 2,500 with 20 logprobs each",
+        "",
+        "the sequence is aborted, and the stream ends with `client_too_slow`",
+    ),
+    Limit(
+        "generated outputs of all streams of a replica that wait for their clients",
+        f"{size(unread_outputs.MAX_UNREAD)}, half of it for one tenant",
+        "",
+        "the same, for a stream of a tenant that has more than an equal share",
+    ),
+    Limit(
+        "outputs that become one event at most; bytes of events that one turn of the event loop gathers for a stream",
+        f"{size(output_stream.PIECE_BYTES)}; {size(gathered_writes.MAX_GATHERED_BYTES)}",
+        "",
+        "further ones wait",
+    ),
+    Limit("deltas of one request's samples that wait for its stream", generation.MAX_MERGED, "", "further ones wait"),
+    Limit(
+        "bytes of an answer, file or adapter that wait in a connection for a slow client",
+        size(piecewise.MAX_SENT_BYTES),
+        "",
+        "further ones wait",
+    ),
+    Limit(
+        "steps that wait between the engine's process and the front, on each side",
+        engine_socket.MAX_STEPS_WAITING,
+        "",
+        "the engine waits for the front",
     ),
     Limit(
         "batches of KV events that wait to be published",

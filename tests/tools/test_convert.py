@@ -39,11 +39,13 @@ def test_other_key_layouts_become_pefts_own(base, make_adapter, tmp_path, layout
 
 
 def test_a_multimodal_models_adapter_targets_the_decoders_modules(base, make_adapter, tmp_path):
-    source = make_adapter(target_modules=["q_proj", "up_proj"], rank_pattern={"up_proj": 2})
+    alphas = {r"model\.layers\.0\..*": 64}
+    source = make_adapter(target_modules=["q_proj", "up_proj"], rank_pattern={"up_proj": 2}, alpha_pattern=alphas)
     wanted = deltas(base, source)
     rewrite(source, lambda n, t: (n.replace("model.layers", "model.language_model.layers"), t))
     of_all = {
-        "rank_pattern": {"model.language_model.layers.0.mlp.up_proj": 2, "language_model.layers.1.mlp.up_proj": 2}
+        "rank_pattern": {"model.language_model.layers.0.mlp.up_proj": 2, "language_model.layers.1.mlp.up_proj": 2},
+        "alpha_pattern": {r"^model\.language_model\.layers\.0\..*": 64},
     }
     for i, targets in enumerate(
         (r".*language.*\.(q_proj|up_proj)", ["language_model.layers.0.self_attn.q_proj", "q_proj", "up_proj"])

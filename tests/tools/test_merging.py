@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from family_cases import CASES, make_case
 from lorafleet.protocol.errors import AdapterMalformed, AdapterUnsupported, ConfigError
 from lorafleet.tools.base_checkpoint import BaseModel
 from lorafleet.tools.convert import convert
@@ -253,3 +254,37 @@ def test_modules_that_peft_merges_by_default_names(base, make_adapter, tmp_path)
     adapter = make_adapter(config=LoraConfig(r=2, target_modules="all-linear"))
     merged(base, adapter, tmp_path / "out")
     torch.testing.assert_close(logits(load_base(tmp_path / "out")), logits(load_peft(base, adapter)), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("stored", ["two that differ", "a copy", "the head alone"])
+def test_tables_that_config_json_calls_tied_are_merged_as_the_files_have_them(tied, tmp_path, stored) -> None:
+    base, own = Path(shutil.copytree(tied, tmp_path / "base")), "model.embed_tokens.weight"
+    found = tensors(base)
+    head = found[own].flip(0) if stored == "two that differ" else found[own].clone()
+    kept = {name: t for name, t in found.items() if stored != "the head alone" or name != own}
+    save_file(kept | {"lm_head.weight": head}, base / "model.safetensors", metadata={"format": "pt"})
+    pair = LowRank(torch.randn(2, 64), torch.randn(320, 2), 0.5)
+    done = merge_forms(base, AdapterForms(head=VocabForm(low_rank=pair)), tmp_path / "out")
+    written = tensors(tmp_path / "out")
+    torch.testing.assert_close(written["lm_head.weight"], head + 0.5 * pair.b_OR @ pair.a_RD)
+    assert torch.equal(written[own], found[own])
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert done.untied == (stored != "two that differ")
+    rows = VocabForm(rows=TokenRows(torch.tensor([3]), torch.ones(1, 64)))
+    merge_forms(base, AdapterForms(embedding=rows, head=rows), tmp_path / "both")
+    both = tensors(tmp_path / "both")
+    assert torch.equal(both[own][3], torch.ones(64))
+    assert (
+        torch.equal(both["lm_head.weight"][3], torch.ones(64))
+        if stored == "two that differ"
+        else "lm_head.weight" not in both
+    )
+
+
+def test_an_embedding_with_a_familys_own_name_is_changed(tmp_path) -> None:
+    base = make_case(tmp_path / "base", CASES["nemotron_h"])
+    [own] = [name for name in tensors(base) if "embed" in name]
+    rows = VocabForm(rows=TokenRows(torch.tensor([3]), torch.ones(1, tensors(base)[own].shape[1])))
+    merge_forms(base, AdapterForms(embedding=rows), tmp_path / "out")
+    assert tensors(tmp_path / "out").keys() == tensors(base).keys()
+    assert torch.equal(tensors(tmp_path / "out")[own][3], rows.rows.row_ND[0])

@@ -61,7 +61,7 @@ class AdapterParts:
     vocabulary: VocabularyChanges
     ranks: dict[str, int]  # as served, by module; 0 for a module that has no rank
     classifier: HeadTensors | None = None  # the classification head
-    left_out: tuple[str, ...] = ()  # tensors of parts that no text passes through, which are not served
+    left_out: tuple[str, ...] = ()  # parts that no text passes through, which are not served, such as "visual"
 
     @classmethod
     def of(cls, helper: PEFTHelper, infos: Infos, base: Base, max_rank: int) -> AdapterParts:
@@ -101,7 +101,7 @@ class AdapterParts:
         _check_targets(targeted, named)
         parts = cls(
             *(helper, kind, base, targets, experts, biases, norms, vocabulary, ranks, classifier),
-            left_out=tuple(named.left_out),
+            left_out=named.left_out_parts,
         )
         parts._check_tables()
         return parts
@@ -139,6 +139,7 @@ class AdapterParts:
             own_rope=own_rope,
             invocation_tokens=self.invocation_tokens,
             classifier=_classifier_form(self.classifier, values),
+            left_out=self.left_out,
         )
 
     def own_rank(self, module: str) -> int:

@@ -154,12 +154,12 @@ class BaseLayout:
         return self.roots.spell(self.names.own_names(module)[-1:])
 
     def as_named_in(self, root: str | None) -> BaseLayout:
-        """Returns the same for an adapter whose file has this root before the modules' names; None: it is unknown."""
+        """Returns the same layout for an adapter whose file has this root before the modules' names; None: unknown."""
         return replace(self, roots=Roots.of(self.served_root, self.names.root, root))
 
     @property
     def served_root(self) -> str:
-        """What stands before the modules' names in the base's own class."""
+        """The beginning of the modules' names in the base's own class."""
         if self.is_text_part:
             return "model.language_model."
         return "model." if self.has_root else ""

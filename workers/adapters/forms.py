@@ -150,6 +150,7 @@ class AdapterForms:
     # An activated LoRA (aLoRA) acts from the last occurrence of these tokens in the prompt on.
     invocation_tokens: tuple[int, ...] = ()
     classifier: ClassifierForm | None = None
+    left_out: tuple[str, ...] = ()  # parts of the adapter that no text passes through, such as "visual"
 
     @property
     def changes_nothing(self) -> bool:

@@ -25,7 +25,9 @@ def mix(parts: Sequence[tuple[LoRAPart, AdapterForms]], max_rank: int) -> Adapte
     for part, forms in parts:
         _check_plain(part.lora.lora_name, forms)
     modules = dict.fromkeys(module for _, forms in parts for module in forms.linears)
-    return AdapterForms({module: LinearForm(_stacked(module, parts, max_rank)) for module in modules})
+    left_out = sorted({part for _, forms in parts for part in forms.left_out})
+    linears = {module: LinearForm(_stacked(module, parts, max_rank)) for module in modules}
+    return AdapterForms(linears, left_out=tuple(left_out))
 
 
 def _check_plain(name: str, forms: AdapterForms) -> None:

@@ -132,7 +132,7 @@ class PEFTHelper:
         return self.target_parameters.has_ending(parameter)
 
     def targets_parameter_as(self, names: Spelled, *, is_held: bool) -> bool:
-        """As targets_as(), for a parameter itself."""
+        """Returns whether PEFT would put LoRA on the parameter itself, as targets_as() decides it."""
         return any(map(self.targets_parameter, names.own)) or (
             is_held and any(map(self.targets_parameter, names.foreign))
         )

@@ -72,6 +72,11 @@ class NamedTensors:
     left_out: dict[str, str] = field(default_factory=dict)
     root: str | None = None  # what stands before the modules' names in the file; None if PEFT did not write that
 
+    @property
+    def left_out_parts(self) -> tuple[str, ...]:
+        """The names of the parts whose tensors are left out, such as "vision_tower"."""
+        return tuple(sorted(set(map(left_out_part, self.left_out))))
+
     def is_adapted(self, module: str) -> bool:
         """Returns whether the file has tensors of the adapter's kind for the module."""
         return not self.by_module.get(module, {}).keys() <= frozenset(_OF_ANY_KIND)
@@ -99,7 +104,7 @@ def name_tensors(
         if common in shared:
             _put(named.shared, common, name, "the adapter")
             continue
-        if is_left_out(inner):
+        if left_out_part(name):
             named.left_out[name] = known_name(inner)
             continue
         match = pattern.fullmatch(inner)
@@ -130,10 +135,10 @@ def name_tensors(
     return replace(named, root=root)
 
 
-def is_left_out(name: str) -> bool:
-    """Returns whether the tensor or module belongs to a part that no text passes through. Wrappers must be removed
-    before."""
-    return is_of_pictures(engine_name(name))
+def left_out_part(name: str) -> str:
+    """Returns the part that the tensor is for, such as "vision_tower", if no text passes through it, else ""."""
+    own = engine_name(without_wrappers(name))
+    return own.partition(".")[0] if is_of_pictures(own) else ""
 
 
 def engine_name(module: str) -> str:

@@ -62,7 +62,7 @@ class Spelled:
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """What stands before a module's own names in each class, as `Spelled` divides the classes."""
+    """The beginnings of modules' names in each class, divided as in `Spelled`."""
 
     own: str = "model."
     served: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ ROOTS_OF_TEXT = Roots()
 
 
 def root_in_file(name: str, module: str, published: str) -> str | None:
-    """Returns what stands before the module's own name in its name in the file, or None if PEFT did not write that.
+    """Returns the beginning of the module's name in the file, before its own name; None if PEFT did not write it.
 
     `published` is a root that only the base's family has.
     """

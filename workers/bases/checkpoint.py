@@ -10,12 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lorafleet.protocol.config_json import read_json
-from lorafleet.protocol.errors import ConfigError, UnsupportedModel
+from lorafleet.protocol.config_json import read_config
+from lorafleet.protocol.errors import ConfigError, LorafleetError, UnsupportedModel
 from lorafleet.protocol.strict_json import shown
 from lorafleet.workers.bases.architecture_name import architecture_name
 from lorafleet.workers.bases.families.architectures import FAMILIES
 from lorafleet.workers.bases.families.config_fields import ConfigFields
+from lorafleet.workers.bases.families.family import Family
+from lorafleet.workers.bases.layer_config import AttentionConfig
 from lorafleet.workers.bases.model_config import ModelConfig
 from lorafleet.workers.bases.module_names import OF_BASE
 from lorafleet.workers.bases.quantization import stored_quantization
@@ -31,7 +33,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     """
     if not folder.is_dir():
         raise ConfigError(f"model {str(folder)!r} is not a folder; give a local Hugging Face checkpoint.", "model")
-    raw = read_json(folder / "config.json")
+    raw = read_config(folder / "config.json")
     name = architecture_name(raw, frozenset(FAMILIES))
     family = None if name is None else FAMILIES.get(name)
     if family is None:
@@ -46,15 +48,14 @@ def read_model_config(folder: Path) -> ModelConfig:
         fields.raw["tie_word_embeddings"] = wrapper_ties(raw, family.defaults.get("tie_word_embeddings"))
     if fields.raw.get("use_bidirectional_attention") not in (None, False, "vision"):  # "vision": for pictures only
         raise UnsupportedModel("use_bidirectional_attention is not supported; models that generate do not have it.")
-    model = with_stored_tables(
-        replace(family.describe(fields), is_text_part=family.is_wrapper), folder, may_be_tied=any_ties(raw)
-    )
+    described = replace(_described(family, fields, folder), is_text_part=family.is_wrapper)
+    model = with_stored_tables(described, folder, may_be_tied=any_ties(raw))
     if model.head_bias and model.tie_word_embeddings and model.has_head:
         raise UnsupportedModel(
             f"tie_word_embeddings=True is not supported for {model.architecture}, whose head has a bias; only False is."
         )
     generation = folder / "generation_config.json"
-    eos = (read_json(generation) if generation.exists() else {}).get("eos_token_id")
+    eos = (read_config(generation) if generation.exists() else {}).get("eos_token_id")
     if eos is None:
         eos = fields.raw.get("eos_token_id")
     return replace(
@@ -64,6 +65,55 @@ def read_model_config(folder: Path) -> ModelConfig:
             _quantization(raw), folder, model.names, model.mtp_names, stored_names=model.stored_names
         ),
     )
+
+
+def _described(family: Family, fields: ConfigFields, folder: Path) -> ModelConfig:
+    """Returns the family's description. Raises ConfigError that names the field if a value is of a type or size that
+    the family does not expect."""
+    try:
+        described = family.describe(fields)
+        _check_numbers(described)
+        return described
+    except LorafleetError:
+        raise
+    except Exception as error:  # a value of another type may raise anything
+        field = _unreadable_field(family, fields)
+        what = "cannot be read" if field is None else f"has {field}={shown(fields.raw[field])}, which cannot be read"
+        raise ConfigError(
+            f"{folder / 'config.json'} {what} ({type(error).__name__}: {error}). Correct the file.", "model"
+        ) from error
+
+
+def _check_numbers(described: ModelConfig) -> None:
+    """Raises ConfigError for a window or a cap of scores or logits that is no positive number."""
+    found: list[tuple[str, object, type | tuple[type, ...]]] = [
+        ("final_logit_softcapping", described.final_softcap, (int, float))
+    ]
+    for attention in described.attentions:
+        if isinstance(attention, AttentionConfig):
+            found.append(("sliding_window", attention.window, int))
+            found.append(("attn_logit_softcapping", attention.softcap, (int, float)))
+    for field, value, kind in found:
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kind) or not value > 0):  # type: ignore[operator]  # a number by then
+            raise ConfigError(f"config.json has {field}={value!r}; it must be a positive number or null.", "model")
+
+
+def _unreadable_field(family: Family, fields: ConfigFields) -> str | None:
+    """Returns the field without which the family can describe the model, or None if there is no such field."""
+    found = []
+    for key in fields.raw:
+        raw = {other: value for other, value in fields.raw.items() if other != key}
+        try:
+            family.describe(ConfigFields(raw, family.defaults))
+        except Exception:
+            continue
+        found.append(key)
+    return min(found, key=lambda key: _is_count(fields.raw[key]), default=None)
+
+
+def _is_count(value: object) -> bool:
+    """Returns whether the value is one that most fields may have."""
+    return type(value) is int and value > 0
 
 
 def check_same_tables(folder: Path, served: ModelConfig) -> None:
@@ -89,7 +139,7 @@ def read_mtp_config(folder: Path, target: ModelConfig) -> ModelConfig:
     names = replace(target.names, part=target.mtp.names)
     quantization = target.quantization
     if quantization is None or quantization.stored is not None:
-        stored = _quantization(read_json(folder / "config.json"))
+        stored = _quantization(read_config(folder / "config.json"))
         quantization = stored_quantization(
             stored, folder, names, (OF_BASE,), stored_names=target.stored_names, may_be_plain=True
         )

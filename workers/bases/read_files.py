@@ -1,4 +1,4 @@
-"""Remembers a checkpoint's files as they were when the base was read, so that nobody mixes in what was written later."""
+"""Remembers a checkpoint's files as they were when the base was read, so that later ones are not mixed in."""
 
 from __future__ import annotations
 

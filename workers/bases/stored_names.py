@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 HEAD_WEIGHT, EMBEDDING_WEIGHT = "lm_head.weight", "model.embed_tokens.weight"
 # What torch.compile, FSDP, activation checkpointing and DistributedDataParallel insert into names.
-_WRAPPERS = re.compile(r"(?:^module\.)+|(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_INSIDE = r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+_WRAPPERS = re.compile(rf"^(?:module\.|{_INSIDE})+|{_INSIDE}")
 # Beginnings of names in checkpoints of a decoder that was saved without its head, for texts alone and beside pictures.
 _OF_DECODER = ("layers.", "language_model.layers.")
 

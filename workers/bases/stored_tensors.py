@@ -137,9 +137,10 @@ class StoredTensors:
                 for key in file.keys():  # noqa: SIM118  safe_open is no mapping
                     name = names.written(key)
                     if name in self._places:
+                        known_as = {repr(key): None, repr(self._places[name][1]): None}
                         raise ConfigError(
-                            f"{path} has the tensor {key!r}, which {self.path_of[name].name} has as "
-                            f"{self._places[name][1]!r}. Download or export the checkpoint again.",
+                            f"{path} and {self.path_of[name].name} both have the tensor {' or '.join(known_as)}. "
+                            "Download or export the checkpoint again.",
                             "model",
                         )
                     self._places[name] = file, key

@@ -32,14 +32,10 @@ def weights_digest(named: Iterable[tuple[str, Tensor]]) -> str:
     factors = [] if on_gpu is None else [factor_K.to(on_gpu) for factor_K in _factors()]
     summed = hashlib.sha256()
     with ThreadPoolExecutor(THREADS, thread_name_prefix="digest") as threads:
-        contents = [
-            (lambda sums=_sums(tensor, factors): sums)
-            if tensor.device.type == "cuda"
-            else threads.submit(_sha256, tensor).result
-            for _, tensor in tensors
-        ]
-        for (name, tensor), content in zip(tensors, contents, strict=True):
-            summed.update(repr((name, str(tensor.dtype), tuple(tensor.shape), content())).encode())
+        hashed = {name: threads.submit(_sha256, tensor) for name, tensor in tensors if tensor.device.type == "cpu"}
+        for name, tensor in tensors:
+            content = hashed[name].result() if name in hashed else _sums(tensor, factors)
+            summed.update(repr((name, str(tensor.dtype), tuple(tensor.shape), content)).encode())
     return summed.hexdigest()[:DIGEST_CHARS]
 
 

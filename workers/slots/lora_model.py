@@ -84,6 +84,7 @@ class LoRAModel:
     language: str = ""  # language_digest of the adapter's files
     own_rope: OwnRope = BASE_ROPE
     classifier: ClassifierForm | None = None  # whole on every rank
+    left_out: tuple[str, ...] = ()  # as AdapterForms'
     block: Tensor | None = None  # memory in which A and B may lie as pack() lays them out
     draft: SealedContent | None = None  # its draft LoRA, not checked yet; None if it has none
 
@@ -212,6 +213,7 @@ class LoRAModel:
             vocab_size_of(forms),
             own_rope=forms.own_rope,
             classifier=forms.classifier,
+            left_out=forms.left_out,
         )
 
 

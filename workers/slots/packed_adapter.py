@@ -157,6 +157,7 @@ def pack(
         model.language,
         model.own_rope.context_length,
         "" if model.classifier is None else model.classifier.task,
+        model.left_out,
     )
     times = LoadTimes(model.read_s, model.check_s, packed - started, time.perf_counter() - packed)
     return PackedAdapter(info, block, dtype, table, times, extra, model.own_rope.rope)

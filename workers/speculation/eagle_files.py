@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lorafleet.protocol.config_json import integer, read_json
+from lorafleet.protocol.config_json import integer, read_config
 from lorafleet.protocol.errors import ConfigError
 from lorafleet.protocol.strict_json import shown
 from lorafleet.workers.bases.families.architectures import FAMILIES
@@ -33,7 +33,7 @@ def read_eagle_config(folder: Path, target: ModelConfig) -> EagleConfig:
     """Raises ConfigError if the folder has no head of this target that can be served."""
     if not (folder / "config.json").is_file():
         raise _refusal(folder, "is not a local folder with a config.json")
-    raw = read_json(folder / "config.json")
+    raw = read_config(folder / "config.json")
     if "draft_vocab_size" not in raw:
         raise _refusal(folder, "has no draft_vocab_size in its config.json, so it is not an EAGLE-3 head")
     family = FAMILIES["LlamaForCausalLM"]

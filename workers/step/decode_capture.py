@@ -42,7 +42,7 @@ from lorafleet.workers.step.borrowed_memory import borrowed
 from lorafleet.workers.step.capture_streams import capture_stream
 from lorafleet.workers.step.drafted_sizes import DraftShape
 from lorafleet.workers.step.few_token_kernels import few_token_kernels
-from lorafleet.workers.step.interruption import Interrupted, InterruptibleAttention, IsInterrupted, never
+from lorafleet.workers.step.interruption import InterruptibleAttention, IsInterrupted, WorkInterrupted, never
 from lorafleet.workers.step.own_linears import own_linears
 
 
@@ -108,8 +108,8 @@ class DecodeCapture:
 
     @torch.inference_mode()
     def capture(self, key: DecodeKey, is_interrupted: IsInterrupted = never) -> DecodeGraph | None:
-        """Captures a graph, or returns None if the attention has none. Raises what capturing raises, and Interrupted
-        soon after is_interrupted() has become True.
+        """Captures a graph, or returns None if the attention has none. Raises what capturing raises, and
+        WorkInterrupted soon after is_interrupted() has become True.
 
         A step may be in flight. Its inputs and its tokens survive the capture: the next step reads the tokens, and
         drafts are compared with the inputs once masks have arrived.
@@ -245,7 +245,7 @@ class DecodeCapture:
                 finally:
                     graph.capture_end()
         if is_interrupted():  # making it executable takes 8 ms for 32 layers
-            raise Interrupted
+            raise WorkInterrupted
         graph.instantiate()
         return DecodeGraph(key, graph, attention, lora, states, borrowed(hidden_BD), borrowed(logits_BW))
 

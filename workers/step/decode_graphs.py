@@ -28,7 +28,7 @@ from lorafleet.workers.device.step_plan import StepPlan
 from lorafleet.workers.device.unread_inputs import UnreadInputs
 from lorafleet.workers.step.decode_capture import DecodeGraph, DecodeKey
 from lorafleet.workers.step.drafted_sizes import DraftedSizes, DraftShape
-from lorafleet.workers.step.interruption import Interrupted, IsInterrupted, never
+from lorafleet.workers.step.interruption import IsInterrupted, WorkInterrupted, never
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class DecodeGraphs:
             key = next(reversed(self._wanted))
         try:
             return self._capture(key, is_interrupted)
-        except Interrupted:
+        except WorkInterrupted:
             return False
         except RuntimeError as error:  # such as a lack of memory
             if self._former:

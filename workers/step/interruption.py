@@ -11,7 +11,7 @@ from lorafleet.workers.attention.attention_backend import AttentionBackend, Atte
 IsInterrupted = Callable[[], bool]
 
 
-class Interrupted(Exception):
+class WorkInterrupted(Exception):
     """Work that was begun in idle time was given up, since something else arrived."""
 
 
@@ -21,7 +21,7 @@ def never() -> bool:
 
 
 class InterruptibleAttention:
-    """Passes all calls to a backend, and raises Interrupted at the first layer's attention after something arrived.
+    """Passes all calls to a backend, and raises WorkInterrupted at the first layer's attention after something arrived.
 
     Every decoder calls its attention once a layer, so a forward ends early within one layer's launches. LoRA kernels on
     a side stream have been joined there, as a capture's end requires.
@@ -39,5 +39,5 @@ class InterruptibleAttention:
 
     def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor | None = None) -> Tensor:
         if self._is_interrupted():
-            raise Interrupted
+            raise WorkInterrupted
         return self._attention.attend(layer, q_THD, out_THD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
@@ -240,6 +241,18 @@ async def test_values_at_their_bounds_are_taken(http: httpx.AsyncClient) -> None
 def test_llm_has_the_same_bounds(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         SamplingParams(**fields)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize"]
+)
+async def test_a_compressed_body_is_415_and_the_answer_names_the_header(http: httpx.AsyncClient, path: str) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    response = await http.post(path, content=gzip.compress(b"{}"), headers=headers)
+    error = response.json()["error"]
+    assert response.status_code == 415 and "The header Content-Encoding is 'gzip'" in error["message"]
+    response = await http.post(path, content=b"{}", headers=headers | {"content-encoding": "identity"})
+    assert response.status_code == 400
 
 
 @pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded", "x" * 5000])

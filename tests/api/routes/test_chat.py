@@ -115,6 +115,41 @@ def test_the_servers_template_replaces_the_models(
     assert tokenizer.decode(engine.requests[0].prompt_token_ids) == "hi!"
 
 
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+ASKED = {"role": "user", "content": "a"}
+MARKED = {"type": "ephemeral"}
+CALLED = [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "same"),
+    [
+        ([{"role": "user", "content": []}], [{"role": "user", "content": ""}]),
+        ([ASKED | {"content": [{"type": "text", "text": "a", "cache_control": MARKED}]}], [ASKED]),
+        ([ASKED | {"content": [{"type": "input_text", "text": "a"}]}], [ASKED]),
+        ([ASKED | {"id": "msg_1", "cache_control": MARKED}], [ASKED]),
+        (
+            [ASKED, {"role": "assistant", "content": [{"type": "output_text", "text": "b", "annotations": []}]}, ASKED],
+            [ASKED, {"role": "assistant", "content": "b"}, ASKED],
+        ),
+        ([ASKED, CALLED[1] | {"content": []}], CALLED),
+        ([ASKED, CALLED[1] | {"content": None, "id": "m", "status": "completed"}], CALLED),
+        (
+            [*CALLED, {"role": "tool", "tool_call_id": "c1", "content": None}],
+            [*CALLED, {"role": "tool", "tool_call_id": "c1", "content": ""}],
+        ),
+    ],
+    ids=str,
+)
+def test_forms_of_messages_that_mean_the_same_make_the_same_prompt(
+    client: openai.OpenAI, engine: Any, messages: Any, same: Any
+) -> None:
+    for given in (messages, same):
+        client.chat.completions.create(model="llama", messages=given, max_tokens=1)
+    first, second = engine.requests[-2:]
+    assert first.prompt_token_ids == second.prompt_token_ids
+
+
 def test_vllm_extras_reach_the_answer(client: openai.OpenAI, engine: Any) -> None:
     extra = {"return_token_ids": True, "prompt_logprobs": 0, "request_id": "mine"}
     answer: Any = client.chat.completions.create(model="llama", messages=HI, max_tokens=2, extra_body=extra)

@@ -13,10 +13,13 @@ import numpy as np
 import openai
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel
 
 from lorafleet.api.request.pooling import read_pooling
 from lorafleet.protocol.errors import ConfigError
-from real_server import RealServer
+from real_server import RealServer, running
+from tiny_models import make_model
 
 pytestmark = pytest.mark.xdist_group("real_server")
 
@@ -142,3 +145,30 @@ def test_a_pooling_that_is_not_served_is_refused_at_the_start(tmp_path: Path, co
     (tmp_path / "1_Pooling" / "config.json").write_text(content)
     with pytest.raises(ConfigError):
         read_pooling(tmp_path)
+
+
+def test_a_checkpoint_without_a_head_embeds_and_does_not_generate(tmp_path: Path, prompt: Any) -> None:
+    """As some models for embeddings are published: without the first segment of names, too."""
+    base = make_model(tmp_path / "base", "qwen3", num_hidden_layers=1, tie_word_embeddings=False)
+    file, ids = base / "model.safetensors", prompt(12)
+    kept = {name.removeprefix("model."): t for name, t in load_file(file).items() if name != "lm_head.weight"}
+    save_file(kept, file, metadata={"format": "pt"})
+    with torch.inference_mode():
+        hidden_TD = AutoModel.from_pretrained(base)(input_ids=torch.tensor([ids])).last_hidden_state[0]
+    with running(tmp_path, base, {}, {}) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        embedded = http.post("/v1/embeddings", json={"model": "llama", "input": ids})
+        chat = {"messages": [{"role": "user", "content": "a"}]}
+        refused = [
+            http.post(path, json={"model": "llama"} | body)
+            for path, body in (
+                ("/v1/completions", {"prompt": ids}),
+                ("/v1/completions", {"prompt": ids, "stream": True}),
+                ("/v1/completions", {"prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}),
+                ("/v1/chat/completions", chat),
+            )
+        ]
+    wanted = torch.nn.functional.normalize(hidden_TD[-1], dim=0).numpy()
+    np.testing.assert_allclose(embedded.json()["data"][0]["embedding"], wanted, atol=1e-3)
+    for answer in refused:
+        assert answer.status_code == 400, answer.text
+        assert "no lm_head.weight, so it cannot generate" in answer.text

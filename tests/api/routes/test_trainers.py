@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from lorafleet.client.admin import AdminClient
 from lorafleet.client.client_errors import APIStatusError
 from lorafleet.client.tensor_packing import pack_tensors
 from real_server import ADMIN_KEY, BASE
-from tiny_models import make_adapter
+from tiny_models import make_adapter, make_model
 
 ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}
 LONG = {"prompt": [7, 8, 9], "max_tokens": 400, "ignore_eos": True, "temperature": 0}
@@ -154,7 +155,9 @@ def test_a_server_gives_its_memory_back_and_answers_as_before(
     answers: list[httpx.Response] = []
     asking = in_background(lambda: answers.append(http.post("/v1/completions", json=body)))
     admin.push_tensors("asleep", *weights_of(made.adapters["all"]))
-    assert http.post("/wake_up", params={"tags": "weights"}).json() == {"status": "awake"}
+    woken = http.post("/wake_up", params={"tags": "weights"}).json()
+    assert woken == {"status": "awake", "base_changed": False, "base_digest": woken["base_digest"]}
+    assert len(woken["base_digest"]) == 32
     assert admin.is_sleeping().is_sleeping and not answers
     assert http.post("/wake_up", params={"tags": ["weights", "kv_cache"]}).is_success
     asking.join()
@@ -162,7 +165,7 @@ def test_a_server_gives_its_memory_back_and_answers_as_before(
     assert not admin.is_sleeping().is_sleeping
     assert admin.sleep(level=2, mode="keep").status == "asleep"
     assert admin.wake_up(["kv_cache"]).status == "awake" and admin.is_sleeping().is_sleeping
-    assert admin.wake_up().status == "awake"
+    assert not admin.wake_up().base_changed
     tokens = http.post("/v1/completions", json=body | {"model": "asleep"}).json()["choices"][0]["token_ids"]
     assert tokens == made.reference.greedy([7, 8, 9], 5, made.adapters["all"]).tokens
 
@@ -199,6 +202,8 @@ def test_parts_and_levels_that_do_not_exist_are_refused(
 def test_sglangs_routes_load_replace_and_unload(http: httpx.Client, made: Any) -> None:
     body = {"lora_name": "steps", "lora_path": str(made.adapters["all"])}
     assert http.post("/load_lora_adapter", json=body).json()["loaded_adapters"] == {"steps": body["lora_path"]}
+    # The server reads its own copy, whose path is not what the owner gave.
+    assert http.get("/v1/models/steps").json()["root"] == body["lora_path"]
     assert http.post("/load_lora_adapter", json=body | {"load_inplace": False}).status_code == 400
     body["lora_path"] = str(made.adapters["qv"])
     assert http.post("/load_lora_adapter", json=body).json()["success"]
@@ -469,3 +474,24 @@ def test_torch_tensors_are_packed_with_their_checksums() -> None:
     fields = json.loads(head[8:])
     assert fields["config"] == {"r": 1, "target_modules": ["a", "q"]}
     assert fields["sha256"] == {"a": hashlib.sha256(weights[-16:]).hexdigest()}
+
+
+def test_a_wake_up_says_that_the_checkpoint_has_changed_and_answers_as_the_new_weights_do(
+    made: Any, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(made.base, base)
+    body = {"model": BASE, "prompt": [*range(7, 60)], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    with (
+        real_server.running(tmp_path, base, {}, {}, max_model_len=512, kv_cache_tokens=4096) as server,
+        httpx.Client(base_url=server.url, headers=ADMIN, timeout=120) as http,
+    ):
+        former = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        assert http.post("/sleep", params={"level": 2}).is_success
+        other = make_model(tmp_path / "other", "llama3", seed=5)
+        shutil.copy(other / "model.safetensors", base)
+        woken = http.post("/wake_up").json()
+        assert woken["base_changed"] and len(woken["base_digest"]) == 32
+        assert "lorafleet_engine_base_changes_total{" in http.get("/metrics").text
+        later = [http.post("/v1/completions", json=body).json()["choices"][0]["text"] for _ in range(2)]
+    assert later[0] == later[1] != former

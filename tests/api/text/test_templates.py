@@ -83,6 +83,63 @@ async def test_what_it_writes_is_what_transformers_writes(
     assert await rendered(sandbox, source, **options) == expected
 
 
+LOOP = "{% for part in m.content if part.type == 'text' %}{{ part.text }}/{% endfor %}"
+PARTS_ONLY = "{% for m in messages %}[{{ m.role }}]" + LOOP + "{% endfor %}"
+ASSISTANTS_PARTS = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.role in ['assistant', 'tool'] %}" + LOOP + "{{ m.reasoning }}"
+    "{% else %}{{ m.content | upper }}{% endif %}{% endfor %}"
+)
+EITHER = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}" + LOOP + "{% endif %}{% endfor %}"
+)
+TALK: list[dict[str, Any]] = [
+    {"role": "system", "content": "S"},
+    {"role": "user", "content": ["u1", "u2"]},
+    {"role": "assistant", "content": "", "tool_calls": [], "reasoning": "why"},
+    {"role": "tool", "content": "T", "tool_call_id": "c"},
+    {"role": "assistant", "content": "A"},
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (PARTS_ONLY, "[system]S/[user]u1/u2/[assistant]/[tool]T/[assistant]A"),
+        (ASSISTANTS_PARTS, "[system]S[user]U1\nU2[assistant]/why[tool]T/[assistant]A"),
+        (EITHER, "Su1\nu2TA"),
+        ("{{ messages[1].content[0].text }}{{ messages[-1].content[0]['text'] }}", "u1A"),
+        (
+            "{% if messages[0].role != 'system' %}{{ raise_exception('x') }}{% endif %}" + PARTS_ONLY,
+            "[system]S/[user]u1/",
+        ),
+    ],
+    ids=["parts", "parts of some roles", "either", "the first part", "a system message first"],
+)
+@pytest.mark.parametrize("goes_on", [False, True])
+async def test_contents_have_the_form_that_the_template_takes(
+    sandbox: TemplateSandbox, tokenizer: Tokenizer, source: str, expected: str, goes_on: bool
+) -> None:
+    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": goes_on}
+    text = tokenizer.render_chat(TALK, chat_template=source, **options)
+    assert text.startswith(expected)
+    assert not goes_on or text.endswith("A")
+    template = sandbox.examined(ChatTemplate(source, tokenizer.special_tokens))
+    assert await sandbox.render(template, TALK, **options) == text
+
+
+@pytest.mark.parametrize("source", ["{{ messages[0].text }}", "{% for m in messages %}{{ m.role }}{% endfor %}"])
+async def test_a_template_that_hides_what_users_say_is_refused_to_requests(
+    sandbox: TemplateSandbox, tokenizer: Tokenizer, source: str
+) -> None:
+    user = [{"role": "user", "content": "hello"}]
+    with pytest.raises(InvalidRequest, match="neither as a string nor as a list of parts") as refused:
+        tokenizer.render_chat(user, chat_template=source)
+    assert refused.value.param == "messages.0.content"
+    template = sandbox.examined(ChatTemplate(source, tokenizer.special_tokens))
+    with pytest.raises(InvalidRequest, match="neither as a string nor as a list of parts"):
+        await sandbox.render(template, user)
+
+
 HOSTILE = {
     # --- without end ---
     "nested loops": (
@@ -234,10 +291,10 @@ async def test_a_template_that_left_no_memory_fails_nobody_else(sandbox: Templat
 
 
 def test_a_template_is_compiled_when_it_is_checked(sandbox: TemplateSandbox) -> None:
-    sandbox.check(ChatTemplate("{{ raise_exception('only when it is rendered') }}", {}))
+    sandbox.examined(ChatTemplate("{{ raise_exception('only when it is rendered') }}", {}))
     for source, words in (("{% for %}", "Expected"), ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "")):
         with pytest.raises(AdapterMalformed, match="cannot be compiled: .*" + words):
-            sandbox.check(ChatTemplate(source, {}))
+            sandbox.examined(ChatTemplate(source, {}))
 
 
 def running() -> list[psutil.Process]:

@@ -42,6 +42,43 @@ async def test_an_upload_is_refused_by_name(house: House, monkeypatch: pytest.Mo
     assert house.store._store.keys("file-data/") == []
 
 
+CHARSETS = ["idna", "punycode", "undefined", "unicode_escape", "raw_unicode_escape", "utf-7", "utf-16", "zlib", "none"]
+
+
+async def upload(house: House, content_type: str, filename: bytes) -> httpx.Response:
+    lines = [
+        b"--b",
+        b'Content-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b',
+        b'Content-Disposition: form-data; name="file"; filename="' + filename + b'"\r\n\r\n{}\r\n--b--\r\n',
+    ]
+    headers = {"content-type": content_type, "authorization": "Bearer key of acme"}
+    transport = httpx.ASGITransport(house.api)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost/v1") as client:
+        return await client.post("/files", content=b"\r\n".join(lines), headers=headers)
+
+
+@pytest.mark.parametrize("charset", CHARSETS)
+async def test_a_charset_of_an_upload_has_no_effect(house: House, charset: str) -> None:
+    answer = await upload(house, f"multipart/form-data; charset={charset}; boundary=b", "é\\ud800.jsonl".encode()[1:])
+    assert answer.status_code == 400  # The name is not valid, in whatever charset.
+    answer = await upload(house, f'multipart/form-data; boundary="b"; charset={charset}', "é+AGE-xn--a.jsonl".encode())
+    assert (answer.status_code, answer.json()["filename"]) == (200, "é+AGE-xn--a.jsonl"), answer.text
+
+
+@pytest.mark.parametrize("filename", [b"../../etc/x", b"a\x1b[31m", b"a\\b", b"..", "a\u202eb".encode(), b"a\x00"])
+async def test_a_filename_that_is_a_path_or_acts_on_terminals_is_refused(house: House, filename: bytes) -> None:
+    answer = await upload(house, "multipart/form-data; boundary=b", filename)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and (b"\x00" in filename or error["param"] == "file"), answer.text
+    assert error["message"].isprintable()
+
+
+@pytest.mark.parametrize("given", ["", "; boundary=", "; boundary=" + "b" * 71, '; boundary="b', "; charset=b"])
+async def test_an_upload_without_a_boundary_is_refused(house: House, given: str) -> None:
+    answer = await upload(house, f"multipart/form-data{given}", b"a")
+    assert answer.status_code == 400 and "boundary" in answer.json()["error"]["message"]
+
+
 async def test_output_files_count_as_files_of_their_tenant(house: House) -> None:
     """One input may be used by many batches, whose outputs are stored as well."""
     client, lines, hold = house.client(), [chat_line(number) for number in range(8)], asyncio.Event()

@@ -73,7 +73,8 @@ def test_a_misspelt_key_is_refused_with_the_nearest(place: tuple[Any, ...], valu
         ),
         ((*APP, "import_path"), "no_such_module.app:build", "there is no module 'no_such_module.app'"),
         ((*APP, "deployments"), [{"name": "EngineReplicas"}], "did you mean 'EngineReplica'?"),
-        ((*APP, "deployments"), [{"name": "EngineReplica", "num_replicas": 2}], "set args: num_replicas"),
+        ((*APP, "deployments"), [{"name": "EngineReplica", "user_config": {"a": 1}}], "sets this from its own options"),
+        ((*APP, "deployments"), [{"name": "AdapterRouter", "num_replicas": 2}], "one router on each node"),
         ((*APP, "args"), {}, "applications[0].args.model: Field required"),
         ((*APP, "args"), None, "applications[0].args: args must name a model"),
         ((*ARGS, "num_replicas"), 0, "args.num_replicas: Input should be greater than or equal to 1"),
@@ -107,3 +108,42 @@ def test_a_mistake_inside_speculative_config_is_told_once():
     assert told.startswith("applications[0].args.speculative_config.draft_model: unknown key 'draft_model'")
     [told] = complaints(with_value(GOOD, (*ARGS, "speculative_config"), {"method": "medusa"}))
     assert told.startswith("applications[0].args.speculative_config: speculative_config: method='medusa' is not served")
+
+
+@pytest.mark.parametrize(
+    ("deployment", "bounds"),
+    [
+        ({"num_replicas": 2}, (2, None)),
+        ({"autoscaling_config": {"min_replicas": 2, "max_replicas": 5}}, (2, 5)),
+        ({"num_replicas": "auto", "autoscaling_config": {"max_replicas": 5}}, (1, 5)),
+        ({"num_replicas": "auto"}, (1, 100)),
+    ],
+)
+def test_replicas_may_be_counted_where_serve_counts_them(
+    deployment: dict[str, Any], bounds: tuple[int, int | None]
+) -> None:
+    file = with_value(GOOD, (*APP, "deployments"), [{"name": "EngineReplica"} | deployment])
+    problems, serving = check_serve(parse("f.yaml", yaml.safe_dump(file)))
+    assert problems == [] and serving is not None
+    (application,) = serving.applications
+    assert (application.args.num_replicas, application.args.max_replicas) == bounds
+
+
+@pytest.mark.parametrize(
+    ("in_args", "deployment", "named"),
+    [
+        ({"num_replicas": 3}, {"num_replicas": 2}, "num_replicas=3"),
+        ({"max_replicas": 4}, {"num_replicas": 2}, "max_replicas=4"),
+        ({"max_replicas": 4}, {"autoscaling_config": {"min_replicas": 1, "max_replicas": 5}}, "max_replicas=4"),
+        ({"num_replicas": 2}, {"num_replicas": 2}, None),
+        ({"max_replicas": 5}, {"autoscaling_config": {"min_replicas": 1, "max_replicas": 5}}, None),
+    ],
+)
+def test_two_numbers_of_replicas_may_not_differ(
+    in_args: dict[str, Any], deployment: dict[str, Any], named: str | None
+) -> None:
+    file = with_value(GOOD, (*APP, "deployments"), [{"name": "EngineReplica"} | deployment])
+    file = with_value(file, ARGS, file["applications"][0]["args"] | in_args)
+    found = [one for one in complaints(file) if "says otherwise" in one]
+    assert [named in one for one in found if named] == ([] if named is None else [True])
+    assert bool(found) == (named is not None)

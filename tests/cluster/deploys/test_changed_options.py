@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,3 +119,17 @@ def test_the_number_of_replicas_is_part_of_the_version_only_if_it_decides_about_
 def test_options_of_another_hand_are_refused() -> None:
     with pytest.raises(ConfigError, match="Remove user_config from `deployments`"):
         with_user_config(parse_args(BASE), {"threshold": 1}, str)
+
+
+def test_the_documentation_says_of_each_option_who_takes_it() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "running-on-a-cluster.md").read_text()
+    section = text.partition("## Changing a running application")[2].partition("\n## ")[0]
+    rows = [row.split("|")[1:3] for row in section.splitlines() if row.startswith("| `")]
+    said = {name: taker.strip() for names, taker in rows for name in re.findall(r"`(\w+)`", names)}
+    takers = {
+        Change.IN_REPLICA: ("running replicas",),
+        Change.BY_SERVE: ("Ray Serve", "the deploy, which reads them once"),
+    }
+    marked = {name: change for name in AppArgs.model_fields if (change := change_of(name)) is not None}
+    assert said.keys() == marked.keys()
+    assert all(said[name] in takers[change] for name, change in marked.items())

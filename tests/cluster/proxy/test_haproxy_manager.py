@@ -1,4 +1,4 @@
-"""When the manager of HAProxy ends a HAProxy that does not answer at its admin socket."""
+"""When the manager of HAProxy ends a HAProxy that does not answer, and which applications it passes on."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ import time
 import warnings
 from typing import Any
 
+import pytest
+
+from lorafleet.cluster.proxy.haproxy import EXPECTED_VARIABLE
+from lorafleet.cluster.proxy.replica_gaps import ReplicaGaps
+from lorafleet.cluster.proxy.waiting_room import EXPECTED_S
 from tests.cluster.haproxies import wait_until
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own
+    from ray.serve._private.common import RequestProtocol
+    from ray.serve.schema import Target, TargetGroup
+
     from lorafleet.cluster.proxy.haproxy_manager import MAX_IDLE, MAX_UNANSWERED, Activity, WatchedHAProxyManager
 
 SLEEP = "import time; time.sleep(3600)"
@@ -87,6 +95,24 @@ async def test_haproxy_that_has_ended_is_replaced_at_once() -> None:
     haproxy = SilentHAProxy(process)
     await manager_of(haproxy)._look()
     assert haproxy.num_started == 1
+
+
+def test_an_application_without_a_replica_is_left_out_only_if_it_is_being_deleted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def group(app: str, ingress: str, *targets: Target) -> TargetGroup:
+        named = {"app_name": app, "ingress_deployment_name": ingress, "route_prefix": f"/{app}"}
+        return TargetGroup(protocol=RequestProtocol.HTTP, targets=list(targets), **named)
+
+    monkeypatch.setenv(EXPECTED_VARIABLE, "1")  # It is restored at the end.
+    manager = WatchedHAProxyManager.__new__(WatchedHAProxyManager)
+    manager._gaps, manager._schedule_haproxy_update = ReplicaGaps(), lambda: None
+    replica = Target(ip="127.0.0.1", port=1, instance_id="", name="r")
+    manager.update_target_groups(
+        [group("runs", "EngineReplica", replica), group("is replaced", "EngineReplica"), group("is deleted", "")]
+    )
+    assert [one.app_name for one in manager.get_target_groups()] == ["runs", "is replaced"]
+    assert os.environ[EXPECTED_VARIABLE] == str(EXPECTED_S)
 
 
 def test_a_process_that_has_ended_shows_no_activity() -> None:

@@ -8,7 +8,7 @@ import ray
 from lorafleet.cluster.config import AppArgs
 from lorafleet.cluster.proxy.tls import TLSFiles
 from lorafleet.cluster.serve import local, ray_agents
-from lorafleet.cluster.serve.local import RAY_STARTS, Listener, ray_cpus, start_ray
+from lorafleet.cluster.serve.local import RAY_STARTS_S, Listener, ray_cpus, start_ray
 from lorafleet.protocol.errors import ConfigError
 
 FILES = TLSFiles("/tls/cert.pem", "/tls/key.pem")
@@ -59,7 +59,7 @@ def test_ray_starts_a_process_ahead_for_each_of_the_servers_and_not_for_each_cor
     [
         ([], 1, None),
         ([LATE], 2, None),
-        ([LATE] * RAY_STARTS, RAY_STARTS, "too busy"),
+        ([LATE] * len(RAY_STARTS_S), len(RAY_STARTS_S), "too busy"),
         (["no such file"], 1, "no such file"),
         ([LATE, "no such file"], 2, "no such file"),
     ],

@@ -10,6 +10,7 @@ import asyncio
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -58,8 +59,8 @@ def workers(server: SharedServer) -> set[int]:
     return set(server.running.processes("WorkerActor"))
 
 
-def model_len(server: SharedServer) -> int:
-    found: int = server.http.get("/v1/models").json()["data"][0]["max_model_len"]
+def base(server: SharedServer) -> dict[str, Any]:
+    found: dict[str, Any] = server.http.get("/v1/models").json()["data"][0]
     return found
 
 
@@ -73,7 +74,7 @@ def assert_right(answers: list[tuple[str, str]]) -> None:
     ("change", "cause"),
     [
         ("max_modle_len=400", "unknown argument 'max_modle_len'; did you mean 'max_model_len'?"),
-        ("model=/no/such/model", "EngineReplica"),
+        ("model=/no/such/model", "model '/no/such/model' is not a folder"),
     ],
 )
 def test_a_file_that_cannot_be_deployed_leaves_everything_as_it_is(
@@ -89,9 +90,13 @@ def test_a_file_that_cannot_be_deployed_leaves_everything_as_it_is(
 
 def test_no_answer_is_lost_or_changed_while_replicas_with_another_option_take_over(shared_server: SharedServer) -> None:
     before = workers(shared_server)
-    assert len(before) == 2 and model_len(shared_server) != CHANGED_LEN
-    failed, answers = asyncio.run(deploy_under_load(shared_server, f"max_model_len={CHANGED_LEN}"))
+    assert len(before) == 2 and base(shared_server)["max_model_len"] != CHANGED_LEN
+    changes = (
+        f"model={base(shared_server)['root']}",
+        f"max_model_len={CHANGED_LEN}",
+    )  # The last file had another model.
+    failed, answers = asyncio.run(deploy_under_load(shared_server, *changes))
     assert not failed
     assert_right(answers)
-    assert model_len(shared_server) == CHANGED_LEN
+    assert base(shared_server)["max_model_len"] == CHANGED_LEN
     wait_until(lambda: not before & workers(shared_server))

@@ -140,12 +140,15 @@ async def test_a_tenant_learns_no_path_of_the_server_from_the_list_of_models(
     async with house.open():
         await answers(house, adapters)
         assert (await house.push("acme", "mine", adapters["qv"])).status_code == 200
+        assert (await house.ask("acme", "GET", "/v1/models/mine+reference-all")).json()["root"] == "mine+reference-all"
         for caller in ("acme", "rival", "public"):
             listed = (await house.ask(caller, "GET", "/v1/models")).json()["data"]
             shown = [(await house.ask(caller, "GET", f"/v1/models/{card['id']}")).json() for card in listed]
             assert all(card["root"] == card["id"] for card in [*listed, *shown])
-        roots = {card["root"] for card in (await house.ask("operator", "GET", "/v1/models")).json()["data"]}
-        assert {"/models/base"} < roots and all(Path(root).is_absolute() for root in roots)
+        cards = (await house.ask("operator", "GET", "/v1/models")).json()["data"]
+        roots = {card["id"]: card["root"] for card in cards}
+        assert roots.pop("base") == "/models/base"
+        assert "~acme/mine" in roots and all(root == name for name, root in roots.items())  # Uploads have no path.
 
 
 async def test_two_tenants_have_the_same_name_and_neither_learns_of_it(house: House, adapters: dict[str, Path]) -> None:

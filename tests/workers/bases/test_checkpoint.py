@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from lorafleet.offline.llm import LLM, SamplingParams
-from lorafleet.protocol.config_json import MAX_JSON_BYTES
+from lorafleet.protocol.config_json import MAX_JSON_BYTES, read_config
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
 from lorafleet.workers.bases.checkpoint import read_model_config
@@ -35,7 +35,9 @@ def edit(model: Path, **changes: object) -> Path:
     ("changes", "named"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
-        ({"architectures": []}, "missing"),
+        ({"architectures": [], "model_type": ...}, r"\[\] \(model_type None\)"),
+        ({"architectures": ["LlamaForCausalLM", "BertModel"]}, "LlamaForCausalLM.*BertModel"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"hidden_act": "mish"}, "mish"),
         ({"quantization_config": {"quant_method": "hqq"}}, "hqq"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
@@ -220,3 +222,29 @@ def test_answers_end_at_the_generation_configs_tokens_else_at_the_configs(model:
     for written, expected in (("{}", (3, 4)), ('{"eos_token_id": null}', (3, 4)), ('{"eos_token_id": [5, 6]}', (5, 6))):
         (model / "generation_config.json").write_text(written)
         assert read_model_config(model).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_key_value_heads": "2"}, "num_key_value_heads='2'"),
+        ({"layer_types": 5}, "layer_types=5, which cannot be read"),
+        ({"rope_parameters": 7}, "rope_parameters=7, which cannot be read"),
+        ({"sliding_window": "8"}, "sliding_window='8'"),
+        ({"attention_bias": "no"}, "attention_bias='no'"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000; it must be at most"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_its_field(tmp_path: Path, changes, named: str) -> None:
+    family = {"sliding_window": "mistral", "layer_types": "qwen2_window"}
+    name = next((family[key] for key in changes if key in family), "llama2")
+    with pytest.raises(ConfigError, match=named):
+        read_model_config(edit(make_model(tmp_path / "model", name, num_hidden_layers=1), **changes))
+
+
+def test_numbers_that_json_lacks_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"a": {"__float__": "Infinity"}, "b": [0.5, {"__float__": "-Infinity"}], "c": {"d": {"__float__": "more"}}}'
+    )
+    found = {"a": float("inf"), "b": [0.5, float("-inf")], "c": {"d": {"__float__": "more"}}}
+    assert read_config(tmp_path / "config.json") == found

@@ -10,11 +10,10 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import Gemma3Config, Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 
 from float_checkpoints import FP8, compressed, group, scaled, whole
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
-from lorafleet.protocol.errors import AdapterUnsupported
 from lorafleet.workers.bases.checkpoint import read_model_config
 from lorafleet.workers.bases.formats.compressed_tensors_format import KV_SCHEME
 from lorafleet.workers.bases.weights import held_tensors, load_weights, read_kv_scales
@@ -141,7 +140,36 @@ def test_adapters_on_the_language_model_answer_as_peft_does(checkpoint, prompt, 
     check(checkpoint, prompt(30), save(tmp_path / "a", checkpoint, config))
 
 
-def test_adapters_on_what_is_for_pictures_are_refused_by_name(checkpoint, prompt, tmp_path):
-    adapter = save(tmp_path / "a", checkpoint, LoraConfig(r=4, target_modules=["q_proj"]))
-    with pytest.raises(AdapterUnsupported, match=r"vision_tower.*only text is supported"):
-        check(checkpoint, prompt(5), adapter)
+@pytest.mark.parametrize("targets", [["q_proj", "fc1"], "all-linear"])
+def test_what_adapters_have_for_pictures_is_left_out(checkpoint, prompt, tmp_path, targets):
+    config = LoraConfig(r=4, target_modules=targets, modules_to_save=["multi_modal_projector"])
+    adapter = save(tmp_path / "a", checkpoint, config)
+    assert any("mm_input_projection_weight" in name for name in load_file(adapter / "adapter_model.safetensors"))
+    check(checkpoint, prompt(5), adapter)
+
+
+@pytest.mark.parametrize("spelling", ["model.language_model.", "language_model.model."])
+def test_an_adapter_of_the_whole_model_is_served_on_the_text_model_alone(checkpoint, prompt, tmp_path, spelling):
+    """Its regular expressions name the modules of the whole model, also by the names of transformers 4."""
+    text = Gemma3ForCausalLM(Gemma3Config.from_pretrained(checkpoint).text_config)
+    parts = Gemma3ForConditionalGeneration.from_pretrained(checkpoint).state_dict()
+    own = {name.replace("model.language_model.", "model."): value for name, value in parts.items()}
+    text.load_state_dict(own, strict=False)
+    text.tie_weights()
+    text.save_pretrained(tmp_path / "text")
+    tokenizer().save_pretrained(tmp_path / "text")
+    root = re.escape(spelling)
+    patterns = {"alpha_pattern": {rf"^{root}layers\.0\..*": 64}, "rank_pattern": {rf".*{root}layers\.1.*down_proj": 2}}
+    new = {key: {k.replace(root, r"model\.language_model\."): v for k, v in p.items()} for key, p in patterns.items()}
+    adapter = save(tmp_path / "a", checkpoint, LoraConfig(r=4, target_modules=TEXT_ALONE, **new))
+    tokens = prompt(12)
+    expected = reference(checkpoint, tokens, adapter)
+    file, settings = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
+    respelled = {name.replace("model.language_model.", spelling): value for name, value in load_file(file).items()}
+    save_file(respelled, file)
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | patterns))
+    for base in (tmp_path / "text", checkpoint):
+        llm = LLM(str(base), enable_lora=True, kv_cache_tokens=1024)
+        [output] = llm.generate({"prompt_token_ids": tokens}, PARAMS, LoRARequest("text", 1, str(adapter)))
+        llm.close()
+        assert [p.logprob for p in output.prompt_logprobs[1:]] == pytest.approx(expected, abs=1e-3)

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lorafleet.offline.llm import LLM, LoRARequest, SamplingParams
-from lorafleet.protocol.errors import AdapterUnsupported
+from lorafleet.protocol.adapter_formats.adapter_files import SAFETENSORS_NAME
+from lorafleet.protocol.errors import AdapterMalformed
 from lorafleet.workers.bases.checkpoint import read_model_config
 from wrapper_cases import WRAPPERS, make_wrapper, make_wrapper_adapter
 
@@ -70,7 +71,8 @@ def test_texts_and_adapters_are_answered_as_transformers_and_peft_do(
     checkpoint: tuple[str, Path], prompt: Any, tmp_path: Path
 ) -> None:
     case, base = checkpoint
-    adapted = make_wrapper_adapter(tmp_path / "new", base, CASES[case])
+    alphas = {r"^model\.language_model\.layers\.0\..*q_proj": 64}
+    adapted = make_wrapper_adapter(tmp_path / "new", base, CASES[case], alpha_pattern=alphas)
     file = tmp_path / "new" / "adapter_model.safetensors"
     assert all(".language_model." in name for name in load_file(file))
     (tmp_path / "old").mkdir()
@@ -107,13 +109,19 @@ def test_a_head_in_the_file_counts_where_config_json_contradicts_itself(checkpoi
     assert model.tie_word_embeddings == CASES[case].tied
 
 
-@pytest.mark.parametrize("targets", [r".*(attn\.qkv|vision_tower.*q_proj)", r".*(attn\.qkv|q_proj)"])
-def test_adapters_on_the_vision_part_are_refused_by_name(
-    checkpoint: tuple[str, Path], tmp_path: Path, targets: str
+def test_what_adapters_have_for_the_vision_part_is_left_out(
+    checkpoint: tuple[str, Path], prompt: Any, tmp_path: Path
 ) -> None:
     case, base = checkpoint
-    make_wrapper_adapter(tmp_path / "a", base, CASES[case], targets)
+    make_wrapper_adapter(tmp_path / "pictures", base, CASES[case], r".*(attn\.qkv|vision_tower.*q_proj)")
+    adapted = make_wrapper_adapter(tmp_path / "all", base, CASES[case], "all-linear")
+    assert any("vision_tower" in name or "visual" in name for name in load_file(tmp_path / "all" / SAFETENSORS_NAME))
     llm = LLM(str(base), enable_lora=True, kv_cache_tokens=512)
-    with pytest.raises(AdapterUnsupported, match=r"(vision_tower|visual).*only text is supported"):
-        llm.generate({"prompt_token_ids": [5, 6]}, PARAMS, LoRARequest("a", 1, str(tmp_path / "a")))
+    with pytest.raises(AdapterMalformed, match=r"no tensors but those of .*(vision_tower|visual)"):
+        llm.generate({"prompt_token_ids": [5, 6]}, PARAMS, LoRARequest("pictures", 1, str(tmp_path / "pictures")))
+    ids = prompt(40)
+    [output] = llm.generate({"prompt_token_ids": ids}, PARAMS, LoRARequest("all", 2, str(tmp_path / "all")))
     llm.close()
+    [completion] = output.outputs
+    expected = logprobs(adapted, ids + completion.token_ids)[len(ids) - 1 :]
+    assert [p.logprob for p in completion.logprobs] == pytest.approx(expected, abs=1e-3)

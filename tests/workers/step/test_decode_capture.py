@@ -16,7 +16,7 @@ from lorafleet.workers.models.decoder import DecoderModel
 from lorafleet.workers.startup import build_engine
 from lorafleet.workers.step import decode_capture
 from lorafleet.workers.step.decode_capture import DecodeCapture, DecodeKey, split_gemms
-from lorafleet.workers.step.interruption import Interrupted
+from lorafleet.workers.step.interruption import WorkInterrupted
 from lorafleet.workers.tp.group import TPGroup
 from tiny_models import make_model
 
@@ -104,7 +104,7 @@ def test_a_late_capture_leaves_the_inputs_the_tokens_and_the_stream_of_the_steps
 
     monkeypatch.setattr(attention, "attend", attend)
     is_interrupted = iter([False, True])
-    with pytest.raises(Interrupted):
+    with pytest.raises(WorkInterrupted):
         capture.capture(DecodeKey(2, 0), lambda: next(is_interrupted))
     assert order[-2:] == ["computed", "waited"]
     assert steps.inputs.sampled_B.tolist() == [3, 1, 4, 1]

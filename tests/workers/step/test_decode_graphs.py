@@ -11,7 +11,7 @@ from lorafleet.workers.step import decode_graphs
 from lorafleet.workers.step.decode_capture import DecodeKey
 from lorafleet.workers.step.decode_graphs import CAPTURE_PERIOD_S, DecodeGraphs
 from lorafleet.workers.step.drafted_sizes import DraftedSizes, DraftShape
-from lorafleet.workers.step.interruption import Interrupted, IsInterrupted, never
+from lorafleet.workers.step.interruption import IsInterrupted, WorkInterrupted, never
 
 SIZES = [1, 2, 4, 8, 40, 64, 128]
 RARE_SLOT = 7
@@ -29,7 +29,7 @@ class Capturer:
 
     def capture(self, key: DecodeKey, is_interrupted: IsInterrupted = never) -> Any:
         if is_interrupted():
-            raise Interrupted
+            raise WorkInterrupted
         if self.error is not None:
             raise self.error
         if not (self.has_graphs if key.drafts is None else self.has_drafted):

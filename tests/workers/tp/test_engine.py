@@ -123,7 +123,7 @@ def test_a_change_of_what_the_second_rank_alone_holds_is_a_change_of_the_base(fl
     with pytest.raises(AdapterUnsupported, match="has changed since the server read it"):
         shared.generate(prompts[:1], params, lora_request=[later_lora])
     shared.sleep(2)
-    shared.wake_up()
+    assert shared.wake_up()
     alone = start_llm(str(base), 1, enable_lora=True, lora_config=LORA)
     lora.append(later_lora)
     prompts.append(prompts[0])

@@ -29,6 +29,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu2": "relu2",
 }
+MAX_LAYERS = 4096  # released models have up to 160; lists of this many are made before the tensors are counted
 MAX_MTP_LAYERS = 64  # layers that predict further tokens; released models have 1 to 3
 WINDOWED = "sliding_attention"
 
@@ -53,7 +54,11 @@ class ConfigFields:
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.raw.get(key)
-        return default if value is None else bool(value)
+        if value is None:
+            return default
+        if not isinstance(value, int) or value not in (0, 1):
+            raise ConfigError(f"config.json has {key}={value!r}; it must be true or false.", "model")
+        return bool(value)
 
     def refuse(self, key: str, *served: object) -> None:
         """Raises UnsupportedModel if the option is set to another value than those in `served`."""
@@ -63,7 +68,13 @@ class ConfigFields:
 
     @property
     def num_layers(self) -> int:
-        return self.integer("num_hidden_layers", 32)
+        count = self.integer("num_hidden_layers", 32)
+        if count > MAX_LAYERS:
+            raise ConfigError(
+                f"config.json has num_hidden_layers={count}; it must be at most {MAX_LAYERS}. Correct the file.",
+                "model",
+            )
+        return count
 
     @property
     def hidden_size(self) -> int:
@@ -108,7 +119,8 @@ class ConfigFields:
     ) -> AttentionConfig:
         """Returns the attention with its heads and nothing else. kv_heads and head_dim are the family's defaults."""
         num_heads = self.num_heads
-        num_kv_heads = self.raw.get("num_key_value_heads", kv_heads) or num_heads
+        given = self.raw.get("num_key_value_heads", kv_heads)
+        num_kv_heads = num_heads if given is None else integer({"num_key_value_heads": given}, "num_key_value_heads", 1)
         if num_heads % num_kv_heads:
             raise UnsupportedModel(
                 f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}."

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lorafleet.protocol.config_json import read_json
+from lorafleet.protocol.config_json import read_config, read_json
 from lorafleet.protocol.engine_config import EngineConfig, ModelImpl
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
 from lorafleet.protocol.strict_json import shown
@@ -50,7 +50,7 @@ def find_architecture(folder: Path) -> Architecture:
     import transformers  # an import of seconds, and only for this
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    raw = read_json(folder / "config.json")
+    raw = read_config(folder / "config.json")
     name = architecture_name(raw, frozenset(FAMILIES))
     if name is None:
         raise UnsupportedModel(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorafleet.protocol.config_json import read_json
+from lorafleet.protocol.config_json import read_config
 from lorafleet.protocol.engine_config import EngineConfig, LoadFormat
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
 from lorafleet.workers.attention.attention_backend import AttentionBatch, KVCache
@@ -77,7 +77,7 @@ def read_generic_config(folder: Path) -> GenericConfig:
     tables = served_tables(paths[embedding], paths[head], head_has_bias=head.bias is not None)
     linears = {engine_path(path): linear for path, linear in own_linears.items()}
     generation = folder / "generation_config.json"
-    eos = (read_json(generation) if generation.exists() else {}).get("eos_token_id", config.eos_token_id)
+    eos = (read_config(generation) if generation.exists() else {}).get("eos_token_id", config.eos_token_id)
     dtype = getattr(config, "dtype", None)
     return GenericConfig(
         architecture=found.name,

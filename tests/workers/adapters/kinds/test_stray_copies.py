@@ -13,7 +13,7 @@ from lorafleet.protocol.errors import AdapterError
 from tests.workers.adapters.kinds.harness import logits_with, make, peft_logits, read
 from tests.workers.conftest import peft_warnings_ignored
 
-Q, O = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj"
+Q, OUT = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj"
 TABLES = ("lm_head", "model.embed_tokens")
 LEAVES = (
     "weight",
@@ -30,9 +30,9 @@ PLACES: dict[str, tuple[int, ...]] = {
     "model.norm.weight": (32,),
     "model.norm.base_layer.weight": (32,),
     "model.norm.modules_to_save.weight": (32,),
-    **{f"{module}.{leaf}": (32, 32) for module in (Q, O) for leaf in ("weight", "base_layer.weight")},
+    **{f"{module}.{leaf}": (32, 32) for module in (Q, OUT) for leaf in ("weight", "base_layer.weight")},
     f"{Q}.base_layer.bias": (32,),
-    f"{O}.bias": (32,),
+    f"{OUT}.bias": (32,),
 }
 LORA: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"]}
 COPIES = {"lm_head.weight", "model.embed_tokens.weight"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
 from lorafleet.workers.bases.families.config_fields import ConfigFields
@@ -58,7 +58,7 @@ def checked_mamba(mamba: Mamba2Config) -> Mamba2Config:
 
 
 def dt_limits(fields: ConfigFields) -> tuple[float, float]:
-    """Returns the limits of each head's step. Infinity may be written as a number, or as transformers 5 writes it."""
+    """Returns the limits of each head's step."""
     given = fields.raw.get("time_step_limit")
     if given is None:
         return 0.0, math.inf
@@ -71,8 +71,6 @@ def dt_limits(fields: ConfigFields) -> tuple[float, float]:
 
 def _number(value: object) -> float | None:
     """Returns the number, or None if it is none."""
-    if isinstance(value, Mapping):
-        value = {"Infinity": math.inf}.get(str(value.get("__float__")))
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 

@@ -1,0 +1,35 @@
+"""Queries for responses of other replicas."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lorafleet.api.stored.response_query import ResponseFound, ResponseQuery
+from lorafleet.api.stored.response_store import ResponseStore
+from lorafleet.api.stored.stored_responses import ASKED, StoredResponses
+from lorafleet.protocol.errors import QueueFull, ResponseNotFound
+
+
+async def test_one_owners_queries_to_all_replicas_are_bounded_and_others_have_their_turn() -> None:
+    asked, release = list[str](), asyncio.Event()
+
+    async def ask(query: ResponseQuery) -> ResponseFound | None:
+        asked.append(query.owner)
+        await release.wait()
+        return None
+
+    stored = StoredResponses(ResponseStore(1 << 20), ask)
+    number = ASKED.running_of_one + ASKED.waiting
+    queries = [asyncio.create_task(stored.find(ResponseQuery("acme", str(i)))) for i in range(number)]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull, match="stored responses"):
+        await stored.find(ResponseQuery("acme", "one more"))
+    queries.append(asyncio.create_task(stored.find(ResponseQuery("beta", "0"))))
+    while "beta" not in asked:
+        await asyncio.sleep(0)
+    assert asked == ["acme"] * ASKED.running_of_one + ["beta"]
+    release.set()
+    found = await asyncio.gather(*queries, return_exceptions=True)
+    assert {type(error) for error in found} == {ResponseNotFound}
