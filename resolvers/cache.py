@@ -24,10 +24,10 @@ from pathlib import Path
 
 from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
 from lorafleet.protocol.errors import AdapterChanged, AdapterError, AdapterTooLarge, AdapterUnavailable, ConfigError
-from lorafleet.protocol.private_files import create_file, make_folder
 from lorafleet.resolvers.deadline import FetchDeadline
 from lorafleet.resolvers.durable import sync
 from lorafleet.resolvers.locks import holding_folder, locked
+from lorafleet.resolvers.private_files import create_file, make_folder
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 

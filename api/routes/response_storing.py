@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 
 from lorafleet.api.access.body_budget import count_with_body
-from lorafleet.api.access.caller import caller_of, whose
+from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.caller_admission import add_admission, detach_admissions, ending_with_request
 from lorafleet.api.answer.envelope import given_id
 from lorafleet.api.answer.responses import encode_json
@@ -78,7 +78,7 @@ async def claim_id(state: AppState, request: Request, body: ResponsesRequest, pr
     chosen = given_id(request, body.request_id)
     if chosen is None or body.store is False or not state.stored.is_on:
         return
-    [given, param], owner = chosen, whose(caller_of(request))
+    [given, param], owner = chosen, caller_of(request).owner
     end = state.stored.claim(owner, prefix + given)
     if end is not None:
         add_admission(request.scope, ending_with_request(end))

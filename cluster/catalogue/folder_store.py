@@ -18,8 +18,8 @@ from typing import BinaryIO
 
 from lorafleet.protocol.adapter_formats.adapter_files import stored_files
 from lorafleet.protocol.errors import AdapterMissing, ConfigError, StoreError, StoreRefused
-from lorafleet.protocol.private_files import FileModes, create_file, make_folder
 from lorafleet.resolvers.durable import begin_to_sync, sync
+from lorafleet.resolvers.private_files import FileModes, create_file, make_folder
 
 ABANDONED_S = 3600.0  # Age in seconds at which an unpublished file counts as left behind by a crash.
 

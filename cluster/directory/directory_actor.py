@@ -35,7 +35,7 @@ from lorafleet.cluster.directory.placer import ROUND_S
 from lorafleet.cluster.serve.state_folder import state_folder
 from lorafleet.protocol.admin_verbs import Verb
 from lorafleet.protocol.errors import LorafleetError
-from lorafleet.protocol.private_files import keep_private
+from lorafleet.resolvers.private_files import keep_private
 
 NAMESPACE = "lorafleet"
 IDLE_EXIT_S = 30.0

@@ -27,7 +27,7 @@ from lorafleet.cluster.monitoring import grafana, scrape_config
 from lorafleet.cluster.monitoring.scrape_config import ScrapeTarget
 from lorafleet.cluster.monitoring.shipped_files import write_rules
 from lorafleet.protocol.errors import ConfigError
-from lorafleet.protocol.private_files import keep_private, make_folder
+from lorafleet.resolvers.private_files import keep_private, make_folder
 
 READY_S = 60.0
 STOP_S = 15.0

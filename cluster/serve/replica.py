@@ -28,7 +28,7 @@ from lorafleet.cluster.serve.autoscaling import autoscaling_metrics
 from lorafleet.cluster.serve.replica_parts import ReplicaParts
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import LorafleetError, Overloaded
-from lorafleet.protocol.private_files import keep_private
+from lorafleet.resolvers.private_files import keep_private
 
 SILENT_S = 2.0  # An engine that has sent nothing for this long gets no new requests. It sends something every second.
 

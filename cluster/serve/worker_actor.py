@@ -22,8 +22,8 @@ from lorafleet.cluster.serve.neighborhood import neighbor_finder
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import EngineDead
 from lorafleet.protocol.messages import EngineHello
-from lorafleet.protocol.private_files import keep_private
 from lorafleet.protocol.transport.addresses import RankAddresses
+from lorafleet.resolvers.private_files import keep_private
 
 FIRST_BUNDLE = 1  # Rank 0's bundle in the replica's placement group; the replica itself has bundle 0.
 

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from lorafleet.protocol.errors import ConfigError
-from lorafleet.protocol.private_files import create_file, make_folder
 from lorafleet.resolvers.durable import sync
+from lorafleet.resolvers.private_files import create_file, make_folder
 
 MAX_FILE_BYTES = 256 << 20  # A larger file is followed by another. This is about a million sequences.
 SUFFIX = ".jsonl"

@@ -17,9 +17,9 @@ from lorafleet.cluster.catalogue.folder_store import FolderStore
 from lorafleet.cluster.tenancy import key_file
 from lorafleet.cluster.tenancy.key_file import KeyFile
 from lorafleet.cluster.tenancy.line_file import LineFile
-from lorafleet.protocol.private_files import keep_private
 from lorafleet.resolvers.cache import AdapterCache
 from lorafleet.resolvers.deadline import FetchDeadline
+from lorafleet.resolvers.private_files import keep_private
 
 ADAPTER = Path(__file__).parents[2] / "demo" / "adapters" / "pirate"
 OWNERS_BITS = 0o700

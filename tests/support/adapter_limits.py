@@ -225,7 +225,10 @@ ADAPTERS = [
     ),
     Limit("moves that an alias remembers", catalogue_records.MAX_HISTORY, "", "the oldest is dropped"),
     Limit(
-        "adapters, bytes of a tenant", "none", "`adapters`, `adapter_bytes` of the tenant", "429 `rate_limit_exceeded`"
+        "adapters of a tenant, and bytes of all their files",
+        "none",
+        "`adapters`, `adapter_bytes` of the tenant",
+        "429 `rate_limit_exceeded`",
     ),
 ]
 SERVER = [
@@ -238,6 +241,12 @@ SERVER = [
     Limit("downloads of one tenant at a time", download_api.MAX_DOWNLOADS, "", BUSY),
     Limit("downloads that a replica fetches or checks at a time", DOWNLOADS.running, "", "further ones wait"),
     Limit("downloads of one tenant that wait", DOWNLOADS.waiting, "", BUSY),
+    Limit(
+        "temporary folder that the pushes of one tenant take on a replica, each up to three times its bytes",
+        "half of what others leave free; all that is free without a tenant",
+        "",
+        "429 `queue_full`, or 503 `store_error` if nothing else is under way",
+    ),
     Limit("pushes that a replica copies at a time", PUSHES.running, "", "further ones wait"),
     Limit("pushes of one tenant that wait", PUSHES.waiting, "", BUSY),
     Limit("versions that are verified at a time", VERIFICATIONS.running, "", "further ones wait"),

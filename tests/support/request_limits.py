@@ -328,7 +328,12 @@ BATCHES = [
     Limit("line", f"{batch_input.MAX_LINE_BYTES:,} bytes", "", FAILED),
     Limit("faults that a batch lists", batch_bounds.MAX_ERRORS, "", "further ones are not shown"),
     Limit("answer of a line", size(batch_bounds.MAX_ANSWER_BYTES), "", "the line's error is `answer_too_large`"),
-    Limit("answers of a batch", size(batch_bounds.MAX_OUTPUT_BYTES), "", FAILED),
+    Limit(
+        "answers of a batch",
+        f"{size(batch_bounds.MAX_OUTPUT_BYTES)}, or what is left for the tenant's files",
+        "",
+        FAILED,
+    ),
     Limit(
         "lines of all batches in flight, in the cluster",
         default("batch_concurrency"),

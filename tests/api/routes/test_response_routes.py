@@ -287,6 +287,10 @@ async def test_the_name_of_a_key_opens_no_responses_of_its_former_holder(http: h
             assert (await http.get(f"/v1/responses/{made}", headers=other)).status_code == 404
             assert (await http.post(f"/v1/responses/{made}/cancel", headers=other)).status_code == 404
         assert (await http.get(f"/v1/responses/{made}", headers=owner)).status_code == 200
+    body = {"model": "llama", "input": "hi", "request_id": "chosen"}
+    statuses = [(await http.post("/v1/responses", json=body, headers=who)).status_code for who in (as_first,) * 2]
+    assert statuses == [200, 400], "an owner has an ID once"
+    assert (await http.post("/v1/responses", json=body, headers=as_second)).status_code == 200, "and another its own"
 
 
 async def test_a_response_is_found_at_the_replica_that_has_it(
