@@ -304,9 +304,9 @@ def group_of(request_id: str, tasks: Sequence[Task], deadline: RequestDeadline, 
     num_listed = sum(task.params.n * task.params.num_listed_ids for task in tasks)
     if num_listed > MAX_LISTED_IDS:
         raise InvalidRequest(
-            f"allowed_token_ids and bad_words have {num_listed} token ids in total, counted once for each of the "
-            f"{total} answers; at most {MAX_LISTED_IDS} are allowed in one request. Ask for fewer answers at a time, "
-            "or shorten the lists.",
+            f"allowed_token_ids, bad_words, logit_bias and stop_token_ids have {num_listed} token ids in total, "
+            f"counted once for each of the {total} answers; at most {MAX_LISTED_IDS} are allowed in one request. Ask "
+            "for fewer answers at a time, or shorten the lists.",
             "n",
         )
     num_chars = sum(task.params.n * task.params.num_chars for task in tasks)
