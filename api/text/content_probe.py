@@ -23,6 +23,10 @@ _TOOL = {"type": "function", "function": {"name": _NAME, "description": "", "par
 _CALL = {"id": "probe4id7", "type": "function", "function": {"name": _NAME, "arguments": {}}}
 
 
+class TooLong(ValueError):
+    """The rendering of a template has more characters than it may have, whatever it renders."""
+
+
 def find_forms(render: Render) -> dict[str, Form]:
     """Returns the form for each role. `render` may raise any error for messages that the template rejects."""
     forms: dict[str, Form] = {}
@@ -44,7 +48,7 @@ def _form(render: Render, role: str, users: Form) -> Form:
         for messages, tools in _conversations(role, in_form([_MARK], form), users):
             try:
                 text = render(messages, tools)
-            except (MemoryError, RecursionError):
+            except (MemoryError, RecursionError, TooLong):
                 raise
             except Exception:  # A template is a program, and may reject messages by any error.
                 continue

@@ -21,7 +21,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from lorafleet.api.text.content_probe import Form, Message, find_forms
+from lorafleet.api.text.content_probe import Form, Message, TooLong, find_forms
 from lorafleet.sandbox.program import serve, settings
 
 MAX_ERROR_CHARS = 300
@@ -84,7 +84,7 @@ def render(template: jinja2.Template, job: dict[str, Any], output_chars: int) ->
     ):
         size += len(part)
         if size > output_chars:
-            raise ValueError(f"it writes more than {output_chars} characters")
+            raise TooLong(f"it writes more than {output_chars} characters")
         parts.append(part)
     text = "".join(parts)
     return cut_at_tag(text, final) if goes_on else text

@@ -116,12 +116,18 @@ class TemplateSandbox:
     def examined(self, template: ChatTemplate) -> ChatTemplate:
         """Returns the template with the forms in which it takes contents. Compiles it, renders short conversations, and
         blocks meanwhile. Raises AdapterMalformed if it has a fault that every request would meet."""
-        try:
-            answer = self._ask({"template": template.source, "special_tokens": dict(template.special_tokens)})
-        except SandboxEnded as ended:
-            answer = {"error": str(ended)}
-        if "error" in answer:
-            raise AdapterMalformed(f"the adapter's chat template cannot be compiled: {answer['error']}.")
+        digest = _digest(template.source)
+        fault = self._shunned.why("", digest)
+        answer: dict[str, str] = {}
+        if fault is None:
+            try:
+                answer = self._ask({"template": template.source, "special_tokens": dict(template.special_tokens)})
+                fault = answer.get("error")
+            except SandboxEnded as ended:
+                fault = str(ended)
+                self._shunned.add("", digest, fault)
+        if fault is not None:
+            raise AdapterMalformed(f"the adapter's chat template cannot be compiled or rendered: {fault}.")
         return replace(template, forms=ContentForms(cast("dict[str, Form]", answer)))
 
     def close(self) -> None:
@@ -135,7 +141,7 @@ class TemplateSandbox:
 
     def _render(self, group: str, source: str, job: Mapping[str, object]) -> str:
         """Renders the template in a thread of the pool."""
-        digest = hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest()
+        digest = _digest(source)
         if (why := self._shunned.why(group, digest)) is not None:
             raise _refusal(why)
         try:
@@ -187,6 +193,10 @@ def _answer(process: SandboxProcess, message: bytes) -> dict[str, str]:
     except msgspec.MsgspecError:
         process.end()
         raise SandboxEnded("it returned something other than a text") from None
+
+
+def _digest(source: str) -> str:
+    return hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest()
 
 
 def _refusal(why: str) -> InvalidRequest:

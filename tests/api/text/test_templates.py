@@ -127,6 +127,22 @@ async def test_contents_have_the_form_that_the_template_takes(
     assert await sandbox.render(template, TALK, **options) == text
 
 
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [
+        ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "characters"),
+        ("{{ 'a' * 10**9 }}", "memory"),
+        ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", "processor time"),
+    ],
+)
+def test_a_template_that_exceeds_its_limits_whatever_it_renders_is_refused_at_loading(
+    sandbox: TemplateSandbox, source: str, cause: str
+) -> None:
+    for _ in range(2):
+        with pytest.raises(AdapterMalformed, match=cause):
+            sandbox.examined(ChatTemplate(source, {}))
+
+
 @pytest.mark.parametrize("source", ["{{ messages[0].text }}", "{% for m in messages %}{{ m.role }}{% endfor %}"])
 async def test_a_template_that_hides_what_users_say_is_refused_to_requests(
     sandbox: TemplateSandbox, tokenizer: Tokenizer, source: str
@@ -293,7 +309,7 @@ async def test_a_template_that_left_no_memory_fails_nobody_else(sandbox: Templat
 def test_a_template_is_compiled_when_it_is_checked(sandbox: TemplateSandbox) -> None:
     sandbox.examined(ChatTemplate("{{ raise_exception('only when it is rendered') }}", {}))
     for source, words in (("{% for %}", "Expected"), ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "")):
-        with pytest.raises(AdapterMalformed, match="cannot be compiled: .*" + words):
+        with pytest.raises(AdapterMalformed, match="cannot be compiled or rendered: .*" + words):
             sandbox.examined(ChatTemplate(source, {}))
 
 
