@@ -16,10 +16,15 @@ def architecture_name(raw: dict[str, Any], known: frozenset[str]) -> str | None:
     """
     given = raw.get("architectures")
     names = [] if given is None else given if isinstance(given, list) else [given]
-    if len(names) == 1 and isinstance(names[0], str) and (names[0] in known or not names[0].endswith("Model")):
+    if len(names) == 1 and isinstance(names[0], str) and (names[0] in known or not _is_decoder(names[0])):
         return names[0]
     by_type = _classes_of(raw.get("model_type"))
     return by_type[0] if by_type and all(name in by_type for name in names) else None
+
+
+def _is_decoder(name: str) -> bool:
+    """Returns whether the class is named as one without a head: "MistralModel", but not "GPT2LMHeadModel"."""
+    return name.endswith("Model") and not name.endswith("HeadModel")
 
 
 def _classes_of(model_type: object) -> tuple[str, ...]:

@@ -38,11 +38,8 @@ def with_stored_tables(config: ModelConfig, folder: Path, *, may_be_tied: bool =
     if not has_all_files(folder):
         return config
     with StoredTensors(folder) as tensors:
-        names = _names(config, tensors)
-    with StoredTensors(folder, names) as tensors:
-        by_engine_name = {
-            known_as: name for name in tensors.names() if (known_as := _engine_name(config, name)) in _TABLES
-        }
+        names = names_in_files(tensors.names(), config.names.root, config.mtp_names)
+        by_engine_name = {_engine_name(config, names.written(name)): name for name in tensors.names()}
         embedding, head = by_engine_name.get(EMBEDDING_WEIGHT), by_engine_name.get(HEAD_WEIGHT)
         if not config.tie_word_embeddings:
             has_head = head is not None
@@ -99,13 +96,6 @@ def equal_tables(tensors: StoredTensors, one: str, other: str) -> bool:
         if not torch.equal(one_VD.to(dtype), other_VD.to(dtype)):
             return False
     return True
-
-
-_TABLES = (EMBEDDING_WEIGHT, HEAD_WEIGHT)
-
-
-def _names(config: ModelConfig, tensors: StoredTensors) -> StoredNames:
-    return names_in_files(tensors.names(), config.names.root, config.mtp_names)
 
 
 def _engine_name(config: ModelConfig, name: str) -> str:
