@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lorafleet.protocol.errors import QueueFull
 from lorafleet.sandbox.confinement import NICENESS
@@ -28,14 +28,11 @@ class FairThreads:
         self._name = name
         self._turns = JobTurns(limits)
         self._pool = ThreadPoolExecutor(limits.running, thread_name_prefix=name, initializer=be_modest)
-        self._jobs: set[asyncio.Task[Any]] = set()  # Those that wait or run.
 
     async def run(self, group: str, work: Callable[[], T]) -> T:
         """Runs the work when the group is scheduled. Raises QueueFull if too many jobs of the group wait."""
         began = asyncio.Event()
         job = asyncio.create_task(self._in_turn(group, work, began))
-        self._jobs.add(job)
-        job.add_done_callback(self._jobs.discard)
         try:
             return await asyncio.shield(job)
         except asyncio.CancelledError:
@@ -55,11 +52,6 @@ class FairThreads:
                 f"This replica cannot queue more work of the kind {self._name!r} now: {full}. Try again later.",
                 retry_after_s=self._turns.retry_after_s,
             ) from None
-
-    async def settled(self) -> None:
-        """Waits until no job waits or runs."""
-        while self._jobs:
-            await asyncio.wait(self._jobs)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

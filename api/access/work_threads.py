@@ -36,7 +36,6 @@ class WorkKind:
 
 CHECKS = WorkKind("checks of requests", TurnLimits(running=2, waiting=128))
 FILES = WorkKind("files and batches", TurnLimits(running=8, waiting=64))
-BATCH_LINES = WorkKind("lines of a batch", TurnLimits(running=3, waiting=64))
 PUSHED_BYTES = WorkKind("bytes of pushes", TurnLimits(running=4, waiting=128))
 CATALOGUE_LOG = WorkKind("the catalogue's log", TurnLimits(running=2, waiting=128))
 CATALOGUE_FILES = WorkKind("the catalogue's files", TurnLimits(running=8, waiting=128))
@@ -73,11 +72,6 @@ async def in_turn(kind: WorkKind, work: Callable[P, T], *args: P.args, **kwargs:
     """Runs the work in a thread of its kind, when it is the turn of whoever this task works for. Raises QueueFull if
     too much of their work of this kind waits."""
     return await _of_this_loop().of(kind).run(_group.get(), partial(work, *args, **kwargs))
-
-
-async def settled(kind: WorkKind) -> None:
-    """Waits until no work of this kind runs for this event loop, also none that nobody waits for any more."""
-    await _of_this_loop().of(kind).settled()
 
 
 async def on_duty(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

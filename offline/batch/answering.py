@@ -6,16 +6,19 @@ run_batch.py does this for the files of `lorafleet run-batch`, and cluster/batch
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
-from lorafleet.api.access.work_threads import BATCH_LINES, in_turn, settled
 from lorafleet.offline.batch.batch_answers import LineAnswer, write_answer
 from lorafleet.offline.batch.batch_input import BatchContents, BatchLine
 from lorafleet.offline.batch.line_sender import LineSender
 from lorafleet.protocol.errors import ConfigError
+
+_THREADS = 2  # One reads lines, and one writes answers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,8 @@ async def answer_lines(
     Raises LorafleetError if the server no longer answers or a journal cannot be written.
     """
     on_progress(record.now)
+    threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="batch-lines")
+    run = partial(asyncio.get_running_loop().run_in_executor, threads)
     answered: asyncio.Queue[LineAnswer | None] = asyncio.Queue(pace.most_unwritten)
     places = asyncio.Semaphore(pace.most_lines)
 
@@ -116,7 +121,7 @@ async def answer_lines(
 
     async def send_all() -> None:
         async with asyncio.TaskGroup() as tasks:
-            while (line := await in_turn(BATCH_LINES, next, lines, None)) is not None:
+            while (line := await run(next, lines, None)) is not None:
                 await places.acquire()
                 tasks.create_task(answer(line))
 
@@ -127,12 +132,12 @@ async def answer_lines(
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(send())
-            tasks.create_task(_record_all(answered, record, pace, on_progress))
+            tasks.create_task(_record_all(answered, partial(run, record.record), record, pace, on_progress))
     except BaseExceptionGroup as group:
         raise _first(group) from None
     finally:
-        await settled(BATCH_LINES)  # Nothing may read the lines or write to the journals any more.
         await sender.close()
+        threads.shutdown()  # Nothing may read the lines or write to the journals any more.
 
 
 async def _first_of(*work: Coroutine[Any, Any, None]) -> None:
@@ -150,7 +155,11 @@ async def _first_of(*work: Coroutine[Any, Any, None]) -> None:
 
 
 async def _record_all(
-    answered: asyncio.Queue[LineAnswer | None], record: AnswerRecord, pace: Pace, on_progress: OnProgress
+    answered: asyncio.Queue[LineAnswer | None],
+    write: Callable[[list[LineAnswer]], Awaitable[None]],
+    record: AnswerRecord,
+    pace: Pace,
+    on_progress: OnProgress,
 ) -> None:
     """Writes the answers until None comes. All that have come meanwhile are written at once."""
     ended = False
@@ -162,7 +171,7 @@ async def _record_all(
         ended = found[-1] is None
         group = [one for one in found if one is not None]
         if group:
-            await in_turn(BATCH_LINES, record.record, group)
+            await write(group)
             on_progress(record.now)
 
 

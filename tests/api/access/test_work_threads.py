@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from lorafleet.api.access import work_threads
-from lorafleet.api.access.work_threads import CHECKS, WorkKind, in_turn, on_duty, settled, work_for
+from lorafleet.api.access.work_threads import CHECKS, WorkKind, in_turn, on_duty, work_for
 from lorafleet.api.app_state import AppState
 from lorafleet.api.routes.build_api import build_api
 from lorafleet.protocol.errors import QueueFull
@@ -78,24 +78,3 @@ async def test_work_that_a_request_starts_takes_the_turns_of_its_caller() -> Non
         assert await asyncio.create_task(as_client("quiet", CHECKS, go))
         assert not inherited.done()
     assert await inherited
-
-
-async def test_work_that_nobody_waits_for_any_more_can_be_waited_for() -> None:
-    began, go, ended = threading.Event(), threading.Event(), threading.Event()
-
-    def work() -> None:
-        began.set()
-        go.wait()
-        ended.set()
-
-    left = asyncio.create_task(in_turn(CHECKS, work))
-    while not began.is_set():  # noqa: ASYNC110  # A thread sets it.
-        await asyncio.sleep(0)
-    left.cancel()
-    await asyncio.wait([left])
-    settling = asyncio.create_task(settled(CHECKS))
-    await asyncio.sleep(0)
-    assert not settling.done()
-    go.set()
-    await settling
-    assert ended.is_set()
