@@ -19,7 +19,7 @@ from lorafleet.protocol.errors import QueueFull
 KINDS = [kind for kind in vars(work_threads).values() if isinstance(kind, WorkKind)]
 
 
-async def as_client(client: str, kind: WorkKind, work: threading.Event) -> object:
+async def as_client(client: str, kind: WorkKind, work: threading.Event) -> bool:
     work_for(client)
     return await in_turn(kind, work.wait)
 
