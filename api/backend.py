@@ -11,6 +11,7 @@ from typing import Protocol
 
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.messages import AdapterMove, EngineHello, EngineRequest, EngineStats, TokenOutput
+from lorafleet.protocol.transport.unread_outputs import IsStalled, never_stalled
 
 
 class Outputs(Protocol):
@@ -39,8 +40,9 @@ class EngineBackend(Protocol):
         """Calls the listener for every move of an adapter between tiers, including moves before this call."""
         ...
 
-    def generate(self, request: EngineRequest) -> Outputs:
-        """Returns the outputs of one sequence. Closing or canceling the iterator aborts the sequence.
+    def generate(self, request: EngineRequest, is_stalled: IsStalled = never_stalled) -> Outputs:
+        """Returns the outputs of one sequence. Closing or canceling the iterator aborts the sequence. So do too many
+        outputs that wait while `is_stalled` says that their stream waits for its client.
 
         The engine's errors are raised as LorafleetError.
         """

@@ -38,6 +38,7 @@ from local_server import cpu_s
 from lorafleet.protocol.errors import ModelNotFound
 from lorafleet.protocol.lora_request import AdapterInfo, LoRARequest
 from lorafleet.protocol.messages import AdapterMove, EngineHello, EngineRequest, EngineStats, TokenOutput
+from lorafleet.protocol.transport.unread_outputs import IsStalled, never_stalled
 
 NUM_TOKENS = 100
 ROLES = ("InstantReplica", "AdapterRouter", "haproxy")
@@ -65,7 +66,11 @@ class InstantEngine:
     def listen_to_moves(self, _: Callable[[AdapterMove], None]) -> None:
         """Ignores the listener, as this engine loads nothing."""
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
+    async def generate(
+        self,
+        request: EngineRequest,
+        is_stalled: IsStalled = never_stalled,  # noqa: ARG002
+    ) -> AsyncGenerator[TokenOutput, None]:
         for number in range(1, NUM_TOKENS + 1):
             reason = "length" if number == NUM_TOKENS else None
             yield TokenOutput(request_id=request.request_id, token_ids=[40], finish_reason=reason)

@@ -27,7 +27,7 @@ def patient_start(wait_s: float, report: Callable[[str], None]) -> Iterator[None
     if that takes long."""
     from ray._private import services
 
-    get_node = services.get_node
+    get_node: Any = services.get_node
 
     def wait_for_node(gcs_address: str, node_id: str) -> Any:
         return wait_for(lambda: get_node(gcs_address, node_id), wait_s, _raylet_runs, report)

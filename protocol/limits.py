@@ -104,7 +104,7 @@ MAX_BAD_WORD_CHARS = 128
 MAX_BAD_WORDS_TOKENS = 16_384  # All spellings of a request's words. Each takes some bytes of the GPU for each answer.
 # Formats, stops and bad words of one request, counted once for each prompt x n, since the engine gets them as often.
 MAX_SENT_CHARS = 32 << 20
-MAX_LISTED_IDS = 1 << 21  # Allowed and banned token ids of one request, counted once for each prompt x n.
+MAX_LISTED_IDS = 1 << 21  # Token ids in all lists of one request, counted once for each prompt x n.
 MAX_LOGPROBS = 20
 # Which probabilities logprobs are of: the model's own, or those with which the token was drawn. vLLM's names.
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]

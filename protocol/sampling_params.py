@@ -128,8 +128,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_listed_ids(self) -> int:
-        """Number of the token ids in the lists of allowed and of banned tokens."""
-        return len(self.allowed_token_ids or ()) + sum(map(len, self.bad_words_token_ids or ()))
+        """Number of the token ids in all lists, which the engine gets once for each sequence."""
+        listed = (self.allowed_token_ids, self.stop_token_ids, self.logit_bias, *(self.bad_words_token_ids or ()))
+        return sum(len(ids or ()) for ids in listed)
 
     @property
     def num_chars(self) -> int:

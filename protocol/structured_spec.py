@@ -21,7 +21,7 @@ from lorafleet.protocol.limits import (
     MAX_SOURCE_BYTES,
     cut,
 )
-from lorafleet.protocol.text_budget import TextBudget
+from lorafleet.protocol.outside.text_budget import TextBudget
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "tagged"]
 

@@ -42,7 +42,7 @@ IMPORT_BUDGETS = {
     "lorafleet.protocol.sources": (10, False),
     "lorafleet.protocol.adapter_formats.torch_archive": (10, False),
     "lorafleet.cluster.config": (19, False),
-    "lorafleet.workers.schedule.scheduler": (24, True),
+    "lorafleet.workers.schedule.scheduler": (26, True),
     "lorafleet.workers.slots.slot_policy": (5, False),
 }
 

@@ -74,6 +74,8 @@ def convert(
     changes = [*files.changes]
     if not is_plain(files.config, files.tensors):
         changes.append(f"{kind_of(files.config)} -> plain LoRA")
+    if forms.left_out:
+        changes.append(f"left out {', '.join(forms.left_out)}, which is not for texts")
     reduced = {}
     if rank is not None:
         reduced = {name: reduce_rank(pair, rank) for name, pair in plain.modules.items()}

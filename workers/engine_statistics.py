@@ -14,9 +14,10 @@ from lorafleet.workers.answer_progress import AnswerProgress
 from lorafleet.workers.schedule.admission import QueueAdmission
 from lorafleet.workers.schedule.scheduler import Scheduler
 from lorafleet.workers.schedule.sequence import Sequence
+from lorafleet.workers.slots.cpu_tier import LoadCounts
 from lorafleet.workers.slots.lora_memory import LoRAMemory
 from lorafleet.workers.slots.slot_policy import Slot
-from lorafleet.workers.slots.worker_manager import LoadCounts, WorkerLoRAManager
+from lorafleet.workers.slots.worker_manager import WorkerLoRAManager
 from lorafleet.workers.step.runner import ModelRunner
 
 _KINDS: Mapping[MemoryTag, tuple[str, ...]] = {  # kinds of memory that leave together, see _fixed_memory()

@@ -19,6 +19,7 @@ from lorafleet.workers.bases.quantization import resolved
 from lorafleet.workers.bases.weights import Progress, fill_randomly, load_weights
 from lorafleet.workers.bases.weights_digest import weights_digest
 from lorafleet.workers.models.decoder import DecoderModel
+from lorafleet.workers.models.engine_model import EngineModel
 from lorafleet.workers.models.fixed_order import fix_order
 from lorafleet.workers.tp.group import TPGroup
 
@@ -86,6 +87,6 @@ def served_model_config(config: EngineConfig) -> ModelConfig:
     return replace(read, quantization=resolved(read.quantization, config.quantization))
 
 
-def digest_of(model: nn.Module) -> str:
+def digest_of(model: EngineModel) -> str:
     """Returns the digest of this rank's weights."""
-    return weights_digest([*model.named_parameters(), *model.named_buffers()])
+    return weights_digest((str(i), parameter) for i, parameter in enumerate(model.parameters()))

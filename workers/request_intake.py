@@ -65,8 +65,8 @@ class RequestIntake:
         self._check_prompt(request, vocab_size)
         if request.pooling is None and not self._hello.can_generate:
             raise InvalidRequest(
-                "the base model's checkpoint has no lm_head.weight, so it cannot generate. Request embeddings, or serve "
-                "a checkpoint with a head.",
+                "the base model's checkpoint has no lm_head.weight, so it cannot generate. Request embeddings, or "
+                "serve a checkpoint with a head.",
                 "model",
             )
         assert not request.params.bad_words or request.params.bad_words_token_ids is not None

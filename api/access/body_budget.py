@@ -43,11 +43,11 @@ class BodyBudget:
     def add_answer(self, owner: str, num_bytes: int) -> None:
         """Counts the bytes of a whole answer that is about to be sent. An answer of any size is allowed while the owner
         is within its half. Raises QueueFull otherwise."""
-        if self._held[owner] > self._max_bytes // 2:
+        if self._held[owner] > self.max_bytes // 2:
             raise QueueFull(
                 f"The bodies and answers of the requests of {owner} in progress on this replica have "
                 f"{self._held[owner]} bytes in total, and another answer is allowed only with at most "
-                f"{self._max_bytes // 2}. Read your answers, or send fewer requests at a time."
+                f"{self.max_bytes // 2}. Read your answers, or send fewer requests at a time."
             )
         self._held[owner] += num_bytes
 

@@ -36,7 +36,6 @@ class WorkKind:
 
 CHECKS = WorkKind("checks of requests", TurnLimits(running=2, waiting=128))
 FILES = WorkKind("files and batches", TurnLimits(running=8, waiting=64))
-BATCH_LINES = WorkKind("lines of a batch", TurnLimits(running=3, waiting=64))
 PUSHED_BYTES = WorkKind("bytes of pushes", TurnLimits(running=4, waiting=128))
 CATALOGUE_LOG = WorkKind("the catalogue's log", TurnLimits(running=2, waiting=128))
 CATALOGUE_FILES = WorkKind("the catalogue's files", TurnLimits(running=8, waiting=128))

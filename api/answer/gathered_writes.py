@@ -13,7 +13,11 @@ from functools import partial
 from types import coroutine
 from typing import Any
 
-from starlette.types import Message, Send
+from starlette.types import Message, Scope, Send
+
+from lorafleet.protocol.transport.unread_outputs import IsStalled, never_stalled
+
+_BODY_SENDER = "lorafleet.body_sender"  # Key in the ASGI scope.
 
 MAX_GATHERED_BYTES = 64 << 10  # Bytes of one stream that one turn of the event loop gathers, before its last body.
 
@@ -57,10 +61,17 @@ class StreamSender:
         self._num_bytes = 0  # Bytes of these.
         self._unfinished: asyncio.Future[None] | None = None  # A write that waits for the client, or that failed.
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether a body waits for the client."""
+        return self._unfinished is not None and not self._unfinished.done()
+
     async def __call__(self, message: Message) -> None:
         if self._unfinished is not None:
-            unfinished, self._unfinished = self._unfinished, None
-            await unfinished
+            try:
+                await self._unfinished
+            finally:
+                self._unfinished = None
         body: bytes = message["body"]
         if not message["more_body"]:
             self._bodies.append(body)
@@ -109,3 +120,20 @@ def _rest(begun: Generator[Any, Any, None], awaited: Any) -> Generator[Any, Any,
             awaited = step()
         except StopIteration:
             return
+
+
+def set_body_sender(scope: Scope, sender: Send) -> None:
+    """Makes streams send their events by `sender`, past the layers around the route, which look at the start alone."""
+    scope[_BODY_SENDER] = sender
+
+
+def body_sender_of(scope: Scope, send: Send) -> Send:
+    """Returns the sender that was set, or `send`."""
+    sender: Send = scope.get(_BODY_SENDER, send)
+    return sender
+
+
+def is_stalled_of(scope: Scope) -> IsStalled:
+    """Returns a function that says whether the request's stream waits for its client."""
+    sender = scope.get(_BODY_SENDER)
+    return (lambda: sender.is_stalled) if isinstance(sender, StreamSender) else never_stalled

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 from starlette.requests import Request
@@ -19,6 +19,7 @@ from starlette.requests import Request
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.caller_admission import add_admission
 from lorafleet.api.access.pacing import in_turns
+from lorafleet.api.answer.gathered_writes import is_stalled_of
 from lorafleet.api.answer.logprobs import count_logprobs
 from lorafleet.api.answer.routed_answer import BYTES_PER_VALUE, RoutedAnswer, check_routed
 from lorafleet.api.answer.weight_versions import WeightSpans, named
@@ -36,6 +37,7 @@ from lorafleet.protocol.limits import MAX_LISTED_IDS, MAX_PROMPT_TOKENS, MAX_SAM
 from lorafleet.protocol.lora_request import check_generates
 from lorafleet.protocol.messages import EngineRequest, HeadTask, Pooling, TokenizerFile, VersionDemand
 from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.protocol.transport.unread_outputs import IsStalled, never_stalled
 
 # Deltas of the samples of one request that wait for its stream. What comes after waits as outputs, which are bounded.
 MAX_MERGED = 64
@@ -75,6 +77,7 @@ class SampleGroup:
     num_tokens: int  # Prompt tokens of all sequences together.
     deadline: RequestDeadline
     trace: Trace = NO_TRACE
+    is_stalled: IsStalled = never_stalled  # Whether the stream of the request waits for its client.
 
 
 class Sample:
@@ -161,7 +164,7 @@ class Sample:
         request, observer, push, scoring = self._request(), self._observer, self._processor.push, self._task.scoring
         observer.sent()
         try:
-            async with aclosing(self._engine.generate(request)) as outputs:
+            async with aclosing(self._engine.generate(request, self._group.is_stalled)) as outputs:
                 async for output in outputs:
                     observer.received(output)
                     if self._routed is not None:
@@ -301,9 +304,9 @@ def group_of(request_id: str, tasks: Sequence[Task], deadline: RequestDeadline, 
     num_listed = sum(task.params.n * task.params.num_listed_ids for task in tasks)
     if num_listed > MAX_LISTED_IDS:
         raise InvalidRequest(
-            f"allowed_token_ids and bad_words have {num_listed} token ids in total, counted once for each of the "
-            f"{total} answers; at most {MAX_LISTED_IDS} are allowed in one request. Ask for fewer answers at a time, "
-            "or shorten the lists.",
+            f"allowed_token_ids, bad_words, logit_bias and stop_token_ids have {num_listed} token ids in total, "
+            f"counted once for each of the {total} answers; at most {MAX_LISTED_IDS} are allowed in one request. Ask "
+            "for fewer answers at a time, or shorten the lists.",
             "n",
         )
     num_chars = sum(task.params.n * task.params.num_chars for task in tasks)
@@ -332,7 +335,7 @@ async def make_samples(
         lengths = [len(task.prompt.token_ids) + (task.params.max_tokens or 0) for task in tasks]
         check_routed(state.engine.hello, [n * task.params.n for n, task in zip(lengths, tasks, strict=True)])
     trace, access = trace_of(request), state.access
-    group = group_of(request_id, tasks, deadline, trace)
+    group = replace(group_of(request_id, tasks, deadline, trace), is_stalled=is_stalled_of(request.scope))
     access.meter.check_room()
     num_prompt_tokens = sum(len(task.prompt.token_ids) for task in tasks)
     admission = await access.quotas.admit_sequences(caller_of(request), group.num_sequences, num_prompt_tokens)

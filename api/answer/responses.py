@@ -19,11 +19,10 @@ from starlette.types import Receive, Scope, Send
 from lorafleet.api.access.body_budget import count_answer
 from lorafleet.api.answer.anthropic_errors import is_from_anthropics_client
 from lorafleet.api.answer.error_responses import SERVER_FAILED, error_event
+from lorafleet.api.answer.gathered_writes import body_sender_of
 from lorafleet.protocol.errors import LorafleetError
 
 DONE = b"data: [DONE]\n\n"
-
-_BODY_SENDER = "lorafleet.body_sender"  # Key in the ASGI scope.
 
 logger = logging.getLogger("lorafleet.http")
 
@@ -40,11 +39,6 @@ def encode_json(value: object) -> bytes:
 
 def event(value: object) -> bytes:
     return b"data: " + encode_json(value) + b"\n\n"
-
-
-def set_body_sender(scope: Scope, send: Send) -> None:
-    """Makes streams send their events by `send`, past the layers around the route, which look at the start alone."""
-    scope[_BODY_SENDER] = send
 
 
 class EventStream(Response):
@@ -69,7 +63,7 @@ class EventStream(Response):
         async with aclosing(self._events) as events:
             first = await anext(events)
             await send({"type": "http.response.start", "status": 200, "headers": self._raw_headers()})
-            send = scope.get(_BODY_SENDER, send)
+            send = body_sender_of(scope, send)
             more = not first.endswith(DONE)
             await send({"type": "http.response.body", "body": first, "more_body": more})
             try:

@@ -147,7 +147,7 @@ def _add_texts(messages: list[ChatMessage], role: str, texts: list[str]) -> None
     else:
         before = last["content"]
         parts = last["content"] = before if isinstance(before, list) else [_part(str(before))]
-        parts += map(_part, texts)
+        parts.extend(map(_part, texts))
 
 
 def _add_answer(messages: list[ChatMessage], blocks: list[Block], where: str) -> None:

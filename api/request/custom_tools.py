@@ -13,7 +13,7 @@ from lorafleet.api.request.tool_bodies import CustomTool, FunctionDefinition, Gr
 from lorafleet.api.request.whole_expression import fault_of_expression
 from lorafleet.api.tool_calls.custom_input import PARAMETER
 from lorafleet.protocol.errors import InvalidRequest
-from lorafleet.protocol.text_budget import TextBudget
+from lorafleet.protocol.outside.text_budget import TextBudget
 
 
 def as_functions(tools: Sequence[Tool | CustomTool]) -> list[Tool]:

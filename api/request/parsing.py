@@ -19,9 +19,9 @@ from lorafleet.api.app_state import AppState
 from lorafleet.api.request.bounds import OVER_BOUND
 from lorafleet.api.request.fields import Tolerant, without_no_ops
 from lorafleet.protocol.errors import BodyTimeout, BodyTooLarge, InvalidRequest, UnsupportedMediaType
-from lorafleet.protocol.header_numbers import header_number
-from lorafleet.protocol.json_counts import JsonCounts
 from lorafleet.protocol.limits import MAX_BODY_READ_S, cut
+from lorafleet.protocol.outside.header_numbers import header_number
+from lorafleet.protocol.outside.json_counts import JsonCounts
 
 JSON = "application/json"
 

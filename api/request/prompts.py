@@ -82,13 +82,13 @@ def _check_may_fit(texts: TextService, model: ServedModel, text: str, param: str
 
 
 class PromptTotal:
-    """Counts the tokens of a request's prompts while they are read, so that no more are kept than may be computed."""
+    """Counts the tokens of a request's prompts while they are read, so that no more are kept than may be computed.
+
+    Args:
+        param: The field of the prompts, for the error message.
+    """
 
     def __init__(self, param: str) -> None:
-        """
-        Args:
-            param: The field of the prompts, for the error message.
-        """
         self._param = param
         self._num_tokens = 0
 

@@ -20,8 +20,8 @@ from lorafleet.api.request.bounds import fault_of_json
 from lorafleet.protocol import structured_spec
 from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.limits import MAX_JSON_TEXT_CHARS, MAX_TAG_TEXT_CHARS, MAX_TAGS, MAX_TRIGGERS, cut
+from lorafleet.protocol.outside.text_budget import TextBudget
 from lorafleet.protocol.structured_spec import JsonPart, StructuredOutputs
-from lorafleet.protocol.text_budget import TextBudget
 
 _SOME_PARTS = msgspec.Meta(min_length=1, max_length=MAX_TAGS)
 _Letters = Annotated[str, msgspec.Meta(max_length=MAX_TAG_TEXT_CHARS)]

@@ -25,7 +25,7 @@ class Tool(Strict):
 
 
 def _without_lark(syntax: object) -> object:
-    """Refuses Lark: a short grammar can stand for an expression of any length."""
+    """Refuses grammars in Lark, since a short one can stand for an expression of any length."""
     if syntax == "lark":
         raise over_bound(
             "is 'lark', which this server does not support for the input of a custom tool; give a regular expression "

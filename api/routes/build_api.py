@@ -29,9 +29,8 @@ from lorafleet.api.access.caller_admission import (
 from lorafleet.api.access.work_threads import work_for
 from lorafleet.api.answer.elsewhere import RETRY_STATUS, meant_status, retry_id
 from lorafleet.api.answer.error_responses import internal_error_response, on_http_exception, on_lorafleet_error
-from lorafleet.api.answer.gathered_writes import GatheredWrites
+from lorafleet.api.answer.gathered_writes import GatheredWrites, set_body_sender
 from lorafleet.api.answer.piecewise import in_pieces
-from lorafleet.api.answer.responses import set_body_sender
 from lorafleet.api.anthropic.messages_api import count_message_tokens, messages
 from lorafleet.api.app_state import AppState
 from lorafleet.api.routes.chat import chat

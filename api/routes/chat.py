@@ -118,7 +118,7 @@ async def count_prompt_tokens(state: AppState, request: Request, body: ChatReque
 async def read_chat_tools(
     state: AppState, request: Request, model: ServedModel, body: ChatRequest, text: StructuredOutputs | None
 ) -> ToolUse:
-    """Reads the tools. `text` is the format of answers that are not calls. Raises InvalidRequest."""
+    """Reads the tools of a request. `text` is the format of answers that are not calls. Raises InvalidRequest."""
     return await run_by_size(state.long_work, request, lambda: read_tools(state.texts, model, body, text))
 
 

@@ -58,8 +58,8 @@ def _conversations(
     role: str, content: str | list[Message], users: Form
 ) -> Iterator[tuple[list[Message], list[Message] | None]]:
     """Yields conversations with a message of the role and this content, and their tools."""
-    marked = {"role": role, "content": content}
-    user = {"role": "user", "content": in_form(["Hi"], users)}
+    marked: Message = {"role": role, "content": content}
+    user: Message = {"role": "user", "content": in_form(["Hi"], users)}
     talk, tools = [marked, user], None
     match role:
         case "user":

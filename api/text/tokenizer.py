@@ -91,8 +91,11 @@ class Tokenizer(TokenTable):
             return cls(hf, Path(folder))
         except (ConfigError, UnsupportedModel) as error:
             raise type(error)(f"the tokenizer in {folder} cannot be read: {error.message}", "model") from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-            raise ConfigError(f"the tokenizer in {folder} cannot be read: {error}") from error
+        except Exception as error:  # the libraries raise errors of many types, some for config.json
+            raise ConfigError(
+                f"the tokenizer in {folder} cannot be read: {error} ({type(error).__name__} from "
+                "tokenizer_config.json, tokenizer.json or config.json)."
+            ) from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         try:

@@ -14,8 +14,8 @@ from typing import Any
 
 from lorafleet.api.request import free_text
 from lorafleet.protocol import structured_spec
+from lorafleet.protocol.outside.text_budget import TextBudget
 from lorafleet.protocol.structured_spec import JsonPart, StructuredOutputs
-from lorafleet.protocol.text_budget import TextBudget
 
 OBJECT = r"/[ \t\n\r]*\{(?s:.*)/"  # Text that begins like a JSON object.
 _RULE = re.compile(r"\barguments_[0-9]+\b")

@@ -28,8 +28,8 @@ from lorafleet.protocol.adapter_formats.adapter_files import (
 )
 from lorafleet.protocol.admin_verbs import PushTerms
 from lorafleet.protocol.errors import AdapterMalformed, BodyTooLarge
-from lorafleet.protocol.header_numbers import header_number
 from lorafleet.protocol.limits import cut
+from lorafleet.protocol.outside.header_numbers import header_number
 from lorafleet.protocol.strict_json import shown
 
 MAX_UPLOAD_BYTES = MAX_CONFIG_BYTES + MAX_WEIGHTS_BYTES + sum(OPTIONAL_NAMES.values())

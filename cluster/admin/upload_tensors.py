@@ -23,7 +23,7 @@ from lorafleet.protocol.adapter_formats.tensor_push import (
     part_length,
 )
 from lorafleet.protocol.errors import BodyTimeout, BodyTooLarge, InvalidRequest
-from lorafleet.protocol.header_numbers import header_number
+from lorafleet.protocol.outside.header_numbers import header_number
 
 MAX_READ_S = 300.0  # Time from the request's head to the last byte of its body.
 

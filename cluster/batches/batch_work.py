@@ -11,12 +11,12 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from msgspec.structs import replace
 
-from lorafleet.api.access.work_threads import BATCH_LINES, in_turn
 from lorafleet.cluster.batches import batch_bounds as bounds
 from lorafleet.cluster.batches.batch_outputs import write_outputs
 from lorafleet.cluster.batches.batch_records import BatchFault, BatchRecord, BatchStage, Ending
@@ -149,6 +149,7 @@ class BatchWork:
         """Answers the lines that have no answer. Returns the status in which the batch ends, or None if the run was
         stopped."""
         found: list[Ending | None] = []
+        polling = ThreadPoolExecutor(1, thread_name_prefix="batch-end")
         record = AnswerRecord(contents, [journal])
 
         def has_reason() -> bool:
@@ -159,7 +160,7 @@ class BatchWork:
 
         async def until_reason() -> None:
             while True:
-                if await in_turn(BATCH_LINES, has_reason):
+                if await asyncio.get_running_loop().run_in_executor(polling, has_reason):
                     return
                 await asyncio.sleep(self._timing.poll_s)
 
@@ -168,7 +169,8 @@ class BatchWork:
             pace = Pace(self._most_lines, self._timing.most_unwritten, self._timing.gather_s)
             lines = _unanswered(file, record.left)
             sending = answer_lines(self._make_sender(left_s), lines, record, pace, lambda _: None, until_reason)
-            asyncio.run(sending)
+            with polling:  # It has ended when nobody waits for an answer any more.
+                asyncio.run(sending)
         is_complete = record.now.num_answered == record.now.num_lines
         return "completed" if is_complete and found != ["cancelled"] else found[0]
 

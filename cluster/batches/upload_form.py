@@ -84,7 +84,7 @@ def _without_charset(scope: Scope, content_type: str) -> Scope:
 
 
 def _checked_filename(filename: str) -> str:
-    """Returns the name. Raises InvalidRequest for one that would be a path, or act on a terminal that shows it."""
+    """Returns the name of a file. Raises InvalidRequest for one that would be a path, or act on a terminal."""
     if not 1 <= len(filename) <= bounds.MAX_FILENAME_CHARS:
         raise InvalidRequest(
             f"The filename has {len(filename)} characters; it must have 1 to {bounds.MAX_FILENAME_CHARS}.", "file"

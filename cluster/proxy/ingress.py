@@ -83,18 +83,18 @@ def running_applications(deployment: str) -> list[str]:
 def keep_reconfigured_replicas() -> None:
     """Makes Serve's controller leave a replica in service while it takes changed options. Otherwise the controller
     takes it from HAProxy and all handles until it is done, and one replica alone would leave nobody to answer."""
-    from ray.serve._private import deployment_state  # Only the controller's process has imported it already.
+    from ray.serve._private.common import ReplicaState
+    from ray.serve._private.deployment_state import DeploymentState  # Only the controller has imported it already.
 
-    State = deployment_state.DeploymentState
-    State._BROADCAST_STATES = State._BROADCAST_STATES | {deployment_state.ReplicaState.UPDATING}
-    in_service = list(State._BROADCAST_STATES)
+    DeploymentState._BROADCAST_STATES |= {ReplicaState.UPDATING}
+    in_service = list(DeploymentState._BROADCAST_STATES)
 
     def running(self: Any) -> list[Any]:
         return [
             found.get_running_replica_info(self._cluster_node_info_cache) for found in self._replicas.get(in_service)
         ]
 
-    State.get_running_replica_infos = running  # type: ignore[method-assign]  # There is no other way in.
+    DeploymentState.get_running_replica_infos = running  # type: ignore[method-assign]  # There is no other way in.
 
 
 def watch_haproxy() -> None:

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 
 from lorafleet.api.telemetry.traced import ROUTED_HEADER
 from lorafleet.cluster.routing.route import NO_ROUTE, Route, read_route
-from lorafleet.protocol.header_numbers import header_number
+from lorafleet.protocol.outside.header_numbers import header_number
 
 NUM_BYTES_HEADER = "x-body-bytes"  # Size of the whole body. Of a large one, route.lua sends only both ends.
 

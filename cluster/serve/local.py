@@ -125,6 +125,8 @@ def _serve_until_stopped(args: AppArgs, listener: Listener, run_dir: str) -> Non
         _ignore_signals()
     _catch_signals()
     asyncio.run(_finish(args, listener, run_dir))
+    # Ray's core would write that the calls to Serve which are still open have failed.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     raise ServerStopped
 
 

@@ -6,16 +6,19 @@ run_batch.py does this for the files of `lorafleet run-batch`, and cluster/batch
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
-from lorafleet.api.access.work_threads import BATCH_LINES, in_turn
 from lorafleet.offline.batch.batch_answers import LineAnswer, write_answer
 from lorafleet.offline.batch.batch_input import BatchContents, BatchLine
 from lorafleet.offline.batch.line_sender import LineSender
 from lorafleet.protocol.errors import ConfigError
+
+_THREADS = 2  # One reads lines, and one writes answers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,8 @@ async def answer_lines(
     Raises LorafleetError if the server no longer answers or a journal cannot be written.
     """
     on_progress(record.now)
+    threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="batch-lines")
+    run = partial(asyncio.get_running_loop().run_in_executor, threads)
     answered: asyncio.Queue[LineAnswer | None] = asyncio.Queue(pace.most_unwritten)
     places = _Places(pace)
 
@@ -117,7 +122,7 @@ async def answer_lines(
 
     async def send_all() -> None:
         async with asyncio.TaskGroup() as tasks:
-            while (line := await in_turn(BATCH_LINES, next, lines, None)) is not None:
+            while (line := await run(next, lines, None)) is not None:
                 await places.take(len(line.body))
                 tasks.create_task(answer(line))
 
@@ -128,11 +133,12 @@ async def answer_lines(
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(send())
-            tasks.create_task(_record_all(answered, record, pace, on_progress))
+            tasks.create_task(_record_all(answered, partial(run, record.record), record, pace, on_progress))
     except BaseExceptionGroup as group:
         raise _first(group) from None
     finally:
         await sender.close()
+        threads.shutdown()  # Nothing may read the lines or write to the journals any more.
 
 
 class _Places:
@@ -177,7 +183,11 @@ async def _first_of(*work: Coroutine[Any, Any, None]) -> None:
 
 
 async def _record_all(
-    answered: asyncio.Queue[LineAnswer | None], record: AnswerRecord, pace: Pace, on_progress: OnProgress
+    answered: asyncio.Queue[LineAnswer | None],
+    write: Callable[[list[LineAnswer]], Awaitable[None]],
+    record: AnswerRecord,
+    pace: Pace,
+    on_progress: OnProgress,
 ) -> None:
     """Writes the answers until None comes. All that have come meanwhile are written at once."""
     ended = False
@@ -189,7 +199,7 @@ async def _record_all(
         ended = found[-1] is None
         group = [one for one in found if one is not None]
         if group:
-            await in_turn(BATCH_LINES, record.record, group)
+            await write(group)
             on_progress(record.now)
 
 

@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 import msgspec
 
 from lorafleet.protocol.errors import InvalidRequest
-from lorafleet.protocol.json_counts import JsonCounts
 from lorafleet.protocol.limits import MAX_BODY_BYTES, MAX_LABEL_CHARS, MAX_OBJECT_FIELDS, cut
+from lorafleet.protocol.outside.json_counts import JsonCounts
 from lorafleet.protocol.yield_gil import yielding_gil
 
 MAX_LINE_BYTES = MAX_BODY_BYTES + (64 << 10)  # A body of the largest size, and the other fields.

@@ -45,6 +45,7 @@ from lorafleet.protocol.sealing import seal
 from lorafleet.protocol.transport.batch_sender import BatchSender
 from lorafleet.protocol.transport.output_stream import OutputStream, SequenceOutputs
 from lorafleet.protocol.transport.requests_in_flight import RequestsInFlight
+from lorafleet.protocol.transport.unread_outputs import IsStalled, never_stalled
 
 HELLO = b""
 # Messages of steps that wait on each side of the connection. A worker that finds both full waits, since the front is
@@ -208,14 +209,18 @@ class EngineClient:
         await self._stats_came.wait()
         return self.stats
 
-    def generate(self, request: EngineRequest) -> SequenceOutputs:
-        """Returns an iterator over the outputs of the sequence. Closing it early aborts the sequence."""
-        return SequenceOutputs(request, self._start, self._end)
+    def generate(self, request: EngineRequest, is_stalled: IsStalled = never_stalled) -> SequenceOutputs:
+        """Returns an iterator over the outputs of the sequence.
 
-    def _start(self, request: EngineRequest) -> OutputStream:
+        Closing it early aborts the sequence. So do too many outputs that wait while `is_stalled` says that their stream
+        waits for its client.
+        """
+        return SequenceOutputs(request, partial(self._start, is_stalled), self._end)
+
+    def _start(self, is_stalled: IsStalled, request: EngineRequest) -> OutputStream:
         self._check_alive()
         sealed = seal(request.request_id, request)
-        stream = self._in_flight.open(request, partial(self._sender.abort, request.request_id))
+        stream = self._in_flight.open(request, partial(self._sender.abort, request.request_id), is_stalled)
         self._sender.add_request(sealed)
         return stream
 

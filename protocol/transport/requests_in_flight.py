@@ -11,7 +11,7 @@ from lorafleet.protocol.errors import EngineDead
 from lorafleet.protocol.lru_cache import LRUCache
 from lorafleet.protocol.messages import EngineRequest
 from lorafleet.protocol.transport.output_stream import OutputStream
-from lorafleet.protocol.transport.unread_outputs import UnreadOutputs
+from lorafleet.protocol.transport.unread_outputs import IsStalled, UnreadOutputs
 
 MAX_NAMES = 10_000  # The least recently used names are forgotten.
 
@@ -25,9 +25,10 @@ class RequestsInFlight:
         self._num_by_digest: Counter[str] = Counter()
         self._drained: dict[str, asyncio.Event] = {}
 
-    def open(self, request: EngineRequest, abort: Callable[[], None]) -> OutputStream:
-        """Returns the stream of the request's outputs, which calls `abort` if they are read too slowly."""
-        stream = self.streams[request.request_id] = OutputStream(self.unread.share(request.tenant), abort)
+    def open(self, request: EngineRequest, abort: Callable[[], None], is_stalled: IsStalled) -> OutputStream:
+        """Returns the stream of the request's outputs, which calls `abort` if its client reads them too slowly."""
+        unread = self.unread.share(request.tenant, is_stalled)
+        stream = self.streams[request.request_id] = OutputStream(unread, abort)
         if request.lora is not None:
             self.names.put(request.lora.lora_name, request.lora.digest)
         self._num_by_digest[_digest(request)] += 1

@@ -7,6 +7,7 @@ what was kept, and then the error.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from lorafleet.protocol.errors import ClientTooSlow
 from lorafleet.protocol.messages import TokenLogprobs, TokenOutput
@@ -17,6 +18,14 @@ MAX_UNREAD = 128 << 20  # Bytes of all sequences of a front; one tenant may have
 TOKEN_BYTES = 36  # A token ID: an int and its place in a list.
 _LOGPROBS_BYTES = 256  # A TokenLogprobs with two empty lists.
 _TOP_BYTES = 68  # One of its best tokens: an int, a float, and their places.
+
+
+IsStalled = Callable[[], bool]  # Returns whether a stream waits for its client now.
+
+
+def never_stalled() -> bool:
+    """Returns False, for outputs that are collected, and not sent to a client as they come."""
+    return False
 
 
 class UnreadOutputs:
@@ -31,9 +40,9 @@ class UnreadOutputs:
     def num_bytes(self) -> int:
         return self._held.total()
 
-    def share(self, tenant: str) -> UnreadShare:
+    def share(self, tenant: str, is_stalled: IsStalled) -> UnreadShare:
         """Returns the account of one sequence of the tenant."""
-        return UnreadShare(self, tenant)
+        return UnreadShare(self, tenant, is_stalled)
 
     def add(self, tenant: str, num_bytes: int) -> None:
         self._held[tenant] += num_bytes
@@ -55,11 +64,12 @@ class UnreadOutputs:
 class UnreadShare:
     """The unread bytes of one sequence."""
 
-    __slots__ = ("_num_bytes", "_outputs", "_tenant")
+    __slots__ = ("_is_stalled", "_num_bytes", "_outputs", "_tenant")
 
-    def __init__(self, outputs: UnreadOutputs, tenant: str) -> None:
+    def __init__(self, outputs: UnreadOutputs, tenant: str, is_stalled: IsStalled) -> None:
         self._outputs = outputs
         self._tenant = tenant
+        self._is_stalled = is_stalled
         self._num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
@@ -70,8 +80,10 @@ class UnreadShare:
         self.add(-num_bytes)
 
     def check(self) -> None:
-        """Raises ClientTooSlow if too many bytes are unread."""
-        self._outputs.check(self._tenant, self._num_bytes)
+        """Raises ClientTooSlow if too many bytes are unread and the stream waits for its client. A front that is behind
+        is not the client's fault."""
+        if self._is_stalled():
+            self._outputs.check(self._tenant, self._num_bytes)
 
 
 def bytes_of(output: TokenOutput) -> int:

@@ -32,6 +32,7 @@ from lorafleet.protocol.messages import (
     TokenLogprobs,
     TokenOutput,
 )
+from lorafleet.protocol.transport.unread_outputs import IsStalled, never_stalled
 from real_server import RealServer
 
 CONTEXT = 256
@@ -58,7 +59,11 @@ class ScriptedEngine:
     def listen_to_moves(self, listener: Callable[[AdapterMove], None]) -> None:
         self.moved = listener
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
+    async def generate(
+        self,
+        request: EngineRequest,
+        is_stalled: IsStalled = never_stalled,  # noqa: ARG002
+    ) -> AsyncGenerator[TokenOutput, None]:
         self.requests.append(request)
         self.running.add(request.request_id)
         try:

@@ -22,6 +22,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from file_server import FileServer
 from living import command, family, is_alive, kill
+from tests.cluster.last_streams import streaming_to_the_end
 from tests.cluster.rays_turn import rays_turn
 
 LAST_S = 5.0  # what was told to end when the server ended may take a while to
@@ -63,20 +64,27 @@ def running_server(arguments: Sequence[str], log_file: Path, stop_signal: int = 
 
 
 @contextlib.contextmanager
-def serving(arguments: Sequence[str], log_file: Path, stop_signal: int = signal.SIGINT) -> Iterator[RunningServer]:
+def serving(
+    arguments: Sequence[str], log_file: Path, stop_signal: int = signal.SIGINT, last_streams: str | None = None
+) -> Iterator[RunningServer]:
     """`lorafleet serve` with these arguments on a free port.
 
-    Afterwards: exit status 0, and none of its processes left. log_file gets what it printed.
+    Afterwards: exit status 0, and none of its processes left. log_file gets what it printed. last_streams: a model that
+    answers streams when the server is told to end, of which none may be cut.
     """
     port = free_port()
+    streams: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     with rays_turn():
         process = start_server([*arguments, "--port", str(port)], log_file)
         wait_until_printed("\nstarting ", process, log_file)  # its replicas: Ray is there
     try:
         wait_until_ready(process, log_file)
         yield RunningServer(f"http://127.0.0.1:{port}", process.pid)
+        if last_streams is not None:
+            streams = streaming_to_the_end(f"http://127.0.0.1:{port}", last_streams)
     finally:
-        status, left = stop_server(process, stop_signal)
+        with streams:
+            status, left = stop_server(process, stop_signal)
     assert left == [], f"processes left: {left}"
     assert status == 0, log_file.read_text()
 

@@ -189,6 +189,19 @@ at the beginning of an answer:
 - Messages of the assistant may have `reasoning_content` or `reasoning`. Templates get it under these names and as
   `thinking`, and most of them use only that of the latest calls.
 
+## Forms of messages
+
+Clients send back what another library or server wrote. `/v1/chat/completions` accepts these forms, which cannot change
+the prompt:
+
+- `content` as an empty list, which is no text. In messages of the assistant, of tools and of functions it may be `null`
+  or missing.
+- Parts of the types `input_text` and `output_text`, which mean what `text` means. A template that takes one text gets
+  the parts with a line break between them.
+- In parts: `cache_control`, `prompt_cache_breakpoint`, `annotations`, `logprobs` and `id`, without effect.
+- In messages: `id`, `status`, `cache_control`, `parsed` and `provider_specific_fields`, without effect;
+  `function_call`, `refusal`, `audio` and `annotations` if they are empty.
+
 ## Lists of tokens, beam search, embeddings as prompts, batches
 
 - `allowed_token_ids` and `bad_words` mean what they mean to vLLM. A bad word is banned as the tokens of its text, with

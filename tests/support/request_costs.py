@@ -14,6 +14,7 @@ import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest import mock
 
 import httpx
 from starlette.types import ASGIApp
@@ -53,11 +54,8 @@ def measured_pauses(costs: Costs) -> Iterator[None]:
         finally:
             costs.pause_s = max(costs.pause_s, time.thread_time() - began_s)
 
-    asyncio.Handle._run = timed  # type: ignore[method-assign]  # Python has no hook for this.
-    try:
+    with mock.patch.object(asyncio.Handle, "_run", timed):  # Python has no hook for this.
         yield
-    finally:
-        asyncio.Handle._run = run  # type: ignore[method-assign]
 
 
 @contextmanager

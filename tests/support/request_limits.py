@@ -109,7 +109,12 @@ ACROSS = [
         "",
         REFUSED,
     ),
-    Limit("ids of `allowed_token_ids` and `bad_words`, for each prompt x n", limits.MAX_LISTED_IDS, "", REFUSED),
+    Limit(
+        "token ids of `allowed_token_ids`, `bad_words`, `logit_bias` and `stop_token_ids`, for each prompt x n",
+        limits.MAX_LISTED_IDS,
+        "",
+        REFUSED,
+    ),
     Limit(
         "prompt and answer",
         "the model's context (an adapter may have its own), or the KV cache",

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lorafleet.offline.llm import LLM, LoRARequest
 from lorafleet.protocol.adapter_formats.adapter_files import folder_digest
@@ -37,6 +38,16 @@ def test_an_adapter_is_described(base, make_adapter):
     assert found.refusal is None
     assert found.bytes_on_one_gpu == 2 * found.num_values
     assert found.files["adapter_config.json"] == (folder / "adapter_config.json").stat().st_size
+
+
+def test_parts_that_are_left_out_are_named(base, make_adapter):
+    folder = make_adapter()
+    tensors = load_file(folder / "adapter_model.safetensors")
+    picture = "base_model.model.model.vision_tower.encoder.layers.0.mlp.fc1.lora_A.weight"
+    save_file(tensors | {picture: torch.ones(4, 3)}, folder / "adapter_model.safetensors")
+    found = inspect_folder(folder, "sql")
+    assert (found.left_out, found.refusal, found.needs_base) == (["vision_tower"], None, None)
+    assert fit_on(base, folder).refusal is None
 
 
 def test_bytes_on_each_gpu_are_those_of_its_part(base, make_adapter):

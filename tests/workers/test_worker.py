@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from lorafleet.protocol.engine_config import EngineConfig
+from lorafleet.protocol.engine_control import BoundQueue
 from lorafleet.protocol.errors import AdapterMissing, ContextOverflow, EngineDead, QueueFull, QueueTimeout
 from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.lora_request import LoRARequest
@@ -153,8 +154,14 @@ async def test_a_full_queue_and_a_deadline_refuse_the_late_ones_and_leave_the_ru
     await asyncio.sleep(0)  # it is sent first
     with pytest.raises(QueueFull, match="1 requests wait") as full:
         await tokens_of(client, request("too many", prompt(7), 3))
-    waits.cancel()
-    await asyncio.wait([waits])
+    await client.control(BoundQueue(2, None))
+    fits = asyncio.create_task(tokens_of(client, request("fits in the larger queue", prompt(7), 3)))
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull, match="max_queued_requests=2"):
+        await tokens_of(client, request("does not fit", prompt(7), 3))
+    for queued in (waits, fits):
+        queued.cancel()
+    await asyncio.wait([waits, fits])
     asked = request("late", prompt(6), 3)
     asked.queue_timeout_s = 0.05
     with pytest.raises(QueueTimeout, match=r"within 0\.05 s") as late:

@@ -14,11 +14,12 @@ from typing import Generic, TypeVar
 from lorafleet.protocol.errors import AdapterMalformed
 from lorafleet.protocol.strict_json import shown
 from lorafleet.protocol.yield_gil import yielding_gil
-from lorafleet.workers.adapters.patterns import Budget, Pattern
+from lorafleet.workers.adapters.patterns import TOTAL_MATCH_S, Budget, Pattern
 from lorafleet.workers.adapters.spellings import Spelled
 
 V = TypeVar("V", int, float)
 
+_FEW = 16  # names that differ only in dots and underscores, in a table that people write
 # An entry with such a word is for a part that is left out, whose modules are not known here.
 _OTHER_PARTS = re.compile(r"(?!.*language).*(?:vision|visual|audio|projector|connector|merger)", re.DOTALL)
 
@@ -58,12 +59,12 @@ class PatternValues(Generic[V]):
             sorted(set(range(len(self._entries))) - set(decided.values())),
             (name for spelled in modules.values() for name in spelled.own),
         )
-        for i in list(unused):
-            hit = [m for m, spelled in modules.items() if self._matches(i, spelled.served)]
-            for module in (module for module in hit if module not in decided):
+        hits = list(self._hits(unused, {module: spelled.served for module, spelled in modules.items()}))
+        for i, module in hits:
+            if module not in decided:
                 decided[module], values[module] = i, self._entries[i][1]
-            if hit:
-                unused.remove(i)
+        converted = {i for i, _ in hits}
+        unused = [i for i in unused if i not in converted]
         if not unused:
             return values
         self._check_foreign(unused, modules, values)
@@ -80,16 +81,15 @@ class PatternValues(Generic[V]):
 
     def _check_foreign(self, unused: Iterable[int], modules: Mapping[str, Spelled], values: Mapping[str, V]) -> None:
         """Raises AdapterMalformed for an entry that would change a module's value if the class were another one."""
-        for i in unused:
+        for i, module in self._hits(unused, {module: spelled.others for module, spelled in modules.items()}):
             pattern, value = self._entries[i]
-            for module, spelled in yielding_gil(modules.items()):
-                if value != values[module] and self._matches(i, spelled.others):
-                    raise AdapterMalformed(
-                        f"{self._field} names {shown(pattern.text)}, which matches none of the {len(modules)} modules "
-                        f"that the weights file has tensors for by their names there, such as {shown(spelled.name)}. "
-                        "It would match by the names of another class of transformers. Write it for these names, or "
-                        "remove the entry."
-                    )
+            if value != values[module]:
+                raise AdapterMalformed(
+                    f"{self._field} names {shown(pattern.text)}, which matches none of the {len(modules)} modules that "
+                    f"the weights file has tensors for by their names there, such as {shown(modules[module].name)}. It "
+                    "would match by the names of another class of transformers. Write it for these names, or remove "
+                    "the entry."
+                )
 
     def _first(self, names: Sequence[str]) -> int | None:
         """Returns the first entry that matches the first of the names that any matches."""
@@ -104,14 +104,30 @@ class PatternValues(Generic[V]):
                 return found
         return None
 
-    def _plain_matches(self, name: str) -> Iterator[int]:
-        for ending in _endings(name):
-            for i in self._plain.get(_folded(ending), ()):
-                if self._entries[i][0].matches_ending(name, self._budget):
-                    yield i
+    def _plain_matches(self, name: str) -> list[int]:
+        alike = [i for ending in _endings(name) for i in self._plain.get(_folded(ending), ())]
+        if len(alike) <= _FEW:
+            return [i for i in alike if self._entries[i][0].matches_ending(name, self._budget)]
+        with self._budget.spend():
+            found = [i for i in alike if self._entries[i][0].matches_ending(name, self._budget)]
+        if self._budget.left_s <= 0:
+            raise AdapterMalformed(
+                f"{self._field} has {len(alike)} entries such as {shown(self._entries[alike[0]][0].text)}, which "
+                f"differ only in dots and underscores and take more than {TOTAL_MATCH_S} s to match. List each module "
+                "once."
+            )
+        return found
 
-    def _matches(self, i: int, names: Iterable[str]) -> bool:
-        return any(self._entries[i][0].matches_ending(name, self._budget) for name in names)
+    def _hits(self, entries: Iterable[int], names: Mapping[str, Sequence[str]]) -> Iterator[tuple[int, str]]:
+        """Yields each of the entries with each module of which it matches a name, module by module, in file order."""
+        wanted = set(entries)
+        expressions = [i for i in self._expressions if i in wanted]
+        for module, own in yielding_gil(names.items()):
+            found = {i for name in own for i in self._plain_matches(name) if i in wanted}
+            found.update(
+                i for i in expressions if any(self._entries[i][0].matches_ending(name, self._budget) for name in own)
+            )
+            yield from ((i, module) for i in sorted(found))
 
     def _unmatched(self, entries: list[int], names: Iterable[str]) -> list[int]:
         """Returns those of the entries that match none of the names."""

@@ -65,7 +65,9 @@ class SequenceMemory:
             prompt = sequence.tokens[: sequence.num_prompt]
             sequence.first_adapted = first_adapted(prompt, slot.adapter.info.invocation_tokens)
         blocks = self._kv.open(
-            self._cache_salt(sequence, sequence.digest), self._cache_salt(sequence, BASE_SALT), sequence.first_adapted
+            _cache_salt(sequence, sequence.digest, self._rope),
+            _cache_salt(sequence, BASE_SALT, self._rope),
+            sequence.first_adapted,
         )
         prefix, num_tokens = None, len(sequence.tokens)
         if sequence.reuses_prefixes:
@@ -270,16 +272,17 @@ class SequenceMemory:
             return prefix
         return prefix.first(self.snapshots.pool.num_resumable(prefix.nodes))
 
-    def _cache_salt(self, sequence: Sequence, digest: str) -> Hashable:
-        """Returns everything besides the tokens that blocks must have in common to be shared.
 
-        Keys and values depend on the base's weights, on the adapter, and under some rope scalings on the sequence's
-        length too. Nobody may find out from a prompt's latency that another tenant has sent it.
-        """
-        salt = sequence.cache_salt, digest, sequence.base.digest
-        if not self._rope.depends_on_length:
-            return salt
-        return *salt, self._rope.key_variant(sequence.num_rotated, len(sequence.tokens))
+def _cache_salt(sequence: Sequence, digest: str, rope: RopeConfig) -> Hashable:
+    """Returns everything besides the tokens that blocks must have in common to be shared.
+
+    Keys and values depend on the base's weights, on the adapter, and under some rope scalings on the sequence's length
+    too. Nobody may find out from a prompt's latency that another tenant has sent it.
+    """
+    salt = sequence.cache_salt, digest, sequence.base.digest
+    if not rope.depends_on_length:
+        return salt
+    return *salt, rope.key_variant(sequence.num_rotated, len(sequence.tokens))
 
 
 def _leaves_enough(kv: KVCacheManager, num_left: int, beside: Iterable[Sequence]) -> bool:

@@ -19,7 +19,7 @@ from lorafleet.workers.base_identity import BaseIdentity
 from lorafleet.workers.slots.loader import AdapterLoader
 from lorafleet.workers.slots.packed_adapter import PackedAdapter
 from lorafleet.workers.tp.link import OtherRanks
-from lorafleet.workers.tp.rank_messages import LoadShard
+from lorafleet.workers.tp.rank_messages import ForgetShard, LoadShard
 
 _LoadKey = tuple[str, str, str | None, SealedAdapter | None]
 
@@ -116,17 +116,24 @@ class AdapterLoads:
                 self._others.send(LoadShard(self._num_started, lora))
         return load
 
-    def is_outdated(self, load: AdapterLoad) -> bool:
-        """Returns whether the base has had other weights since the load began, from which it may have computed."""
-        return load.base_digest != self._base.digest
-
     def tier_of_files(self, lora: LoRARequest) -> Tier:
         return "disk" if self._loader.is_here(lora) else "remote"
 
     def take_ended(self) -> list[AdapterLoad]:
-        """Returns the loads that have ended on all ranks since the last call."""
+        """Returns the loads that have ended on all ranks since the last call. Those that may have computed from former
+        weights of the base begin again instead."""
         self._take_answers()
-        return [self._loads.pop(key) for key in [key for key, load in self._loads.items() if load.done]]
+        ended = [self._loads.pop(key) for key in [key for key, load in self._loads.items() if load.done]]
+        for load in ended:
+            if load.base_digest != self._base.digest:
+                self._repeat(load)
+        return [load for load in ended if load.base_digest == self._base.digest]
+
+    def _repeat(self, load: AdapterLoad) -> None:
+        if self._others is not None:
+            for digest in load.digests:
+                self._others.send(ForgetShard(digest))
+        self.start(load.lora, load.tenant).callers.extend(load.callers)
 
     def _take_answers(self) -> None:
         for answer in () if self._others is None else self._others.loaded():

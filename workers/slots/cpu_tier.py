@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from lorafleet.workers.slots.adapter_lives import AdapterLives, AdapterState
 from lorafleet.workers.slots.eviction import Credits, Demand
 from lorafleet.workers.slots.fair_shares import FairShares
 from lorafleet.workers.slots.packed_adapter import PackedAdapter
+from lorafleet.workers.tp.rank_messages import ForgetShard, Order
 
 log = logging.getLogger(__name__)
 
@@ -81,3 +84,59 @@ class CPUTier:
         self._adapters.pop(digest, None)
         self._shares.release(digest)
         self._credits.forget(digest)
+
+
+@dataclass(slots=True)
+class LoadCounts:
+    loads: int = 0
+    failures: int = 0
+    seconds: float = 0.0
+    cpu_evictions: int = 0
+
+
+class HostCopies:
+    """Puts loaded adapters into the tier and removes them, on all ranks of a replica, and records it. `send` sends an
+    order to the other ranks."""
+
+    def __init__(self, cpu: CPUTier, lives: AdapterLives, send: Callable[[Order], None], counts: LoadCounts) -> None:
+        self._cpu = cpu
+        self._lives = lives
+        self._send = send
+        self._counts = counts
+
+    def admit(self, adapter: PackedAdapter, need: Need, tenant: str) -> None:
+        """Adds an adapter that all ranks have read, and evicts others if there is no room."""
+        self._counts.loads += 1
+        _log_load(adapter)
+        digest = adapter.info.digest
+        if self._lives.state(digest) in (AdapterState.READING, AdapterState.GONE):
+            self._lives.enter(digest, AdapterState.IN_HOST)
+        for victim in self._cpu.add(adapter, need, tenant):
+            self._counts.cpu_evictions += 1
+            self._left(victim)
+
+    def forget_all(self) -> int:
+        """Removes all adapters, which are in no slot. Returns their number."""
+        forgotten = self._cpu.digests
+        for digest in forgotten:
+            self._cpu.remove(digest)
+            self._left(digest)
+        return len(forgotten)
+
+    def _left(self, digest: str) -> None:
+        self._send(ForgetShard(digest))
+        if self._lives.state(digest) is AdapterState.IN_HOST:
+            self._lives.enter(digest, AdapterState.GONE)
+
+
+def _log_load(adapter: PackedAdapter) -> None:
+    times = adapter.times
+    log.info(
+        "adapter %s loaded: %.0f MB, read %.0f ms, check %.0f ms, pack %.0f ms, digest waited for %.0f ms",
+        adapter.info.digest[:12],
+        adapter.block.numel() / 1e6,
+        times.read_s * 1e3,
+        times.check_s * 1e3,
+        times.pack_s * 1e3,
+        times.digest_s * 1e3,
+    )

@@ -7,12 +7,10 @@ queue order, before the requests are admitted. They are not evicted for requests
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from lorafleet.protocol.errors import AdapterError, LorafleetError
@@ -23,7 +21,7 @@ from lorafleet.resolvers.fetch_metrics import FetchTotals
 from lorafleet.workers.base_identity import BaseIdentity
 from lorafleet.workers.slots.adapter_lives import AdapterLives, AdapterState
 from lorafleet.workers.slots.adapter_loads import AdapterLoad, AdapterLoads
-from lorafleet.workers.slots.cpu_tier import CPUTier
+from lorafleet.workers.slots.cpu_tier import CPUTier, HostCopies, LoadCounts
 from lorafleet.workers.slots.loader import AdapterLoader
 from lorafleet.workers.slots.model_manager import LoRAModelManager
 from lorafleet.workers.slots.packed_adapter import PackedAdapter
@@ -36,16 +34,6 @@ from lorafleet.workers.weak_method import weak
 
 MAX_UNTAKEN = 4096  # recorded moves that nobody takes, as offline
 NO_TENANTS: Mapping[str, str] = MappingProxyType({})
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class LoadCounts:
-    loads: int = 0
-    failures: int = 0
-    seconds: float = 0.0
-    cpu_evictions: int = 0
 
 
 class WorkerLoRAManager:
@@ -79,6 +67,7 @@ class WorkerLoRAManager:
         self._cpu = CPUTier(config.cpu_loras, self.slots.demand)
         self._moves: deque[AdapterMove] = deque(maxlen=MAX_UNTAKEN)
         self._lives = AdapterLives(self._moves.append)
+        self._host = HostCopies(self._cpu, self._lives, weak(self._send), self.counts)
         self.filler = SlotFiller(model_manager, self._cpu, self._lives, weak(self._send), sharing, drafts)
         self._wanted: frozenset[str] = frozenset()
         self._rejected: list[tuple[str, LorafleetError]] = []  # Digests and errors for the next poll().
@@ -138,11 +127,7 @@ class WorkerLoRAManager:
         """Forgets all adapters, which were packed for other weights of the base, so that they are read again when they
         are needed. No sequence may hold a slot. Returns their number."""
         self.empty_slots()
-        forgotten = self._cpu.digests
-        for digest in forgotten:
-            self._cpu.remove(digest)
-            self._left_host(digest)
-        return len(forgotten)
+        return self._host.forget_all()
 
     # -- once a step ----------------------------------------------------------------------------------------------
 
@@ -152,17 +137,12 @@ class WorkerLoRAManager:
         self.filler.begin_step()
         failed, self._rejected = self._rejected, []
         for load in self._loads.take_ended():
-            if self._loads.is_outdated(load):
-                for digest in load.digests:
-                    self._send(ForgetShard(digest))
-                self._start(load.lora, load.tenant).callers.extend(load.callers)
-                continue
             seconds = time.monotonic() - load.started_s
             self.counts.seconds += seconds
             outcome = load.outcome()
             self._moves += load.moves(outcome, seconds)
             if isinstance(outcome, PackedAdapter):
-                self._admit(outcome, load.tenant)
+                self._host.admit(outcome, self._need, load.tenant)
                 for caller in load.callers:
                     caller.set_result(outcome.info)
             else:
@@ -269,22 +249,6 @@ class WorkerLoRAManager:
             self._lives.enter(lora.digest, AdapterState.READING)
         return self._loads.start(lora, tenant)
 
-    def _admit(self, adapter: PackedAdapter, tenant: str) -> None:
-        self.counts.loads += 1
-        _log_load(adapter)
-        digest = adapter.info.digest
-        if self._lives.state(digest) in (AdapterState.READING, AdapterState.GONE):
-            self._lives.enter(digest, AdapterState.IN_HOST)
-        for victim in self._cpu.add(adapter, self._need, tenant):
-            self.counts.cpu_evictions += 1
-            self._left_host(victim)
-
-    def _left_host(self, digest: str) -> None:
-        """Records that rank 0 has no copy in host memory any more, and has the other ranks drop theirs."""
-        self._send(ForgetShard(digest))
-        if self._lives.state(digest) is AdapterState.IN_HOST:
-            self._lives.enter(digest, AdapterState.GONE)
-
     def _fail(self, load: AdapterLoad) -> None:
         self.counts.failures += 1
         for digest in load.digests:  # read by some rank, but not by all
@@ -318,16 +282,3 @@ class WorkerLoRAManager:
         """Sends an order to the other ranks, which execute orders in the order in which they are sent."""
         if self._others is not None:
             self._others.send(order)
-
-
-def _log_load(adapter: PackedAdapter) -> None:
-    times = adapter.times
-    log.info(
-        "adapter %s loaded: %.0f MB, read %.0f ms, check %.0f ms, pack %.0f ms, digest waited for %.0f ms",
-        adapter.info.digest[:12],
-        adapter.block.numel() / 1e6,
-        times.read_s * 1e3,
-        times.check_s * 1e3,
-        times.pack_s * 1e3,
-        times.digest_s * 1e3,
-    )

@@ -74,9 +74,11 @@ async def test_a_slow_client_stops_its_own_stream_alone_and_loses_nothing() -> N
     for _ in range(5):
         await asyncio.sleep(0)
     assert wire == [("b", b"3", True)]
+    assert a.is_stalled
     assert not second.done()  # So the stream reads no further output, and the engine's outputs are joined.
     slow.ready.set()
     await second
+    assert not a.is_stalled
     await a(body(b"4", more=False))
     assert wire[1:] == [("a", b"1", True), ("a", b"2", True), ("a", b"4", False)]
 

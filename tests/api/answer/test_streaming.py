@@ -11,7 +11,8 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from lorafleet.api.answer.responses import DONE, EventStream, set_body_sender
+from lorafleet.api.answer.gathered_writes import set_body_sender
+from lorafleet.api.answer.responses import DONE, EventStream
 
 ENVELOPE = b'{"id":"ID","object":"KIND","created":0,"model":"llama","choices":['
 

@@ -31,6 +31,15 @@ async def test_a_model_with_a_slash_is_found_and_an_unknown_one_is_not(http: htt
     assert response.json()["error"]["message"] == "The model `org/other` does not exist."
 
 
+async def test_parts_of_an_adapter_that_are_left_out_are_named(http: httpx.AsyncClient, catalog: object) -> None:
+    loras = catalog.loras  # type: ignore[attr-defined]
+    loras["whole"] = type(loras["sql"])("whole", 5, "/adapters/whole", left_out=("vision_tower",))
+    assert (await http.get("/v1/models/whole")).json()["left_out"] == ["vision_tower"]
+    cards = {card["id"]: card for card in (await http.get("/v1/models")).json()["data"]}
+    assert cards["whole"]["left_out"] == ["vision_tower"]
+    assert "left_out" not in cards["sql"]
+
+
 def test_an_exact_name_wins_over_the_colon_form(client: openai.OpenAI, catalog: object) -> None:
     loras = catalog.loras  # type: ignore[attr-defined]
     loras["llama:sql"] = type(loras["sql"])("llama:sql", 5, "/adapters/exact")

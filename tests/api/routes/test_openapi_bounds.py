@@ -225,5 +225,20 @@ async def test_what_is_over_any_documented_bound_is_refused(http: httpx.AsyncCli
             ), shown(name, value, response)
 
 
+# Texts that codecs, numbers, patterns, paths and terminals stumble over, as JSON.
+ODD = [r'"\ud800"', r'"\u0000\u202e\u001b[31m"', f'"{"9" * 5000}"', '"(?P<a>../"', "1" + "0" * 400]
+
+
+@pytest.mark.parametrize("path", LEAST)
+async def test_odd_values_are_no_fault_of_the_server(http: httpx.AsyncClient, path: str) -> None:
+    content = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    for name in resolved(content["schema"])["properties"]:
+        rest = json.dumps({key: value for key, value in LEAST[path].items() if key != name})[1:]
+        for value in ODD:
+            body = f"{{{json.dumps(name)}: {value}{', ' if rest != '}' else ''}{rest}"
+            response = await http.post(path, content=body, headers={"content-type": "application/json"})
+            assert response.status_code < 500, f"{name}: {value[:100]} {response.text[:300]}"
+
+
 def shown(name: str, value: Any, response: httpx.Response) -> str:
     return f"{name}: {json.dumps(value)[:200]} {response.text[:300]}"

@@ -13,10 +13,12 @@ from lorafleet.protocol.errors import QueueFull, ResponseNotFound
 
 
 async def test_one_owners_queries_to_all_replicas_are_bounded_and_others_have_their_turn() -> None:
-    asked, release = list[str](), asyncio.Event()
+    asked, release, asked_for_beta = list[str](), asyncio.Event(), asyncio.Event()
 
     async def ask(query: ResponseQuery) -> ResponseFound | None:
         asked.append(query.owner)
+        if query.owner == "beta":
+            asked_for_beta.set()
         await release.wait()
         return None
 
@@ -27,8 +29,7 @@ async def test_one_owners_queries_to_all_replicas_are_bounded_and_others_have_th
     with pytest.raises(QueueFull, match="stored responses"):
         await stored.find(ResponseQuery("acme", "one more"))
     queries.append(asyncio.create_task(stored.find(ResponseQuery("beta", "0"))))
-    while "beta" not in asked:
-        await asyncio.sleep(0)
+    await asked_for_beta.wait()
     assert asked == ["acme"] * ASKED.running_of_one + ["beta"]
     release.set()
     found = await asyncio.gather(*queries, return_exceptions=True)

@@ -14,6 +14,7 @@ from transformers.models.auto import tokenization_auto
 from lorafleet.api.text.tokenizer import Tokenizer
 from lorafleet.api.text.tokenizer_conversion import has_general_class
 from lorafleet.protocol.errors import ConfigError, InvalidRequest
+from tiny_models import make_model
 
 
 def test_text_survives_encoding_and_decoding(tokenizer: Tokenizer) -> None:
@@ -134,3 +135,12 @@ def test_a_model_type_for_which_transformers_has_its_own_class_is_read_by_that(
     assert Tokenizer.from_folder(tmp_path / "qwen2").encode(text) != Tokenizer.from_folder(
         byte_tokenizer_folder
     ).encode(text)
+
+
+def test_what_a_library_raises_names_the_folder_and_the_field(tmp_path: Path) -> None:
+    """AutoTokenizer reads the model's config.json as well, whose class checks types."""
+    folder = make_model(tmp_path / "model", "qwen2", num_hidden_layers=1)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "many"}))
+    with pytest.raises(ConfigError, match=r"(?s)the tokenizer in .*model cannot be read: .*hidden_size.*config\.json"):
+        Tokenizer.from_folder(folder)

@@ -130,7 +130,9 @@ async def test_a_push_loads_before_it_registers_and_pushing_again_changes_nothin
         assert await cluster.push("sql", make("x")) == first
         second = await cluster.push("sql", make("y"), activate=False)
         assert numbers(second) == [1, 2]
-        assert (await view.resolve("sql")).digest == second.versions[0].digest
+        served = await view.resolve("sql")
+        assert (served.digest, served.left_out) == (second.versions[0].digest, ("visual",))
+        assert second.versions[0].left_out == ("visual",)
 
 
 async def test_a_push_that_fails_says_where_and_why_and_leaves_nothing(cluster: Cluster, make: Any) -> None:

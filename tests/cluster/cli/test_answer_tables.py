@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from lorafleet.client.places import AdapterPlaces, VersionPlaces
@@ -40,6 +41,13 @@ def test_an_adapter_is_shown_with_its_versions_and_aliases() -> None:
         "sql       v1 90%, v2 10%  30s    2",
         "sql-next  v2              2h     1",
     ]
+
+
+def test_parts_that_are_left_out_are_named() -> None:
+    version = msgspec.structs.replace(SQL.versions[1], left_out=("multi_modal_projector", "vision_tower"))
+    adapter = msgspec.structs.replace(SQL, versions=[SQL.versions[0], version])
+    line = "Version 2: multi_modal_projector, vision_tower left out, since only texts are served"
+    assert line in in_words(adapter, NOW_S).splitlines()
 
 
 def test_an_adapter_is_shown_with_the_replicas_where_it_is() -> None:

@@ -79,7 +79,7 @@ class Engine:
         if (Path(lora.lora_path) / "adapter_model.safetensors").read_text() == "bad":
             raise AdapterMissing(f"{lora.lora_path} is bad")
         self.held.add(digest)
-        return AdapterInfo(digest, 8, 1, ["q_proj"])
+        return AdapterInfo(digest, 8, 1, ["q_proj"], left_out=("visual",))
 
     async def drop_adapter(self, digest: str) -> None:
         self.held.discard(digest)

@@ -38,7 +38,7 @@ def one_replica(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     arguments += ["--lora-resolver-dir", str(folder), "--allow-runtime-lora-updating", "--device", "cpu"]
     arguments += ["--max-loras", "2", "--max-cpu-loras", "2", "--max-lora-rank", "16", "--kv-cache-tokens", "2048"]
     with until_last_test(request) as stack:
-        running = stack.enter_context(serving(arguments, root / "serve.log"))
+        running = stack.enter_context(serving(arguments, root / "serve.log", last_streams="good"))
         yield OneReplica(running.url, running.pid, root / "serve.log", folder, good)
 
 

@@ -65,7 +65,8 @@ def test_new_replicas_start_beside_those_that_run_where_there_is_room(
 ):
     monkeypatch.setattr(app.ingress, "num_running", lambda name: running * (name == "EngineReplica"))
     monkeypatch.setattr(app.ingress, "free_resources", lambda: [{"CPU": free_cpus}])
+    monkeypatch.setattr(app, "seal", lambda _: "sealed:1")
     args = parse_args({"model": "m", "num_replicas": max(running, 1)})
     deployment = app.replicas(args, args.engine_config())
     assert deployment._deployment_config.max_surge_percent == percent
-    assert app.router()._deployment_config.max_surge_percent == 100
+    assert app.router(args)._deployment_config.max_surge_percent == 100

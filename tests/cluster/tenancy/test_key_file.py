@@ -349,3 +349,27 @@ def test_what_is_written_reads_the_same(file: Path) -> None:
     before = read(file).tenants
     lorafleet("create", str(file), "--id", "app", "--tenant", "acme")
     assert read(file).tenants == before
+
+
+def test_keys_may_come_from_another_place_while_the_server_runs_and_mistakes_change_nothing(file: Path) -> None:
+    of_file = lorafleet("create", str(file), "--id", "app")
+    ring = KeyRing(f"keys: [{{id: a, hash: '{HASH}', scopes: [infer]}}]")
+    gate = gate_of(ring)
+    for wrong in ("keys: [{id: a}]", str(file.with_name("missing.yaml"))):
+        with pytest.raises(ConfigError):
+            ring.change_source(wrong)
+        assert set(ring.entries) == {"a"}
+    ring.change_source(str(file))
+    assert gate.caller(of_file, "infer").key_id == "app"
+    later = lorafleet("create", str(file), "--id", "later")
+    ring.look()
+    ring.look()
+    assert gate.caller(later, "infer").key_id == "later", "the new file is followed"
+
+
+def test_the_operators_key_may_change_while_the_server_runs() -> None:
+    gate = Gate("the-former-key")
+    gate.set_admin_key("the-later-key")
+    assert gate.caller("the-later-key", "admin").is_operator
+    with pytest.raises(Unauthorized):
+        gate.caller("the-former-key", "admin")

@@ -46,7 +46,7 @@ def with_logprobs(token: int) -> TokenOutput:
 async def test_a_sequence_that_nobody_takes_is_aborted_while_others_go_on(worker: WorkerSocket, address: str) -> None:
     client = await EngineClient.connect(address, EngineHello(1000, 1 << 20, 1 << 20, [2]))
     requests = [EngineRequest(request_id=name, prompt_token_ids=[1], params=SamplingParams()) for name in ("slow", "q")]
-    slow, quick = (client.generate(request) for request in requests)
+    slow, quick = (client.generate(request, lambda: True) for request in requests)
     first = asyncio.ensure_future(anext(slow))
     num_steps: list[int] = []
 

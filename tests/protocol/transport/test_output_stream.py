@@ -19,11 +19,12 @@ def logprobs_of(token_id: int) -> TokenLogprobs:
     return TokenLogprobs(token_id, -0.5, 1, [token_id], [-0.5])
 
 
-def new_stream(unread: UnreadOutputs | None = None, aborts: list[str] | None = None, tenant: str = "") -> OutputStream:
+def new_stream(
+    unread: UnreadOutputs | None = None, aborts: list[str] | None = None, tenant: str = "", *, stalled: bool = True
+) -> OutputStream:
     """Returns a stream that adds its tenant to `aborts` when it aborts its sequence."""
-    return OutputStream(
-        (unread or UnreadOutputs()).share(tenant), lambda: aborts.append(tenant) if aborts is not None else None
-    )
+    share = (unread or UnreadOutputs()).share(tenant, lambda: stalled)
+    return OutputStream(share, lambda: aborts.append(tenant) if aborts is not None else None)
 
 
 FIRST = TokenOutput(
@@ -277,3 +278,12 @@ async def test_all_tenants_together_have_a_bound_that_hits_those_that_have_most(
     assert aborts
     assert "d" not in aborts
     assert unread.num_bytes <= 1010 * TOKEN_BYTES
+
+
+async def test_a_front_that_is_behind_aborts_no_sequence() -> None:
+    aborts: list[str] = []
+    stream = new_stream(UnreadOutputs(max_bytes_of_one=1000), aborts, stalled=False)
+    for token in range(1000):
+        stream.put_token("r", token)
+    assert not aborts
+    assert (await stream.get()).token_ids == list(range(1000))

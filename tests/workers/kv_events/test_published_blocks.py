@@ -86,7 +86,7 @@ class PublishingEngine:
 
     def cached_blocks(self, tokens: list[int], digest: str, salt: str) -> int:
         kv = self.engine.scheduler.kv
-        blocks = kv.open((salt, digest))
+        blocks = kv.open((salt, digest, self.engine.runner.memory.base.digest))
         found = kv.find_prefix(blocks, tokens)
         kv.release(blocks)
         return len(found.table)

@@ -168,6 +168,12 @@ def test_keys_without_part_in_the_result_are_ignored(adapter: Any, key: str) -> 
     check_equal(adapter.set(**{key: {"anything": 1}}), adapter.peft_deltas())
 
 
+def test_parts_that_are_left_out_are_facts_of_an_adapter(adapter: Any) -> None:
+    names = ("visual.merger.mlp.0.lora_A.weight", "model.audio_tower.norm.weight")
+    adapter.write(adapter.tensors | {f"base_model.model.{name}": torch.ones(4) for name in names})
+    assert adapter.load().left_out == ("audio_tower", "visual")
+
+
 def test_facts_of_an_adapter(make_adapter: Any) -> None:
     model = make_adapter(target_modules=["q_proj", "down_proj"], rank_pattern={"down_proj": 6}).load()
     assert model.rank == 6

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from lorafleet.workers.tp.group import TPGroup
 
 log = logging.getLogger(__name__)
 
+_NUMBER = re.compile(r"\.\d+\.")  # of a layer
 CHECK_BLOCK = 16  # tokens, at least the longest sequence of the check
 
 
@@ -185,10 +187,24 @@ def _loaded(found: Architecture, folder: Path, load_format: LoadFormat, dtype: t
         raise ConfigError(f"{folder} lacks {len(missing)} tensors; the first is {missing[0]!r}.", "model")
     if loading["unexpected_keys"]:
         unexpected = sorted(loading["unexpected_keys"])
+        _refuse_contradictions(unexpected, model, folder)
         log.warning(
             "%s does not use %d tensors of the checkpoint, such as %s", found.name, len(unexpected), unexpected[0]
         )
     return model
+
+
+def _refuse_contradictions(unexpected: list[str], model: Any, folder: Path) -> None:
+    """Raises ConfigError for a tensor that config.json says the model does not have, although the file has it: of a
+    module that exists, such as a bias, or of a further layer. transformers would leave it out."""
+    parameters = {name for name, _ in model.named_parameters()}
+    modules = {name.rpartition(".")[0] for name in parameters}
+    for name in unexpected:
+        if name.rpartition(".")[0] in modules or _NUMBER.sub(".0.", name, count=1) in parameters:
+            raise ConfigError(
+                f"{folder} has the tensor {name!r}, which the model does not have by config.json. Correct the file.",
+                "model",
+            )
 
 
 @torch.inference_mode()

@@ -14,8 +14,8 @@ from lorafleet.api.tool_calls.call_grammar import Offer
 from lorafleet.api.tool_calls.known import FORMATS
 from lorafleet.protocol import structured_spec
 from lorafleet.protocol.errors import InvalidRequest
+from lorafleet.protocol.outside.text_budget import TextBudget
 from lorafleet.protocol.structured_spec import JsonPart
-from lorafleet.protocol.text_budget import TextBudget
 
 LARGE = {"enum": [f"{i:0100d}" for i in range(5000)]}  # 0.5 MB
 

@@ -13,14 +13,14 @@ _GRAMMAR = "as a grammar, in which each use of a text counts"
 
 
 class TextBudget:
-    """The characters that may still be made of one field of a request."""
+    """The characters that may still be made of one field of a request.
+
+    Args:
+        param: The request's field, for error messages.
+        what: The form of the text that is made, for error messages.
+    """
 
     def __init__(self, param: str, most_chars: int = MAX_SOURCE_BYTES, what: str = _GRAMMAR) -> None:
-        """
-        Args:
-            param: The request's field, for error messages.
-            what: The form of the text that is made, for error messages.
-        """
         self._param = param
         self._most_chars = most_chars
         self._what = what

@@ -7,13 +7,13 @@ from lorafleet.protocol.limits import MAX_BODY_BRACKETS, MAX_BODY_COLONS, MAX_BO
 
 
 class JsonCounts:
-    """The commas, brackets and colons of one text, whose parts are counted as they come."""
+    """The commas, brackets and colons of one text, whose parts are counted as they come.
+
+    Args:
+        what: The text's name at the beginning of error messages, such as "The body".
+    """
 
     def __init__(self, what: str) -> None:
-        """
-        Args:
-            what: The text's name at the beginning of error messages, such as "The body".
-        """
         self._what = what
         self._commas = self._brackets = self._colons = 0
 
