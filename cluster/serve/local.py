@@ -28,7 +28,7 @@ from lorafleet.cluster.serve.child_processes import adopt_orphans, end_descendan
 from lorafleet.cluster.serve.resources import check_gpus, replica_bundles
 from lorafleet.cluster.serve.start_progress import StartProgress
 from lorafleet.protocol.errors import ConfigError, LorafleetError
-from lorafleet.resolvers.private_files import PRIVATE, keep_private
+from lorafleet.resolvers.private_files import keep_private
 
 APP_NAME, REPLICAS = "lorafleet", "EngineReplica"
 OBJECT_STORE_BYTES = 128 << 20  # No large object passes through the store.
@@ -171,7 +171,6 @@ def _start(args: AppArgs, listener: Listener, run_dir: str) -> None:
     from lorafleet.cluster.serve.app import build, node_gpus
 
     start_ray(ray_cpus(args))
-    _close_session_folder()
     _catch_signals()  # ray.init has installed its own handlers.
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     if args.device == "cuda":
@@ -314,14 +313,6 @@ def _exit(status: int, run_dir: str) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def _close_session_folder() -> None:
-    """Closes Ray's folder of this run to other users. Ray opens it to all of them, whatever the umask is."""
-    from ray._private import worker
-
-    node: Any = worker._global_node  # ray.init has set it; Ray does not annotate it.
-    os.chmod(node.get_session_dir_path(), PRIVATE.folder)
 
 
 def _ray_has_ended() -> bool:
