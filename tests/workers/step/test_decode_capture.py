@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,11 +50,13 @@ class NoStream:
 class NoGraph:
     """Replays nothing: on a CPU, a capture has already computed."""
 
+    may_finish = threading.Event()
+
     def __init__(self, *, keep_graph: bool) -> None:
         assert keep_graph
 
     def instantiate(self) -> None:
-        pass
+        assert NoGraph.may_finish.wait(60)
 
     def capture_begin(self, *, pool: object, capture_error_mode: str) -> None:
         assert pool == (0, 0) and capture_error_mode == "thread_local"
@@ -78,6 +82,7 @@ def test_a_late_capture_leaves_the_inputs_the_tokens_and_the_stream_of_the_steps
     """The device's part is left out. A capture computes a step of padding, which overwrites what is in flight: drafts
     that wait for masks, and tokens."""
     order: list[str] = []
+    NoGraph.may_finish.set()
     for name, stand_in in (
         ("Stream", NoStream),
         ("CUDAGraph", NoGraph),
@@ -116,8 +121,17 @@ def test_a_late_capture_leaves_the_inputs_the_tokens_and_the_stream_of_the_steps
         graph = capture.capture(DecodeKey(2, 0))
         assert graph is not None
         assert graph.hidden_BD.shape[0] == graph.logits_BW.shape[0] == graph.key.num_rows == 2
+        assert order[-2:] == ["computed", "waited"]  # or the padding's tokens might be written after those in flight
+        NoGraph.may_finish.clear()
+        num_layers = steps.model.config.num_layers
+        with pytest.raises(WorkInterrupted):  # while it is made executable
+            capture.capture(DecodeKey(4, 0), partial(next, iter([False] * 2 * num_layers), True))
+        NoGraph.may_finish.set()
+        order.append("interrupted")
+        graph = capture.capture(DecodeKey(4, 0))
+        assert graph is not None and graph.key.num_rows == 4
+        assert order[-1] == "interrupted", "nothing is computed again"
     assert steps.inputs.sampled_B.tolist() == [3, 1, 4, 1]
     assert steps.inputs.known_tokens(4).tolist() == [7, 8, 9, 10]
-    assert streams == ["the steps'"] * 2
-    assert order[-2:] == ["computed", "waited"]  # or the padding's tokens might be written after those in flight
+    assert streams == ["the steps'"] * (2 if fails else 3)
     engine.close()
