@@ -19,6 +19,7 @@ SHOWN = {  # Times that are shown or recorded. Nothing is decided by them.
     "api/telemetry/sequence_observer.py",
     "api/telemetry/traffic_history.py",
     "api/text/template_program.py",
+    "cluster/admin/listed_adapters.py",
     "cluster/admin/registration.py",
     "cluster/cli/answer_tables.py",
     "cluster/cli/cli_keys.py",

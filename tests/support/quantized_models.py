@@ -57,7 +57,7 @@ def bitsandbytes_checkpoint(
         if not is_linear(name) or skipped in name:
             return {name: weight}
         packed, state = functional.quantize_4bit(weight, quant_type=kind, compress_statistics=nested)
-        values[name] = functional.dequantize_4bit(packed, state).view(weight.shape)
+        values[name] = _values_of(packed, state).view(weight.shape)
         return {name: packed} | {f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}
 
     config = {
@@ -72,6 +72,19 @@ def bitsandbytes_checkpoint(
     written(model, folder, entries, {"quantization_config": config})
     plain = folder.with_name(f"{folder.name}-values")
     return folder, written(model, plain, lambda name, w: {name: values.get(name, w)}, {})
+
+
+def _values_of(packed: Tensor, state: Any) -> Tensor:
+    """Returns what bitsandbytes' 4-bit codes stand for, as one row. Its own kernel for CPUs with AVX-512 returns other
+    values for rows that blocks do not divide."""
+    from bitsandbytes import functional
+
+    scales = state.absmax
+    if state.nested:
+        scales = functional.dequantize_blockwise(scales, state.state2) + state.offset
+    codes = torch.stack((packed.flatten() >> 4, packed.flatten() & 15), dim=1).flatten().long()
+    values = state.code[codes] * scales.repeat_interleave(state.blocksize)[: len(codes)]
+    return values.to(state.dtype)
 
 
 def compressed_checkpoint(model: Path, folder: Path) -> Path:

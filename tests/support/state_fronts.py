@@ -21,12 +21,13 @@ def bare_front(keys: dict[str, Caller] | None = None, stats: EngineStats | None 
     known = None if keys is None else {_digest(key): KnownKey(caller) for key, caller in keys.items()}
     gate = Gate(ADMIN_KEY, None if known is None else lambda: known)
     engine = SimpleNamespace(
-        hello=SimpleNamespace(vocab_size=10, eos_token_ids=[0], rope_positions=512),
+        hello=SimpleNamespace(vocab_size=10, eos_token_ids=[0], ends=lambda eos: [eos], rope_positions=512),
         stats=stats or EngineStats(),
         listen_to_moves=lambda _: None,
     )
     config, nothing = FrontConfig(("base",), "/models/base", replica_id="r0"), cast(Any, None)
-    return make_state(config, nothing, cast(Any, engine), nothing, Access(gate))
+    tokenizer = cast(Any, SimpleNamespace(eos_token_id=0))
+    return make_state(config, tokenizer, cast(Any, engine), nothing, Access(gate))
 
 
 def _digest(key: str) -> str:

@@ -1,13 +1,21 @@
 from __future__ import annotations
 
-import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+
 from lorafleet.cluster.admin.download_tar import open_packed
 from lorafleet.cluster.catalogue.catalogue_files import stage
-from lorafleet.protocol.adapter_formats.adapter_files import CHUNK_BYTES, folder_digest, read_buffer, stored_files
+from lorafleet.protocol.adapter_formats.adapter_files import (
+    CHUNK_BYTES,
+    SAFETENSORS_NAME,
+    folder_digest,
+    read_buffer,
+    stored_files,
+)
 
 
 def test_staging_takes_what_the_digest_covers_and_nothing_else(tmp_path: Path) -> None:
@@ -31,10 +39,9 @@ def test_no_file_is_in_memory_as_a_whole_while_it_is_staged_or_sent(tmp_path: Pa
     source, target = tmp_path / "source", tmp_path / "target"
     for folder in (source / "draft", target):
         folder.mkdir(parents=True)
-    for name in ("adapter_config.json", "draft/adapter_config.json"):
-        (source / name).write_text("{}")
-    for name in ("adapter_model.safetensors", "draft/adapter_model.safetensors"):
-        (source / name).write_bytes(os.urandom(2 * CHUNK_BYTES + 5))
+    for folder in (source, source / "draft"):
+        (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+        save_file({"a": torch.randint(0, 255, (2 * CHUNK_BYTES + 5,), dtype=torch.uint8)}, folder / SAFETENSORS_NAME)
     buffers: list[int] = []
 
     def counted(num_bytes: int) -> Any:

@@ -22,6 +22,7 @@ from lorafleet.cluster.tenancy.usage_sums import read_usage
 from lorafleet.protocol.admin_verbs import TakeLease
 from lorafleet.protocol.limits import INT32
 from lorafleet.protocol.messages import EngineRequest, TokenOutput
+from lorafleet.protocol.transport.unread_outputs import IsStalled
 from tests.cluster.tenancy.house import House
 
 PROBES = (Probe(prompt="one two three", completion=" four"), Probe(prompt="and then"))
@@ -159,7 +160,7 @@ async def test_probes_come_last_are_computed_anew_and_belong_to_no_tenant(
         await house.push("acme", "sql", adapters["all"])
         generate = house.engine.generate
 
-        def noting(request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
+        def noting(request: EngineRequest, _is_stalled: IsStalled) -> AsyncGenerator[TokenOutput, None]:
             asked.append(request)
             return generate(request)
 

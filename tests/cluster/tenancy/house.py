@@ -39,6 +39,7 @@ from lorafleet.protocol.lora_config import LoRAConfig
 from lorafleet.protocol.messages import EngineRequest, TokenOutput
 from lorafleet.protocol.sources import SourcesConfig
 from lorafleet.protocol.transport.engine_socket import EngineClient, ipc_address
+from lorafleet.protocol.transport.unread_outputs import IsStalled
 from lorafleet.resolvers.lora_resolver import LoRAResolver
 from lorafleet.resolvers.store import AdapterStore
 from lorafleet.workers.worker import GPUWorker
@@ -151,7 +152,7 @@ class House:
         """Every answer stops after so many tokens; the event says that one has."""
         held, generate = asyncio.Event(), self.engine.generate
 
-        async def holding(request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
+        async def holding(request: EngineRequest, _is_stalled: IsStalled) -> AsyncGenerator[TokenOutput, None]:
             async with aclosing(generate(request)) as outputs:
                 missing = after
                 while missing:

@@ -21,6 +21,7 @@ from lorafleet.cluster.tenancy.quota_client import QuotaClient, QuotaTiming
 from lorafleet.cluster.tenancy.quota_share import ReplicaPlace
 from lorafleet.protocol.errors import DirectoryUnavailable, QueueFull
 from lorafleet.protocol.messages import EngineRequest, TokenOutput
+from lorafleet.protocol.transport.unread_outputs import IsStalled
 from tests.cluster.tenancy.house import PROMPT, House
 
 
@@ -185,7 +186,7 @@ async def test_a_request_that_goes_to_another_replica_is_charged_once_whether_th
         house.directory.quotas._clock = lambda: 0.0
         generate = house.engine.generate
 
-        async def full(_: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
+        async def full(_: EngineRequest, _is_stalled: IsStalled) -> AsyncGenerator[TokenOutput, None]:
             raise QueueFull("The queue is full.")
             yield  # makes this a generator
 

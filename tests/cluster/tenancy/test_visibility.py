@@ -565,5 +565,7 @@ async def test_the_next_tenant_of_a_name_gets_nothing_of_the_former(house: House
         assert [adapter["id"] for adapter in page["data"]] == ["more", "sql"]
     sums = summed(house.folder / "usage", ["tenant", "adapter"])
     assert sums["acme", "~acme/sql"].sequences == 1 and sums["acme@2", "~acme@2/sql"].sequences == 1
-    [*_, last] = [json.loads(line) for path in (house.folder / "audit").iterdir() for line in path.open()]
+    [*_, last] = [
+        json.loads(line) for path in (house.folder / "audit").iterdir() for line in path.read_text().splitlines()
+    ]
     assert last["key_mark"]
