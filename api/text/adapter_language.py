@@ -233,7 +233,8 @@ class LanguageReader:
         """Returns the eos token of the adapter's tokenizer. Without tokenizer.json, this is the base's, of which the
         other files may name another token."""
         text = None if TOKENIZER_NAME in files else eos_text(files)
-        eos = tokenizer.eos_token_id if text is None else tokenizer.special_texts.get(text, tokenizer.eos_token_id)
+        named = None if text is None else tokenizer.id_by_name(text)  # It need not be special in the base's tokenizer.
+        eos = tokenizer.eos_token_id if named is None else named
         is_of_base = tokenizer is self.base.tokenizer
         return None if is_of_base and eos is not None and eos >= self._vocab_size else eos
 

@@ -63,8 +63,12 @@ def read_special_tokens(files: Mapping[str, bytes]) -> SpecialTokens:
 
 def eos_text(files: Mapping[str, bytes]) -> str | None:
     """Returns the text of the eos token that the files name, or None. Raises AdapterError."""
-    for name in (SPECIAL_NAME, TOKENIZER_CONFIG_NAME):
-        value = _object(files, name).get("eos_token")
+    config = _object(files, TOKENIZER_CONFIG_NAME)
+    older, newer = (TOKENIZER_CONFIG_NAME, SPECIAL_NAME)
+    if "added_tokens_decoder" in config:  # as in read_special_tokens()
+        older, newer = newer, older
+    for name in (newer, older):
+        value = (config if name == TOKENIZER_CONFIG_NAME else _object(files, name)).get("eos_token")
         if value is not None:
             return _token(value, "eos_token", name).content
     return None

@@ -74,6 +74,10 @@ class TokenTable(ABC):
             self._ids[tag] = self._bytes.index(letters) if letters in self._bytes else None
         return self._ids[tag]
 
+    def id_by_name(self, name: str) -> int | None:
+        """Returns the token with this name in the vocabulary's own spelling, or None. Compares every name."""
+        return next((token for token, known in enumerate(self._names) if known == name), None)
+
     def token_name(self, token_id: int) -> str:
         """Returns the vocabulary's own spelling, such as `Ġhello`."""
         return self._names[token_id] if 0 <= token_id < self.vocab_size else ""

@@ -54,13 +54,9 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise UnsupportedModel(
             f"tie_word_embeddings=True is not supported for {model.architecture}, whose head has a bias; only False is."
         )
-    generation = folder / "generation_config.json"
-    eos = (read_config(generation) if generation.exists() else {}).get("eos_token_id")
-    if eos is None:
-        eos = fields.raw.get("eos_token_id")
     return replace(
         model,
-        eos_token_ids=eos_token_ids(eos, model.vocab_size),
+        eos_token_ids=read_ends(folder, model.vocab_size, raw.get("eos_token_id"), fields.raw.get("eos_token_id")),
         quantization=stored_quantization(
             _quantization(raw), folder, model.names, model.mtp_names, stored_names=model.stored_names
         ),
@@ -166,8 +162,17 @@ def _quantization(raw: dict[str, Any]) -> Mapping[str, Any] | None:
     return found or raw.get("quantization_config")
 
 
-def eos_token_ids(given: object, vocab_size: int) -> tuple[int, ...]:
-    ids = given if isinstance(given, list) else [] if given is None else [given]
+def read_ends(folder: Path, vocab_size: int, *in_config: object) -> tuple[int, ...]:
+    """Returns the tokens that end answers by generation_config.json, or else by config.json.
+
+    Args:
+        in_config: eos_token_id of the whole config.json, and of its parts. The first that is not None counts, as in
+            transformers.
+    """
+    file = folder / "generation_config.json"
+    in_file = read_config(file).get("eos_token_id") if file.exists() else None
+    given = next((ids for ids in (in_file, *in_config) if ids is not None), [])
+    ids = given if isinstance(given, list) else [given]
     for token in ids:
         if type(token) is not int or not 0 <= token < vocab_size:
             raise ConfigError(

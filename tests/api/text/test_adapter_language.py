@@ -106,6 +106,11 @@ def test_an_end_of_its_own_stands_beside_the_bases_where_that_means_the_same(
     assert reader.read(adapter).vocabulary == Vocabulary(PADDED, [7, 9, im_end])
     (adapter / "generation_config.json").unlink()
     assert reader.read(adapter).vocabulary == Vocabulary(PADDED, [EOS, im_end])
+    (adapter / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>"}')
+    ordinary = base.encode("a")[0]
+    for decoder, end in (({}, im_end), ({"added_tokens_decoder": {}}, ordinary)):
+        (adapter / "tokenizer_config.json").write_text(json.dumps({"eos_token": "a"} | decoder))
+        assert reader.read(adapter).vocabulary == Vocabulary(PADDED, [EOS, end])
     (adapter / "generation_config.json").write_text(json.dumps({"eos_token_id": "7"}))
     with pytest.raises(AdapterMalformed, match="eos_token_id"):
         reader.read(adapter)

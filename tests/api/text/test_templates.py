@@ -92,6 +92,7 @@ ASSISTANTS_PARTS = (
 EITHER = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}" + LOOP + "{% endif %}{% endfor %}"
 )
+ALIKE = EITHER.replace("}}/{%", "}}{%")
 TALK: list[dict[str, Any]] = [
     {"role": "system", "content": "S"},
     {"role": "user", "content": ["u1", "u2"]},
@@ -107,13 +108,18 @@ TALK: list[dict[str, Any]] = [
         (PARTS_ONLY, "[system]S/[user]u1/u2/[assistant]/[tool]T/[assistant]A"),
         (ASSISTANTS_PARTS, "[system]S[user]U1\nU2[assistant]/why[tool]T/[assistant]A"),
         (EITHER, "Su1\nu2TA"),
-        ("{{ messages[1].content[0].text }}{{ messages[-1].content[0]['text'] }}", "u1A"),
+        (ALIKE, "Su1u2TA"),
+        ("{{ messages[1].content[0].text }}{{ messages[-1].content[0]['text'] }}", "u1\nu2A"),
         (
             "{% if messages[0].role != 'system' %}{{ raise_exception('x') }}{% endif %}" + PARTS_ONLY,
             "[system]S/[user]u1/",
         ),
+        (
+            "{% if messages | length < 3 %}{{ raise_exception('x') }}{% endif %}" + PARTS_ONLY,
+            "[system]S/[user]u1/u2/",
+        ),
     ],
-    ids=["parts", "parts of some roles", "either", "the first part", "a system message first"],
+    ids=["parts", "parts of some roles", "either", "either alike", "the first part", "a system message first", "long"],
 )
 @pytest.mark.parametrize("goes_on", [False, True])
 async def test_contents_have_the_form_that_the_template_takes(
@@ -125,6 +131,16 @@ async def test_contents_have_the_form_that_the_template_takes(
     assert not goes_on or text.endswith("A")
     template = sandbox.examined(ChatTemplate(source, tokenizer.special_tokens))
     assert await sandbox.render(template, TALK, **options) == text
+
+
+async def test_a_template_that_demands_tools_is_examined_with_some(
+    sandbox: TemplateSandbox, tokenizer: Tokenizer
+) -> None:
+    source = "{% if not tools %}{{ raise_exception('x') }}{% endif %}" + PARTS_ONLY
+    options: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}
+    assert tokenizer.render_chat(TALK[:2], chat_template=source, **options) == "[system]S/[user]u1/u2/"
+    template = sandbox.examined(ChatTemplate(source, tokenizer.special_tokens))
+    assert await sandbox.render(template, TALK[:2], **options) == "[system]S/[user]u1/u2/"
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,10 @@ from lorafleet.protocol.config_json import MAX_JSON_BYTES, read_config
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
 from lorafleet.workers.bases.checkpoint import read_model_config
+from lorafleet.workers.models.generic.generic_loading import read_generic_config
 from lorafleet.workers.startup import build_engine
 from tiny_models import make_model
+from wrapper_cases import WRAPPERS, make_wrapper
 
 
 @pytest.fixture
@@ -222,6 +224,16 @@ def test_answers_end_at_the_generation_configs_tokens_else_at_the_configs(model:
     for written, expected in (("{}", (3, 4)), ('{"eos_token_id": null}', (3, 4)), ('{"eos_token_id": [5, 6]}', (5, 6))):
         (model / "generation_config.json").write_text(written)
         assert read_model_config(model).eos_token_ids == expected
+        assert read_generic_config(model).eos_token_ids == expected
+
+
+def test_the_ends_of_the_whole_config_come_before_those_of_its_text_part(tmp_path: Path) -> None:
+    base = make_wrapper(tmp_path / "base", WRAPPERS["gemma3"])
+    (base / "generation_config.json").unlink(missing_ok=True)
+    text = read_config(base / "config.json")["text_config"]
+    for whole, part, expected in (([3, 4], 5, (3, 4)), ([3, 4], None, (3, 4)), (None, 5, (5,)), (None, None, ())):
+        edit(base, eos_token_id=whole, text_config=text | {"eos_token_id": part})
+        assert read_model_config(base).eos_token_ids == expected
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorafleet.protocol.config_json import read_config
 from lorafleet.protocol.engine_config import EngineConfig, LoadFormat
 from lorafleet.protocol.errors import ConfigError, UnsupportedModel
 from lorafleet.workers.attention.attention_backend import AttentionBatch, KVCache
 from lorafleet.workers.attention.torch_backend import TorchAttention
 from lorafleet.workers.attention_spec import attention_spec
 from lorafleet.workers.auto_options import base_dtype
-from lorafleet.workers.bases.checkpoint import eos_token_ids
+from lorafleet.workers.bases.checkpoint import read_ends
 from lorafleet.workers.bases.families.config_fields import DTYPES
 from lorafleet.workers.bases.quantization import resolved
 from lorafleet.workers.bases.stored_names import AS_WRITTEN
@@ -78,15 +77,13 @@ def read_generic_config(folder: Path) -> GenericConfig:
         )
     tables = served_tables(paths[embedding], paths[head], head_has_bias=head.bias is not None)
     linears = {engine_path(path): linear for path, linear in own_linears.items()}
-    generation = folder / "generation_config.json"
-    eos = (read_config(generation) if generation.exists() else {}).get("eos_token_id", config.eos_token_id)
     dtype = getattr(config, "dtype", None)
     return GenericConfig(
         architecture=found.name,
         vocab_size=embedding.num_embeddings,
         hidden_size=embedding.embedding_dim,
         context_limit=context,
-        eos_token_ids=eos_token_ids(eos, embedding.num_embeddings),
+        eos_token_ids=read_ends(folder, embedding.num_embeddings, config.eos_token_id),
         dtype=DTYPES.get(dtype) if isinstance(dtype, str) else dtype,
         tie_word_embeddings=bool(config.tie_word_embeddings),
         attention=seen.attention,
