@@ -350,7 +350,7 @@ class LLM:
         completion.text += delta.text
         completion.token_ids += delta.token_ids
         if delta.logprobs is not None:
-            completion.logprobs = (completion.logprobs or []) + delta.logprobs
+            completion.logprobs = [*(completion.logprobs or ()), *delta.logprobs]
             completion.cumulative_logprob = sum(entry.logprob for entry in completion.logprobs)
         result.prompt_logprobs = delta.prompt_logprobs or result.prompt_logprobs
         result.num_cached_tokens = max(result.num_cached_tokens, delta.num_cached_tokens)

@@ -30,13 +30,14 @@ class BodyBudget:
         """
         if self._held[owner] + num_bytes > self.max_bytes // 2:
             raise QueueFull(
-                f"The bodies of the requests of {owner} in progress on this replica have {self._held[owner]} bytes in "
-                f"total; at most {self.max_bytes // 2} are allowed. Wait for one of them to end, or send less."
+                f"The bodies of the requests of {owner} in progress on this replica, and their whole answers so far, "
+                f"have {self._held[owner]} bytes in total; at most {self.max_bytes // 2} are allowed. Wait for one of "
+                "them to end, send less, or ask for fewer answers or logprobs at a time."
             )
         if self._held.total() + num_bytes > self.max_bytes:
             raise Overloaded(
-                f"The bodies of all requests in progress on this replica have {self._held.total()} bytes in total; at "
-                f"most {self.max_bytes} are allowed. Try again later."
+                f"The bodies and whole answers of all requests in progress on this replica have {self._held.total()} "
+                f"bytes in total; at most {self.max_bytes} are allowed. Try again later."
             )
         self._held[owner] += num_bytes
 
@@ -90,7 +91,8 @@ def set_body(scope: Scope, body: HeldBody) -> None:
 
 
 def count_with_body(scope: Scope, num_bytes: int) -> None:
-    """Counts further bytes that are read for the request, as those of its body. Raises the errors of BodyBudget."""
+    """Counts further bytes that are read or kept for the request, as those of its body. Raises the errors of
+    BodyBudget."""
     body: HeldBody = scope[_BODY]
     body.add(num_bytes)
 

@@ -9,18 +9,21 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 from starlette.requests import Request
 
+from lorafleet.api.access.body_budget import count_with_body
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.caller_admission import add_admission
 from lorafleet.api.access.pacing import in_turns
 from lorafleet.api.answer.gathered_writes import is_stalled_of
 from lorafleet.api.answer.logprobs import count_logprobs
+from lorafleet.api.answer.packed_logprobs import PackedLogprobs
 from lorafleet.api.answer.routed_answer import BYTES_PER_VALUE, RoutedAnswer, check_routed
 from lorafleet.api.answer.weight_versions import WeightSpans, named
 from lorafleet.api.app_state import AppState
@@ -33,14 +36,21 @@ from lorafleet.api.telemetry.sequence_record import SequenceRecord
 from lorafleet.api.telemetry.traced import NO_TRACE, Trace, trace_of
 from lorafleet.api.text.output import Delta, OutputProcessor
 from lorafleet.protocol.errors import EngineDead, InvalidRequest, LorafleetError
-from lorafleet.protocol.limits import MAX_LISTED_IDS, MAX_PROMPT_TOKENS, MAX_SAMPLES, MAX_SENT_CHARS
+from lorafleet.protocol.limits import (
+    MAX_ANSWER_LOGPROBS,
+    MAX_LISTED_IDS,
+    MAX_PROMPT_TOKENS,
+    MAX_SAMPLES,
+    MAX_SENT_CHARS,
+)
 from lorafleet.protocol.lora_request import check_generates
 from lorafleet.protocol.messages import EngineRequest, HeadTask, Pooling, TokenizerFile, VersionDemand
 from lorafleet.protocol.sampling_params import SamplingParams
-from lorafleet.protocol.transport.unread_outputs import IsStalled, never_stalled
+from lorafleet.protocol.transport.unread_outputs import TOKEN_BYTES, IsStalled, never_stalled
 
 # Deltas of the samples of one request that wait for its stream. What comes after waits as outputs, which are bounded.
 MAX_MERGED = 64
+LOGPROB_BYTES = 80  # One logprob: an int, a float and their places, or its JSON.
 _numbers = itertools.count()  # Clients may give two requests the same ID; the engine needs distinct IDs.
 
 
@@ -68,6 +78,10 @@ class Task:
         return hashlib.sha256(msgspec.json.encode((tenant, self.cache_salt))).hexdigest()
 
 
+def _uncounted(_: int) -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
     """All samples of one request of a client."""
@@ -78,6 +92,7 @@ class SampleGroup:
     deadline: RequestDeadline
     trace: Trace = NO_TRACE
     is_stalled: IsStalled = never_stalled  # Whether the stream of the request waits for its client.
+    keep: Callable[[int], None] = _uncounted  # Counts bytes of answers that are kept until the request ends.
 
 
 class Sample:
@@ -104,6 +119,7 @@ class Sample:
         self.model = task.model
         self.params = params
         self.counts_prompt = counts_prompt
+        self.keep = group.keep
         self.weights = WeightSpans(task.model.lora)
         self._task = task
         self._engine = state.engine
@@ -249,33 +265,59 @@ def _score_alone(delta: Delta) -> Delta:
 
 
 class GeneratedAnswer:
-    """The whole answer of one sample, joined from its deltas."""
+    """The whole answer of one sample, joined from its deltas, whose bytes count with the request's body meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, sample: Sample) -> None:
         self.whole = Delta()
+        self._sample = sample
         self._texts: list[str] = []
+        self._logprobs = PackedLogprobs()
+        self._num_counted = 0  # Bytes of the logprobs.
 
     def add(self, delta: Delta) -> None:
+        """Adds the delta. Raises QueueFull if the caller's answers in progress become too large."""
         whole = self.whole
         self._texts.append(delta.text)
         whole.token_ids.extend(delta.token_ids)
         whole.embedding = delta.embedding or whole.embedding
         whole.offsets.extend(delta.offsets)
         if delta.logprobs is not None:
-            whole.logprobs = whole.logprobs or []
-            whole.logprobs.extend(delta.logprobs)
+            whole.logprobs = self._logprobs
+            self._logprobs.extend(delta.logprobs)
         if delta.prompt_logprobs is not None:
             whole.prompt_logprobs = delta.prompt_logprobs
         if delta.finish_reason is not None:
             whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason
             whole.text = "".join(self._texts)
+        self._count(delta)
+
+    def _count(self, delta: Delta) -> None:
+        num_bytes = TOKEN_BYTES * (len(delta.token_ids) + len(delta.offsets)) + len(delta.text) + len(delta.embedding)
+        if delta.prompt_logprobs:
+            num_bytes += LOGPROB_BYTES * count_logprobs(Delta(prompt_logprobs=delta.prompt_logprobs))
+        packed = self._logprobs.num_bytes
+        self._sample.keep(num_bytes + packed - self._num_counted)
+        self._num_counted = packed
 
 
 async def collect(samples: Sequence[Sample]) -> list[Delta]:
-    """Returns every sample's whole answer, in the order of the samples."""
-    answers = {sample.index: GeneratedAnswer() for sample in samples}
+    """Returns every sample's whole answer, in the order of the samples.
+
+    Raises InvalidRequest if the answers have more logprobs than one request may get, and QueueFull if those of the
+    caller's requests in progress have too many bytes.
+    """
+    answers = {sample.index: GeneratedAnswer(sample) for sample in samples}
+    num_values = 0
     async with aclosing(merged(samples)) as deltas:
         async for sample, delta in deltas:
+            num_values += count_logprobs(delta)
+            if num_values > MAX_ANSWER_LOGPROBS:
+                raise InvalidRequest(
+                    f"The answers have more than {MAX_ANSWER_LOGPROBS} logprobs in total, those of prompts and of the "
+                    "best tokens included; that is the limit of one request without `stream`. Ask for fewer logprobs, "
+                    "answers or tokens at a time, or set `stream` to true.",
+                    "logprobs",
+                )
             answers[sample.index].add(delta)
     return [answers[sample.index].whole for sample in samples]
 
@@ -300,6 +342,18 @@ def group_of(request_id: str, tasks: Sequence[Task], deadline: RequestDeadline, 
             f"at most {MAX_PROMPT_TOKENS} are allowed in one request. Ask for fewer answers at a time, or shorten the "
             "prompts.",
             "n",
+        )
+    num_scored = sum(
+        task.params.n * len(task.prompt.token_ids) * (1 + task.params.prompt_logprobs)
+        for task in tasks
+        if task.params.prompt_logprobs is not None
+    )
+    if num_scored > MAX_ANSWER_LOGPROBS:
+        raise InvalidRequest(
+            f"the prompts of the {total} answers have {num_scored} logprobs in total, those of the best tokens "
+            f"included; at most {MAX_ANSWER_LOGPROBS} are allowed in one request. Ask for fewer logprobs or answers, "
+            "or send fewer or shorter prompts.",
+            "prompt_logprobs",
         )
     num_listed = sum(task.params.n * task.params.num_listed_ids for task in tasks)
     if num_listed > MAX_LISTED_IDS:
@@ -335,7 +389,11 @@ async def make_samples(
         lengths = [len(task.prompt.token_ids) + (task.params.max_tokens or 0) for task in tasks]
         check_routed(state.engine.hello, [n * task.params.n for n, task in zip(lengths, tasks, strict=True)])
     trace, access = trace_of(request), state.access
-    group = replace(group_of(request_id, tasks, deadline, trace), is_stalled=is_stalled_of(request.scope))
+    group = replace(
+        group_of(request_id, tasks, deadline, trace),
+        is_stalled=is_stalled_of(request.scope),
+        keep=partial(count_with_body, request.scope),
+    )
     access.meter.check_room()
     num_prompt_tokens = sum(len(task.prompt.token_ids) for task in tasks)
     admission = await access.quotas.admit_sequences(caller_of(request), group.num_sequences, num_prompt_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -17,10 +17,9 @@ LOWEST = -9999.0  # JSON has no infinity; OpenAI and vLLM write this instead.
 
 def count_logprobs(delta: Delta) -> int:
     """Returns the number of logprobs in the delta, including those of the prompt."""
-    if delta.logprobs is None and delta.prompt_logprobs is None:
-        return 0
-    lists: tuple[Sequence[TokenLogprobs | None] | None, ...] = (delta.logprobs, delta.prompt_logprobs)
-    return sum(len(entries) * (1 + _width(entries[-1])) for entries in lists if entries)
+    own, prompt = delta.logprobs, delta.prompt_logprobs
+    num_own = len(own) * (1 + _width(next(iter(own)))) if own else 0
+    return num_own + (len(prompt) * (1 + _width(prompt[-1])) if prompt else 0)
 
 
 def _width(entry: TokenLogprobs | None) -> int:
@@ -32,13 +31,18 @@ def token_string(tokenizer: TokenTable, token_id: int, as_id: bool) -> str:
 
 
 def completion_logprobs(
-    tokenizer: TokenTable, entries: Sequence[TokenLogprobs | None], offsets: Sequence[int], *, first: int, as_ids: bool
+    tokenizer: TokenTable, entries: Iterable[TokenLogprobs | None], offsets: Sequence[int], *, first: int, as_ids: bool
 ) -> dict[str, object]:
     """Returns four parallel lists. `first` is the ID of the first prompt token, whose entry may be None."""
+    tokens, logprobs, best = list[str](), list[float | None](), EncodedList()
+    for entry in entries:
+        tokens.append(token_string(tokenizer, entry.token_id if entry else first, as_ids))
+        logprobs.append(max(entry.logprob, LOWEST) if entry else None)
+        best.append(_best_by_text(tokenizer, entry, as_ids) if entry else None)
     return {
-        "tokens": [token_string(tokenizer, e.token_id if e else first, as_ids) for e in entries],
-        "token_logprobs": [max(e.logprob, LOWEST) if e else None for e in entries],
-        "top_logprobs": EncodedList(_best_by_text(tokenizer, e, as_ids) if e else None for e in entries).encoded,
+        "tokens": tokens,
+        "token_logprobs": logprobs,
+        "top_logprobs": best.encoded,
         "text_offset": list(offsets),
     }
 
@@ -52,11 +56,11 @@ def _best_by_text(tokenizer: TokenTable, entry: TokenLogprobs, as_ids: bool) -> 
     return best
 
 
-def chat_logprobs(tokenizer: TokenTable, entries: Sequence[TokenLogprobs], *, as_ids: bool) -> dict[str, object]:
+def chat_logprobs(tokenizer: TokenTable, entries: Iterable[TokenLogprobs], *, as_ids: bool) -> dict[str, object]:
     return {"content": logprob_entries(tokenizer, entries, as_ids=as_ids), "refusal": None}
 
 
-def logprob_entries(tokenizer: TokenTable, entries: Sequence[TokenLogprobs], *, as_ids: bool) -> list[msgspec.Raw]:
+def logprob_entries(tokenizer: TokenTable, entries: Iterable[TokenLogprobs], *, as_ids: bool) -> list[msgspec.Raw]:
     """Returns the entries, each encoded separately, because together they may have millions of values."""
     return [msgspec.Raw(msgspec.json.encode(_chat_entry(tokenizer, entry, as_ids))) for entry in entries]
 

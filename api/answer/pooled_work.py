@@ -11,6 +11,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lorafleet.api.access.body_budget import body_bytes_of
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.long_work import run_by_count
 from lorafleet.api.access.pacing import in_turns
@@ -112,9 +113,10 @@ class PooledWork:
         )
 
     async def answer(self, samples: Sequence[Sample], write: Callable[[list[Delta]], dict[str, object]]) -> Response:
-        """Waits for the samples, and returns what `write` makes of them, with the model and the usage added."""
+        """Waits for the samples, and returns what `write` makes of them, with the model and the usage added. It may
+        repeat texts of the body."""
         deltas = await collect(samples)
-        num_values = sum(len(delta.embedding) // 4 for delta in deltas)
+        num_values = sum(len(delta.embedding) // 4 for delta in deltas) + body_bytes_of(self.request.scope) // 16
         return await run_by_count(
             self.state.long_work, self.model, num_values, lambda: self._write(samples, write(deltas))
         )

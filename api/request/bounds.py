@@ -39,7 +39,10 @@ class AtMost:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         measured = _MEASURED.get(get_origin(source) or source, (str, list, dict))
         check = functools.partial(self._check, measured)
-        return core_schema.no_info_before_validator_function(check, handler(source))
+        made: Any = handler(source)
+        if made["type"] == "list":
+            made["fail_fast"] = True  # An error takes a kilobyte, and each entry may have several.
+        return core_schema.no_info_before_validator_function(check, made)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         made = handler(schema)

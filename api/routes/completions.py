@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -165,11 +166,11 @@ class _Choice:
         body, tokenizer = self.answer.body, self.sample.model.tokenizer
         if body.logprobs is None:
             return None
-        entries: list[TokenLogprobs | None] = [*(delta.logprobs or [])]
+        entries: Iterable[TokenLogprobs | None] = delta.logprobs or ()
         offsets: Sequence[int] = [len(self.echoed) + offset for offset in delta.offsets]
         prompt_ids = self.sample.prompt.token_ids
         if body.echo and first:
-            entries = [*(delta.prompt_logprobs or [None]), *entries]
+            entries = itertools.chain(delta.prompt_logprobs or (None,), entries)
             offsets = [*prompt_offsets(tokenizer, prompt_ids, len(self.echoed)), *offsets]
         as_ids = bool(body.return_tokens_as_token_ids)
         return completion_logprobs(tokenizer, entries, offsets, first=prompt_ids[0], as_ids=as_ids)

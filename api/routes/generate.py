@@ -21,7 +21,7 @@ from lorafleet.api.access.pacing import in_turns
 from lorafleet.api.answer import token_types as answers
 from lorafleet.api.answer.encoded_list import EncodedList
 from lorafleet.api.answer.envelope import check_request_id, draw_key, request_id
-from lorafleet.api.answer.generation import GeneratedAnswer, Sample, Task, collect, fallback_of, make_samples, merged
+from lorafleet.api.answer.generation import LOGPROB_BYTES, Sample, Task, collect, fallback_of, make_samples, merged
 from lorafleet.api.answer.logprobs import LOWEST
 from lorafleet.api.answer.responses import DONE, EventStream, WholeReply, event, json_response
 from lorafleet.api.answer.streaming import answer_headers
@@ -43,6 +43,7 @@ from lorafleet.protocol.errors import InvalidRequest
 from lorafleet.protocol.limits import MAX_MODEL_CHARS, MAX_NAMED_MODELS
 from lorafleet.protocol.messages import TokenLogprobs
 from lorafleet.protocol.sampling_params import SamplingParams
+from lorafleet.protocol.transport.unread_outputs import TOKEN_BYTES
 
 DEFAULT_MAX_NEW_TOKENS = 128
 # SGLang's names of sampling parameters, and ours. logit_bias is converted.
@@ -101,6 +102,8 @@ async def _stream(
     async with aclosing(merged(samples)) as deltas:
         async for sample, delta in deltas:
             headers.update(answer_headers(samples))
+            num_bytes = TOKEN_BYTES * len(delta.token_ids) + len(delta.text)
+            sample.keep(num_bytes + LOGPROB_BYTES * sample.count_values(delta))  # Each chunk repeats them.
             write = partial(_write_chunk, results[sample.index], delta, indexed)
             chunk = await run_by_count(threads, sample.model, sample.count_values(delta), write)
             running -= delta.finish_reason is not None
@@ -276,21 +279,22 @@ class _Result:
         self.sample = sample
         self._rid = rid
         self._text = ""
-        self._answer = GeneratedAnswer()
+        self._whole = Delta()  # Without its text and logprobs.
         self._token_ids = EncodedList()
         self._logprobs = _Logprobs(body, sample) if body.return_logprob else None
         self._is_first = True
 
     def add(self, delta: Delta) -> None:
         self._text += delta.text
-        self._answer.add(delta)
+        self._whole.token_ids.extend(delta.token_ids)
+        self._whole.finish_reason, self._whole.stop_reason = delta.finish_reason, delta.stop_reason
         for token_id in delta.token_ids:
             self._token_ids.append(token_id)
         if self._logprobs is not None:
             self._logprobs.add(delta)
 
     def render(self) -> dict[str, object]:
-        whole = self._answer.whole
+        whole = self._whole
         meta: dict[str, object] = {
             "id": self._rid,
             "finish_reason": _finish_reason(whole),

@@ -91,7 +91,8 @@ async def responses(state: AppState, request: Request) -> Response:
     keep = Keeping(state.stored.store, entry)
     summarizes = body.reasoning is not None and body.reasoning.summary is not None
     items = ResponseItems(summarizes=summarizes, packs_reasoning=PACKED_REASONING in (body.include or ()))
-    answer = _Answer(state.config.base_id, body, started, items, keep, entry is not None)
+    repeated = await run_by_size(state.long_work, request, lambda: _repeated(body))
+    answer = _Answer(state.config.base_id, body, repeated, started, items, keep, entry is not None)
     headers: dict[str, str] = {}
     if body.background:
         assert entry is not None
@@ -195,11 +196,13 @@ def _in_its_own_words(error: InvalidRequest) -> InvalidRequest:
 class _Answer:
     base_id: str
     body: ResponsesRequest
+    repeated: dict[str, msgspec.Raw]  # The request's fields that the response has too, as JSON.
     started: StartedChat
     items: ResponseItems
     keep: Callable[[bytes], None]  # Stores the JSON of the response when it has ended.
     stores: bool
     num_reasoning_tokens: int = 0
+    num_counted: int = 0  # Bytes of the answer that count with the request's body.
     token_ids: list[int] = field(default_factory=list)
     created_s: int = field(default_factory=lambda: int(time.time()))
     final: Delta = field(default_factory=Delta)  # Has a finish_reason if the response has ended.
@@ -213,7 +216,7 @@ class _Answer:
     async def whole(self) -> Response:
         async with aclosing(self._deltas(eager=False)) as deltas:
             async for _ in deltas:
-                pass
+                self._count()
         self.items.close(self._item_status)
         content = self._end()
         return Response(content, headers=answer_headers(self.started.samples), media_type="application/json")
@@ -223,6 +226,7 @@ class _Answer:
         try:
             async with aclosing(self._deltas(eager=True, opening=self._opening)) as deltas:
                 async for events in deltas:
+                    self._count()
                     if not opened:
                         opened = True
                         headers.update(answer_headers(self.started.samples))
@@ -246,6 +250,11 @@ class _Answer:
             yield self.end_early("failed", error)
             return
         yield self._closing()
+
+    def _count(self) -> None:
+        """Counts what the answer has grown with the request's body. One in the background counts as stored instead."""
+        counted, self.num_counted = self.num_counted, self.num_bytes
+        self.sample.keep(self.num_counted - counted)
 
     @property
     def num_bytes(self) -> int:
@@ -311,9 +320,7 @@ class _Answer:
             "background": bool(body.background),
             "error": self._error(),
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
             "model": self.sample.model.name if fallback is None else self.base_id,
             "output": self.items.items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
@@ -321,14 +328,7 @@ class _Answer:
             "reasoning": None if body.reasoning is None else {"summary": None, **body.reasoning.model_dump()},
             "store": self.stores,
             "temperature": self.sample.params.temperature,
-            "text": (body.text.model_dump(by_alias=True, exclude_none=True) if body.text else None)
-            or {"format": {"type": "text"}},
-            "tool_choice": "auto" if body.tool_choice is None else _dumped(body.tool_choice),
-            "tools": [
-                ({"strict": None, "parameters": None} if tool.type == "function" else {})
-                | tool.model_dump(exclude_none=True)
-                for tool in body.tools or ()
-            ],
+            **self.repeated,
             "top_p": self.sample.params.top_p,
             "truncation": "disabled",
             "usage": None if status == "in_progress" else _usage(self.sample, self.num_reasoning_tokens),
@@ -349,6 +349,23 @@ class _Answer:
         if self.failure is None:
             return {"code": "server_error", "message": SERVER_FAILED}
         return {"code": http_error(self.failure).code or "server_error", "message": self.failure.message}
+
+
+def _repeated(body: ResponsesRequest) -> dict[str, msgspec.Raw]:
+    """Returns the fields of a request that its response repeats in several events, encoded once."""
+    fields: dict[str, object] = {
+        "instructions": body.instructions,
+        "metadata": body.metadata or {},
+        "text": (body.text.model_dump(by_alias=True, exclude_none=True) if body.text else None)
+        or {"format": {"type": "text"}},
+        "tool_choice": "auto" if body.tool_choice is None else _dumped(body.tool_choice),
+        "tools": [
+            ({"strict": None, "parameters": None} if tool.type == "function" else {})
+            | tool.model_dump(exclude_none=True)
+            for tool in body.tools or ()
+        ],
+    }
+    return {name: msgspec.Raw(encode_json(value)) for name, value in fields.items()}
 
 
 def _dumped(choice: object) -> object:

@@ -6,7 +6,8 @@ engine's sequence by closing its generator.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -15,6 +16,13 @@ from lorafleet.api.text.stop_strings import StopStrings
 from lorafleet.api.text.token_table import TokenTable
 from lorafleet.protocol.messages import FinishReason, TokenLogprobs, TokenOutput
 from lorafleet.protocol.sampling_params import SamplingParams
+
+
+class LogprobsSoFar(Protocol):
+    """The logprobs of the tokens of an answer, in their order. All have equally many best tokens."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[TokenLogprobs]: ...
 
 
 class Delta(msgspec.Struct):
@@ -27,7 +35,7 @@ class Delta(msgspec.Struct):
     text: str = ""
     token_ids: list[int] = []
     embedding: bytes = b""  # float32, instead of tokens.
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: LogprobsSoFar | None = None
     offsets: list[int] = []  # Position in the answer where each token's text begins.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
@@ -121,12 +129,14 @@ class OutputProcessor:
         count = len(waiting)
         if self.finish_reason is None:
             count = next((i for i, entry in enumerate(waiting) if entry[3] > self._num_shown), count)
+        shown: list[TokenLogprobs] = []
         for token_id, logprobs, start, _ in waiting[:count]:
             delta.token_ids.append(token_id)
             delta.offsets.append(min(start, self._num_shown))
             if logprobs is not None:
-                delta.logprobs = delta.logprobs or []
-                delta.logprobs.append(logprobs)
+                shown.append(logprobs)
+        if shown:
+            delta.logprobs = [*(delta.logprobs or ()), *shown]
         del waiting[:count]
 
     def _hides_last(self, output: TokenOutput) -> bool:

@@ -60,6 +60,13 @@ BODY = [
         BUSY,
     ),
     Limit(
+        "answers without `stream` while they are generated, and what streams of `/v1/responses` and `/generate` keep, "
+        "as part of these bodies",
+        "half of them for one tenant",
+        f"{flag('max_body_bytes')}",
+        "the request ends: 429 `queue_full` or 503 `overloaded`, with Retry-After",
+    ),
+    Limit(
         "stored responses of a replica",
         f"{size(limits.RESPONSE_STORE_BYTES)}, {response_store.MAX_STORED_RESPONSES:,} responses, "
         f"{seconds(response_store.MAX_STORED_S)}",
@@ -100,6 +107,12 @@ BODY = [
 ACROSS = [
     Limit("prompts x n", limits.MAX_SAMPLES, "", REFUSED),
     Limit("tokens of all prompts, each n times", limits.MAX_PROMPT_TOKENS, "", REFUSED),
+    Limit(
+        "logprobs of a request's prompts, and of its answers without `stream`, those of the best tokens included",
+        limits.MAX_ANSWER_LOGPROBS,
+        "",
+        REFUSED,
+    ),
     Limit("texts of all pairs of `/score` and `/rerank` with a head", chars(limits.MAX_PAIR_CHARS), "", REFUSED),
     Limit("numbers that a classification head computes", limits.MAX_HEAD_VALUES, "", REFUSED),
     Limit("tokens of the words of `bad_words`, in all spellings", limits.MAX_BAD_WORDS_TOKENS, "", REFUSED),

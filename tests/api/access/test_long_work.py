@@ -17,6 +17,7 @@ from lorafleet.api.access.body_budget import BodyBudget, HeldBody
 from lorafleet.api.access.caller import Caller
 from lorafleet.api.access.fair_threads import FairThreads
 from lorafleet.api.access.long_work import MAX_INLINE_BODY_BYTES
+from lorafleet.api.answer import generation
 from lorafleet.api.app_state import AppState
 from lorafleet.protocol.errors import Overloaded, QueueFull
 from lorafleet.sandbox.job_turns import TurnLimits
@@ -174,9 +175,9 @@ def test_a_tenant_s_bodies_take_half_of_the_budget_at_most_and_all_of_them_no_mo
 async def test_bodies_under_way_hold_up_others_of_the_same_caller_only_until_they_are_answered(
     http: httpx.AsyncClient, front: AppState, engine: Any
 ) -> None:
-    body = {"prompt": "a" * 20, "max_tokens": 2}
+    body = {"prompt": "a" * 200, "max_tokens": 2}
     size = len(json.dumps(body))
-    front.body_budget = BodyBudget(2 * size + 40)
+    front.body_budget = BodyBudget(2 * size + 240)  # The answer counts too.
     engine.hold_after = 0
     held = asyncio.create_task(http.post("/v1/completions", json=body))
     while not engine.running:  # noqa: ASYNC110  nothing announces it
@@ -184,7 +185,7 @@ async def test_bodies_under_way_hold_up_others_of_the_same_caller_only_until_the
     refused = await http.post("/v1/completions", json=body)
     error = refused.json()["error"]
     assert (refused.status_code, error["code"]) == (429, "queue_full")
-    assert "clients without a key" in error["message"] and str(size + 20) in error["message"]
+    assert "clients without a key" in error["message"] and str(size + 120) in error["message"]
     assert int(refused.headers["retry-after"]) >= 1
     held.cancel()
     while engine.running:  # noqa: ASYNC110  nothing announces it
@@ -193,3 +194,45 @@ async def test_bodies_under_way_hold_up_others_of_the_same_caller_only_until_the
     while (answer := await http.post("/v1/completions", json=body)).status_code == 429:  # noqa: ASYNC110  nothing announces it
         await asyncio.sleep(0.01)
     assert answer.status_code == 200, "the body of a request whose client left counts no more"
+
+
+WHOLE: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", "n": 2, "logprobs": 20},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "n": 2, "logprobs": True},
+    "/v1/responses": {"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 20},
+    "/generate": {"text": "a", "return_logprob": True, "top_logprobs_num": 20},
+}
+
+
+AMOUNTS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"max_tokens": 200},
+    "/generate": {"sampling_params": {"max_new_tokens": 200}},
+}
+
+
+@pytest.mark.parametrize("path", WHOLE)
+async def test_a_whole_answer_counts_with_the_body_while_it_grows(
+    http: httpx.AsyncClient, front: AppState, engine: Any, path: str
+) -> None:
+    engine.answer = lambda _: "a" * 200
+    amount = AMOUNTS.get(path, {})
+    front.body_budget = BodyBudget(10_000)
+    answer = await http.post(path, json=WHOLE[path] | amount)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+    assert "whole answers so far" in answer.json()["error"]["message"]
+    assert not engine.running
+    front.body_budget = BodyBudget(64 << 20)
+    answer = await http.post(path, json=WHOLE[path] | amount)
+    assert answer.status_code == 200, "what a refused answer had so far counts no more"
+
+
+async def test_the_logprobs_of_a_request_s_answers_are_bounded_together(
+    http: httpx.AsyncClient, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "MAX_ANSWER_LOGPROBS", 500)
+    engine.answer = lambda _: "a" * 100
+    body = {"prompt": "a", "max_tokens": 200, "logprobs": 1, "n": 3}
+    refused = await http.post("/v1/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
+    assert "more than 500 logprobs" in refused.json()["error"]["message"]
+    assert (await http.post("/v1/completions", json=body | {"n": 2})).status_code == 200

@@ -68,6 +68,14 @@ def reasoning_items() -> dict[str, Any]:
 
 
 SCHEMA = {"enum": [f"{i:01000d}" for i in range(900)]}  # 0.9 MB
+
+
+def wrong_blocks() -> dict[str, Any]:
+    """Each block is wrong in several ways, since its type may be one of several."""
+    block = {"type": "tool_result", "tool_use_id": 1, "content": [{"type": "x"}] * 10}
+    return {"model": "llama", "max_tokens": 1, "messages": [{"role": "user", "content": [block]}] * 4000}
+
+
 BODIES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "a tag whose triggers are as long as they may be": (
         "/v1/completions",
@@ -114,12 +122,30 @@ BODIES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         lambda: {name: value for name, value in thinking(4000, 100).items() if name != "max_tokens"},
     ),
     "many blocks": ("/v1/messages", many_blocks),
+    "many wrong blocks": ("/v1/messages", wrong_blocks),
+    "long documents that are returned": (
+        "/rerank",
+        lambda: {"model": "llama", "query": "a", "documents": ['"' * 400_000] * 19, "truncate_prompt_tokens": 9},
+    ),
     "reasoning in many items": ("/v1/responses", reasoning_items),
     "arguments of template": (
         "/v1/chat/completions",
         lambda: chat(chat_template_kwargs={"a": ["x" * 15] * 65_000}),
     ),
     "metadata": ("/v1/completions", lambda: completion(metadata={str(i): [] for i in range(60_000)})),
+    "tools that each event repeats": (
+        "/v1/responses",
+        lambda: {
+            "model": "llama",
+            "input": "a",
+            "stream": True,
+            "tool_choice": "none",
+            "tools": [
+                {"type": "function", "name": f"f{i}", "parameters": {f"k{j}": {"title": "é"} for j in range(100)}}
+                for i in range(500)
+            ],
+        },
+    ),
     "tools that are not shown": (
         "/v1/responses",
         lambda: {
