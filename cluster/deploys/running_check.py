@@ -26,15 +26,16 @@ REPLICAS = "EngineReplica"
 class ProposedDeploy:
     version: str  # Of what its replicas are built from. Only replicas with the same version would take the options.
     args: AppArgs
+    is_final: bool  # Whether a running replica stops before one that replaces it has started, since there is no room.
 
 
-def check_running(args: AppArgs, version: str) -> None:
-    """Raises ConfigError with the reason of a running replica that could not take the options. Replicas of other
-    applications have other versions, or serve the same model from the same files, so they answer just as well."""
+def check_running(proposed: ProposedDeploy) -> None:
+    """Raises ConfigError with the reason of a running replica against the deploy. Replicas of other applications have
+    other versions, or serve the same model from the same files, so they answer just as well."""
     applications = ingress.running_applications(REPLICAS)
     if not applications:
         return
-    asked = asyncio.run_coroutine_threadsafe(_refusals(ProposedDeploy(version, args), applications), _loop())
+    asked = asyncio.run_coroutine_threadsafe(_refusals(proposed, applications), _loop())
     if refusals := asked.result():
         raise ConfigError(f"{refusals[0]} Nothing was changed.")
 

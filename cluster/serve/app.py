@@ -16,7 +16,7 @@ from ray.serve.schema import LoggingConfig
 from lorafleet.cluster.config import KEY_VARIABLES, AppArgs, with_keys
 from lorafleet.cluster.deploys.changed_options import user_config_of, version_of
 from lorafleet.cluster.deploys.deployment_version import Deployed, with_version
-from lorafleet.cluster.deploys.running_check import check_running
+from lorafleet.cluster.deploys.running_check import ProposedDeploy, check_running
 from lorafleet.cluster.deploys.sealed_secrets import seal
 from lorafleet.cluster.proxy import ingress
 from lorafleet.cluster.proxy.exposure import check_exposure, check_tls
@@ -46,7 +46,7 @@ def build(args: AppArgs) -> Application:
         check_tls(options.ssl_certfile is not None, ingress.direct_streaming())
     config = dataclasses.replace(args.engine_config(), device=_device(args))
     version = version_of(args, config.device, runtime_env())
-    check_running(args, version)
+    check_running(ProposedDeploy(version, args, is_final=_is_final(args, config.device)))
     deployment = with_version(replicas(args, config), version)
     bound = deployment.bind(args, config, Deployed(version, ingress.serve_instance()))
     if not ingress.direct_streaming():
@@ -120,6 +120,12 @@ def _surge_percent(args: AppArgs, bundles: list[dict[str, float]]) -> int:
         return 0
     wanted = min(max(running, args.num_replicas), args.most_replicas)
     return surge_percent(wanted, running, num_fitting(bundles, ingress.free_resources()))
+
+
+def _is_final(args: AppArgs, device: Device) -> bool:
+    """Returns whether replicas of this version have room only where others stop before. With a working directory of
+    their own, they may see other files than those do, which then cannot be asked."""
+    return "working_dir" not in runtime_env() and _surge_percent(args, replica_bundles(args, device)) == 0
 
 
 def _scaling(args: AppArgs) -> dict[str, Any]:

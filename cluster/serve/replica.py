@@ -11,6 +11,7 @@ import sys
 
 from fastapi import FastAPI
 
+from lorafleet.api.access.work_threads import UPKEEP, in_turn
 from lorafleet.api.stored.response_query import ResponseFound, ResponseQuery
 from lorafleet.cluster.batches.batch_records import callers_of
 from lorafleet.cluster.batches.line_post import LineAnswerer, LinePost, LineReply
@@ -26,6 +27,7 @@ from lorafleet.cluster.receiving.group_orders import GroupDone, GroupOrder
 from lorafleet.cluster.routing.route import Route
 from lorafleet.cluster.serve.autoscaling import autoscaling_metrics
 from lorafleet.cluster.serve.replica_parts import ReplicaParts
+from lorafleet.cluster.serve.start_checks import check_paths
 from lorafleet.protocol.engine_config import EngineConfig
 from lorafleet.protocol.errors import LorafleetError, Overloaded
 from lorafleet.resolvers.private_files import keep_private
@@ -74,11 +76,14 @@ class EngineReplica:
 
     async def check_deploy(self, proposed: ProposedDeploy) -> str | None:
         """Returns why this replica could not take the options of a deploy, or None. A replica that the deploy would
-        replace has no objection. build() calls this."""
-        if proposed.version != self._version or self._parts.state is None:
+        replace objects only if it would stop for one that misses files. build() calls this."""
+        if self._parts.state is None:
             return None
         try:
-            await self._parts.check_options(proposed.args)
+            if proposed.version == self._version:
+                await self._parts.check_options(proposed.args)
+            elif proposed.is_final:
+                await in_turn(UPKEEP, check_paths, proposed.args)
         except LorafleetError as error:
             return error.message
         return None

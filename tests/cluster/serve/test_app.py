@@ -1,8 +1,11 @@
-"""Which device the replicas get on a cluster whose nodes come and go."""
+"""What the builder of the application decides: devices, room for new replicas, and which deploys are refused."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -11,7 +14,9 @@ from lorafleet.protocol.errors import ConfigError
 from tests.cluster.checking import ray_schemas  # noqa: F401  # before its module can warn
 
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary  # isort: skip
+from lorafleet.cluster.deploys.running_check import ProposedDeploy  # isort: skip
 from lorafleet.cluster.serve import app  # isort: skip
+from lorafleet.cluster.serve.replica import EngineReplica  # isort: skip
 
 
 @pytest.mark.parametrize(
@@ -70,3 +75,33 @@ def test_new_replicas_start_beside_those_that_run_where_there_is_room(
     deployment = app.replicas(args, args.engine_config())
     assert deployment._deployment_config.max_surge_percent == percent
     assert app.router(args)._deployment_config.max_surge_percent == 100
+
+
+@pytest.mark.parametrize(
+    ("running", "free_cpus", "environment", "final"),
+    [(1, 0.0, {}, True), (1, 8.0, {}, False), (1, 0.0, {"working_dir": "s3://b/code.zip"}, False)],
+)
+def test_a_deploy_is_final_where_the_running_replica_has_to_stop_first(
+    monkeypatch: pytest.MonkeyPatch, running: int, free_cpus: float, environment: dict[str, str], final: bool
+):
+    monkeypatch.setattr(app.ingress, "num_running", lambda _: running)
+    monkeypatch.setattr(app.ingress, "free_resources", lambda: [{"CPU": free_cpus}])
+    monkeypatch.setattr(app, "runtime_env", lambda: environment)
+    assert app._is_final(parse_args({"model": "m"}), "cpu") == final
+
+
+@pytest.mark.parametrize("final", [False, True])
+async def test_a_replica_does_not_stop_for_one_whose_files_are_missing(tmp_path: Path, final: bool):
+    running = cast(EngineReplica, SimpleNamespace(_version="of its own", _parts=SimpleNamespace(state=object())))
+    (tmp_path / "config.json").write_text("{}")
+    whole = {"model": str(tmp_path), "max_model_len": 400}
+    objections = [
+        await EngineReplica.check_deploy(running, ProposedDeploy("another", parse_args(values), final))
+        for values in (whole, whole | {"model": "/no/model"}, whole | {"lora_modules": ["sql=/no/adapter"]})
+    ]
+    if not final:  # It goes on until the other one has started.
+        assert objections == [None, None, None]
+        return
+    assert objections[0] is None
+    assert "model '/no/model' is not a local Hugging Face folder" in str(objections[1])
+    assert "adapter 'sql' cannot be served: there is no /no/adapter" in str(objections[2])
