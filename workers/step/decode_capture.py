@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, cast
@@ -43,10 +42,9 @@ from lorafleet.workers.step.borrowed_memory import borrowed
 from lorafleet.workers.step.capture_streams import capture_stream
 from lorafleet.workers.step.drafted_sizes import DraftShape
 from lorafleet.workers.step.few_token_kernels import few_token_kernels
-from lorafleet.workers.step.interruption import InterruptibleAttention, IsInterrupted, WorkInterrupted, never
+from lorafleet.workers.step.instantiation import Instantiation
+from lorafleet.workers.step.interruption import InterruptibleAttention, IsInterrupted, never
 from lorafleet.workers.step.own_linears import own_linears
-
-LOOK_S = 0.0005  # Time between two looks for a request while a graph is being made executable.
 
 
 class DecodeKey(NamedTuple):
@@ -108,9 +106,7 @@ class DecodeCapture:
         self._main = {priority: capture_stream(device, "step", priority) for priority in (0, HIGH_PRIORITY)}
         self._side = {priority: capture_stream(device, "lora", priority) for priority in (0, HIGH_PRIORITY)}
         self._gemms = split_gemms(model)
-        # Captured graphs that are being made executable, which takes some 8 ms for 32 layers and cannot be interrupted.
-        self._unfinished: dict[DecodeKey, tuple[DecodeGraph, Future[None]]] = {}
-        self._threads = ThreadPoolExecutor(1, "graph", _use, (device,))
+        self._instantiation = Instantiation[DecodeKey, DecodeGraph](device)
 
     @torch.inference_mode()
     def capture(self, key: DecodeKey, is_interrupted: IsInterrupted = never) -> DecodeGraph | None:
@@ -120,8 +116,8 @@ class DecodeCapture:
         A step may be in flight. Its inputs and its tokens survive the capture: the next step reads the tokens, and
         drafts are compared with the inputs once masks have arrived.
         """
-        if key in self._unfinished:
-            return self._finish(key, is_interrupted)
+        if key in self._instantiation:
+            return self._instantiation.finish(key, is_interrupted)
         backend = self._backend(key)
         if backend is None:
             return None
@@ -138,8 +134,7 @@ class DecodeCapture:
     def forget(self) -> None:
         """Forgets the attention's backends, after it has been replaced. Graphs that were captured may be used on."""
         torch.cuda.synchronize(self._device)  # a graph's memory must outlive its run
-        wait([instantiated for _, instantiated in self._unfinished.values()])
-        self._unfinished = {}
+        self._instantiation.forget()
         self._backends = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -255,19 +250,8 @@ class DecodeCapture:
                 finally:
                     graph.capture_end()
         captured = DecodeGraph(key, graph, attention, lora, states, borrowed(hidden_BD), borrowed(logits_BW))
-        self._unfinished[key] = captured, self._threads.submit(graph.instantiate)
-        return self._finish(key, is_interrupted)
-
-    def _finish(self, key: DecodeKey, is_interrupted: IsInterrupted) -> DecodeGraph:
-        """Waits until the captured graph can be replayed. If it is interrupted, a thread goes on meanwhile, and the
-        next capture of the graph takes it from here."""
-        captured, instantiated = self._unfinished[key]
-        while not wait([instantiated], LOOK_S).done:
-            if is_interrupted():
-                raise WorkInterrupted
-        del self._unfinished[key]
-        instantiated.result()
-        return captured
+        self._instantiation.begin(key, captured, graph.instantiate)
+        return self._instantiation.finish(key, is_interrupted)
 
     @contextmanager
     def _without_adapters(self, key: DecodeKey) -> Iterator[None]:
@@ -275,12 +259,6 @@ class DecodeCapture:
         few_tokens = few_token_kernels(self._model, key.num_rows, has_drafts=key.drafts is not None)
         with few_tokens, own_linears(self._model, key.num_rows):
             yield
-
-
-def _use(device: torch.device) -> None:
-    """Makes a GPU the device of this thread. Otherwise the thread would take memory of the first one."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
 
 def split_gemms(model: EngineModel) -> GEMMs | None:
