@@ -275,7 +275,7 @@ class GeneratedAnswer:
         self._num_counted = 0  # Bytes of the logprobs.
 
     def add(self, delta: Delta) -> None:
-        """Adds the delta. Raises QueueFull if the caller's answers in progress become too large."""
+        """Adds the delta to the answer. Raises QueueFull if the caller's answers in progress become too large."""
         whole = self.whole
         self._texts.append(delta.text)
         whole.token_ids.extend(delta.token_ids)
