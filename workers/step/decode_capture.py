@@ -101,10 +101,13 @@ class DecodeCapture:
         self._loras = loras
         self._max_context = max_context
         self._pool = torch.cuda.graph_pool_handle()
-        # All captures share these streams, one for each priority, since the allocator reserves memory, and cuBLAS its
+        # All captures share these streams, two for each priority, since the allocator reserves memory, and cuBLAS its
         # workspace, for each stream.
-        self._main = {priority: capture_stream(device, "step", priority) for priority in (0, HIGH_PRIORITY)}
-        self._side = {priority: capture_stream(device, "lora", priority) for priority in (0, HIGH_PRIORITY)}
+        self._streams = {
+            (use, priority): capture_stream(device, use, priority)
+            for use in ("step", "lora")
+            for priority in (0, HIGH_PRIORITY)
+        }
         self._gemms = split_gemms(model)
         self._instantiation = Instantiation[DecodeKey, DecodeGraph](device)
 
@@ -163,7 +166,7 @@ class DecodeCapture:
         return lora
 
     def _run_beside(self, lora: LoRABatch, split: SMSplit) -> None:
-        lora.run_beside(split, self._side[split.lora_priority])
+        lora.run_beside(split, self._streams["lora", split.lora_priority])
 
     def fill(self, decode: DecodeGraph, plan: StepPlan, unread: UnreadInputs | None = None) -> None:
         """Queues the copies of what the graph reads besides the last step's tokens, and its correction by what the plan
@@ -233,7 +236,7 @@ class DecodeCapture:
             self._inputs.sampled_B[:size].copy_(greedy_of_ranks(logits_BW, self._model.group))
             return hidden_BD, logits_BW
 
-        stream = self._main[0 if lora is None else lora.split.gemm_priority]
+        stream = self._streams["step", 0 if lora is None else lora.split.gemm_priority]
         with self._without_adapters(key) if lora is None else nullcontext():
             # The inputs are filled, and counters of few_token_kernels.py cleared, on another stream.
             torch.cuda.synchronize(self._device)
