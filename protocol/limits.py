@@ -84,7 +84,7 @@ MAX_SAMPLES = 2048  # Prompts x n.
 MAX_PROMPT_TOKENS = 1 << 21
 MAX_PAIR_CHARS = 16 << 20  # Texts of all prompts of a /score or /rerank request, a repeated text counted each time.
 # Logprobs of one request's prompts, and of its whole answers; each takes about 200 bytes while it is written.
-MAX_ANSWER_LOGPROBS = 1 << 20
+MAX_ANSWER_LOGPROBS = 2 << 20
 MAX_ROUTED_BYTES = 64 << 20  # Numbers of the experts that one request returns.
 MAX_HEAD_VALUES = 1 << 22  # Numbers that the heads of adapters compute for one request.
 MAX_MODEL_CHARS = 4096  # Eight full names joined by "+", after a base's name.

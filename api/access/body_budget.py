@@ -17,11 +17,14 @@ from lorafleet.protocol.errors import Overloaded, QueueFull
 
 _BODY = "lorafleet.body"  # Key in the ASGI scope.
 
+GROWING_BUDGETS = 8  # Bytes of whole answers that are being generated, relative to those of bodies.
+
 
 class BodyBudget:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._held: Counter[str] = Counter()  # Bytes by tenant, or by key if it has no tenant.
+        self._growing: Counter[str] = Counter()  # Bytes of whole answers that are being generated, likewise.
 
     def add(self, owner: str, num_bytes: int) -> None:
         """Counts bytes of an owner. One owner may have half of the limit.
@@ -30,14 +33,13 @@ class BodyBudget:
         """
         if self._held[owner] + num_bytes > self.max_bytes // 2:
             raise QueueFull(
-                f"The bodies of the requests of {owner} in progress on this replica, and their whole answers so far, "
-                f"have {self._held[owner]} bytes in total; at most {self.max_bytes // 2} are allowed. Wait for one of "
-                "them to end, send less, or ask for fewer answers or logprobs at a time."
+                f"The bodies of the requests of {owner} in progress on this replica have {self._held[owner]} bytes in "
+                f"total; at most {self.max_bytes // 2} are allowed. Wait for one of them to end, or send less."
             )
         if self._held.total() + num_bytes > self.max_bytes:
             raise Overloaded(
-                f"The bodies and whole answers of all requests in progress on this replica have {self._held.total()} "
-                f"bytes in total; at most {self.max_bytes} are allowed. Try again later."
+                f"The bodies of all requests in progress on this replica have {self._held.total()} bytes in total; at "
+                f"most {self.max_bytes} are allowed. Try again later."
             )
         self._held[owner] += num_bytes
 
@@ -52,10 +54,31 @@ class BodyBudget:
             )
         self._held[owner] += num_bytes
 
-    def remove(self, owner: str, num_bytes: int) -> None:
-        self._held[owner] -= num_bytes
-        if not self._held[owner]:
-            del self._held[owner]
+    def grow(self, owner: str, num_bytes: int) -> None:
+        """Counts further bytes of whole answers that are being generated. Their limit is GROWING_BUDGETS times that of
+        bodies, since what has been generated is lost if it is exceeded.
+
+        Raises QueueFull if the owner alone exceeds its half, and Overloaded if all owners together exceed the limit.
+        """
+        most = GROWING_BUDGETS * self.max_bytes
+        if self._growing[owner] + num_bytes > most // 2:
+            raise QueueFull(
+                f"The whole answers of the requests of {owner} in progress on this replica have "
+                f"{self._growing[owner]} bytes in total so far; at most {most // 2} are allowed. Ask for fewer answers "
+                "or logprobs at a time, or set `stream` to true."
+            )
+        if self._growing.total() + num_bytes > most:
+            raise Overloaded(
+                f"The whole answers of all requests in progress on this replica have {self._growing.total()} bytes in "
+                f"total so far; at most {most} are allowed. Try again later, or set `stream` to true."
+            )
+        self._growing[owner] += num_bytes
+
+    def remove(self, owner: str, num_bytes: int, num_grown: int = 0) -> None:
+        for counted, number in ((self._held, num_bytes), (self._growing, num_grown)):
+            counted[owner] -= number
+            if not counted[owner]:
+                del counted[owner]
 
 
 class HeldBody:
@@ -65,6 +88,7 @@ class HeldBody:
 
     def __init__(self, budget: BodyBudget, caller: Caller) -> None:
         self.num_bytes = 0
+        self._num_grown = 0
         self._budget = budget
         self._owner = whose(caller)
 
@@ -78,9 +102,14 @@ class HeldBody:
         self._budget.add_answer(self._owner, num_bytes)
         self.num_bytes += num_bytes
 
+    def grow(self, num_bytes: int) -> None:
+        """Counts further bytes of the whole answer while it is generated. Raises the errors of BodyBudget.grow()."""
+        self._budget.grow(self._owner, num_bytes)
+        self._num_grown += num_bytes
+
     def end(self) -> None:
-        self._budget.remove(self._owner, self.num_bytes)
-        self.num_bytes = 0
+        self._budget.remove(self._owner, self.num_bytes, self._num_grown)
+        self.num_bytes = self._num_grown = 0
 
     async def give_back(self, _: str) -> None:
         self.end()
@@ -91,10 +120,16 @@ def set_body(scope: Scope, body: HeldBody) -> None:
 
 
 def count_with_body(scope: Scope, num_bytes: int) -> None:
-    """Counts further bytes that are read or kept for the request, as those of its body. Raises the errors of
-    BodyBudget."""
+    """Counts further bytes that are read for the request, as those of its body. Raises the errors of BodyBudget."""
     body: HeldBody = scope[_BODY]
     body.add(num_bytes)
+
+
+def count_growth(scope: Scope, num_bytes: int) -> None:
+    """Counts further bytes of the request's whole answer while it is generated. Raises the errors of
+    BodyBudget.grow()."""
+    body: HeldBody = scope[_BODY]
+    body.grow(num_bytes)
 
 
 def count_answer(scope: Scope, num_bytes: int) -> None:

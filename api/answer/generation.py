@@ -17,7 +17,7 @@ from functools import partial
 import msgspec
 from starlette.requests import Request
 
-from lorafleet.api.access.body_budget import count_with_body
+from lorafleet.api.access.body_budget import count_growth
 from lorafleet.api.access.caller import caller_of
 from lorafleet.api.access.caller_admission import add_admission
 from lorafleet.api.access.pacing import in_turns
@@ -265,7 +265,7 @@ def _score_alone(delta: Delta) -> Delta:
 
 
 class GeneratedAnswer:
-    """The whole answer of one sample, joined from its deltas, whose bytes count with the request's body meanwhile."""
+    """The whole answer of one sample, joined from its deltas, whose bytes are counted meanwhile."""
 
     def __init__(self, sample: Sample) -> None:
         self.whole = Delta()
@@ -392,7 +392,7 @@ async def make_samples(
     group = replace(
         group_of(request_id, tasks, deadline, trace),
         is_stalled=is_stalled_of(request.scope),
-        keep=partial(count_with_body, request.scope),
+        keep=partial(count_growth, request.scope),
     )
     access.meter.check_room()
     num_prompt_tokens = sum(len(task.prompt.token_ids) for task in tasks)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from limit_rows import BUSY, FAILED, INTERNAL, RATE, REFUSED, Limit, chars, default, flag, seconds, size
 from lorafleet.api import languages
+from lorafleet.api.access import body_budget, work_threads
 from lorafleet.api.access import caller_admission as request_admission
-from lorafleet.api.access import work_threads
 from lorafleet.api.access.fair_threads import LONG_WORK
 from lorafleet.api.answer import gathered_writes, generation, piecewise
 from lorafleet.api.request import prompts
@@ -51,6 +51,12 @@ BODY = [
         "bodies of all requests in flight on a replica",
         f"{size(limits.MAX_BODIES_BYTES)}, half of it for one tenant",
         f"{flag('max_body_bytes')}: at least two bodies of that size",
+        "one tenant's: 429 `queue_full`; of all: 503 `overloaded`; with Retry-After",
+    ),
+    Limit(
+        "whole answers that are being generated, of all requests in flight on a replica",
+        f"{size(body_budget.GROWING_BUDGETS * limits.MAX_BODIES_BYTES)}, half of it for one tenant",
+        f"{flag('max_body_bytes')}: {body_budget.GROWING_BUDGETS} times the bodies",
         "one tenant's: 429 `queue_full`; of all: 503 `overloaded`; with Retry-After",
     ),
     Limit(

@@ -30,9 +30,10 @@ class Instantiation(Generic[Key, Captured]):
         self._unfinished[key] = captured, self._threads.submit(instantiate)
 
     def finish(self, key: Key, is_interrupted: IsInterrupted) -> Captured:
-        """Waits until the graph can be replayed, and returns what was captured. Raises what making it executable raises.
+        """Waits until the graph can be replayed, and returns what was captured.
 
-        Raises WorkInterrupted soon after is_interrupted() has become True. The thread goes on, for a later call.
+        Raises what making it executable raises, and WorkInterrupted soon after is_interrupted() has become True. The
+        thread then goes on, for a later call.
         """
         captured, instantiated = self._unfinished[key]
         while not wait([instantiated], LOOK_S).done:

@@ -177,7 +177,7 @@ async def test_bodies_under_way_hold_up_others_of_the_same_caller_only_until_the
 ) -> None:
     body = {"prompt": "a" * 200, "max_tokens": 2}
     size = len(json.dumps(body))
-    front.body_budget = BodyBudget(2 * size + 240)  # The answer counts too.
+    front.body_budget = BodyBudget(2 * size + 40)
     engine.hold_after = 0
     held = asyncio.create_task(http.post("/v1/completions", json=body))
     while not engine.running:  # noqa: ASYNC110  nothing announces it
@@ -185,7 +185,7 @@ async def test_bodies_under_way_hold_up_others_of_the_same_caller_only_until_the
     refused = await http.post("/v1/completions", json=body)
     error = refused.json()["error"]
     assert (refused.status_code, error["code"]) == (429, "queue_full")
-    assert "clients without a key" in error["message"] and str(size + 120) in error["message"]
+    assert "clients without a key" in error["message"] and str(size + 20) in error["message"]
     assert int(refused.headers["retry-after"]) >= 1
     held.cancel()
     while engine.running:  # noqa: ASYNC110  nothing announces it
@@ -211,15 +211,15 @@ AMOUNTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", WHOLE)
-async def test_a_whole_answer_counts_with_the_body_while_it_grows(
+async def test_a_whole_answer_is_counted_while_it_grows(
     http: httpx.AsyncClient, front: AppState, engine: Any, path: str
 ) -> None:
     engine.answer = lambda _: "a" * 200
     amount = AMOUNTS.get(path, {})
-    front.body_budget = BodyBudget(10_000)
+    front.body_budget = BodyBudget(1250)
     answer = await http.post(path, json=WHOLE[path] | amount)
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
-    assert "whole answers so far" in answer.json()["error"]["message"]
+    assert "whole answers of the requests of" in answer.json()["error"]["message"]
     assert not engine.running
     front.body_budget = BodyBudget(64 << 20)
     answer = await http.post(path, json=WHOLE[path] | amount)

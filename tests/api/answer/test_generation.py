@@ -39,4 +39,4 @@ def test_logprobs_of_prompts_are_bounded_together() -> None:
     prompt = Prompt([1] * (MAX_ANSWER_LOGPROBS // 64), None)
     assert group_of("r", [Task(prompt, model, SamplingParams(n=32, prompt_logprobs=1))], NO_DEADLINE)
     with pytest.raises(InvalidRequest, match=f"{21 << 21} logprobs in total.* {MAX_ANSWER_LOGPROBS} .*fewer logprobs"):
-        group_of("r", [Task(prompt, model, SamplingParams(n=16, prompt_logprobs=20))] * 8, NO_DEADLINE)
+        group_of("r", [Task(prompt, model, SamplingParams(n=16, prompt_logprobs=20))] * 4, NO_DEADLINE)
