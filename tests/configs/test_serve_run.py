@@ -19,12 +19,13 @@ import httpx
 import pytest
 
 from lorafleet.cluster.serve import cluster_environment, serve_environment
-from lorafleet.cluster.serve.local import RAY_IS_LATE, RAY_STARTS
 from tests.cluster.harness import START_S, free_port, stop_server
 
 pytestmark = pytest.mark.xdist_group("own_server")
 ROOT = Path(__file__).parents[2]
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least
+RAY_IS_LATE = "timed out during startup"  # Ray's words when its processes take longer than its 30 s.
+RAY_STARTS = 4
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def environment() -> Iterator[dict[str, str]]:
 
 @contextlib.contextmanager
 def serve_run(file: Path, environment: Mapping[str, str], url: str, log_file: Path) -> Iterator[None]:
-    """In the repository's root, as the file says, and again where Ray was late, as `lorafleet serve` does."""
+    """In the repository's root, as the file says, and again where Ray was late."""
     command = [Path(sys.executable).with_name("serve"), "run", file]
     for _ in range(RAY_STARTS):
         with log_file.open("wb") as log:

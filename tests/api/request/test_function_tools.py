@@ -390,7 +390,7 @@ def test_a_random_models_calls_of_its_own_match_too(
     tool = {"type": "function", "function": {"name": "u", "parameters": UNIT, "strict": True}}
     asked = {"type": "json_schema", "json_schema": {"name": "unit", "schema": UNIT}} if formatted else None
     texts, before = real.front.texts, (real.front.texts.chat_template, real.front.texts.tool_call_parser)
-    texts.chat_template, texts.tool_call_parser = "{{ tools | length }}", name
+    texts.chat_template, texts.tool_call_parser = "{{ tools | length }}{{ messages[0].content }}", name
     try:
         with openai.OpenAI(base_url=real.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
             answer: Any = client.chat.completions.create(

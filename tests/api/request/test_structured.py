@@ -169,7 +169,7 @@ async def test_an_adapters_own_default_holds_until_a_request_says_otherwise(http
 
 @pytest.mark.usefixtures("adapter")
 async def test_an_adapters_own_default_holds_for_text_beside_tools(http, engine, front):
-    front.texts.chat_template = "{{ tools | length }} <tool_call>"
+    front.texts.chat_template = "{{ tools | length }} <tool_call>{{ messages[0].content }}"
     tools = [{"type": "function", "function": {"name": "now"}}]
     found = await asked(http, engine, "/v1/chat/completions", model="bound", tools=tools)
     assert found is not None and found.kind == "tagged"
