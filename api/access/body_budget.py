@@ -31,16 +31,8 @@ class BodyBudget:
 
         Raises QueueFull if the owner alone exceeds its half, and Overloaded if all owners together exceed the limit.
         """
-        if self._held[owner] + num_bytes > self.max_bytes // 2:
-            raise QueueFull(
-                f"The bodies of the requests of {owner} in progress on this replica have {self._held[owner]} bytes in "
-                f"total; at most {self.max_bytes // 2} are allowed. Wait for one of them to end, or send less."
-            )
-        if self._held.total() + num_bytes > self.max_bytes:
-            raise Overloaded(
-                f"The bodies of all requests in progress on this replica have {self._held.total()} bytes in total; at "
-                f"most {self.max_bytes} are allowed. Try again later."
-            )
+        remedies = "Wait for one of them to end, or send less.", "Try again later."
+        _check_room(self._held, owner, num_bytes, self.max_bytes, ("bodies", "in total"), remedies)
         self._held[owner] += num_bytes
 
     def add_answer(self, owner: str, num_bytes: int) -> None:
@@ -61,17 +53,11 @@ class BodyBudget:
         Raises QueueFull if the owner alone exceeds its half, and Overloaded if all owners together exceed the limit.
         """
         most = GROWING_BUDGETS * self.max_bytes
-        if self._growing[owner] + num_bytes > most // 2:
-            raise QueueFull(
-                f"The whole answers of the requests of {owner} in progress on this replica have "
-                f"{self._growing[owner]} bytes in total so far; at most {most // 2} are allowed. Ask for fewer answers "
-                "or logprobs at a time, or set `stream` to true."
-            )
-        if self._growing.total() + num_bytes > most:
-            raise Overloaded(
-                f"The whole answers of all requests in progress on this replica have {self._growing.total()} bytes in "
-                f"total so far; at most {most} are allowed. Try again later, or set `stream` to true."
-            )
+        remedies = (
+            "Ask for fewer answers or logprobs at a time, or set `stream` to true.",
+            "Try again later, or set `stream` to true.",
+        )
+        _check_room(self._growing, owner, num_bytes, most, ("whole answers", "in total so far"), remedies)
         self._growing[owner] += num_bytes
 
     def remove(self, owner: str, num_bytes: int, num_grown: int = 0) -> None:
@@ -79,6 +65,28 @@ class BodyBudget:
             counted[owner] -= number
             if not counted[owner]:
                 del counted[owner]
+
+
+def _check_room(
+    counted: Counter[str], owner: str, num_bytes: int, most: int, words: tuple[str, str], remedies: tuple[str, str]
+) -> None:
+    """Raises QueueFull if the owner would have more than half of `most`, and Overloaded if all would have more than it.
+
+    Args:
+        words: what is counted, and how far.
+        remedies: for the owner alone, and for all.
+    """
+    what, extent = words
+    if counted[owner] + num_bytes > most // 2:
+        raise QueueFull(
+            f"The {what} of the requests of {owner} in progress on this replica have {counted[owner]} bytes {extent}; "
+            f"at most {most // 2} are allowed. {remedies[0]}"
+        )
+    if counted.total() + num_bytes > most:
+        raise Overloaded(
+            f"The {what} of all requests in progress on this replica have {counted.total()} bytes {extent}; at most "
+            f"{most} are allowed. {remedies[1]}"
+        )
 
 
 class HeldBody:
