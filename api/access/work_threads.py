@@ -30,7 +30,7 @@ T = TypeVar("T")
 class WorkKind:
     """A kind of work. The limits hold for one process."""
 
-    name: str  # As error messages say it.
+    name: str  # The name that error messages use.
     limits: TurnLimits
 
 
@@ -59,7 +59,7 @@ class _WorkThreads:
         return self._kinds[kind]
 
 
-# As asyncio's default threads, these belong to an event loop and end with it.
+# These belong to an event loop and end with it, like asyncio's default threads.
 _threads: WeakKeyDictionary[asyncio.AbstractEventLoop, _WorkThreads] = WeakKeyDictionary()
 
 

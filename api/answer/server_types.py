@@ -69,7 +69,7 @@ class Status(TypedDict):
 @exactly
 class Awake(Status):
     base_changed: bool  # Whether the checkpoint had other weights than before the sleep.
-    base_digest: str  # Of the weights that answer now.
+    base_digest: str  # Digest of the weights that answer now.
 
 
 @exactly

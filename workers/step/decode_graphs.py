@@ -201,8 +201,8 @@ class DecodeGraphs:
         self._want(keys[0])
         for size in larger:
             keys += self._fitting_keys(size, self._shape(size, has_drafts), lora_slots, has_adapters, takes_rare)
-        usable = self._former | self._graphs
-        return next((usable[key] for key in keys if key in usable), None)
+        found = (self._graphs.get(key) or self._former.get(key) for key in keys)
+        return next((graph for graph in found if graph is not None), None)
 
     def fill(self, decode: DecodeGraph, plan: StepPlan, unread: UnreadInputs | None = None) -> None:
         """Does what DecodeCapture.fill does."""
